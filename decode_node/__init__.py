@@ -1,0 +1,1 @@
+"""The node that receives KV and generates tokens."""

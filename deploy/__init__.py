@@ -1,0 +1,1 @@
+"""Ways to run disagg: the local demo script."""

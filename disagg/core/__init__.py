@@ -1,0 +1,1 @@
+"""Types, configuration, errors and ports. Imports nothing else of ours."""

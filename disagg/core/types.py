@@ -1,0 +1,178 @@
+"""Values that every layer shares. All are immutable; all can cross the wire (msgspec).
+
+Words (see docs/design.md): a *slot* is one token's place in a KV pool, a *page* `page_size` consecutive slots; a
+*shard* is the rectangle of layers x KV heads that a rank owns; a *route* the part of a shard that one source rank
+sends to one destination rank; a *segment* one unit of transfer: a route x a token range x a layer group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+
+class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Half-open range `[start, stop)` of integers; empty when `stop <= start`."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.start, self.stop))
+
+    def __contains__(self, item: object) -> bool:
+        return isinstance(item, int) and self.start <= item < self.stop
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def intersect(self, other: Span) -> Span:
+        """The common part; an empty span at `start` when there is none."""
+        start = max(self.start, other.start)
+        return Span(start, max(start, min(self.stop, other.stop)))
+
+    def covers(self, other: Span) -> bool:
+        """True when every element of `other` is in this span."""
+        return not other or (self.start <= other.start and other.stop <= self.stop)
+
+    def shift(self, by: int) -> Span:
+        """The same span moved by `by`: how a global range becomes an index into a local tensor."""
+        return Span(self.start + by, self.stop + by)
+
+    def __str__(self) -> str:
+        return f"{self.start}-{self.stop - 1}" if len(self) > 1 else str(self.start)
+
+
+DTYPE_BYTES: dict[str, int] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Element types a KV pool may hold, by torch's name, with their size in bytes."""
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """Shape of a whole model's KV cache, before any split over ranks."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of K (or of V) of one token in one layer."""
+        return self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token: K and V, all heads, all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_bytes
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """What rank `rank` of a group owns: global layers x global KV heads."""
+
+    rank: int
+    layers: Span
+    heads: Span
+
+
+class SamplingParams(msgspec.Struct, frozen=True):
+    """How to choose tokens. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` switch those off.
+
+    With a `seed`, token `i` of a request is drawn from a generator seeded by (seed, i): no generator state has
+    to travel from prefill to decode, and a continued request repeats itself.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class RequestKey(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A request and the number of its try. A message of an earlier epoch is void."""
+
+    request_id: str
+    epoch: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.request_id}#{self.epoch}"
+
+
+class RankInfo(msgspec.Struct, frozen=True):
+    """What a peer must know to exchange KV with one rank."""
+
+    rank: int
+    shard: Shard
+    control_address: str
+    """Where the rank's control channel listens; also its name as a peer."""
+    transport_address: bytes
+    """Opaque; made and read by the transport of the same name."""
+    ring_bytes: int = 0
+    """Size of the rank's receive ring; 0 on a rank that never receives."""
+
+
+class GroupInfo(msgspec.Struct, frozen=True):
+    """One engine: the ranks that together hold one copy of the model. Compared at the handshake."""
+
+    name: str
+    role: str
+    """`prefill` or `decode`."""
+    protocol_version: int
+    fingerprint: str
+    """Hash of the model's configuration and weights' identity: equal on two groups that serve the same model."""
+    layout: KVLayout
+    page_size: int
+    transport: str
+    ranks: tuple[RankInfo, ...]
+
+    @property
+    def leader(self) -> RankInfo:
+        """Rank 0: it plans the steps and speaks for the group."""
+        return self.ranks[0]
+
+
+class Ticket(msgspec.Struct, frozen=True):
+    """A decode group's reservation for one request: its row and all its prompt's pages are set aside.
+
+    `number` is unique for the life of the decode group and stands in every data tag, so a late message of an
+    earlier try can never be taken for a current one.
+    """
+
+    key: RequestKey
+    number: int
+    group: str
+    tokens: Span
+    """Prompt positions whose KV the decode group still lacks."""
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """One unit of transfer. Contiguous in staging as `[layer, k|v, token, head, head_dim]`.
+
+    `layers` and `heads` are global; `index` is unique per (ticket, source rank, destination rank).
+    """
+
+    index: int
+    src_rank: int
+    dst_rank: int
+    layers: Span
+    heads: Span
+    tokens: Span
+    nbytes: int
+
+
+PROTOCOL_VERSION = 1

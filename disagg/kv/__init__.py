@@ -1,0 +1,1 @@
+"""KV memory: pools, the page allocator and the request-to-token table."""

@@ -1,0 +1,1 @@
+"""A Hugging Face model with paged attention, tensor parallelism and a sampler."""

@@ -1,0 +1,1 @@
+"""Choice of a (prefill, decode) pair and the life of one request."""

@@ -1,0 +1,1 @@
+"""The node that computes prompts and sends their KV."""

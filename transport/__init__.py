@@ -1,0 +1,1 @@
+"""Moving bytes (UCX, in-process) and moving control messages (ZMQ)."""
