@@ -1,0 +1,45 @@
+"""Protocols that let a layer use what a higher layer provides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Collective(Protocol):
+    """What the ranks of one tensor-parallel group do together. Called from each rank's compute thread only.
+
+    Implementations: one rank alone, threads of one process (tests), `torch.distributed` (gloo, nccl).
+    """
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0-based."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """Replaces `tensor` by the sum over all ranks, in place; every rank gets the same bits."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    def close(self) -> None:
+        """Releases what the collective holds; a rank still waiting in it gets an error."""
+
+
+class Clock(Protocol):
+    """Monotonic seconds; tests drive it by hand."""
+
+    def __call__(self) -> float:
+        """Now."""
+
+
+LayerHook = Callable[[int], None]
+"""Called on the compute thread with a layer's index *within the rank's shard* right after that layer's K and V
+of the current step were written (on a GPU: queued on the compute stream) to the pool."""
