@@ -1,1 +1,1 @@
-"""Kernels that move head slices between paged pools and contiguous staging, one file each."""
+"""Copy kernels between a paged KV pool and contiguous staging memory. One file per kernel."""

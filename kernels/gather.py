@@ -1,0 +1,71 @@
+"""Pool to staging: collects the rows of scattered slots into one contiguous segment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from disagg.core.types import Span
+from kernels.dispatch import backend
+from kernels.layout import Copy, launch, plan_copy, tile
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["tokens", "plane_words"], do_not_specialize_on_alignment=["slots"]
+)
+def _gather_kernel(
+    # tensors
+    pool: Any,
+    slots: Any,
+    staged: Any,
+    # sizes
+    tokens: Any,
+    plane_words: Any,
+    # meta
+    TOKEN_WORDS: tl.constexpr,  # noqa: N803
+    ROW_WORDS: tl.constexpr,  # noqa: N803
+    VECTOR_WORDS: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK_WORDS: tl.constexpr,  # noqa: N803
+) -> None:
+    source, target, mask = tile(
+        slots, tokens, plane_words, TOKEN_WORDS, ROW_WORDS, VECTOR_WORDS, BLOCK_TOKENS, BLOCK_WORDS
+    )
+    tl.store(staged + target, tl.load(pool + source, mask=mask), mask=mask)
+
+
+def gather(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, out: torch.Tensor) -> None:
+    """Writes the segment (`layers`, `slots`, `heads`) of `pool` to `out`.
+
+    - pool: `[layers, 2, slots, heads, head_dim]`, contiguous, any dtype.
+    - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
+    - layers, heads: indices local to the pool.
+    - out: uint8 on the pool's device, exactly the bytes of `[layer, k|v, token, head, head_dim]`.
+
+    On CUDA: one launch on the current stream, no synchronization; the caller keeps pool, slots and out alive
+    and unchanged until an event recorded after this call has completed. Raises ValueError (arguments) and
+    ConfigError (`DISAGG_KERNELS`).
+    """
+    copy = plan_copy(pool, slots, layers, heads, out, "out")
+    if copy is None:
+        return
+    if backend(pool.device) == "triton":
+        launch(_gather_kernel, copy)
+    else:
+        _gather_torch(copy)
+
+
+def gather_reference(
+    pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, out: torch.Tensor
+) -> None:
+    """The same as `gather`, in plain torch on any device."""
+    copy = plan_copy(pool, slots, layers, heads, out, "out")
+    if copy is not None:
+        _gather_torch(copy)
+
+
+def _gather_torch(copy: Copy) -> None:
+    torch.index_select(copy.pool, 2, copy.slots, out=copy.staged)

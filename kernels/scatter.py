@@ -1,0 +1,71 @@
+"""Staging to pool: spreads one contiguous segment over the rows of scattered slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from disagg.core.types import Span
+from kernels.dispatch import backend
+from kernels.layout import Copy, launch, plan_copy, tile
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["tokens", "plane_words"], do_not_specialize_on_alignment=["slots"]
+)
+def _scatter_kernel(
+    # tensors
+    pool: Any,
+    slots: Any,
+    staged: Any,
+    # sizes
+    tokens: Any,
+    plane_words: Any,
+    # meta
+    TOKEN_WORDS: tl.constexpr,  # noqa: N803
+    ROW_WORDS: tl.constexpr,  # noqa: N803
+    VECTOR_WORDS: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK_WORDS: tl.constexpr,  # noqa: N803
+) -> None:
+    target, source, mask = tile(
+        slots, tokens, plane_words, TOKEN_WORDS, ROW_WORDS, VECTOR_WORDS, BLOCK_TOKENS, BLOCK_WORDS
+    )
+    tl.store(pool + target, tl.load(staged + source, mask=mask), mask=mask)
+
+
+def scatter(staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span) -> None:
+    """Writes the segment `staged` to (`layers`, `slots`, `heads`) of `pool`; nothing else there changes.
+
+    - staged: uint8 on the pool's device, exactly the bytes of `[layer, k|v, token, head, head_dim]`.
+    - pool: `[layers, 2, slots, heads, head_dim]`, contiguous, any dtype.
+    - slots: int32 or int64 `[tokens]` on the pool's device, distinct, each within the pool (not checked).
+    - layers, heads: indices local to the pool.
+
+    On CUDA: one launch on the current stream, no synchronization; the caller keeps staged, pool and slots
+    alive, and staged unchanged, until an event recorded after this call has completed. Raises ValueError
+    (arguments) and ConfigError (`DISAGG_KERNELS`).
+    """
+    copy = plan_copy(pool, slots, layers, heads, staged, "staged")
+    if copy is None:
+        return
+    if backend(pool.device) == "triton":
+        launch(_scatter_kernel, copy)
+    else:
+        _scatter_torch(copy)
+
+
+def scatter_reference(
+    staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span
+) -> None:
+    """The same as `scatter`, in plain torch on any device."""
+    copy = plan_copy(pool, slots, layers, heads, staged, "staged")
+    if copy is not None:
+        _scatter_torch(copy)
+
+
+def _scatter_torch(copy: Copy) -> None:
+    copy.pool.index_copy_(2, copy.slots.long(), copy.staged)
