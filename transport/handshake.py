@@ -1,0 +1,38 @@
+"""Whether two groups can exchange KV. Decided once, before the first request; never approximated later."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from disagg.core.errors import HandshakeError
+from disagg.core.types import GroupInfo
+
+
+def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
+    """Raises `HandshakeError`, naming every difference with both sides' values, unless KV can move between
+    the two.
+
+    Compared: protocol version, model fingerprint, number of layers, KV heads, head size, element type,
+    transport. Page sizes and numbers of ranks may differ: segments are per token and per head.
+    """
+    differences = [
+        f"{what}: {ours.name} has {mine!r}, {theirs.name} has {other!r}"
+        for what, mine, other in _compared(ours, theirs)
+        if mine != other
+    ]
+    if differences:
+        raise HandshakeError(
+            f"groups {ours.name} ({ours.role}) and {theirs.name} ({theirs.role}) cannot exchange KV: "
+            + "; ".join(differences)
+            + ". Start both groups with the same model, element type, transport and release."
+        )
+
+
+def _compared(ours: GroupInfo, theirs: GroupInfo) -> Iterator[tuple[str, object, object]]:
+    yield "protocol version", ours.protocol_version, theirs.protocol_version
+    yield "model fingerprint", ours.fingerprint, theirs.fingerprint
+    yield "layers", ours.layout.layers, theirs.layout.layers
+    yield "KV heads", ours.layout.kv_heads, theirs.layout.kv_heads
+    yield "head size", ours.layout.head_dim, theirs.layout.head_dim
+    yield "element type", ours.layout.dtype, theirs.layout.dtype
+    yield "transport", ours.transport, theirs.transport

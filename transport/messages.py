@@ -1,0 +1,305 @@
+"""Every message of the control plane, and how it becomes bytes: msgpack, typed, never pickle.
+
+To add a message, write one more `Message` subclass here; nothing else changes. A class's name is its tag on
+the wire. Fields that a peer could abuse carry bounds, checked when decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Union
+
+import msgspec
+
+from disagg.core.errors import ProtocolError
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Segment, Ticket
+from transport.tags import SEGMENT_BITS, TICKET_BITS, WRITER_BITS
+
+MAX_MESSAGE_BYTES = 16 << 20
+"""Largest encoded message: a prompt of three million tokens fits."""
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+TicketNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << TICKET_BITS)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << WRITER_BITS)]
+SegmentIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << SEGMENT_BITS)]
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """Root of all messages."""
+
+
+# --- request life cycle: router <-> leaders -----------------------------------------------------------------
+
+
+class Reserve(Message, frozen=True):
+    """Router -> decode leader: set a row and all pages of this prompt aside."""
+
+    key: RequestKey
+    prompt: list[int]
+    sampling: SamplingParams
+    deadline_s: Seconds
+    """Time left for the whole request, relative: clocks of two hosts differ."""
+    prefill_group: str
+
+
+class Reserved(Message, frozen=True):
+    """Decode leader -> router: set aside."""
+
+    key: RequestKey
+    ticket: Ticket
+
+
+class Failed(Message, frozen=True):
+    """Any node -> router: this request ended here without its answer. `code` as in `disagg.core.errors`."""
+
+    key: RequestKey
+    code: str
+    message: str
+    retryable: bool
+    retry_after_s: Seconds = 0.0
+
+
+class Prefill(Message, frozen=True):
+    """Router -> prefill leader: compute the prompt and send what the ticket lacks."""
+
+    key: RequestKey
+    prompt: list[int]
+    sampling: SamplingParams
+    ticket: Ticket
+    deadline_s: Seconds
+
+
+class Prefilled(Message, frozen=True):
+    """Prefill leader -> router: the prompt is computed; its last segments may still be on their way."""
+
+    key: RequestKey
+    first_token: Count
+
+
+class Transferred(Message, frozen=True):
+    """Prefill leader -> router: every segment has left. Counts are of this request, over all ranks.
+
+    `messages` counts control messages sent by prefill ranks to decode ranks for this request.
+    """
+
+    key: RequestKey
+    nbytes: Count
+    segments: Count
+    messages: Count
+    seconds: Seconds
+    """From the first gather to the end of the last send."""
+
+
+class FirstToken(Message, frozen=True):
+    """Prefill leader -> decode leader: the token sampled from the prompt's last position."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    token: Count
+
+
+class Tokens(Message, frozen=True):
+    """Decode leader -> router: tokens `index ...` of the answer; `finish` names why it ended, None while it
+    runs.
+    """
+
+    key: RequestKey
+    index: Count
+    tokens: list[int]
+    finish: str | None = None
+
+
+class Release(Message, frozen=True):
+    """Router -> both leaders: the request is over; free whatever it holds. Safe to repeat."""
+
+    key: RequestKey
+    reason: str
+
+
+class Released(Message, frozen=True):
+    """Leader -> router: nothing of the request is left here."""
+
+    key: RequestKey
+
+
+# --- inside one group ---------------------------------------------------------------------------------------
+
+
+class Plan(Message, frozen=True):
+    """Leader -> its ranks: what step `step` runs; `body` is the engine's own encoding."""
+
+    step: Count
+    body: bytes
+
+
+class OpenSend(Message, frozen=True):
+    """Prefill leader -> its ranks: a request starts; its KV lies in `pages` and goes to the ticket's
+    group.
+    """
+
+    key: RequestKey
+    ticket: Ticket
+    pages: list[Count]
+
+
+class RankSent(Message, frozen=True):
+    """Prefill rank -> its leader: all this rank's segments of the ticket have left; pages may be freed."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+    nbytes: Count
+    segments: Count
+    messages: Count
+    seconds: Seconds
+
+
+class OpenReceive(Message, frozen=True):
+    """Decode leader -> its ranks: a ticket was made; its KV comes from `prefill_group` and goes into
+    `pages`.
+    """
+
+    ticket: Ticket
+    pages: list[Count]
+    prefill_group: str
+
+
+class RankOpened(Message, frozen=True):
+    """Decode rank -> its leader: segments of the ticket may come."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+
+
+class CloseTransfer(Message, frozen=True):
+    """Leader -> its ranks: stop moving this ticket's KV; answered by `RankClosed`. Safe to repeat."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    reason: str
+
+
+class RankClosed(Message, frozen=True):
+    """Rank -> its leader: nothing of the ticket is read or written here any more; its pages may be reused."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+
+
+class Landed(Message, frozen=True):
+    """Decode rank -> its leader: every segment of the ticket meant for this rank is in its pages."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+
+
+class RankFailed(Message, frozen=True):
+    """Rank -> its leader: this request cannot go on here."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+    code: str
+    message: str
+
+
+# --- transfer: prefill rank <-> decode rank -----------------------------------------------------------------
+
+
+class LeaseRequest(Message, frozen=True):
+    """Prefill rank -> decode rank: ring space for these segments, please."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    src_rank: Rank
+    segments: list[Segment]
+
+
+class LeaseGrant(Message, frozen=True):
+    """Decode rank -> prefill rank: `(segment index, ring position)` pairs, with the ring as it stands."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    dst_rank: Rank
+    starts: list[tuple[SegmentIndex, Count]]
+    ring_bytes: Count
+    watermark: Count
+
+
+class Watermark(Message, frozen=True):
+    """Decode rank -> prefill ranks: the ring is free up to here. Only ever grows."""
+
+    dst_rank: Rank
+    watermark: Count
+    ring_bytes: Count
+
+
+class SenderEnded(Message, frozen=True):
+    """Prefill rank -> decode rank: I sent `sent` and send nothing more for this ticket."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    src_rank: Rank
+    sent: list[SegmentIndex]
+    reason: str
+
+
+class StopSending(Message, frozen=True):
+    """Decode rank -> prefill rank: send nothing more for this ticket; answered by `SenderEnded`."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    reason: str
+
+
+# --- handshake ----------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """First message to a group: who we are."""
+
+    group: GroupInfo
+
+
+class Welcome(Message, frozen=True):
+    """Answer to `Hello`: compatible, and who we are."""
+
+    group: GroupInfo
+
+
+class Refusal(Message, frozen=True):
+    """Answer to `Hello`: why the two groups cannot exchange KV."""
+
+    message: str
+
+
+def encode(message: Message) -> bytes:
+    """The message as bytes. Raises `ProtocolError` when it is larger than `MAX_MESSAGE_BYTES`."""
+    body = _ENCODER.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(
+            f"{type(message).__name__} takes {len(body)} bytes, more than the {MAX_MESSAGE_BYTES} that a message may"
+        )
+    return body
+
+
+def decode(body: bytes) -> Message:
+    """The inverse of `encode`. Raises `ProtocolError` that says what is wrong; whatever the bytes, nothing
+    else.
+    """
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"message of {len(body)} bytes is larger than {MAX_MESSAGE_BYTES}")
+    try:
+        return _DECODER.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"message of {len(body)} bytes cannot be read: {exc}") from exc
+
+
+MESSAGE_TYPES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
+_ENCODER = msgspec.msgpack.Encoder()
+# A union made at run time: the classes above are the one list of messages there is.
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[MESSAGE_TYPES])  # type:
+ignore[arg - type]  # noqa: UP007
