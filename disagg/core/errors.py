@@ -1,8 +1,8 @@
 """The error tree. Every error says what went wrong, where, and how to mend it.
 
 `retryable` tells the router whether the same request may succeed elsewhere or later. `exit_code` is what the
-command line ends with: 2 when the user's input is at fault, 1 otherwise. `code` is the stable word that crosses
-the wire (`transport.messages.Failed`), so that a client can act on it without reading prose.
+command line ends with: 2 when the user's input is at fault, 1 otherwise. `code` is the stable word that
+crosses the wire (`transport.messages.Failed`), so that a client can act on it without reading prose.
 """
 
 from __future__ import annotations

@@ -41,5 +41,5 @@ class Clock(Protocol):
 
 
 LayerHook = Callable[[int], None]
-"""Called on the compute thread with a layer's index *within the rank's shard* right after that layer's K and V
-of the current step were written (on a GPU: queued on the compute stream) to the pool."""
+"""Called on the compute thread with a layer's index *within the rank's shard* right after that layer's K and
+V of the current step were written (on a GPU: queued on the compute stream) to the pool."""

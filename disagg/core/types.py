@@ -1,8 +1,9 @@
 """Values that every layer shares. All are immutable; all can cross the wire (msgspec).
 
-Words (see docs/design.md): a *slot* is one token's place in a KV pool, a *page* `page_size` consecutive slots; a
-*shard* is the rectangle of layers x KV heads that a rank owns; a *route* the part of a shard that one source rank
-sends to one destination rank; a *segment* one unit of transfer: a route x a token range x a layer group.
+Words (see docs/design.md): a *slot* is one token's place in a KV pool, a *page* `page_size` consecutive
+slots; a *shard* is the rectangle of layers x KV heads that a rank owns; a *route* the part of a shard that one
+source rank sends to one destination rank; a *segment* one unit of transfer: a route x a token range x a layer
+group.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class Shard(msgspec.Struct, frozen=True):
 class SamplingParams(msgspec.Struct, frozen=True):
     """How to choose tokens. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` switch those off.
 
-    With a `seed`, token `i` of a request is drawn from a generator seeded by (seed, i): no generator state has
-    to travel from prefill to decode, and a continued request repeats itself.
+    With a `seed`, token `i` of a request is drawn from a generator seeded by (seed, i): no generator state
+    has to travel from prefill to decode, and a continued request repeats itself.
     """
 
     max_tokens: int = 16
@@ -134,7 +135,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
     """`prefill` or `decode`."""
     protocol_version: int
     fingerprint: str
-    """Hash of the model's configuration and weights' identity: equal on two groups that serve the same model."""
+    """Hash of the model's configuration and weights' identity: equal on groups that serve the same model."""
     layout: KVLayout
     page_size: int
     transport: str

@@ -1,0 +1,236 @@
+"""The one configuration tree: frozen, validated, passed as an argument and never looked up globally.
+
+Every value is checked in its section's `__post_init__`, so a section made by hand in a test is as safe as one
+that was loaded from a file. `disagg.core.config` reads the sources and is the module to import from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Literal
+
+import msgspec
+
+from disagg.core.errors import ConfigError
+
+MIB = 1 << 20
+
+Device = Literal["auto", "cpu", "cuda"]
+CollectiveName = Literal["auto", "gloo", "nccl"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+TransportName = Literal["ucx", "inproc"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["plain", "json"]
+
+
+class FieldError(ConfigError):
+    """One field's value is not allowed. `load_config` adds the section and where the value came from."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field} = {value!r} is not allowed; it must be {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the sections: the checks their `__post_init__`s share. Each raises `FieldError`."""
+
+    def _at_least(self, minimum: float, *fields: str) -> None:
+        for name in fields:
+            if not getattr(self, name) >= minimum:
+                raise FieldError(name, getattr(self, name), f"at least {minimum}")
+
+    def _positive(self, *fields: str) -> None:
+        for name in fields:
+            if not getattr(self, name) > 0:
+                raise FieldError(name, getattr(self, name), "more than 0")
+
+    def _one_of(self, field: str, choices: Any) -> None:
+        allowed: Collection[str] = choices.__args__
+        if getattr(self, field) not in allowed:
+            raise FieldError(field, getattr(self, field), "one of " + ", ".join(allowed))
+
+    def _needs(self, condition: bool, field: str, allowed: str) -> None:
+        if not condition:
+            raise FieldError(field, getattr(self, field), allowed)
+
+
+class ModelConfig(Section, frozen=True):
+    """Which model: `path` or `random_init`, not both; neither is an error only where a model is loaded."""
+
+    path: str | None = None
+    """Folder of a Hugging Face checkpoint."""
+    random_init: str | None = None
+    """Name of a small architecture to fill with random weights: for demos and tests without a checkpoint."""
+    dtype: DTypeName = "auto"
+    seed: int = 0
+    """Seed of the random weights; prefill and decode groups must use the same."""
+
+    def __post_init__(self) -> None:
+        self._one_of("dtype", DTypeName)
+        self._at_least(0, "seed")
+        self._needs(
+            not (self.path and self.random_init),
+            "random_init",
+            "left out when model.path is given (one model)",
+        )
+
+
+class GroupConfig(Section, frozen=True):
+    """One engine: a group of ranks that hold one copy of the model."""
+
+    tp: int = 1
+    """Tensor-parallel size: number of ranks."""
+    page_size: int = 16
+    """Tokens in one KV page."""
+    pool_tokens: int = 16384
+    """Tokens the KV pool holds; a multiple of `page_size`."""
+    max_requests: int = 32
+    """Requests with pages at one time."""
+    max_context_tokens: int = 4096
+    """Longest prompt plus answer."""
+    device: Device = "auto"
+    chunk_tokens: int = 256
+    """Prompt tokens that one prefill step computes."""
+    max_batch: int = 32
+    """Requests that one decode step computes."""
+    collective: CollectiveName = "auto"
+
+    def __post_init__(self) -> None:
+        self._at_least(1, "tp", "page_size", "pool_tokens", "max_requests", "max_context_tokens")
+        self._at_least(1, "chunk_tokens", "max_batch")
+        self._one_of("device", Device)
+        self._one_of("collective", CollectiveName)
+        self._needs(
+            self.pool_tokens % self.page_size == 0,
+            "pool_tokens",
+            f"a multiple of page_size ({self.page_size})",
+        )
+        self._needs(
+            self.max_context_tokens <= self.pool_tokens,
+            "max_context_tokens",
+            f"at most pool_tokens ({self.pool_tokens})",
+        )
+        self._needs(
+            not (self.device == "cpu" and self.collective == "nccl"),
+            "collective",
+            "auto or gloo on device cpu (nccl needs GPUs)",
+        )
+
+    @property
+    def pool_pages(self) -> int:
+        """Pages in the pool."""
+        return self.pool_tokens // self.page_size
+
+
+class TransferConfig(Section, frozen=True):
+    """How KV crosses from prefill to decode ranks."""
+
+    ring_bytes: int = 32 * MIB
+    """Receive ring of each decode rank."""
+    staging_bytes: int = 32 * MIB
+    """Send staging buffer of each prefill rank."""
+    layer_groups: int = 4
+    """Groups a model's layers are sent in: a group leaves while the next one computes."""
+    lease_timeout_s: float = 30.0
+    """A ring lease not written by then is taken back (once no write can still land)."""
+    watermark_interval_s: float = 0.25
+    """Watermarks are sent again this often, also when nothing changed."""
+    max_segment_bytes: int = 0
+    """Largest unit of transfer; 0 takes `segment_limit_bytes`' default."""
+    drain_timeout_s: float = 10.0
+    """How long a shutdown waits for transfers under way before it aborts them."""
+
+    def __post_init__(self) -> None:
+        self._at_least(4096, "ring_bytes", "staging_bytes")
+        self._at_least(1, "layer_groups")
+        self._at_least(0, "max_segment_bytes")
+        self._positive("lease_timeout_s", "watermark_interval_s", "drain_timeout_s")
+        smaller = min(self.ring_bytes, self.staging_bytes)
+        self._needs(
+            self.max_segment_bytes <= smaller,
+            "max_segment_bytes",
+            f"at most the smaller of ring_bytes and staging_bytes ({smaller})",
+        )
+        self._needs(
+            self.watermark_interval_s < self.lease_timeout_s,
+            "watermark_interval_s",
+            f"less than lease_timeout_s ({self.lease_timeout_s:g})",
+        )
+
+    @property
+    def segment_limit_bytes(self) -> int:
+        """The largest segment to plan: `max_segment_bytes`, or a quarter of the ring, and never more than a
+        quarter of the staging buffer, so that four segments can be under way at once."""
+        return self.max_segment_bytes or min(self.ring_bytes, self.staging_bytes) // 4
+
+
+class TransportConfig(Section, frozen=True):
+    """The data path's backend."""
+
+    backend: TransportName = "ucx"
+    error_handling: bool = True
+    """UCX peer error handling: a lost peer is noticed, at the price of TCP for host memory on one host."""
+
+    def __post_init__(self) -> None:
+        self._one_of("backend", TransportName)
+
+
+class ControlConfig(Section, frozen=True):
+    """The control channel (ZMQ)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on and to be reached at."""
+    key_file: str | None = None
+    """CURVE keys (`disagg keys`); None makes fresh ones that only this process' children know."""
+    peer_timeout_s: float = 10.0
+    """A peer silent for so long is taken for lost."""
+    heartbeat_s: float = 1.0
+    max_message_bytes: int = 16 * MIB
+    """A larger control message is refused."""
+
+    def __post_init__(self) -> None:
+        self._needs(bool(self.host), "host", "an address or a host name")
+        self._positive("peer_timeout_s", "heartbeat_s")
+        self._at_least(1024, "max_message_bytes")
+        self._needs(
+            self.heartbeat_s * 2 <= self.peer_timeout_s,
+            "heartbeat_s",
+            f"at most half of peer_timeout_s ({self.peer_timeout_s:g}), so that one lost beat is forgiven",
+        )
+
+
+class RouterConfig(Section, frozen=True):
+    """One request's way through the pair of engines."""
+
+    request_timeout_s: float = 120.0
+    reserve_retry_s: float = 0.05
+    """Pause before a busy decode group is asked again."""
+
+    def __post_init__(self) -> None:
+        self._positive("request_timeout_s", "reserve_retry_s")
+
+
+class LogConfig(Section, frozen=True):
+    """What is logged, and how."""
+
+    level: LogLevel = "info"
+    format: LogFormat = "plain"
+
+    def __post_init__(self) -> None:
+        self._one_of("level", LogLevel)
+        self._one_of("format", LogFormat)
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole tree. `Config()` is the set of defaults; change parts with `msgspec.structs.replace`."""
+
+    model: ModelConfig = ModelConfig()
+    prefill: GroupConfig = GroupConfig(tp=2)
+    decode: GroupConfig = GroupConfig(tp=1)
+    transfer: TransferConfig = TransferConfig()
+    transport: TransportConfig = TransportConfig()
+    control: ControlConfig = ControlConfig()
+    router: RouterConfig = RouterConfig()
+    log: LogConfig = LogConfig()
