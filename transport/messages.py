@@ -281,7 +281,7 @@ def encode(message: Message) -> bytes:
     body = _ENCODER.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise ProtocolError(
-            f"{type(message).__name__} takes {len(body)} bytes, more than the {MAX_MESSAGE_BYTES} that a message may"
+            f"{type(message).__name__} takes {len(body)} bytes; a message may take {MAX_MESSAGE_BYTES}"
         )
     return body
 
@@ -301,5 +301,4 @@ def decode(body: bytes) -> Message:
 MESSAGE_TYPES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
 _ENCODER = msgspec.msgpack.Encoder()
 # A union made at run time: the classes above are the one list of messages there is.
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[MESSAGE_TYPES])  # type:
-ignore[arg - type]  # noqa: UP007
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[MESSAGE_TYPES])  # noqa: UP007
