@@ -1,0 +1,118 @@
+"""The request-to-token table: which slot of the KV pool holds each token of each running request.
+
+One row per running request, on the device, so that attention finds a request's tokens with one indexed read
+and no host round trip. Idea: the `req_to_token` pool of sglang, and the block table of vLLM's paged attention at
+a granularity of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from disagg.core.errors import BusyError, ConfigError, InvariantError
+from disagg.core.types import Span
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """A picture of the table at one moment."""
+
+    rows: int
+    """Rows in all."""
+    used_rows: int
+    """Rows handed out and not yet freed."""
+    max_tokens: int
+    """Longest context a row can hold."""
+
+
+class ReqToTokenPool:
+    """int32 table `[rows, max_tokens]` of slots on `device`, with the list of free rows on the host.
+
+    Not thread-safe: the rank's compute thread owns it. Unset entries read 0, the pool's trash page, so a stray
+    read stays inside the pool. Writes are queued on the current stream; nothing here waits for the device.
+    """
+
+    def __init__(self, rows: int, max_tokens: int, device: torch.device | str = "cpu") -> None:
+        if rows < 1 or max_tokens < 1:
+            raise ConfigError(
+                f"the request table needs rows >= 1 and max_tokens >= 1, not {rows} x {max_tokens}"
+            )
+        self.rows = rows
+        self.max_tokens = max_tokens
+        self.table = torch.zeros(rows, max_tokens, dtype=torch.int32, device=device)
+        self._free = list(reversed(range(rows)))
+        self._used = [False] * rows
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that `alloc()` can still hand out."""
+        return len(self._free)
+
+    def alloc(self) -> int:
+        """A free row, the caller's until `free(row)`. Raises BusyError when every row is in use."""
+        if not self._free:
+            raise BusyError(
+                f"all {self.rows} request rows are in use; wait for a request to end or raise `rows`"
+            )
+        row = self._free.pop()
+        self._used[row] = True
+        return row
+
+    def claim(self, row: int) -> None:
+        """Hands out this very row: how a follower's table follows the rows that its leader chose.
+
+        Raises ValueError when the row is in use or does not exist.
+        """
+        if row not in self._free:
+            raise ValueError(f"row {row} is in use, or not one of rows 0..{self.rows - 1}")
+        self._free.remove(row)
+        self._used[row] = True
+
+    def free(self, row: int) -> None:
+        """Takes the row back. Raises ValueError when it is not handed out (a double free, or no such row)."""
+        self._require_used(row)
+        self._used[row] = False
+        self._free.append(row)
+
+    def set_slots(self, row: int, start: int, slots: torch.Tensor | Sequence[int]) -> None:
+        """Says that positions `start ..` of the request at `row` live at `slots` (integers, 1-D).
+
+        Raises ValueError when the row is not handed out or the range does not fit `max_tokens`.
+        """
+        self._require_used(row)
+        values = slots if isinstance(slots, torch.Tensor) else torch.tensor(slots, dtype=torch.int32)
+        if values.dim() != 1 or values.is_floating_point():
+            raise ValueError(
+                f"`slots` must be 1-D integers, not {values.dtype} of shape {tuple(values.shape)}"
+            )
+        target = self.slots(row, Span(start, start + len(values)))
+        target.copy_(values, non_blocking=True)
+
+    def slots(self, row: int, span: Span) -> torch.Tensor:
+        """View int32 `[len(span)]` of the slots of positions `span` at `row`; ValueError out of range."""
+        self._require_used(row)
+        if not 0 <= span.start <= span.stop <= self.max_tokens:
+            raise ValueError(
+                f"positions {span.start}..{span.stop} do not fit a row of {self.max_tokens} tokens"
+            )
+        return self.table[row, span.start : span.stop]
+
+    def statistics(self) -> RowStatistics:
+        """Counts at this moment."""
+        return RowStatistics(self.rows, self.rows - len(self._free), self.max_tokens)
+
+    def check(self) -> None:
+        """Raises InvariantError, with a dump, unless every row is either free once or in use."""
+        free = sorted(self._free)
+        expected = [row for row in range(self.rows) if not self._used[row]]
+        if free != expected:
+            raise InvariantError(f"request rows: free list {free} but unused rows are {expected}")
+
+    def _require_used(self, row: int) -> None:
+        if not (0 <= row < self.rows and self._used[row]):
+            raise ValueError(
+                f"row {row} is not handed out (rows 0..{self.rows - 1}); alloc() it first, free it once"
+            )
