@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -16,21 +14,21 @@ from kernels.layout import Copy, launch, plan_copy, tile
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["tokens", "plane_words"], do_not_specialize_on_alignment=["slots"]
 )
-def _gather_kernel(
+def _gather_kernel(  # type: ignore[no-untyped-def]
     # tensors
-    pool: Any,
-    slots: Any,
-    staged: Any,
+    pool,
+    slots,
+    staged,
     # sizes
-    tokens: Any,
-    plane_words: Any,
+    tokens,
+    plane_words,
     # meta
     TOKEN_WORDS: tl.constexpr,  # noqa: N803
     ROW_WORDS: tl.constexpr,  # noqa: N803
     VECTOR_WORDS: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_WORDS: tl.constexpr,  # noqa: N803
-) -> None:
+):
     source, target, mask = tile(
         slots, tokens, plane_words, TOKEN_WORDS, ROW_WORDS, VECTOR_WORDS, BLOCK_TOKENS, BLOCK_WORDS
     )

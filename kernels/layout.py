@@ -143,16 +143,16 @@ def _check_staged(staged: torch.Tensor, pool: torch.Tensor, expected: int, name:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def tile(
-    slots: Any,
-    tokens: Any,
-    plane_words: Any,
+def tile(  # type: ignore[no-untyped-def]
+    slots,
+    tokens,
+    plane_words,
     TOKEN_WORDS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     ROW_WORDS: tl.constexpr,  # noqa: N803
     VECTOR_WORDS: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_WORDS: tl.constexpr,  # noqa: N803
-) -> Any:
+):
     """Offsets of one tile `[BLOCK_TOKENS, BLOCK_WORDS]` in pool and staging, int64, and its mask.
 
     Each token's slot is looked up once per tile, not once per element.
