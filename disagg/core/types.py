@@ -1,9 +1,9 @@
 """Values that every layer shares. All are immutable; all can cross the wire (msgspec).
 
 Words (see docs/design.md): a *slot* is one token's place in a KV pool, a *page* `page_size` consecutive
-slots; a *shard* is the rectangle of layers x KV heads that a rank owns; a *route* the part of a shard that one
-source rank sends to one destination rank; a *segment* one unit of transfer: a route x a token range x a layer
-group.
+slots; a *shard* is the rectangle of layers x KV heads that a rank owns; a *route* the part of a shard that
+one source rank sends to one destination rank; a *segment* one unit of transfer: a route x a token range x a
+layer group.
 """
 
 from __future__ import annotations
