@@ -1,0 +1,292 @@
+"""The data plane inside one process: deterministic, with faults on demand. For tests and for ranks as
+threads.
+
+Bytes are copied once, by the receiver, straight from the sender's view, when the receiver calls `progress`:
+as on a real wire, nothing has moved yet when `receive` returns, and a sender that reuses its view too early
+corrupts. One lock per fabric guards everything, the copies included, so a fence holds by construction.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from disagg.core.errors import InvariantError, PeerLostError, TransportError
+from transport.base import Arrival, Operation, Transport, TransportStatistics
+from transport.faults import Faults
+from transport.ledger import Ledger
+from transport.tags import unpack
+
+
+@dataclass(slots=True, eq=False)
+class _Message:
+    """One message between `send` and its end. `sender` is None for a duplicate: it owns its bytes."""
+
+    source: str
+    destination: str
+    tag: int
+    data: torch.Tensor
+    sender: Operation | None
+    void: PeerLostError | None = None
+    """Set when either side is gone: the bytes must not be read any more."""
+
+
+class InprocFabric:
+    """The wire between in-process transports, and the place to break it."""
+
+    def __init__(self, faults: Faults | None = None) -> None:
+        self.faults = faults or Faults()
+        self.lock = threading.RLock()
+        self.transports: dict[str, InprocTransport] = {}
+        self.held: list[_Message] = []
+
+    def release(self) -> None:
+        """Lets every held message go on, in the order of their sends."""
+        with self.lock:
+            held, self.held = self.held, []
+            for message in held:
+                self.deliver(message)
+
+    def kill(self, name: str) -> None:
+        """A rank's sudden death: its operations and those with it end with `PeerLostError`."""
+        with self.lock:
+            victim = self.transports.get(name)
+            if victim is not None:
+                victim.die()
+
+    def deliver(self, message: _Message) -> None:
+        """Puts a message in its destination's mailbox; without a destination its send fails."""
+        destination = self.transports.get(message.destination)
+        if destination is not None:
+            destination.accept(message)
+        else:
+            self.end_send(message, PeerLostError(f"{message.destination} is gone"))
+
+    def end_send(self, message: _Message, error: TransportError | None = None) -> None:
+        """Ends the send behind a message, if it has not ended yet."""
+        if message.sender is not None and not message.sender.ended:
+            source = self.transports.get(message.source)
+            assert source is not None, "a transport ends its own sends before it leaves the fabric"
+            source.end(message.sender, error)
+
+
+class InprocTransport(Transport):
+    """One rank's end of an `InprocFabric`; see `Transport`. `name_on_fabric` is unique there."""
+
+    name: ClassVar[str] = "inproc"
+
+    def __init__(self, fabric: InprocFabric, name_on_fabric: str) -> None:
+        self._fabric = fabric
+        self._name = name_on_fabric
+        self._ledger = Ledger()
+        self._peers: dict[str, str] = {}
+        self._lost: set[str] = set()
+        self._mailbox: deque[_Message] = deque()
+        self._wire: list[_Message] = []
+        """Messages we sent that may still be read."""
+        self._receives: deque[tuple[Operation, _Message]] = deque()
+        self._news = threading.Event()
+        self._closed = False
+        with fabric.lock:
+            if name_on_fabric in fabric.transports:
+                raise ValueError(f"the fabric has a transport named {name_on_fabric} already")
+            fabric.transports[name_on_fabric] = self
+
+    @property
+    def address(self) -> bytes:
+        return self._name.encode()
+
+    def connect(self, peer: str, address: bytes) -> None:
+        with self._fabric.lock:
+            self._ensure_open()
+            name = address.decode(errors="replace")
+            if self._peers.get(peer, name) != name:
+                raise TransportError(
+                    f"{peer} is connected as {self._peers[peer]}; disconnect it before {name}"
+                )
+            if peer in self._peers:
+                return
+            if name not in self._fabric.transports:
+                raise TransportError(f"cannot connect to {peer}: no transport {name!r} on the fabric")
+            self._peers[peer] = name
+
+    def disconnect(self, peer: str) -> None:
+        with self._fabric.lock:
+            name = self._peers.pop(peer, None)
+            if name is None:
+                return
+            self._lost.discard(peer)
+            self._part(peer, name, PeerLostError(f"{peer} was disconnected"))
+            other = self._fabric.transports.get(name)
+            if other is not None and other is not self:
+                other.lose(self._name, f"{self._name} disconnected")
+
+    def register(self, memory: torch.Tensor) -> None:
+        with self._fabric.lock:
+            self._ensure_open()
+            self._ledger.register(memory)
+
+    def deregister(self, memory: torch.Tensor) -> None:
+        with self._fabric.lock:
+            self._ledger.deregister(memory)
+
+    def send(self, peer: str, tag: int, view: torch.Tensor, context: object = None) -> Operation:
+        with self._fabric.lock:
+            self._ensure_open()
+            unpack(tag)
+            self._ledger.check_view("send", view)
+            operation = self._ledger.start("send", peer, tag, view.numel(), context, view)
+            if not self._unusable(operation):
+                self._transmit(_Message(self._name, self._peers[peer], tag, view, operation))
+            return operation
+
+    def arrivals(self) -> list[Arrival]:
+        with self._fabric.lock:
+            found = [Arrival(message.tag, message.data.numel(), message) for message in self._mailbox]
+            self._mailbox.clear()
+            self._ledger.arrivals += len(found)
+            return found
+
+    def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
+        with self._fabric.lock:
+            self._ensure_open()
+            self._ledger.check_view("receive", into, arrival.nbytes)
+            operation = self._ledger.start("receive", peer, arrival.tag, arrival.nbytes, context, into)
+            return self._consume(operation, arrival)
+
+    def discard(self, peer: str | None, arrival: Arrival) -> Operation:
+        with self._fabric.lock:
+            self._ensure_open()
+            operation = self._ledger.start("discard", peer, arrival.tag, arrival.nbytes)
+            return self._consume(operation, arrival)
+
+    def progress(self) -> list[Operation]:
+        with self._fabric.lock:
+            while self._receives:
+                operation, message = self._receives.popleft()
+                into = self._ledger.view(operation)
+                if into is not None and message.void is None:
+                    into.copy_(message.data)
+                self.end(operation, message.void)
+                self._fabric.end_send(message)
+            return self._ledger.take_ended()
+
+    def wait(self, timeout_s: float) -> None:
+        self._news.wait(timeout_s)
+        self._news.clear()
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def statistics(self) -> TransportStatistics:
+        with self._fabric.lock:
+            return self._ledger.statistics(len(self._peers))
+
+    def check(self) -> None:
+        with self._fabric.lock:
+            self._ledger.check()
+            waiting = {operation for operation, _ in self._receives}
+            sending = {message.sender for message in self._wire}
+            for operation in self._ledger.pending():
+                if operation not in (sending if operation.kind == "send" else waiting):
+                    raise InvariantError(f"inproc {self._name}: nothing will ever end {operation}")
+
+    def close(self) -> None:
+        with self._fabric.lock:
+            if not self._closed:
+                self._fabric.kill(self._name)
+
+    # What follows is called by the fabric and by other transports, under the fabric's lock.
+
+    def accept(self, message: _Message) -> None:
+        """A message arrives."""
+        self._mailbox.append(message)
+        self._news.set()
+
+    def end(self, operation: Operation, error: TransportError | None = None) -> None:
+        """Ends an operation of ours."""
+        self._ledger.end(operation, error)
+        self._wire = [message for message in self._wire if message.sender is not operation]
+        self._news.set()
+
+    def lose(self, name: str, why: str) -> None:
+        """The transport `name` is gone; until it is connected anew, operations with it fail."""
+        for peer in [peer for peer, address in self._peers.items() if address == name]:
+            self._lost.add(peer)
+            self._part(peer, name, PeerLostError(why))
+
+    def die(self) -> None:
+        """Leaves the fabric: ends everything here, and at every peer what it had with us."""
+        self._closed = True
+        for peer, name in list(self._peers.items()):
+            self._part(peer, name, PeerLostError(f"{self._name} was closed"))
+        while self._receives:
+            operation, message = self._receives.popleft()
+            self.end(operation, PeerLostError(f"{self._name} was closed"))
+            self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
+        for message in self._mailbox:
+            self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
+        self._mailbox.clear()
+        self._peers.clear()
+        del self._fabric.transports[self._name]
+        for other in list(self._fabric.transports.values()):
+            other.lose(self._name, f"{self._name} is gone")
+
+    def _transmit(self, message: _Message) -> None:
+        rules = self._fabric.faults.take(message.source, message.destination, message.tag)
+        self._wire.append(message)
+        for rule in rules:
+            if rule.action == "kill":
+                self._fabric.kill(rule.victim)
+            elif rule.action == "fail":
+                self._fabric.end_send(message, TransportError(f"tag {message.tag:#x}: failed on demand"))
+            elif rule.action == "truncate":
+                message.data = message.data[: rule.nbytes]
+            elif rule.action == "duplicate":
+                self._fabric.deliver(
+                    _Message(message.source, message.destination, message.tag, message.data.clone(), None)
+                )
+            elif rule.action == "hold":
+                self._fabric.held.append(message)
+        if message.sender is not None and not message.sender.ended and message not in self._fabric.held:
+            self._fabric.deliver(message)
+
+    def _consume(self, operation: Operation, arrival: Arrival) -> Operation:
+        message = arrival.handle
+        assert isinstance(message, _Message), "arrivals are made here"
+        if operation.peer is not None and self._unusable(operation):
+            self._fabric.end_send(message, PeerLostError(f"{self._name} does not know {message.source}"))
+        else:
+            self._receives.append((operation, message))
+            self._news.set()
+        return operation
+
+    def _unusable(self, operation: Operation) -> bool:
+        peer = operation.peer
+        if peer in self._peers and peer not in self._lost:
+            return False
+        why = "is lost" if peer in self._lost else "is not connected"
+        self.end(operation, PeerLostError(f"{operation.kind} tag {operation.tag:#x}: {peer} {why}"))
+        return True
+
+    def _part(self, peer: str, name: str, error: PeerLostError) -> None:
+        """Ends what we have with `peer` and voids its messages, so that neither reads or writes the other."""
+        for message in [message for message in self._wire if message.destination == name]:
+            message.void = error
+            self._fabric.end_send(message, error)
+        for operation, message in [pair for pair in self._receives if pair[0].peer == peer]:
+            self._receives.remove((operation, message))
+            self.end(operation, error)
+            self._fabric.end_send(message, PeerLostError(f"{self._name}: {error}"))
+        for message in [message for message in self._mailbox if message.source == name]:
+            self._mailbox.remove(message)
+            self._fabric.end_send(message, PeerLostError(f"{self._name}: {error}"))
+        self._fabric.held = [m for m in self._fabric.held if m.void is None]
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise ValueError(f"the in-process transport {self._name} is closed")
