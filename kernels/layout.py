@@ -188,4 +188,5 @@ def launch(kernel: Any, copy: Copy) -> None:
         kernel[grid](*arguments, *constants)
         return
     with torch.cuda.device(copy.pool.device):  # Triton launches on the current device's current stream
-        kernel[grid](*arguments, *constants, num_warps=_WARPS)
+        # There is no arithmetic to fuse; newer Triton warns when this option is left to its default.
+        kernel[grid](*arguments, *constants, num_warps=_WARPS, enable_fp_fusion=False)

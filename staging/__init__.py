@@ -1,1 +1,1 @@
-"""Who sends what to whom (shards, routes, segments) and the ring it passes through."""
+"""How KV is cut, routed and staged: shards, routes, segments, the ring's integers and its memory."""

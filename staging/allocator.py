@@ -1,0 +1,201 @@
+"""The watermarked, overcommitting ring, on integers alone: who may use which staging bytes, and when.
+
+Positions are byte counters that only grow (64 bits on the wire); `position % size_bytes` is the place in
+memory. A lease `[start, end)` never wraps: it skips to the next multiple of the size instead. Leases are
+granted beyond what is free (overcommit), so `assign` never waits; a lease may be *written* once
+`end <= watermark + size`, where the watermark is the start of the oldest unfreed lease, or the head when
+there is none.
+
+Why no byte has two owners: an older unfreed lease starts at `s >= watermark`, so the byte at its position `p`
+is reused first at `p + size >= watermark + size`, which is at or past the end of every writable lease.
+Why the ring never stalls: for the oldest lease `watermark + size - end = size - nbytes >= 0`. Skipped bytes
+belong to no lease, so the watermark jumps over them together with the lease before them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from disagg.core.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Ring positions `[start, end)` granted to `owner`; held until freed."""
+
+    id: int
+    start: int
+    end: int
+    owner: Hashable
+
+    @property
+    def nbytes(self) -> int:
+        """Length in bytes."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RingStatistics:
+    """A moment of the ring, for metrics and tests."""
+
+    size_bytes: int
+    """Bytes of memory."""
+    head: int
+    """Position at which the last assigned lease ended."""
+    watermark: int
+    """Start of the oldest unfreed lease, or the head."""
+    in_use_bytes: int
+    """Bytes of unfreed leases; more than `size_bytes` when overcommitted."""
+    peak_in_use_bytes: int
+    """The most `in_use_bytes` ever was."""
+    leases: int
+    """Unfreed leases."""
+    assigned: int
+    """Leases ever assigned."""
+    waited: int
+    """Leases that could not be written at once when they were assigned."""
+    skipped_bytes: int
+    """Bytes passed over so that no lease wraps; alignment not counted."""
+
+
+def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
+    """The ring's one rule, for both sides: whether a lease that ends at `end` may be written.
+
+    A stale watermark is safe: it is smaller, so the answer can only be a late yes.
+    """
+    return end <= watermark + size_bytes
+
+
+class StagingAllocator:
+    """Grants ring space. Each call is O(1) amortised (`free_owner`: per lease freed). Not thread-safe.
+
+    `size_bytes` must be a multiple of `alignment_bytes`; every lease starts at such a multiple. Raises
+    ValueError when it is not, or when either is below 1.
+    """
+
+    def __init__(self, size_bytes: int, alignment_bytes: int = 256) -> None:
+        if alignment_bytes < 1 or size_bytes < 1 or size_bytes % alignment_bytes:
+            raise ValueError(
+                "size_bytes must be a positive multiple of alignment_bytes; "
+                f"got {size_bytes} and {alignment_bytes}"
+            )
+        self.size_bytes = size_bytes
+        self.alignment_bytes = alignment_bytes
+        self._head = 0
+        self._next_id = 0
+        self._order: deque[Lease] = deque()  # as assigned; freed ones are dropped when they reach the front
+        self._leases: dict[int, Lease] = {}  # unfreed
+        self._by_owner: dict[Hashable, dict[int, None]] = {}  # ids of unfreed leases, oldest first
+        self._in_use_bytes = 0
+        self._peak_in_use_bytes = 0
+        self._waited = 0
+        self._skipped_bytes = 0
+
+    @property
+    def watermark(self) -> int:
+        """Start of the oldest unfreed lease, or the head when there is none. Never falls."""
+        return self._order[0].start if self._order else self._head
+
+    def assign(self, nbytes: int, owner: Hashable) -> Lease:
+        """Grants `nbytes` to `owner`, who frees them; the lease may have to wait until it is `writable`.
+
+        Raises ValueError when `nbytes` is below 1 or exceeds the ring: the planner cuts such a segment.
+        """
+        if not 1 <= nbytes <= self.size_bytes:
+            raise ValueError(f"a lease needs 1 to {self.size_bytes} bytes (the ring's size); got {nbytes}")
+        start = -(-self._head // self.alignment_bytes) * self.alignment_bytes
+        left = self.size_bytes - start % self.size_bytes
+        if nbytes > left:
+            start += left
+            self._skipped_bytes += left
+        lease = Lease(self._next_id, start, start + nbytes, owner)
+        self._next_id += 1
+        self._head = lease.end
+        self._order.append(lease)
+        self._leases[lease.id] = lease
+        self._by_owner.setdefault(owner, {})[lease.id] = None
+        self._in_use_bytes += nbytes
+        self._peak_in_use_bytes = max(self._peak_in_use_bytes, self._in_use_bytes)
+        self._waited += not self.writable(lease)
+        return lease
+
+    def writable(self, lease: Lease) -> bool:
+        """Whether `lease` may be written now; once true, it stays true until the lease is freed."""
+        return is_writable(lease.end, self.watermark, self.size_bytes)
+
+    def offset(self, lease: Lease) -> int:
+        """Where `lease` begins in memory, in bytes."""
+        return lease.start % self.size_bytes
+
+    def free(self, lease_id: int) -> Lease:
+        """Takes a lease back, in any order. The caller guarantees that nothing can still write to it.
+
+        Raises ValueError when no such lease is held (never assigned, or freed before).
+        """
+        lease = self._leases.pop(lease_id, None)
+        if lease is None:
+            raise ValueError(f"lease {lease_id} is not held: never assigned, or freed before")
+        owned = self._by_owner[lease.owner]
+        del owned[lease_id]
+        if not owned:
+            del self._by_owner[lease.owner]
+        self._in_use_bytes -= lease.nbytes
+        while self._order and self._order[0].id not in self._leases:
+            self._order.popleft()
+        return lease
+
+    def free_owner(self, owner: Hashable) -> tuple[Lease, ...]:
+        """Frees all leases of `owner` and returns them; none is no error. The guarantee of `free` applies."""
+        return tuple(self.free(lease_id) for lease_id in list(self._by_owner.get(owner, ())))
+
+    def oldest(self) -> Lease | None:
+        """The unfreed lease that holds the watermark; always writable."""
+        return self._order[0] if self._order else None
+
+    def outstanding(self) -> tuple[Lease, ...]:
+        """All unfreed leases, oldest first."""
+        return tuple(self._leases.values())
+
+    def statistics(self) -> RingStatistics:
+        """The ring at this moment."""
+        return RingStatistics(
+            size_bytes=self.size_bytes,
+            head=self._head,
+            watermark=self.watermark,
+            in_use_bytes=self._in_use_bytes,
+            peak_in_use_bytes=self._peak_in_use_bytes,
+            leases=len(self._leases),
+            assigned=self._next_id,
+            waited=self._waited,
+            skipped_bytes=self._skipped_bytes,
+        )
+
+    def check(self) -> None:
+        """Verifies every invariant, in O(leases); raises InvariantError with a dump of the ring."""
+        leases = self.outstanding()
+        oldest = self.oldest()
+        if oldest:
+            self._require(oldest.id in self._leases, "a freed lease holds the watermark")
+            self._require(self.writable(oldest), "the oldest lease is not writable")
+        self._require(
+            [x for x in self._order if x.id in self._leases] == list(leases), "order and leases differ"
+        )
+        self._require(self._in_use_bytes == sum(lease.nbytes for lease in leases), "bytes in use miscounted")
+        owned = sorted(lease_id for ids in self._by_owner.values() for lease_id in ids)
+        self._require(owned == [lease.id for lease in leases], "owners and leases differ")
+        self._require(all(self._by_owner.values()), "an owner without a lease is kept")
+        previous = self.watermark
+        for lease in leases:
+            self._require(
+                previous <= lease.start < lease.end <= self._head, f"{lease} overlaps or is out of order"
+            )
+            self._require(lease.start % self.alignment_bytes == 0, f"{lease} is not aligned")
+            self._require(self.offset(lease) + lease.nbytes <= self.size_bytes, f"{lease} wraps")
+            self._require(lease.id in self._by_owner.get(lease.owner, ()), f"{lease} is under another owner")
+            previous = lease.end
+
+    def _require(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise InvariantError(f"ring: {what}; {self.statistics()}; leases {self.outstanding()}")

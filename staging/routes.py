@@ -1,0 +1,167 @@
+"""Who sends which layers and heads to whom: the intersection of two groups' shards.
+
+Each destination shard is cut along the source shards' bounds into *pieces*, which a source holds as a whole
+or not at all. A piece that one source holds is settled; pieces that several hold alike are dealt out so that
+the replicas send equally much. Nothing here needs one size to divide another.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from disagg.core.errors import HandshakeError
+from disagg.core.types import Shard, Span
+
+
+class Route(msgspec.Struct, frozen=True, order=True):
+    """The rectangle of global `layers` x `heads` that `src_rank` sends to `dst_rank`."""
+
+    src_rank: int
+    dst_rank: int
+    layers: Span
+    heads: Span
+
+
+class _Piece(NamedTuple):
+    """Part of a destination shard that all of `holders` hold."""
+
+    dst_rank: int
+    layers: Span
+    heads: Span
+    holders: tuple[int, ...]
+
+
+def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]:
+    """Routes that write every (layer, head) of every destination shard exactly once.
+
+    Of several sources that hold a cell alike, one is chosen; the choice evens out the cells each source
+    sends, is made in runs of layers (so that a replica more costs few segments more), and depends on the
+    arguments only. Sorted by (source, destination, layers, heads). Raises HandshakeError when a destination's
+    cell is held by no source, ValueError when a rank appears twice on one side.
+    """
+    for side, shards in (("source", src), ("destination", dst)):
+        if len({shard.rank for shard in shards}) != len(shards):
+            raise ValueError(f"a {side} rank appears twice: {[shard.rank for shard in shards]}")
+    load = {shard.rank: 0 for shard in src}
+    routes: list[Route] = []
+    shared: dict[tuple[int, ...], list[_Piece]] = {}
+    for piece in _cut(src, dst):
+        if len(piece.holders) > 1:
+            shared.setdefault(piece.holders, []).append(piece)
+        else:
+            _send(routes, load, piece.holders[0], piece, piece.layers)
+    for holders, pieces in sorted(shared.items(), key=lambda item: (len(item[0]), item[0])):
+        _deal(holders, pieces, load, routes)
+    return tuple(sorted(_merge(routes)))
+
+
+def _cut(src: Sequence[Shard], dst: Sequence[Shard]) -> Iterator[_Piece]:
+    """Cuts the destination shards along the source shards' bounds."""
+    layer_bounds = sorted({bound for shard in src for bound in (shard.layers.start, shard.layers.stop)})
+    head_bounds = sorted({bound for shard in src for bound in (shard.heads.start, shard.heads.stop)})
+    holders: dict[tuple[int, int], list[int]] = {}
+    for shard in sorted(src, key=lambda shard: shard.rank):
+        for layer, _ in _pieces(shard.layers, layer_bounds):
+            for head, _ in _pieces(shard.heads, head_bounds):
+                holders.setdefault((layer, head), []).append(shard.rank)
+    for shard in sorted(dst, key=lambda shard: shard.rank):
+        for layer, layers in _pieces(shard.layers, layer_bounds):
+            for head, heads in _pieces(shard.heads, head_bounds):
+                found = holders.get((layer, head))
+                if not found:
+                    raise HandshakeError(
+                        f"destination rank {shard.rank} needs layers {layers}, KV heads {heads}, which no "
+                        f"source rank holds; sources: {_describe(src)}"
+                    )
+                yield _Piece(shard.rank, layers, heads, tuple(found))
+
+
+def _pieces(span: Span, bounds: Sequence[int]) -> Iterator[tuple[int, Span]]:
+    """The parts of `span` between sorted `bounds`, with the number of the gap each lies in."""
+    start = span.start
+    while start < span.stop:
+        gap = bisect_left(bounds, start + 1)
+        stop = min(span.stop, bounds[gap]) if gap < len(bounds) else span.stop
+        yield gap, Span(start, stop)
+        start = stop
+
+
+def _deal(holders: tuple[int, ...], pieces: list[_Piece], load: dict[int, int], routes: list[Route]) -> None:
+    """Deals pieces that all `holders` hold: laid end to end and cut so that each holder fills its quota."""
+    cells = sum(len(piece.layers) * len(piece.heads) for piece in pieces)
+    quotas = _fill([load[rank] for rank in holders], cells)
+    turn, last = 0, len(holders) - 1
+    for piece in pieces:
+        layer = piece.layers.start
+        while layer < piece.layers.stop:
+            rows = (quotas[turn] + len(piece.heads) // 2) // len(piece.heads)
+            rows = piece.layers.stop - layer if turn == last else min(rows, piece.layers.stop - layer)
+            _send(routes, load, holders[turn], piece, Span(layer, layer + rows))
+            layer += rows
+            quotas[turn] -= rows * len(piece.heads)
+            if turn < last and 2 * quotas[turn] < len(piece.heads):
+                turn += 1
+
+
+def _fill(loads: list[int], amount: int) -> list[int]:
+    """How much each of `loads` gets when `amount` is poured over them so that the lowest rise together."""
+    order = sorted(range(len(loads)), key=lambda i: loads[i])
+    total = amount
+    for count, i in enumerate(order, 1):
+        total += loads[i]
+        if count == len(order) or total <= count * loads[order[count]]:
+            break
+    level, rest = divmod(total, count)
+    quotas = [0] * len(loads)
+    for place, i in enumerate(order[:count]):
+        quotas[i] = level - loads[i] + (place < rest)
+    return quotas
+
+
+def _send(routes: list[Route], load: dict[int, int], src_rank: int, piece: _Piece, layers: Span) -> None:
+    if layers:
+        routes.append(Route(src_rank, piece.dst_rank, layers, piece.heads))
+        load[src_rank] += len(layers) * len(piece.heads)
+
+
+def _merge(routes: list[Route]) -> list[Route]:
+    """Joins routes of one pair of ranks that touch: first along the heads, then along the layers."""
+    by_heads: list[Route] = []
+    for route in sorted(routes, key=lambda r: (r.src_rank, r.dst_rank, r.layers, r.heads)):
+        last = by_heads[-1] if by_heads else None
+        if (
+            last
+            and _key(last, last.layers) == _key(route, route.layers)
+            and last.heads.stop == route.heads.start
+        ):
+            by_heads[-1] = Route(
+                route.src_rank, route.dst_rank, route.layers, Span(last.heads.start, route.heads.stop)
+            )
+        else:
+            by_heads.append(route)
+    merged: list[Route] = []
+    for route in sorted(by_heads, key=lambda r: (r.src_rank, r.dst_rank, r.heads, r.layers)):
+        last = merged[-1] if merged else None
+        if (
+            last
+            and _key(last, last.heads) == _key(route, route.heads)
+            and last.layers.stop == route.layers.start
+        ):
+            merged[-1] = Route(
+                route.src_rank, route.dst_rank, Span(last.layers.start, route.layers.stop), route.heads
+            )
+        else:
+            merged.append(route)
+    return merged
+
+
+def _key(route: Route, span: Span) -> tuple[int, int, Span]:
+    return route.src_rank, route.dst_rank, span
+
+
+def _describe(shards: Sequence[Shard]) -> str:
+    return "; ".join(f"rank {s.rank}: layers {s.layers}, heads {s.heads}" for s in shards) or "none"
