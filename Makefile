@@ -1,0 +1,53 @@
+# Everything runs in .venv, made once; `make PYTHON=python3.12 venv` chooses another interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PACKAGES := disagg kernels staging transport prefill_node decode_node deploy
+SOURCES := $(PACKAGES) tests docs
+
+.PHONY: help venv demo test test-slow test-gpu check format clean
+
+help:
+	@echo "make demo       install, then run the demo: prefill on two ranks, decode on one"
+	@echo "make test       every test that needs neither a GPU nor more than a minute"
+	@echo "make test-slow  the long tests"
+	@echo "make test-gpu   the tests that need CUDA devices"
+	@echo "make check      ruff, mypy, import-linter"
+	@echo "make format     ruff format and the fixes that are safe"
+	@echo "make venv       only install, into $(VENV)"
+	@echo "make clean      remove caches and output; keeps $(VENV)"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "disagg needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/disagg demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800
+
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu --timeout 900
+
+check: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +

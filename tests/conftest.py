@@ -1,0 +1,67 @@
+"""What every test shares: deterministic Hypothesis, one torch thread, poisoned memory, no leaked threads."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Deterministic everywhere, so that a red build is red again at home; `HYPOTHESIS_PROFILE=explore` looks for
+# new examples. No deadline: two shared cores make any time limit per example a coin toss.
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    stateful_step_count=30,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("explore", deadline=None, max_examples=1000)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# For the test process and for every rank it starts.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _one_torch_thread() -> None:
+    """Small tensors gain nothing from threads, and two cores lose; tests without torch do not import it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_threads() -> Iterator[None]:
+    """A non-daemon thread that outlives its test would keep the process from ending: name it here instead."""
+    before = set(threading.enumerate())
+    yield
+    leaked = [one for one in threading.enumerate() if one not in before and not one.daemon]
+    for thread in leaked:
+        thread.join(timeout=5)
+    names = [thread.name for thread in leaked if thread.is_alive()]
+    assert not names, f"threads still running after the test: {names}"
+
+
+@pytest.fixture
+def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fills what `torch.empty*` returns with 0xAB bytes, so that output nobody wrote cannot pass for zeros."""
+    import torch
+
+    def poisoned(make: Any) -> Any:
+        def poisoned_empty(*args: Any, **kwargs: Any) -> Any:
+            tensor = make(*args, **kwargs)
+            if tensor.numel() and tensor.device.type != "meta":
+                tensor.untyped_storage().fill_(0xAB)
+            return tensor
+
+        return poisoned_empty
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
