@@ -1,0 +1,63 @@
+"""The compiled kernels use 16-byte accesses. Compiling for a GPU needs none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.gather import _gather_kernel
+from kernels.scatter import _scatter_kernel
+
+
+def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_words: int) -> set[str]:
+    """Widths of the global accesses in Hopper's PTX, such as `v2.b64`, without the slot look-up (b32)."""
+    block_words = triton.next_power_of_2(row_words)
+    constants = {
+        "TOKEN_WORDS": token_words,
+        "ROW_WORDS": row_words,
+        "VECTOR_WORDS": vector_words,
+        "BLOCK_TOKENS": 2048 // block_words,
+        "BLOCK_WORDS": block_words,
+    }
+    pointers = {"pool": f"*{word}", "slots": "*i32", "staged": f"*{word}"}
+    sizes = {"tokens": "i32", "plane_words": "i64"}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 2)} if vector_words > 1 else {}
+    source = ASTSource(
+        fn=kernel,
+        signature={**pointers, **sizes, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+        attrs=aligned,
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return set(re.findall(r"(?:ld|st)\.global\.((?:v\d\.)?b\d+)", compiled.asm["ptx"])) - {"b32"}
+
+
+@pytest.mark.parametrize("kernel", [_gather_kernel, _scatter_kernel], ids=["gather", "scatter"])
+@pytest.mark.parametrize(
+    ("word", "row_words", "token_words", "vector_words", "expected"),
+    [
+        ("i64", 32, 128, 2, {"v2.b64"}),
+        ("i64", 96, 96, 2, {"v2.b64"}),  # a row that is no power of two
+        ("i64", 3, 9, 1, {"b64"}),
+        ("u8", 5, 15, 1, {"b8"}),
+    ],
+)
+def test_access_width(
+    kernel: Any,
+    word: str,
+    row_words: int,
+    token_words: int,
+    vector_words: int,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert accesses(kernel, word, row_words, token_words, vector_words) == expected
