@@ -51,7 +51,7 @@ def _no_leaked_threads() -> Iterator[None]:
 
 @pytest.fixture
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fills what `torch.empty*` returns with 0xAB bytes, so that output nobody wrote cannot pass for zeros."""
+    """Fills what `torch.empty*` returns with 0xAB bytes: output that nobody wrote cannot pass for zeros."""
     import torch
 
     def poisoned(make: Any) -> Any:
