@@ -15,7 +15,7 @@ MIDDLE = Span(1, 3)
 
 @dataclass(frozen=True)
 class Case:
-    """One copy. `pool_shift` and `staged_shift`, in elements, move the tensors off their allocation's start."""
+    """One copy. `pool_shift` and `staged_shift`, in elements, move the tensors off their memory's start."""
 
     dtype: torch.dtype
     head_dim: int

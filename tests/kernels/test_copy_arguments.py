@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,7 +12,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import Span
 from kernels.dispatch import backend
 from kernels.gather import gather, gather_reference
-from kernels.layout import segment_bytes
+from kernels.layout import plan_copy, segment_bytes
 from kernels.scatter import scatter, scatter_reference
 
 POOL = (3, 2, 10, 4, 8)
@@ -76,6 +77,23 @@ def test_the_staging_tensor_is_called_as_the_caller_calls_it() -> None:
 def test_segment_bytes() -> None:
     assert segment_bytes(GOOD["pool"], 5, Span(1, 3), Span(0, 2)) == 640
     assert segment_bytes(GOOD["pool"], 5, Span(1, 1), Span(0, 2)) == 0
+
+
+@pytest.mark.parametrize(
+    ("shift_bytes", "word_bytes", "vector_words"),
+    [(0, 8, 2), (8, 8, 1), (4, 4, 1), (2, 2, 1), (1, 1, 1)],
+)
+def test_words_fit_the_addresses_of_foreign_memory(
+    shift_bytes: int, word_bytes: int, vector_words: int
+) -> None:
+    memory = np.zeros(640 + 32, dtype=np.uint8)
+    start = -memory.ctypes.data % 16 + shift_bytes
+    staged = torch.from_numpy(memory[start : start + 640])  # its storage begins there, at offset 0
+    pool = torch.zeros(POOL, dtype=torch.bfloat16)
+    copy = plan_copy(pool, GOOD["slots"], GOOD["layers"], GOOD["heads"], staged, "staged")
+    assert copy is not None
+    assert (copy.staged.element_size(), copy.vector_words) == (word_bytes, vector_words)
+    assert copy.pool.element_size() == word_bytes
 
 
 @pytest.mark.parametrize(
