@@ -1,7 +1,7 @@
 """Page allocator of a KV pool: integers only, on the host, O(1) per page.
 
 Pages exist so that a request grows without moving and without gaps larger than one page. Idea: vLLM's paged
-attention (Kwon et al., 2023). Page 0 is never handed out: it is the trash page, for padding to read and write.
+attention (Kwon et al., 2023). Page 0 is never handed out: it is the trash page, for padding.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class TokenToKVPoolAllocator:
         return PageStatistics(self.pages - 1, used, self.page_size, self._used_tokens, self._peak_used_pages)
 
     def check(self) -> None:
-        """Raises InvariantError, with a dump, unless each page but the trash page is free once or handed out."""
+        """Raises InvariantError, with a dump, unless each real page is either free once or handed out."""
         free = sorted(self._free)
         unowned = [page for page in range(1, self.pages) if self._filled[page] == _FREE]
         filled = [tokens for tokens in self._filled if tokens != _FREE]

@@ -1,7 +1,7 @@
 """The request-to-token table: which slot of the KV pool holds each token of each running request.
 
 One row per running request, on the device, so that attention finds a request's tokens with one indexed read
-and no host round trip. Idea: the `req_to_token` pool of sglang, and the block table of vLLM's paged attention at
+and no host round trip. Idea: the `req_to_token` pool of sglang; the block table of vLLM's paged attention, at
 a granularity of one token.
 """
 
@@ -31,8 +31,8 @@ class RowStatistics:
 class ReqToTokenPool:
     """int32 table `[rows, max_tokens]` of slots on `device`, with the list of free rows on the host.
 
-    Not thread-safe: the rank's compute thread owns it. Unset entries read 0, the pool's trash page, so a stray
-    read stays inside the pool. Writes are queued on the current stream; nothing here waits for the device.
+    Not thread-safe: the rank's compute thread owns it. Unset entries read 0, the pool's trash page, so stray
+    reads stay inside the pool. Writes are queued on the current stream; nothing here waits for the device.
     """
 
     def __init__(self, rows: int, max_tokens: int, device: torch.device | str = "cpu") -> None:

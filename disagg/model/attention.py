@@ -1,0 +1,109 @@
+"""Attention over the paged pool, in plain torch: runs on CPU and GPU and is the reference of faster kernels.
+
+Scores are computed in the model's dtype, the softmax in float32, as transformers' eager attention does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from disagg.core.types import Span
+
+_SCORES_PER_BLOCK = 1 << 26  # elements of one block of scores [heads, queries, keys]: 256 MiB in float32
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """What a layer asks of its attention."""
+
+    scaling: float
+    """Factor on the scores."""
+    window_tokens: int | None = None
+    """Sliding window: a token sees this many tokens, itself included."""
+    softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)`."""
+    sinks: torch.Tensor | None = None
+    """`[query heads]`: a score that takes part in each softmax without a value."""
+
+
+class HeadMap:
+    """Which of the rank's KV heads each of its query heads reads.
+
+    Global query head `q` reads KV head `q * kv_heads // q_heads`. When a rank's groups are all of one size, K
+    and V are used as they lie; else they are expanded, one KV head per query head.
+    """
+
+    def __init__(self, queries: Span, heads: Span, q_heads: int, kv_heads: int, device: torch.device) -> None:
+        local = [q * kv_heads // q_heads - heads.start for q in queries]
+        group = len(queries) // len(heads)
+        self.uniform = local == [index // group for index in range(len(queries))] if group else False
+        self.group = group if self.uniform else 1
+        self._local = torch.tensor(local, device=device)
+
+    def expand(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., kv heads, head_dim]` as `[..., query heads // self.group, head_dim]`."""
+        return x if self.uniform else x.index_select(-2, self._local)
+
+
+def attend_decode(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, params: AttentionParams
+) -> torch.Tensor:
+    """One query token per sequence: `q` `[n, heads, group, dim]`, `k`, `v` `[n, keys, heads, dim]`.
+
+    `positions` int64 `[n]` are the queries' own; keys beyond are padding, and finite. Returns
+    `[n, heads, group, dim]`.
+    """
+    keys = torch.arange(k.shape[1], device=k.device)
+    mask = _visible(positions[:, None], keys[None, :], params)  # [n, keys]
+    scores = torch.matmul(q, k.permute(0, 2, 3, 1))  # [n, heads, group, keys]
+    weights = _weights(scores, mask[:, None, None, :], params, q.shape[1:3])
+    return torch.matmul(weights, v.transpose(1, 2))
+
+
+def attend_prefill(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, params: AttentionParams
+) -> torch.Tensor:
+    """Tokens at positions `start ..` of one sequence.
+
+    `q` is `[heads, group, n, dim]`, `k` and `v` are `[keys, heads, dim]` with `keys == start + n`.
+
+    Goes over blocks of queries, each with just the keys it can see, so that memory stays bounded. Returns
+    `[heads, group, n, dim]`.
+    """
+    heads, group, count, _ = q.shape
+    block = max(1, _SCORES_PER_BLOCK // (heads * group * k.shape[0]))
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    for first in range(0, count, block):
+        stop = min(count, first + block)
+        low = max(0, start + first + 1 - params.window_tokens) if params.window_tokens else 0
+        seen = slice(low, start + stop)
+        queries = torch.arange(start + first, start + stop, device=q.device)
+        keys = torch.arange(low, start + stop, device=q.device)
+        mask = _visible(queries[:, None], keys[None, :], params)  # [queries, keys]
+        scores = torch.matmul(q[:, :, first:stop], k[seen].permute(1, 2, 0)[:, None])
+        weights = _weights(scores, mask, params, q.shape[:2])
+        out[:, :, first:stop] = torch.matmul(weights, v[seen].transpose(0, 1)[:, None])
+    return out
+
+
+def _visible(queries: torch.Tensor, keys: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+    mask = keys <= queries
+    if params.window_tokens:
+        mask &= keys > queries - params.window_tokens
+    return mask
+
+
+def _weights(
+    scores: torch.Tensor, mask: torch.Tensor, params: AttentionParams, heads: torch.Size
+) -> torch.Tensor:
+    dtype = scores.dtype
+    scores = scores * params.scaling
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    scores = scores.masked_fill(~mask, float("-inf")).float()
+    if params.sinks is None:
+        return torch.softmax(scores, dim=-1).to(dtype)
+    sinks = params.sinks.float().view(*heads, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1].to(dtype)

@@ -1,0 +1,169 @@
+"""One step's work, and the index tensors that every layer of the step shares.
+
+The tensors are built once per step and cross to the device without the host waiting; no layer waits either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from disagg.kv.req_to_token import ReqToTokenPool
+
+_DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention may gather
+
+
+@dataclass(frozen=True)
+class SequenceSlice:
+    """Compute `tokens` at positions `start ..` of the request at `row`.
+
+    The KV of positions before `start` is in the pool; the row names slots for all positions up to the end.
+    """
+
+    row: int
+    start: int
+    tokens: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token: the context length after the step."""
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one forward pass computes: prefill chunks and decode tokens, mixed, one slice per request."""
+
+    sequences: tuple[SequenceSlice, ...]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
+
+@dataclass(frozen=True)
+class DecodeGroup:
+    """Sequences of one token each, attended to in one padded batch."""
+
+    queries: torch.Tensor
+    """int64 `[n]`: index of each sequence's token among the step's tokens."""
+    positions: torch.Tensor
+    """int64 `[n]`: the token's position."""
+    slots: torch.Tensor
+    """int64 `[n, longest]`: slots of the context; padding repeats the sequence's own last slot."""
+
+
+@dataclass(frozen=True)
+class PrefillGroup:
+    """One sequence of several tokens."""
+
+    first: int
+    """Index of its first token among the step's tokens."""
+    start: int
+    """Position of that token."""
+    count: int
+    """Number of tokens."""
+    slots: torch.Tensor
+    """int64 `[start + count]`: slots of the whole context."""
+
+
+@dataclass(frozen=True)
+class StepIndex:
+    """The step's index tensors, all int64 on the device; T tokens, B sequences."""
+
+    input_ids: torch.Tensor
+    """`[1, T]`"""
+    positions: torch.Tensor
+    """`[1, T]`"""
+    last: torch.Tensor
+    """`[B]`: index of each sequence's last token."""
+    slots: torch.Tensor
+    """`[T]`: where each token's K and V go."""
+    decodes: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillGroup, ...]
+
+
+def build_index(batch: StepBatch, table: ReqToTokenPool) -> StepIndex:
+    """Builds the tensors on the table's device. Raises ValueError for a slice empty or beyond the table."""
+    for sequence in batch.sequences:
+        _require_fits(sequence, table)
+    device = table.table.device
+    firsts = _first_indices(batch)
+    ids = [token for sequence in batch.sequences for token in sequence.tokens]
+    positions = [p for sequence in batch.sequences for p in range(sequence.start, sequence.stop)]
+    rows = [sequence.row for sequence in batch.sequences for _ in sequence.tokens]
+    last = [first + len(s.tokens) - 1 for first, s in zip(firsts, batch.sequences, strict=True)]
+    packed = upload([*ids, *positions, *rows, *last], device)
+    count = len(ids)
+    position_tensor, row_tensor = packed[count : 2 * count], packed[2 * count : 3 * count]
+    return StepIndex(
+        input_ids=packed[:count][None],
+        positions=position_tensor[None],
+        last=packed[3 * count :],
+        slots=table.table[row_tensor, position_tensor].long(),
+        decodes=_decode_groups(batch, firsts, table),
+        prefills=_prefill_groups(batch, firsts, table),
+    )
+
+
+def upload(values: list[int], device: torch.device) -> torch.Tensor:
+    """int64 `[len(values)]` on `device`. Pinned on the way to a GPU, so that the host need not wait."""
+    host = torch.tensor(values, dtype=torch.int64)
+    if device.type != "cuda":
+        return host
+    return host.pin_memory().to(
+        device, non_blocking=True
+    )  # torch keeps the pinned block until the copy is done
+
+
+def _require_fits(sequence: SequenceSlice, table: ReqToTokenPool) -> None:
+    if not sequence.tokens or sequence.start < 0 or sequence.stop > table.max_tokens:
+        raise ValueError(
+            f"row {sequence.row}: a slice needs tokens at positions 0..{table.max_tokens}, "
+            f"not {len(sequence.tokens)} from {sequence.start}"
+        )
+
+
+def _first_indices(batch: StepBatch) -> list[int]:
+    firsts, count = [], 0
+    for sequence in batch.sequences:
+        firsts.append(count)
+        count += len(sequence.tokens)
+    return firsts
+
+
+def _decode_groups(batch: StepBatch, firsts: list[int], table: ReqToTokenPool) -> tuple[DecodeGroup, ...]:
+    singles = [
+        (s.start, s.row, first)
+        for first, s in zip(firsts, batch.sequences, strict=True)
+        if len(s.tokens) == 1
+    ]
+    singles.sort()  # neighbours of like length waste the least padding
+    groups: list[DecodeGroup] = []
+    while singles:
+        group = _take_group(singles)
+        packed = upload([number for single in group for number in single], table.table.device).view(-1, 3)
+        positions, rows, queries = packed[:, 0], packed[:, 1], packed[:, 2]
+        columns = torch.arange(group[-1][0] + 1, device=packed.device)
+        # Padding points at the sequence's own last slot: it is masked, but it must hold numbers and not NaN.
+        columns = torch.minimum(columns[None, :], positions[:, None])
+        groups.append(DecodeGroup(queries, positions, table.table[rows[:, None], columns].long()))
+    return tuple(groups)
+
+
+def _take_group(singles: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    longest = singles[-1][0] + 1
+    size = max(1, min(len(singles), _DECODE_GROUP_TOKENS // longest))
+    group = singles[-size:]
+    del singles[-size:]
+    return group
+
+
+def _prefill_groups(batch: StepBatch, firsts: list[int], table: ReqToTokenPool) -> tuple[PrefillGroup, ...]:
+    return tuple(
+        PrefillGroup(first, s.start, len(s.tokens), table.table[s.row, : s.stop].long())
+        for first, s in zip(firsts, batch.sequences, strict=True)
+        if len(s.tokens) > 1
+    )

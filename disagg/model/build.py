@@ -1,0 +1,96 @@
+"""Builds a rank's model: first empty on the meta device, then cut to the rank's part, then filled in place.
+
+So no rank ever holds, in host or device memory, more than its own part and one whole parameter.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from disagg.core.errors import UnsupportedModelError
+from disagg.core.ports import Collective
+from disagg.model.paged import ATTENTION_NAME
+from disagg.model.source import ModelSource
+from disagg.model.spec import ModelSpec
+from disagg.model.tp import Cut, shard_model
+from disagg.model.weights import WeightSource
+
+_BUILD_LOCK = threading.Lock()  # transformers sets the process's default dtype while it builds
+
+
+def build_model(
+    source: ModelSource, spec: ModelSpec, collective: Collective, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """The rank's part of the model on `device`, in eval mode, without gradients.
+
+    Raises UnsupportedModelError when it cannot use our attention or cannot be split, ConfigError when weights
+    are missing.
+    """
+    with _BUILD_LOCK:
+        model = _empty_model(source, spec, dtype)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        cuts = shard_model(model, spec, collective)
+        _materialize(model, device)
+        _initialize(model)
+        _fill(model, source.weights(set(shapes)), shapes, cuts)
+        model.tie_weights()
+    return model.eval()
+
+
+def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
+    config = copy.deepcopy(source.config)
+    config.use_cache = False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{spec.architecture} is not supported: it keeps recurrent state")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModelError(f"{spec.architecture} is not supported: its attention cannot be replaced")
+    return model
+
+
+def _materialize(model: Any, device: torch.device) -> None:
+    """Gives every parameter and buffer memory; NaN marks what is never filled."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(_poisoned(parameter, device), requires_grad=False)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = _poisoned(buffer, device)
+
+
+def _poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return empty.fill_(float("nan")) if like.is_floating_point() else empty.zero_()
+
+
+def _initialize(model: Any) -> None:
+    """Lets the model set what no checkpoint holds: computed buffers, and norms for random weights."""
+    for module in model.modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if any(tensor is not None for tensor in own) and not isinstance(module, nn.Linear):
+            model._init_weights(module)
+
+
+def _fill(
+    model: Any, weights: WeightSource, shapes: dict[str, tuple[int, ...]], cuts: dict[str, Cut]
+) -> None:
+    for name, shape in shapes.items():
+        owner, _, leaf = name.rpartition(".")
+        parameters = model.get_submodule(owner)._parameters
+        empty = parameters[leaf]
+        part = weights.load(name, shape, empty.dtype, empty.device, cuts.get(name))
+        if part is not None:
+            parameters[leaf] = nn.Parameter(part, requires_grad=False)
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point() and not bool(torch.isfinite(buffer).all()):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is not supported: its buffer {name} stays unset"
+            )

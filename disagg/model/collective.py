@@ -1,0 +1,77 @@
+"""Collectives of one tensor-parallel group: one rank alone, and threads of one process (tests).
+
+The one over `torch.distributed` is in `torch_collective.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from disagg.core.errors import PeerLostError
+
+
+class SingleCollective:
+    """A group of one rank: nothing to do."""
+
+    rank = 0
+    size = 1
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The sum over one rank is the tensor itself."""
+
+    def barrier(self) -> None:
+        """Nobody to wait for."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ThreadCollective:
+    """Ranks are threads of one process. Sums in rank order, so every rank gets the same bits every time.
+
+    Ranks on CUDA must share one device and one stream: nothing here orders streams.
+    """
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.size = len(shared.parts)
+        self._shared = shared
+
+    @classmethod
+    def group(cls, size: int, timeout_s: float = 60.0) -> list[ThreadCollective]:
+        """The members of a new group, one for each rank's thread; `timeout_s` bounds each wait."""
+        shared = _Shared(size, timeout_s)
+        return [cls(rank, shared) for rank in range(size)]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """In-place sum. Raises PeerLostError when a rank closed or did not come in time."""
+        self._shared.parts[self.rank] = tensor
+        self.barrier()
+        total = self._shared.parts[0].clone()
+        for part in self._shared.parts[1:]:
+            total += part
+        self.barrier()  # nobody may write its tensor before everybody has read it
+        tensor.copy_(total)
+
+    def barrier(self) -> None:
+        """Returns when every rank is here. Raises PeerLostError when one closed or did not come in time."""
+        try:
+            self._shared.barrier.wait()
+        except threading.BrokenBarrierError as exc:
+            raise PeerLostError(
+                f"rank {self.rank} of {self.size}: another rank closed or did not come within "
+                f"{self._shared.timeout_s} s; the group must be built again"
+            ) from exc
+
+    def close(self) -> None:
+        """Ends the whole group: ranks that wait, or come later, get PeerLostError."""
+        self._shared.barrier.abort()
+
+
+class _Shared:
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.parts = [torch.empty(0)] * size
+        self.timeout_s = timeout_s
+        self.barrier = threading.Barrier(size, timeout=timeout_s)

@@ -1,0 +1,109 @@
+"""Real architectures by name, for random weights of a real shape (benchmarks, tests without a download)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import LlamaConfig, MistralConfig, Qwen3Config
+
+from disagg.core.errors import ConfigError
+
+_LLAMA31_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_TINY = {
+    "vocab_size": 259,
+    "hidden_size": 96,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 12,
+    "head_dim": 8,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "initializer_range": 0.2,
+}
+
+
+def _shape(hidden: int, mlp: int, layers: int, q_heads: int, kv_heads: int, head_dim: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+    }
+
+
+_LLAMA3 = {
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+_QWEN3 = {
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+_MISTRAL = {
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+_MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama-3.1-8b": (
+        LlamaConfig,
+        {**_LLAMA3, **_shape(4096, 14336, 32, 32, 8, 128), "rope_parameters": _LLAMA31_ROPE},
+    ),
+    "llama-3.2-1b": (
+        LlamaConfig,
+        {
+            **_LLAMA3,
+            **_shape(2048, 8192, 16, 32, 8, 64),
+            "rope_parameters": {**_LLAMA31_ROPE, "factor": 32.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-8b": (
+        Qwen3Config,
+        {**_QWEN3, **_shape(4096, 12288, 36, 32, 8, 128), "tie_word_embeddings": False},
+    ),
+    "qwen3-0.6b": (
+        Qwen3Config,
+        {**_QWEN3, **_shape(1024, 3072, 28, 16, 8, 128), "tie_word_embeddings": True},
+    ),
+    "mistral-7b": (MistralConfig, {**_MISTRAL, **_shape(4096, 14336, 32, 32, 8, 128)}),
+    "tiny-llama": (LlamaConfig, {**_TINY, "num_key_value_heads": 4}),
+    "tiny-qwen3": (Qwen3Config, {**_TINY, "num_key_value_heads": 2}),
+    "tiny-mistral": (MistralConfig, {**_TINY, "num_key_value_heads": 6, "sliding_window": 32}),
+}
+
+NAMES = tuple(_MODELS)
+"""What `named_config` knows."""
+
+
+def named_config(name: str) -> Any:
+    """The transformers configuration of a named architecture. Raises ConfigError for an unknown name."""
+    try:
+        cls, values = _MODELS[name.lower()]
+    except KeyError:
+        raise ConfigError(f"no architecture named {name!r}; known are {', '.join(NAMES)}") from None
+    config = cls(**values)
+    config.architectures = [cls.__name__.replace("Config", "ForCausalLM")]
+    return config

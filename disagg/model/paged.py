@@ -1,0 +1,116 @@
+"""How transformers' attention reaches the paged pool.
+
+A model built with `attn_implementation=ATTENTION_NAME` calls `paged_attention` in every layer. The step's
+context travels as a keyword argument of the model's call, which transformers hands down to that function.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from disagg.core.errors import UnsupportedModelError
+from disagg.core.ports import LayerHook
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.model.attention import AttentionParams, HeadMap, attend_decode, attend_prefill
+from disagg.model.batch import DecodeGroup, PrefillGroup, StepIndex
+
+ATTENTION_NAME = "disagg_paged"
+_REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask")  # would change the result
+
+
+class AttentionContext(Protocol):
+    """Does one layer's attention for the step under way."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """`q` `[T, query heads, dim]`, `k`, `v` `[T, kv heads, dim]`; returns `[T, query heads, dim]`."""
+
+
+def paged_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged_context: AttentionContext | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls: `query`, `key`, `value` are `[1, heads, T, dim]`.
+
+    Returns `[1, T, query heads, dim]`. Raises UnsupportedModelError for what it cannot honour exactly.
+    """
+    if paged_context is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand the step's context to its attention"
+        )
+    refused = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if attention_mask is not None or is_causal is False or refused:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for attention other than causal: mask "
+            f"{attention_mask is not None}, is_causal {is_causal}, {', '.join(refused) or 'nothing else'}"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    params = AttentionParams(scale, sliding_window, softcap, s_aux)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return paged_context.attend(module.layer_idx, q, k, v, params)[None], None
+
+
+class PagedStep:
+    """The context of a real step: writes K and V to the pool by slot, reads each context back by table."""
+
+    def __init__(
+        self, pool: MHATokenToKVPool, head_map: HeadMap, index: StepIndex, on_layer: LayerHook | None
+    ) -> None:
+        self._pool = pool
+        self._head_map = head_map
+        self._index = index
+        self._on_layer = on_layer
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        self._pool.write(layer, self._index.slots, k, v)
+        if self._on_layer is not None:
+            self._on_layer(layer)
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        grouped = q.view(len(q), -1, self._head_map.group, q.shape[-1])  # [T, heads, group, dim]
+        for group in self._index.decodes:
+            result = self._decode(layer, grouped[group.queries], group, params)
+            out[group.queries] = result.flatten(1, 2)
+        for sequence in self._index.prefills:
+            tokens = slice(sequence.first, sequence.first + sequence.count)
+            result = self._prefill(layer, grouped[tokens].permute(1, 2, 0, 3), sequence, params)
+            out[tokens] = result.permute(2, 0, 1, 3).flatten(1, 2)
+        return out
+
+    def _decode(
+        self, layer: int, q: torch.Tensor, group: DecodeGroup, params: AttentionParams
+    ) -> torch.Tensor:
+        k, v = self._context(layer, group.slots, q.dtype)
+        return attend_decode(q, k, v, group.positions, params)
+
+    def _prefill(
+        self, layer: int, q: torch.Tensor, sequence: PrefillGroup, params: AttentionParams
+    ) -> torch.Tensor:
+        k, v = self._context(layer, sequence.slots, q.dtype)
+        return attend_prefill(q, k, v, sequence.start, params)
+
+    def _context(
+        self, layer: int, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self._pool.read(layer, slots, dtype)
+        return self._head_map.expand(k), self._head_map.expand(v)
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

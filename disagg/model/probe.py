@@ -1,0 +1,63 @@
+"""A look at the attention calls a model really makes, with one token and before any request: what a
+configuration does not tell (shared or unequal K and V, attention that bypasses us, windows kept in a mask) is
+refused at start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from disagg.core.errors import UnsupportedModelError
+from disagg.core.types import Shard
+from disagg.model.attention import AttentionParams
+from disagg.model.spec import ModelSpec
+
+
+@dataclass
+class ShapeProbe:
+    """An attention context that records each call and answers zeros."""
+
+    shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
+    """Shapes of K and V by layer."""
+    windows: dict[int, int | None] = field(default_factory=dict)
+    """Sliding window by layer."""
+    calls: int = 0
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        self.calls += 1
+        self.shapes[layer] = (tuple(k.shape), tuple(v.shape))
+        self.windows[layer] = params.window_tokens
+        return q.new_zeros(*q.shape[:-1], v.shape[-1])
+
+    def require(self, spec: ModelSpec, shard: Shard, config: Any) -> None:
+        """Raises UnsupportedModelError, one line, unless each layer called once with the K and V we store."""
+        layers = spec.layout.layers
+        if self.calls != layers or set(self.shapes) != set(range(layers)):
+            raise _refuse(
+                spec, f"{self.calls} attention calls of layers {sorted(self.shapes)}, not one of {layers}"
+            )
+        expected = (1, len(shard.heads), spec.layout.head_dim)
+        for layer, shapes in self.shapes.items():
+            if shapes != (expected, expected):
+                raise _refuse(spec, f"layer {layer} has K and V of {shapes}, not both {expected}")
+        wanted = [self._wants_window(layer, config) for layer in range(layers)]
+        if any(want and self.windows[layer] is None for layer, want in enumerate(wanted)):
+            raise _refuse(spec, "it has a sliding window that its attention call does not name")
+
+    def _wants_window(self, layer: int, config: Any) -> bool:
+        if not getattr(config, "sliding_window", None):
+            return False
+        types = getattr(config, "layer_types", None)
+        if types:
+            return bool(types[layer] == "sliding_attention")
+        return getattr(config, "use_sliding_window", True) is not False
+
+
+def _refuse(spec: ModelSpec, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{spec.architecture} is not supported: {why}")

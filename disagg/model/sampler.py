@@ -1,0 +1,89 @@
+"""Chooses the next token of each request from its logits.
+
+Order and meaning of the filters are those of transformers' warpers: temperature, then top-k (ties with the
+k-th are kept), then top-p (the token that crosses `top_p` is kept). A draw is one uniform number through the
+inverse of the cumulative distribution, so a whole batch is drawn at once from one number per request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from disagg.core.errors import RequestError
+from disagg.core.types import SamplingParams
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> list[int | RequestError]:
+    """One token per row of `logits` (float32 `[n, vocab]`, any device); `params` and `positions` are per row.
+
+    `positions[i]` is the index of the token to choose within its request: with a seed it names the random
+    number, so no generator's state has to travel. Without a seed the numbers come from torch's default CPU
+    generator. A row whose logits are NaN, or nowhere finite, yields a RequestError in its place; the other
+    rows are not touched by it. Waits for the device once.
+    """
+    if not len(logits) == len(params) == len(positions):
+        raise ValueError(
+            f"{len(logits)} rows, {len(params)} params and {len(positions)} positions do not match"
+        )
+    tokens = torch.argmax(logits, dim=-1)
+    drawn = [row for row, p in enumerate(params) if p.temperature > 0]
+    if drawn:
+        index = torch.tensor(drawn, device=logits.device)
+        chosen = _draw(logits[index], [params[row] for row in drawn], [positions[row] for row in drawn])
+        tokens[index] = chosen
+    best = logits.amax(dim=-1)  # NaN wins every comparison of amax
+    tokens = torch.where(torch.isfinite(best), tokens, -1)
+    return [_result(token, row) for row, token in enumerate(tokens.tolist())]
+
+
+def _result(token: int, row: int) -> int | RequestError:
+    if token >= 0:
+        return token
+    return RequestError(
+        f"the model gave no finite logits for row {row} of the batch; the request cannot go on"
+    )
+
+
+def _draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> torch.Tensor:
+    """Tokens int64 `[n]` of rows that all have a temperature."""
+    device = logits.device
+    temperatures = torch.tensor([p.temperature for p in params], device=device)
+    scores, order = torch.sort(logits / temperatures[:, None], dim=-1)  # ascending
+    scores = _keep_top_k(scores, [p.top_k for p in params])
+    scores = _keep_top_p(scores, [p.top_p for p in params])
+    cumulative = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
+    uniform = [_uniform(p.seed, position) for p, position in zip(params, positions, strict=True)]
+    # From the top down to (0, 1]: a filtered token, of probability 0, is never reached.
+    target = cumulative[:, -1:] * (1.0 - torch.tensor(uniform, dtype=torch.float64, device=device)[:, None])
+    found = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[-1] - 1)
+    return order.gather(-1, found)[:, 0]
+
+
+def _keep_top_k(scores: torch.Tensor, top_k: list[int]) -> torch.Tensor:
+    vocab = scores.shape[-1]
+    if not any(0 < k < vocab for k in top_k):
+        return scores
+    first = torch.tensor([vocab - k if 0 < k < vocab else 0 for k in top_k], device=scores.device)
+    return scores.masked_fill(scores < scores.gather(-1, first[:, None]), float("-inf"))
+
+
+def _keep_top_p(scores: torch.Tensor, top_p: list[float]) -> torch.Tensor:
+    if not any(p < 1.0 for p in top_p):
+        return scores
+    tail = torch.tensor([1.0 - p if p < 1.0 else -1.0 for p in top_p], device=scores.device)
+    dropped = torch.softmax(scores, dim=-1).cumsum(dim=-1) <= tail[:, None]
+    dropped[:, -1] = False
+    return scores.masked_fill(dropped, float("-inf"))
+
+
+def _uniform(seed: int | None, position: int) -> float:
+    """A number in [0, 1): the request's own, by (seed, position) of a counter-based generator, or torch's."""
+    if seed is None:
+        return float(torch.rand((), dtype=torch.float64))
+    key = np.array([seed % 2**64, position], dtype=np.uint64)
+    return float(np.random.Generator(np.random.Philox(key=key)).random())

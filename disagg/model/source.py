@@ -1,0 +1,142 @@
+"""What a model is made from: a checkpoint directory, or a named architecture with random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from disagg.core.errors import ConfigError, UnsupportedModelError
+from disagg.kv.pool import dtype_name
+from disagg.model.named import named_config
+from disagg.model.spec import ModelSpec, eos_ids, require_supported, spec_from_config
+from disagg.model.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
+
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # say nothing about the model
+_SAMPLES = 32
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A configuration and the way to its weights. Cheap: no weight is read before a runner asks for it."""
+
+    name: str
+    """Directory, or name of the architecture."""
+    config: Any
+    """The transformers configuration; not to be changed."""
+    fingerprint: str
+    """Hex digest over the configuration and the weights' identity; the same on every machine."""
+    directory: Path | None
+    """Where the checkpoint and its tokenizer lie; None for random weights."""
+    seed: int
+    """Seed of random weights; 0 for a checkpoint."""
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ModelSource:
+        """A checkpoint of Hugging Face. Raises ConfigError or UnsupportedModelError, one line each."""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ConfigError(f"no such model directory: {directory}")
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
+        config = _read_config(directory)
+        require_supported(config)
+        files = _weight_files(directory)
+        digest = _config_digest(config)
+        for file in files:
+            _hash_file(digest, file)
+        return cls(str(directory), config, digest.hexdigest(), directory, 0)
+
+    @classmethod
+    def random_init(cls, name: str, seed: int = 0) -> ModelSource:
+        """Random weights for an architecture of `disagg.model.named`; ConfigError for an unknown name."""
+        config = named_config(name)
+        digest = _config_digest(config)
+        digest.update(f"random {name.lower()} {seed}".encode())
+        return cls(name, config, digest.hexdigest(), None, seed)
+
+    def spec(self, kv_dtype: torch.dtype) -> ModelSpec:
+        """The model's spec with a KV cache of `kv_dtype`."""
+        spec = spec_from_config(self.config, self.fingerprint, dtype_name(kv_dtype))
+        ids = _generation_eos_ids(self.directory)
+        return spec if ids is None else _with_eos(spec, ids)
+
+    def weights(self, needed: set[str]) -> WeightSource:
+        """Opens the weights; `needed` are the model's parameter names.
+
+        Slices are read straight from safetensors files whose names match. A checkpoint in another format or
+        with older names goes through transformers' own loader: the whole model passes through host memory.
+        """
+        if self.directory is None:
+            return RandomWeights(self.seed, self.config.initializer_range)
+        files = _weight_files(self.directory)
+        if all(file.suffix == ".safetensors" for file in files):
+            stored = SafetensorsWeights(files)
+            if needed <= stored.names():
+                return stored
+        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto", local_files_only=True)
+        return StateDictWeights(model.state_dict())
+
+
+def _read_config(directory: Path) -> Any:
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    except (ValueError, KeyError, OSError, TypeError) as exc:
+        reason = str(exc).strip().splitlines()[0]
+        raise UnsupportedModelError(f"transformers cannot read {directory}/config.json: {reason}") from exc
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(
+            f"{config.model_type} in {directory} is not a decoder-only language model"
+        )
+    return config
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    for pattern in ("*.safetensors", "*.bin"):
+        files = sorted(directory.glob(pattern))
+        if files:
+            return files
+    raise ConfigError(f"{directory} has no weights (*.safetensors or *.bin)")
+
+
+def _generation_eos_ids(directory: Path | None) -> tuple[int, ...] | None:
+    """End tokens to generate with; chat models name more of them here than in config.json."""
+    if directory is None or not (directory / "generation_config.json").is_file():
+        return None
+    found = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+    return None if found is None else eos_ids(found)
+
+
+def _with_eos(spec: ModelSpec, ids: tuple[int, ...]) -> ModelSpec:
+    return ModelSpec(
+        spec.architecture,
+        spec.fingerprint,
+        spec.layout,
+        spec.q_heads,
+        spec.vocab_size,
+        spec.context_tokens,
+        ids,
+    )
+
+
+def _config_digest(config: Any) -> Any:
+    values = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
+    return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=16)
+
+
+def _hash_file(digest: Any, path: Path) -> None:
+    """Adds a weight file's name, size, header and spread samples: tells fine-tunes apart in no time."""
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+        for sample in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))

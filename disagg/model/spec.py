@@ -1,0 +1,112 @@
+"""What the rest of the system must know about a model, read from its configuration alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from disagg.core.errors import UnsupportedModelError
+from disagg.core.types import KVLayout, Shard, Span
+
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+class ModelSpec(msgspec.Struct, frozen=True):
+    """A model as the scheduler and the planner see it. Can cross the wire."""
+
+    architecture: str
+    """Class name of the model, such as `LlamaForCausalLM`."""
+    fingerprint: str
+    """Hash over configuration and weights: equal on two groups that serve the same model."""
+    layout: KVLayout
+    q_heads: int
+    vocab_size: int
+    context_tokens: int
+    """Longest prompt plus answer that the model was made for."""
+    eos_ids: tuple[int, ...]
+    """Tokens that end an answer."""
+
+
+def kv_span(rank: int, size: int, kv_heads: int) -> Span:
+    """KV heads of rank `rank` of `size`: all that the rank's query heads touch.
+
+    Neighbours overlap when `kv_heads` is no multiple of `size`; with more ranks than heads, heads repeat.
+    """
+    return Span(rank * kv_heads // size, -(-(rank + 1) * kv_heads // size))
+
+
+def shard_of(layout: KVLayout, rank: int, size: int) -> Shard:
+    """What rank `rank` of a tensor-parallel group of `size` ranks owns: all layers, its KV heads."""
+    return Shard(rank, Span(0, layout.layers), kv_span(rank, size, layout.kv_heads))
+
+
+def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
+    """The spec of a transformers configuration. Raises UnsupportedModelError as `require_supported` does."""
+    require_supported(config)
+    q_heads = config.num_attention_heads
+    layout = KVLayout(
+        layers=config.num_hidden_layers,
+        kv_heads=getattr(config, "num_key_value_heads", None) or q_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // q_heads,
+        dtype=kv_dtype,
+    )
+    return ModelSpec(
+        architecture=architecture_of(config),
+        fingerprint=fingerprint,
+        layout=layout,
+        q_heads=q_heads,
+        vocab_size=config.vocab_size,
+        context_tokens=config.max_position_embeddings,
+        eos_ids=eos_ids(config.eos_token_id),
+    )
+
+
+def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """`eos_token_id` of a configuration, which is a number, a list or absent, as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+def architecture_of(config: Any) -> str:
+    """The model class that a configuration names, else its model type."""
+    names = getattr(config, "architectures", None)
+    return str(names[0] if names else config.model_type)
+
+
+def require_supported(config: Any) -> None:
+    """Raises UnsupportedModelError, one line, for what the configuration alone shows to be unsupported."""
+    reason = _unsupported(config)
+    if reason:
+        raise UnsupportedModelError(f"{architecture_of(config)} is not supported: {reason}")
+
+
+def _unsupported(config: Any) -> str | None:
+    if config.is_encoder_decoder:
+        return "it has an encoder; only decoder-only models are served"
+    if config.get_text_config() is not config:
+        return "it is multimodal; only text models are served"
+    if getattr(config, "kv_lora_rank", None):
+        return "it uses latent attention (MLA), whose cache is not K and V heads"
+    if getattr(config, "quantization_config", None):
+        return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
+    if getattr(config, "use_bidirectional_attention", None):
+        return "its attention is bidirectional"
+    if _rope_types(config) & _LENGTH_DEPENDENT_ROPE:
+        return "its rotary embedding depends on the longest sequence of a batch (dynamic or longrope scaling)"
+    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
+    if other:
+        return f"it has layers other than full or sliding attention: {', '.join(sorted(other))}"
+    if any(getattr(config, name, None) is None for name in ("num_hidden_layers", "num_attention_heads")):
+        return "its configuration names no layers or no attention heads"
+    if getattr(config, "max_position_embeddings", None) is None:
+        return "its configuration names no context length (max_position_embeddings)"
+    return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]  # one entry per layer type
+    return {str(entry.get("rope_type")) for entry in [parameters, *nested]}

@@ -1,0 +1,136 @@
+"""One engine that prefills and decodes on the same rank: the answers that the split system must repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from disagg.core.errors import ConfigError, InvariantError, PromptTooLongError
+from disagg.core.types import SamplingParams, Span
+from disagg.kv.pages import TokenToKVPoolAllocator, pages_for, slots_of
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.runner import ModelRunner
+from disagg.model.sampler import sample
+
+
+@dataclass
+class _Request:
+    index: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    row: int = -1
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return (*self.prompt, *self.answer)
+
+    def finished(self, eos_ids: tuple[int, ...]) -> bool:
+        """Whether the last token ends the answer; the token itself stays part of it."""
+        stops = self.params.stop_token_ids + (() if self.params.ignore_eos else eos_ids)
+        return len(self.answer) >= self.params.max_tokens or (bool(self.answer) and self.answer[-1] in stops)
+
+
+def generate_unsplit(
+    runner: ModelRunner,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    chunk_tokens: int = 512,
+) -> list[list[int]]:
+    """Answers to all prompts, by continuous batching with prefill in chunks of `chunk_tokens`.
+
+    Every rank of a group calls it with the same arguments; sampling must then be greedy or seeded. `stop`
+    strings need a tokenizer and are not looked at. Raises PromptTooLongError when one request alone does not
+    fit.
+    """
+    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+    if len(each) != len(prompts) or chunk_tokens < 1:
+        raise ConfigError(f"{len(each)} params for {len(prompts)} prompts, chunks of {chunk_tokens} tokens")
+    engine = _Engine(runner, chunk_tokens)
+    requests = [
+        _Request(index, tuple(prompt), p) for index, (prompt, p) in enumerate(zip(prompts, each, strict=True))
+    ]
+    engine.run(requests)
+    return [request.answer for request in requests]
+
+
+class _Engine:
+    def __init__(self, runner: ModelRunner, chunk_tokens: int) -> None:
+        self._runner = runner
+        self._chunk_tokens = chunk_tokens
+        self._allocator = TokenToKVPoolAllocator(runner.pages, runner.page_size)
+        self._running: list[_Request] = []
+
+    def run(self, requests: list[_Request]) -> None:
+        waiting = list(requests)
+        for request in waiting:
+            self._require_fits(request)
+        try:
+            while waiting or self._running:
+                while waiting and self._admit(waiting[0]):
+                    self._running.append(waiting.pop(0))
+                self._step()
+        finally:
+            for request in list(self._running):
+                self._release(request)
+
+    def _require_fits(self, request: _Request) -> None:
+        total = len(request.prompt) + request.params.max_tokens
+        room = min(self._runner.req_to_token.max_tokens, self._allocator.free_pages * self._runner.page_size)
+        if not request.prompt or total > room:
+            raise PromptTooLongError(
+                f"request {request.index}: {len(request.prompt)} prompt and {request.params.max_tokens} "
+                f"answer tokens; there must be a prompt, and there is room for {room}"
+            )
+
+    def _admit(self, request: _Request) -> bool:
+        """Reserves a row and all pages that the request may need, so that it never waits half done."""
+        total = len(request.prompt) + request.params.max_tokens
+        table = self._runner.req_to_token
+        room = pages_for(total, self._runner.page_size) <= self._allocator.free_pages
+        if not (room and table.free_rows):
+            return False
+        self._allocator.alloc_tokens(0, total, request.pages)
+        request.row = table.alloc()
+        table.set_slots(request.row, 0, slots_of(request.pages, self._runner.page_size, Span(0, total)))
+        return True
+
+    def _step(self) -> None:
+        slices, budget = [], self._chunk_tokens
+        chosen = []
+        for request in sorted(self._running, key=lambda r: len(r.tokens) - r.computed):  # decodes first
+            count = min(len(request.tokens) - request.computed, max(budget, 0))
+            if count:
+                budget -= count
+                tokens = request.tokens[request.computed : request.computed + count]
+                slices.append(SequenceSlice(request.row, request.computed, tokens))
+                chosen.append(request)
+        if not slices:
+            raise InvariantError(f"nothing to run of {len(self._running)} running requests")
+        logits = self._runner.forward(StepBatch(tuple(slices)))
+        for request, piece in zip(chosen, slices, strict=True):
+            request.computed = piece.stop
+        ready = [i for i, request in enumerate(chosen) if request.computed == len(request.tokens)]
+        self._sample(logits[ready], [chosen[i] for i in ready])
+
+    def _sample(self, logits: torch.Tensor, requests: list[_Request]) -> None:
+        if not requests:
+            return
+        positions = [len(request.answer) for request in requests]
+        results = sample(logits, [request.params for request in requests], positions)
+        for request, result in zip(requests, results, strict=True):
+            if not isinstance(result, int):
+                raise result
+            request.answer.append(result)
+            if request.finished(self._runner.spec.eos_ids):
+                self._release(request)
+
+    def _release(self, request: _Request) -> None:
+        self._running.remove(request)
+        self._allocator.free(request.pages)
+        self._runner.req_to_token.free(request.row)
