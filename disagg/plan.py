@@ -1,0 +1,161 @@
+"""What moves between two groups for one prompt: routes, segments, bytes, messages. No model, no GPU.
+
+Everything is computed by the functions that the engines use (`staging.shards`, `routes`, `planner`), so what
+`disagg plan` prints is what a run does.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from disagg.core.errors import ConfigError
+from disagg.core.types import DTYPE_BYTES, KVLayout, Segment, Shard, Span
+from staging.planner import layer_groups, plan_segments
+from staging.routes import Route, plan_routes
+from staging.shards import make_shards
+
+
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The question. Raises `ConfigError` when a value is out of range."""
+
+    layout: KVLayout
+    prefill_tp: int
+    decode_tp: int
+    prefill_pp: int = 1
+    decode_pp: int = 1
+    tokens: int = 8192
+    chunk_tokens: int = 256
+    layer_groups: int = 4
+    max_segment_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        if layout.dtype not in DTYPE_BYTES:
+            allowed = ", ".join(DTYPE_BYTES)
+            raise ConfigError(f"dtype = {layout.dtype!r} is not allowed; it must be one of {allowed}")
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name != "layout"}
+        values |= {"layers": layout.layers, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim}
+        for name, value in values.items():
+            if value < 1:
+                raise ConfigError(f"{name} = {value} is not allowed; it must be at least 1")
+
+
+class RouteTotal(msgspec.Struct, frozen=True):
+    """One route, with what it carries for the whole prompt."""
+
+    route: Route
+    nbytes: int
+    segments: int
+
+
+class TransferPlan(msgspec.Struct, frozen=True):
+    """The answer, for one prompt."""
+
+    request: PlanRequest
+    sources: tuple[Shard, ...]
+    destinations: tuple[Shard, ...]
+    routes: tuple[RouteTotal, ...]
+
+    @property
+    def chunks(self) -> int:
+        """Prefill steps that the prompt takes."""
+        return -(-self.request.tokens // self.request.chunk_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return sum(total.nbytes for total in self.routes)
+
+    @property
+    def segments(self) -> int:
+        """Data messages on the wire."""
+        return sum(total.segments for total in self.routes)
+
+    @property
+    def pairs(self) -> int:
+        """(source rank, destination rank) pairs that exchange anything."""
+        return len({(total.route.src_rank, total.route.dst_rank) for total in self.routes})
+
+    @property
+    def control_messages(self) -> int:
+        """Control messages from prefill to decode ranks, as `transport.messages.Transferred` counts them.
+
+        A `LeaseRequest` for each pair and chunk, a `SenderEnded` for each pair; nothing grows with pages or
+        heads. The other way go as many `LeaseGrant`s, and watermarks.
+        """
+        return self.pairs * (self.chunks + 1)
+
+
+def compute_plan(request: PlanRequest) -> TransferPlan:
+    """Routes and their totals; `ConfigError` when a size is impossible or a segment's limit is too small."""
+    layout = request.layout
+    sources = make_shards(layout.layers, layout.kv_heads, request.prefill_tp, request.prefill_pp)
+    destinations = make_shards(layout.layers, layout.kv_heads, request.decode_tp, request.decode_pp)
+    routes = plan_routes(sources, destinations)
+    full, rest = divmod(request.tokens, request.chunk_tokens)
+    totals = []
+    for route in routes:
+        whole = _segments(request, route, sources[route.src_rank], min(request.chunk_tokens, request.tokens))
+        last = _segments(request, route, sources[route.src_rank], rest)
+        totals.append(
+            RouteTotal(
+                route,
+                nbytes=full * _bytes(whole) + _bytes(last),
+                segments=full * len(whole) + len(last),
+            )
+        )
+    return TransferPlan(request, sources, destinations, tuple(totals))
+
+
+def _segments(request: PlanRequest, route: Route, source: Shard, tokens: int) -> tuple[Segment, ...]:
+    """What one chunk of `tokens` sends over one route; each source cuts its own layers into groups."""
+    groups = layer_groups(source.layers, request.layer_groups)
+    limits = {route.dst_rank: request.max_segment_bytes}
+    return plan_segments([route], request.layout, Span(0, tokens), groups, limits)
+
+
+def _bytes(segments: tuple[Segment, ...]) -> int:
+    return sum(segment.nbytes for segment in segments)
+
+
+def describe_bytes(nbytes: int) -> str:
+    """'1.5 MiB': binary units, three digits."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def describe_span(what: str, span: Span) -> str:
+    """'heads 0-3', 'head 5': for labels."""
+    return f"{what}s {span}" if len(span) != 1 else f"{what} {span}"
+
+
+def plan_lines(plan: TransferPlan) -> list[str]:
+    """The picture as text: what each rank owns, and the totals."""
+    request, layout = plan.request, plan.request.layout
+    lines = [_side("prefill", plan.sources, layout), _side("decode", plan.destinations, layout)]
+    lines += [
+        f"{request.tokens} tokens in {plan.chunks} chunks, each in {request.layer_groups} layer groups: "
+        f"{describe_bytes(plan.nbytes)} in {plan.segments} segments of at most "
+        f"{describe_bytes(request.max_segment_bytes)}",
+        f"{plan.control_messages} control messages from prefill to decode = {plan.pairs} pairs of ranks x "
+        f"({plan.chunks} chunks + 1)",
+    ]
+    copies = sum(len(shard.layers) * len(shard.heads) for shard in plan.destinations)
+    if copies > layout.layers * layout.kv_heads:
+        average = copies / (layout.layers * layout.kv_heads)
+        lines.append(f"decode ranks hold each head {average:.3g} times on average; each copy crosses once")
+    return lines
+
+
+def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout) -> str:
+    """A line for each rank, such as 'r1 [..##] heads 2-3, layers 0-31': one cell for each KV head."""
+    lines = [f"{role}, {len(shards)} rank{'s' * (len(shards) > 1)}"]
+    for shard in shards:
+        bar = "".join("#" if head in shard.heads else "." for head in range(layout.kv_heads))
+        owns = f"{describe_span('head', shard.heads)}, {describe_span('layer', shard.layers)}"
+        lines.append(f"  r{shard.rank} [{bar}] {owns}")
+    return "\n".join(lines)

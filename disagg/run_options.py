@@ -1,0 +1,62 @@
+"""What a run asks for beside the configuration: prompts, sampling, where output goes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from disagg.core.errors import ConfigError
+from disagg.core.types import SamplingParams
+
+DEMO_PROMPTS: tuple[str, ...] = (
+    "The capital of France is",
+    "Write one sentence about the sea.",
+    "A list of the planets of the solar system, from the one nearest to the sun to the one farthest from it:",
+    "Explain to a child of ten, in plain words and with one example from the kitchen, why a pot of "
+    "water that is heated from below starts to move in circles long before it boils.",
+    "The old lighthouse keeper climbed the stairs every evening at the same hour. There were two "
+    "hundred and twelve of them, and he had counted them so often that his legs knew the number "
+    "better than his head. On the night of the great storm, however, he stopped halfway, because "
+    "between two gusts of wind he had heard something that did not belong to the sea: somebody was "
+    "knocking at the door below. He held his breath, waited for the next lull, and",
+    "Minutes of the meeting of the water board. The chair opened the meeting at nine and asked "
+    "whether the minutes of the last meeting could be accepted; they were, with one correction to the "
+    "spelling of a name. The engineer then reported on the state of the three dams. The northern dam "
+    "had been inspected in spring and needed no work. The middle dam leaked a little at its western "
+    "end, as it had for years, and the leak had not grown. The southern dam was the oldest, and its "
+    "gates had to be replaced before winter; three firms had sent offers, of which the cheapest could "
+    "not begin before November. The treasurer said that the reserve would cover the middle offer but "
+    "not the dearest. After an hour of discussion the board decided, with two votes against, to",
+)
+"""Texts of very different lengths, from a few tokens to a few hundred, so that requests overlap in the demo."""
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """A request for each of `prompts`, all with one `sampling`. Raises `ConfigError` for what is wrong."""
+
+    prompts: tuple[str, ...] = DEMO_PROMPTS
+    sampling: SamplingParams = SamplingParams()
+    out_dir: str | None = None
+    """Folder for the timeline and the machine-readable report; None writes neither."""
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
+            raise ConfigError("no prompt: give at least one with --prompt")
+        for number, prompt in enumerate(self.prompts, 1):
+            if not prompt.strip():
+                raise ConfigError(f"prompt {number} is empty: give text with --prompt")
+        check_sampling(self.sampling)
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises `ConfigError` that names the first field out of range."""
+    rules = (
+        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= sampling.temperature < float("inf"), "0 (greedy) or more"),
+        ("top_k", sampling.top_k >= 0, "0 (off) or more"),
+        ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1 (off)"),
+        ("seed", sampling.seed is None or sampling.seed >= 0, "0 or more"),
+        ("stop", all(sampling.stop), "texts that are not empty"),
+    )
+    for field, holds, allowed in rules:
+        if not holds:
+            raise ConfigError(f"{field} = {getattr(sampling, field)!r} is not allowed; it must be {allowed}")
