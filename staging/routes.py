@@ -96,14 +96,15 @@ def _deal(holders: tuple[int, ...], pieces: list[_Piece], load: dict[int, int], 
     quotas = _fill([load[rank] for rank in holders], cells)
     turn, last = 0, len(holders) - 1
     for piece in pieces:
-        layer = piece.layers.start
+        layer, heads = piece.layers.start, len(piece.heads)
         while layer < piece.layers.stop:
-            rows = (quotas[turn] + len(piece.heads) // 2) // len(piece.heads)
-            rows = piece.layers.stop - layer if turn == last else min(rows, piece.layers.stop - layer)
+            left = piece.layers.stop - layer
+            rows = left if turn == last else min(left, max(0, (quotas[turn] + heads // 2) // heads))
             _send(routes, load, holders[turn], piece, Span(layer, layer + rows))
             layer += rows
-            quotas[turn] -= rows * len(piece.heads)
-            if turn < last and 2 * quotas[turn] < len(piece.heads):
+            quotas[turn] -= rows * heads
+            if turn < last and 2 * quotas[turn] < heads:  # less than half a row is due
+                quotas[turn + 1] += quotas[turn]  # rounding is made good by the next holder
                 turn += 1
 
 
