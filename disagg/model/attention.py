@@ -58,7 +58,7 @@ def attend_decode(
     keys = torch.arange(k.shape[1], device=k.device)
     mask = _visible(positions[:, None], keys[None, :], params)  # [n, keys]
     scores = torch.matmul(q, k.permute(0, 2, 3, 1))  # [n, heads, group, keys]
-    weights = _weights(scores, mask[:, None, None, :], params, q.shape[1:3])
+    weights = _weights(scores, mask[:, None, None, :], params, (*q.shape[1:3], 1))
     return torch.matmul(weights, v.transpose(1, 2))
 
 
@@ -83,7 +83,7 @@ def attend_prefill(
         keys = torch.arange(low, start + stop, device=q.device)
         mask = _visible(queries[:, None], keys[None, :], params)  # [queries, keys]
         scores = torch.matmul(q[:, :, first:stop], k[seen].permute(1, 2, 0)[:, None])
-        weights = _weights(scores, mask, params, q.shape[:2])
+        weights = _weights(scores, mask, params, (*q.shape[:2], 1, 1))
         out[:, :, first:stop] = torch.matmul(weights, v[seen].transpose(0, 1)[:, None])
     return out
 
@@ -96,7 +96,7 @@ def _visible(queries: torch.Tensor, keys: torch.Tensor, params: AttentionParams)
 
 
 def _weights(
-    scores: torch.Tensor, mask: torch.Tensor, params: AttentionParams, heads: torch.Size
+    scores: torch.Tensor, mask: torch.Tensor, params: AttentionParams, sinks_shape: tuple[int, ...]
 ) -> torch.Tensor:
     dtype = scores.dtype
     scores = scores * params.scaling
@@ -105,5 +105,5 @@ def _weights(
     scores = scores.masked_fill(~mask, float("-inf")).float()
     if params.sinks is None:
         return torch.softmax(scores, dim=-1).to(dtype)
-    sinks = params.sinks.float().view(*heads, 1, 1).expand(*scores.shape[:-1], 1)
+    sinks = params.sinks.float().view(sinks_shape).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1].to(dtype)

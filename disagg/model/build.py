@@ -34,7 +34,7 @@ def build_model(
     """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
-        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        shapes = _stored_shapes(model)
         cuts = shard_model(model, spec, collective)
         _materialize(model, device)
         _initialize(model)
@@ -46,13 +46,25 @@ def build_model(
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(source.config)
     config.use_cache = False
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    except (KeyError, ValueError, AttributeError, TypeError) as exc:
+        raise UnsupportedModelError(
+            f"{spec.architecture} cannot be built with our attention: {exc!r}"
+        ) from exc
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(f"{spec.architecture} is not supported: it keeps recurrent state")
     if not getattr(model, "_supports_attention_backend", False):
         raise UnsupportedModelError(f"{spec.architecture} is not supported: its attention cannot be replaced")
     return model
+
+
+def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Full shapes of what a checkpoint holds: parameters (tied ones once), buffers that are not computed."""
+    stored = model.state_dict(keep_vars=True)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tuple(tensor.shape) for name, tensor in tensors if name in stored}
 
 
 def _materialize(model: Any, device: torch.device) -> None:
@@ -76,7 +88,10 @@ def _initialize(model: Any) -> None:
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
         if any(tensor is not None for tensor in own) and not isinstance(module, nn.Linear):
-            model._init_weights(module)
+            try:
+                model._init_weights(module)
+            except AttributeError as exc:
+                raise UnsupportedModelError(f"{type(model).__name__} cannot be set up: {exc}") from exc
 
 
 def _fill(
@@ -84,11 +99,13 @@ def _fill(
 ) -> None:
     for name, shape in shapes.items():
         owner, _, leaf = name.rpartition(".")
-        parameters = model.get_submodule(owner)._parameters
-        empty = parameters[leaf]
+        module = model.get_submodule(owner)
+        empty = getattr(module, leaf)
         part = weights.load(name, shape, empty.dtype, empty.device, cuts.get(name))
-        if part is not None:
-            parameters[leaf] = nn.Parameter(part, requires_grad=False)
+        if part is not None and leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(part, requires_grad=False)
+        elif part is not None:
+            module._buffers[leaf] = part
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and not bool(torch.isfinite(buffer).all()):
             raise UnsupportedModelError(

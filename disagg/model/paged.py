@@ -54,10 +54,13 @@ def paged_attention(
             f"{type(module).__name__} does not hand the step's context to its attention"
         )
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if attention_mask is not None or is_causal is False or refused:
+    if attention_mask is not None:
+        refused.append("attention_mask")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        refused.append("is_causal=False")
+    if refused:
         raise UnsupportedModelError(
-            f"{type(module).__name__} asks for attention other than causal: mask "
-            f"{attention_mask is not None}, is_causal {is_causal}, {', '.join(refused) or 'nothing else'}"
+            f"{type(module).__name__} asks for other than plain causal attention: {', '.join(refused)}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, sliding_window, softcap, s_aux)

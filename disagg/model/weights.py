@@ -85,11 +85,21 @@ class SafetensorsWeights:
         """See `WeightSource.load`."""
         if name not in self._files:
             raise ConfigError(f"the checkpoint has no weight named {name}")
-        stored = self._files[name].get_slice(name)
+        file = self._files[name]
+        stored = file.get_slice(name)
         require_shape(name, tuple(stored.get_shape()), shape)
-        span = slice(None) if cut is None else slice(cut.span.start, cut.span.stop)
-        part: torch.Tensor = stored[span] if cut is None or cut.dim == 0 else stored[:, span]
-        return part.to(device, dtype, copy=True).contiguous()
+        return _read(file, name, stored, cut).to(device, dtype, copy=True).contiguous()
+
+
+def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:
+    """The part of a stored tensor; only its bytes are read."""
+    if cut is None:
+        part = file.get_tensor(name)
+    else:
+        span = slice(cut.span.start, cut.span.stop)
+        part = stored[span] if cut.dim == 0 else stored[:, span]
+    assert isinstance(part, torch.Tensor)
+    return part
 
 
 def require_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
