@@ -1,0 +1,130 @@
+"""What a run shows when it ends: a table of its requests. Pure functions; nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from disagg.plan import describe_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+TEXT_LIMIT = 60
+"""Characters of an answer that the table shows."""
+
+
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, as measured. Goes into `report.json` as it is."""
+
+    request_id: str
+    prompt_tokens: int
+    answer_tokens: int
+    ttft_s: float
+    """From the request's arrival to its first token."""
+    total_s: float
+    """From the request's arrival to its last token."""
+    nbytes: int
+    """KV bytes that crossed the wire for it."""
+    segments: int
+    """Data messages that carried them."""
+    control_messages: int
+    transfer_s: float
+    """From the first gather to the last send's completion, of this request."""
+    exact: bool | None
+    """Whether the answer's tokens equal the reference's; None when nothing was compared."""
+    text: str
+
+    @property
+    def transfer_gb_per_s(self) -> float | None:
+        """KV bytes over `transfer_s`, in 10^9 bytes a second; None when nothing was sent.
+
+        It includes the waits for compute: a transfer that is well hidden has a low figure.
+        """
+        return self.nbytes / self.transfer_s / 1e9 if self.transfer_s > 0 and self.nbytes else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Answer tokens after the first, a second; None for an answer of one token."""
+        seconds = self.total_s - self.ttft_s
+        return (self.answer_tokens - 1) / seconds if self.answer_tokens > 1 and seconds > 0 else None
+
+
+def report_table(reports: Sequence[RequestReport], title: str = "") -> Table:
+    """A row for each request, and a row of sums when there are several."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title or None, title_justify="left")
+    for name in (
+        "request",
+        "prompt",
+        "TTFT",
+        "KV moved",
+        "segments",
+        "control",
+        "GB/s",
+        "answer",
+        "tokens/s",
+    ):
+        table.add_column(name, justify="left" if name == "request" else "right", no_wrap=True)
+    table.add_column("exact", justify="center")
+    table.add_column("text", overflow="ellipsis", no_wrap=True, max_width=TEXT_LIMIT)
+    for one in reports:
+        # `Text`, for an answer may hold [brackets], which rich would read as markup.
+        table.add_row(*_cells(one), _verdict(one.exact), Text(_shown(one.text)))
+    if len(reports) > 1:
+        table.add_section()
+        table.add_row(*_sums(reports), _verdict(_all_exact(reports)), "")
+    return table
+
+
+def _cells(one: RequestReport) -> list[str]:
+    return [
+        one.request_id,
+        str(one.prompt_tokens),
+        f"{one.ttft_s * 1e3:.1f} ms",
+        describe_bytes(one.nbytes),
+        str(one.segments),
+        str(one.control_messages),
+        _number(one.transfer_gb_per_s),
+        str(one.answer_tokens),
+        _number(one.tokens_per_s),
+    ]
+
+
+def _sums(reports: Sequence[RequestReport]) -> list[str]:
+    return [
+        "all",
+        str(sum(one.prompt_tokens for one in reports)),
+        "",
+        describe_bytes(sum(one.nbytes for one in reports)),
+        str(sum(one.segments for one in reports)),
+        str(sum(one.control_messages for one in reports)),
+        "",
+        str(sum(one.answer_tokens for one in reports)),
+        "",
+    ]
+
+
+def _all_exact(reports: Sequence[RequestReport]) -> bool | None:
+    """False when one is wrong, None when one was not compared, else True."""
+    verdicts = {one.exact for one in reports}
+    if False in verdicts:
+        return False
+    return None if None in verdicts else True
+
+
+def _verdict(exact: bool | None) -> str:
+    return {True: "[green]yes[/]", False: "[bold red]NO[/]", None: "-"}[exact]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"
+
+
+def _shown(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT_LIMIT else line[: TEXT_LIMIT - 1] + "…"
