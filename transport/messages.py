@@ -206,6 +206,13 @@ class RankFailed(Message, frozen=True):
     message: str
 
 
+class RankBroken(Message, frozen=True):
+    """Rank -> its leader: a step failed here; the group can compute no more."""
+
+    rank: Rank
+    reason: str
+
+
 # --- transfer: prefill rank <-> decode rank -----------------------------------------------------------------
 
 

@@ -1,0 +1,119 @@
+"""The books of a receiver: one `Incoming` for each ticket, one `Item` for each segment. No behaviour beyond them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from disagg.core.errors import ProtocolError
+from disagg.core.types import KVLayout, RequestKey, Segment, Shard, Span, Ticket
+from disagg.node.device import Marker
+from staging.allocator import Lease
+from staging.routes import Route
+
+
+class State(enum.Enum):
+    """Where a segment stands. Its lease is held until LANDED or DROPPED."""
+
+    LEASED = "leased"
+    """Ring space is granted; the bytes are not here."""
+    RECEIVING = "receiving"
+    """The transport writes the region."""
+    SCATTERING = "scattering"
+    """A kernel reads the region and writes pages."""
+    LANDED = "landed"
+    DROPPED = "dropped"
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One segment on its way."""
+
+    incoming: Incoming
+    segment: Segment
+    peer: str
+    """Control address of the source rank; its name for the transport too."""
+    lease: Lease
+    state: State = State.LEASED
+    scattered: Marker = None
+    started_s: float = 0.0
+
+    @property
+    def holds_lease(self) -> bool:
+        """True while its ring region may still be written or read."""
+        return self.state in (State.LEASED, State.RECEIVING, State.SCATTERING)
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """One ticket's transfer into this rank."""
+
+    ticket: Ticket
+    slots: torch.Tensor
+    """Slot of each position of the prompt, int32 `[tokens]`, on the pool's device."""
+    coverage: Coverage
+    peers: dict[int, str]
+    """Control address of each source rank."""
+    items: dict[tuple[int, int], Item] = field(default_factory=dict)
+    """By (source rank, segment index)."""
+    ended: set[int] = field(default_factory=set)
+    """Source ranks that will send nothing more; what they sent before is in `expected`."""
+    asked_to_stop: set[int] = field(default_factory=set)
+    landed_bytes: int = 0
+    landed: bool = False
+    closing: bool = False
+    failed: bool = False
+
+    @property
+    def key(self) -> RequestKey:
+        """The request's key."""
+        return self.ticket.key
+
+    def held(self, src_rank: int | None = None) -> Iterator[Item]:
+        """Items that hold a lease, of one source rank or of all."""
+        for item in self.items.values():
+            if item.holds_lease and src_rank in (None, item.segment.src_rank):
+                yield item
+
+
+class Coverage:
+    """Which part of the ticket's KV has been asked for: proves that each cell is written exactly once.
+
+    Segments of one route and one layer must follow each other without gap or overlap, which is how the planner
+    cuts them; so one number for each (route, layer) says all.
+    """
+
+    def __init__(self, routes: tuple[Route, ...], tokens: Span, layout: KVLayout) -> None:
+        self._routes, self._tokens, self._layout = routes, tokens, layout
+        self._next = {route: [tokens.start] * len(route.layers) for route in routes}
+        self.total_bytes = sum(self._bytes(route.layers, route.heads, tokens) for route in routes)
+
+    def add(self, segment: Segment) -> None:
+        """Takes a segment in. Raises `ProtocolError`, changing nothing, when it is not the next of its route."""
+        route = self._route_of(segment)
+        if segment.nbytes != self._bytes(segment.layers, segment.heads, segment.tokens):
+            raise ProtocolError(f"{segment} has a wrong size")
+        rows = segment.layers.shift(-route.layers.start)
+        ahead = self._next[route]
+        if not self._tokens.covers(segment.tokens) or any(ahead[row] != segment.tokens.start for row in rows):
+            raise ProtocolError(f"{segment} overlaps an earlier one or leaves a gap")
+        for row in rows:
+            ahead[row] = segment.tokens.stop
+
+    def _route_of(self, segment: Segment) -> Route:
+        for route in self._routes:
+            same = route.src_rank == segment.src_rank and route.heads == segment.heads
+            if same and segment.layers and segment.tokens and route.layers.covers(segment.layers):
+                return route
+        raise ProtocolError(f"{segment} is on no route to this rank")
+
+    def _bytes(self, layers: Span, heads: Span, tokens: Span) -> int:
+        return 2 * len(layers) * len(heads) * len(tokens) * self._layout.head_bytes
+
+
+def local(segment: Segment, shard: Shard) -> tuple[Span, Span]:
+    """The segment's layers and heads as indices into the pool of the rank that owns `shard`."""
+    return segment.layers.shift(-shard.layers.start), segment.heads.shift(-shard.heads.start)

@@ -1,0 +1,175 @@
+"""The decode group's leader: makes tickets, joins requests whose KV has landed, plans steps, streams tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import structlog
+import torch
+
+from decode_node.scheduler import DecodeRequest, DecodeScheduler, DecodeStatistics
+from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_from_code
+from disagg.core.ports import Clock
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams
+from disagg.model.sampler import sample
+from disagg.node.leader import Leader, LedRequest, Send
+from disagg.node.plan import StepPlan
+from transport import messages as m
+
+log = structlog.get_logger(__name__)
+
+
+def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
+    """Why the answer ends with its last token: `stop`, `length`, or None when it goes on."""
+    if tokens[-1] in sampling.stop_token_ids or (tokens[-1] in eos_ids and not sampling.ignore_eos):
+        return "stop"
+    return "length" if len(tokens) >= sampling.max_tokens else None
+
+
+class DecodeLeader(Leader):
+    """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        eos_ids: Sequence[int],
+        send: Send,
+        to_self: Callable[[m.Message], None],
+        clock: Clock,
+    ) -> None:
+        super().__init__(send, to_self, clock)
+        self._scheduler = scheduler
+        self._eos_ids = tuple(eos_ids)
+        self._prefill_groups: set[str] = set()
+
+    def link(self, other: GroupInfo) -> None:
+        """Requests may come from this prefill group."""
+        with self._changed:
+            self._prefill_groups.add(other.name)
+
+    def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
+        """A step ended: samples every request's next token and streams it.
+
+        `logits`: float32 `[len(plan.work), vocab]`.
+        """
+        with self._changed:
+            requests = [self._scheduler.requests[work.key] for work in plan.work]
+            indices = [len(request.tokens) for request in requests]
+        tokens = sample(logits, [request.sampling for request in requests], indices)
+        with self._changed:
+            for request, token in zip(requests, tokens, strict=True):
+                if request.closing:
+                    continue
+                if isinstance(token, RequestError):
+                    self._fail(request, token)
+                else:
+                    request.tokens.append(token)
+                    self._emit(request, len(request.tokens) - 1, [token])
+            for request in self._scheduler.commit(plan):
+                self._tell_released(request)
+            self._changed.notify_all()
+
+    def statistics(self) -> DecodeStatistics:
+        """Counts at this moment."""
+        with self._changed:
+            return self._scheduler.statistics()
+
+    def check(self) -> None:
+        """Raises `InvariantError` when rows or pages are lost or owned twice."""
+        with self._changed:
+            self._scheduler.check()
+
+    def _requests(self) -> Iterable[LedRequest]:
+        return list(self._scheduler.requests.values())
+
+    def _next_step(self) -> StepPlan | None:
+        return self._scheduler.next_step()
+
+    def _on_message(self, peer: str, message: m.Message) -> None:
+        match message:
+            case m.Reserve():
+                self._reserve(peer, message)
+            case m.Release():
+                self._release(peer, message)
+            case m.RankOpened():
+                if (request := self._current(message.key, message.ticket)) and self._scheduler.rank_opened(
+                    request, message.rank
+                ):
+                    self._send(request.router, m.Reserved(request.key, request.ticket))
+            case m.FirstToken():
+                if (request := self._current(message.key, message.ticket)) and not request.tokens:
+                    request.tokens.append(message.token)
+                    self._maybe_start(request)
+            case m.Landed():
+                if request := self._current(message.key, message.ticket):
+                    request.landed_ranks.add(message.rank)
+                    self._maybe_start(request)
+            case m.RankFailed():
+                if request := self._current(message.key, message.ticket):
+                    self._fail(request, error_from_code(message.code, message.message))
+            case m.RankClosed():
+                if request := self._current(message.key, message.ticket):
+                    self._scheduler.rank_closed(request, message.rank)
+                    self._tell_released(request)
+            case _:
+                log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
+
+    def _reserve(self, router: str, message: m.Reserve) -> None:
+        if known := self._scheduler.requests.get(message.key):
+            if len(known.opened_ranks) == self._ranks:
+                self._send(router, m.Reserved(known.key, known.ticket))
+            return
+        try:
+            if self.broken:
+                raise PeerLostError(self.broken)
+            if message.prefill_group not in self._prefill_groups:
+                raise PeerLostError(
+                    f"prefill group {message.prefill_group!r} is not linked to this decode group"
+                )
+            request = self._scheduler.reserve(
+                message.key,
+                len(message.prompt),
+                message.sampling,
+                router=router,
+                prefill_group=message.prefill_group,
+                deadline_s=self._clock() + message.deadline_s,
+            )
+        except DisaggError as error:
+            self._refuse(router, message.key, error)
+            return
+        assert request.holding is not None, "a new reservation holds its memory"
+        self._to_ranks(m.OpenReceive(request.ticket, request.holding.pages, message.prefill_group))
+
+    def _maybe_start(self, request: DecodeRequest) -> None:
+        """All KV and the first token are here: the next step takes the request, unless it has ended already."""
+        if len(request.landed_ranks) == self._ranks and request.tokens and not request.closing:
+            finish = finish_reason(request.tokens, request.sampling, self._eos_ids)
+            if finish is not None:
+                self._emit(request, 1, [])
+
+    def _emit(self, request: DecodeRequest, index: int, tokens: list[int]) -> None:
+        finish = finish_reason(request.tokens, request.sampling, self._eos_ids)
+        self._send(request.router, m.Tokens(request.key, index, tokens, finish))
+        if finish is not None:
+            self._close(request.key, finish)
+
+    def _release(self, router: str, message: m.Release) -> None:
+        request = self._scheduler.requests.get(message.key)
+        if request is None:
+            self._send(router, m.Released(message.key))
+        else:
+            request.release_asked = True
+            self._close(message.key, message.reason)
+
+    def _close(self, key: RequestKey, reason: str) -> None:
+        request = self._scheduler.requests.get(key)
+        if request is not None and self._scheduler.close(request):
+            self._to_ranks(m.CloseTransfer(key, request.ticket.number, reason))
+
+    def _tell_released(self, request: DecodeRequest) -> None:
+        if request.release_asked and request.key not in self._scheduler.requests:
+            self._send(request.router, m.Released(request.key))
+
+    def _current(self, key: RequestKey, ticket: int) -> DecodeRequest | None:
+        request = self._scheduler.requests.get(key)
+        return request if request is not None and request.ticket.number == ticket else None

@@ -1,0 +1,83 @@
+"""One rank of a decode group: receives its heads of each prompt's KV and computes its part of each token."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+from decode_node.leader import DecodeLeader
+from decode_node.receiver import SegmentReceiver
+from decode_node.scheduler import TICKET_NUMBERS, DecodeScheduler
+from disagg.core.types import GroupInfo, RankInfo
+from disagg.node.ledger import Ledger
+from disagg.node.links import Link, make_link
+from disagg.node.plan import StepPlan
+from disagg.node.rank import RankNode, aligned
+from transport import messages as m
+from transport.base import Transport
+
+
+class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
+    """See `disagg.node.rank`."""
+
+    role: ClassVar[str] = "decode"
+
+    def _make_leader(self) -> DecodeLeader:
+        group, spec = self.group_config, self.runner.spec
+        ledger = Ledger(pool_tokens=group.pool_tokens, page_size=group.page_size, rows=group.max_requests)
+        scheduler = DecodeScheduler(
+            ledger,
+            group=self.role,
+            ranks=group.tp,
+            max_batch=group.max_batch,
+            max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
+            # Not from 0: what an earlier life of this group left on the wire must not match a new ticket.
+            first_ticket=secrets.randbelow(TICKET_NUMBERS),
+        )
+        return DecodeLeader(scheduler, spec.eos_ids, self.control.send, self._to_self, self.clock)
+
+    def _make_agent(self, transport: Transport) -> SegmentReceiver:
+        transfer = self.config.transfer
+        return SegmentReceiver(
+            rank=self.rank,
+            shard=self.runner.shard,
+            pool=self.runner.pool,
+            page_size=self.group_config.page_size,
+            ring_bytes=self._ring_bytes(),
+            lease_timeout_s=transfer.lease_timeout_s,
+            watermark_interval_s=transfer.watermark_interval_s,
+            transport=transport,
+            send=self.control.send,
+            to_leader=self._to_leader,
+            timeline=self.timeline,
+            clock=self.clock,
+        )
+
+    def _make_link(self, other: GroupInfo) -> Link:
+        return make_link(other, self.group)
+
+    def _data_peers(self, link: Link) -> tuple[RankInfo, ...]:
+        return link.sources_of(self.rank)
+
+    def _ring_bytes(self) -> int:
+        return aligned(self.config.transfer.ring_bytes)
+
+    def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
+        match message:
+            case m.OpenReceive():
+                return partial(self._agent.open, message)
+            case m.CloseTransfer():
+                return partial(self._agent.close, message)
+            case m.LeaseRequest():
+                return partial(self._agent.on_lease_request, peer, message)
+            case m.SenderEnded():
+                return partial(self._agent.on_sender_ended, peer, message)
+        return None
+
+    def _step(self, plan: StepPlan) -> None:
+        with self.timeline.span("decode", self.lane):
+            logits = self._executor.run(plan)
+            if self._leader is not None:
+                self._leader.commit(plan, logits)

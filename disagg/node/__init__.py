@@ -1,0 +1,1 @@
+"""What prefill and decode ranks share: the transfer thread, device queues, step plans."""

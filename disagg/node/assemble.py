@@ -1,0 +1,84 @@
+"""Makes what one rank needs inside its own process: device, collective, model, control channel, transport."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from disagg.core.config import Config, GroupConfig
+from disagg.core.errors import ConfigError
+from disagg.core.ports import Collective
+from disagg.model.runner import ModelRunner
+from disagg.model.source import ModelSource
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Rendezvous(NamedTuple):
+    """Where the ranks of a group meet: `tcp://host:port` of rank 0, and the backend."""
+
+    init_method: str
+    backend: str
+
+
+def resolve_device(name: str) -> torch.device:
+    """The rank's device: `cpu`, or the first GPU that this process sees. Raises `ConfigError`."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "device is cuda, but this process sees no GPU: check the driver, or use --device cpu"
+        )
+    return torch.device("cuda", 0)
+
+
+def resolve_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
+    """The type of weights and KV: as asked; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
+    if name != "auto":
+        return _DTYPES[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(source.config, "dtype", None)
+    return next((dtype for dtype in _DTYPES.values() if dtype == own), torch.bfloat16)
+
+
+def make_source(config: Config) -> ModelSource:
+    """The model that `config.model` names. Raises `ConfigError`."""
+    model = config.model
+    if model.path:
+        return ModelSource.from_directory(model.path)
+    if model.random_init:
+        return ModelSource.random_init(model.random_init, model.seed)
+    raise ConfigError("no model: give --model DIR or --random-init NAME")
+
+
+def make_collective(rank: int, size: int, rendezvous: Rendezvous) -> Collective:
+    """The group's collective; returns when all ranks have come."""
+    if size == 1:
+        from disagg.model.collective import SingleCollective
+
+        return SingleCollective()
+    from disagg.model.torch_collective import TorchCollective
+
+    return TorchCollective(
+        rank=rank, size=size, backend=rendezvous.backend, init_method=rendezvous.init_method
+    )
+
+
+def make_runner(
+    config: Config, group: GroupConfig, source: ModelSource, collective: Collective, device: torch.device
+) -> ModelRunner:
+    """The rank's model and KV pool. The pool has one page more than configured: the trash page."""
+    dtype = resolve_dtype(config.model.dtype, source, device)
+    context_tokens = source.spec(dtype).context_tokens
+    return ModelRunner(
+        source,
+        collective=collective,
+        device=device,
+        dtype=dtype,
+        pool_tokens=group.pool_tokens + group.page_size,
+        page_size=group.page_size,
+        rows=group.max_requests,
+        max_tokens=min(group.max_context_tokens, context_tokens),
+    )

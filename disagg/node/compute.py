@@ -1,0 +1,103 @@
+"""The compute thread: runs the model, one planned step after the other."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+import structlog
+import torch
+
+from disagg.core.ports import LayerHook
+from disagg.core.types import Span
+from disagg.kv.pages import slots_of
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.runner import ModelRunner
+from disagg.node.plan import StepPlan
+
+log = structlog.get_logger(__name__)
+
+POLL_S = 0.25
+
+
+class StepExecutor:
+    """Turns a plan into a forward pass of this rank's part of the model. Owned by the compute thread."""
+
+    def __init__(self, runner: ModelRunner, rows: int) -> None:
+        self._runner = runner
+        # The leader hands out rows for all ranks, so here every row counts as taken from the start.
+        for _ in range(rows):
+            runner.req_to_token.alloc()
+
+    def run(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
+        """Logits, float32 `[len(plan.work), vocab]`, of each work's last token."""
+        for work in plan.work:
+            if work.pages:
+                span = Span(0, len(work.pages) * self._runner.page_size)
+                limit = Span(0, self._runner.req_to_token.max_tokens)
+                slots = slots_of(work.pages, self._runner.page_size, span.intersect(limit))
+                self._runner.req_to_token.set_slots(work.row, 0, slots)
+        slices = tuple(SequenceSlice(work.row, work.start, tuple(work.tokens)) for work in plan.work)
+        return self._runner.forward(StepBatch(slices), on_layer)
+
+
+class PlanQueue:
+    """Plans from the leader, for a rank that only follows. `put` is for the control thread."""
+
+    def __init__(self) -> None:
+        self._plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+
+    def put(self, plan: StepPlan) -> None:
+        """Queues the next plan; the control channel keeps their order."""
+        self._plans.put(plan)
+
+    def next_plan(self) -> StepPlan | None:
+        """The next plan; None when none came for a while."""
+        try:
+            return self._plans.get(timeout=POLL_S)
+        except queue.Empty:
+            return None
+
+
+class ComputeThread:
+    """Loops over `next_plan` and `step` until stopped. What `step` raises ends the loop and goes to `broken`."""
+
+    def __init__(
+        self,
+        name: str,
+        next_plan: Callable[[], StepPlan | None],
+        step: Callable[[StepPlan], None],
+        broken: Callable[[Exception], None],
+        device: torch.device,
+    ) -> None:
+        self._next_plan, self._step, self._broken, self._device = next_plan, step, broken, device
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"compute-{name}", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread. Once."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Ends the loop after the step that runs."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"{self._thread.name} did not stop within {timeout_s:g} s")
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while not self._stopping.is_set():
+            plan = self._next_plan()
+            if plan is None:
+                continue
+            try:
+                self._step(plan)
+            except Exception as exc:
+                if not self._stopping.is_set():
+                    log.exception("step_failed", thread=self._thread.name, step=plan.step)
+                self._broken(exc)
+                return

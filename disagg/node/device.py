@@ -1,0 +1,52 @@
+"""A queue of device work beside the compute stream: where gathers and scatters run.
+
+On a GPU it is a CUDA stream of its own, and a marker is an event; on a CPU work is done when the call returns, and
+every marker is complete. One code path serves both.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+cuda: Any = torch.cuda  # its streams and events carry no types
+Marker = Any
+"""A CUDA event, a point in a queue of device work; None on a CPU, where nothing is ever pending."""
+
+
+def mark(device: torch.device) -> Marker:
+    """A marker behind everything queued so far on the calling thread's current stream of `device`."""
+    if device.type != "cuda":
+        return None
+    event = cuda.Event()
+    event.record(cuda.current_stream(device))
+    return event
+
+
+def is_done(marker: Marker) -> bool:
+    """True when the work before the marker has completed. Never blocks."""
+    return marker is None or bool(marker.query())
+
+
+class DeviceQueue:
+    """The transfer thread's stream. Owned by that thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+
+    def use(self) -> AbstractContextManager[object]:
+        """Work launched inside goes to this queue."""
+        return nullcontext() if self._stream is None else cuda.stream(self._stream)
+
+    def after(self, marker: Marker) -> None:
+        """What is queued from now on waits, on the device, for `marker`."""
+        if self._stream is not None and marker is not None:
+            self._stream.wait_event(marker)
+
+    def mark(self) -> Marker:
+        """A marker behind everything queued here so far."""
+        with self.use():
+            return mark(self.device)

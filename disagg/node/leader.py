@@ -1,0 +1,157 @@
+"""What the leaders of both node kinds share: one lock, the ranks they speak to, deadlines, and ending requests.
+
+A leader is rank 0's scheduler with its mail. Messages come on the control thread (and from rank 0's own transfer
+thread), steps on the compute thread; one lock keeps its books, and it is never held while the model runs. Nothing
+done under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+import structlog
+
+from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError
+from disagg.core.ports import Clock
+from disagg.core.types import GroupInfo, RequestKey
+from disagg.node.plan import StepPlan
+from transport import messages as m
+
+log = structlog.get_logger(__name__)
+
+IDLE_S = 0.25
+"""How often an idle leader looks at its deadlines."""
+
+Send = Callable[[str, m.Message], None]
+
+
+class LedRequest(Protocol):
+    """What the base needs to know of a request."""
+
+    key: RequestKey
+    router: str
+    deadline_s: float
+    closing: bool
+
+
+class Leader(ABC):
+    """Base of `PrefillLeader` and `DecodeLeader`."""
+
+    def __init__(self, send: Send, to_self: Callable[[m.Message], None], clock: Clock) -> None:
+        self._send = send
+        self._to_self = to_self
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._group: GroupInfo | None = None
+        self.broken: str = ""
+        """Why the group can serve nothing any more; empty while it can."""
+
+    # --- for the rank that hosts it
+
+    def join(self, group: GroupInfo) -> None:
+        """The group is complete."""
+        self._group = group
+
+    def handle(self, peer: str, message: m.Message) -> None:
+        """A message for the leader. For any thread."""
+        with self._changed:
+            self._on_message(peer, message)
+            self._changed.notify_all()
+
+    def on_peer_lost(self, peer: str) -> None:
+        """A router's requests end with it; without a rank of its own the group is broken."""
+        with self._changed:
+            for request in [r for r in self._requests() if r.router == peer]:
+                self._close(request.key, "the router is gone")
+            if self._group and peer in {rank.control_address for rank in self._group.ranks}:
+                self._break(f"lost {self._group.role} rank {peer}")
+            self._changed.notify_all()
+
+    def break_group(self, reason: str) -> None:
+        """The group can compute no more: every request ends, and none is taken."""
+        with self._changed:
+            self._break(reason)
+            self._changed.notify_all()
+
+    def next_plan(self) -> StepPlan | None:
+        """What to compute next, already sent to the other ranks; None after a while without work."""
+        with self._changed:
+            self._expire()
+            plan = None if self.broken else self._next_step()
+            if plan is None:
+                self._changed.wait(IDLE_S)
+                plan = None if self.broken else self._next_step()
+            if plan is not None:
+                self._to_others(m.Plan(plan.step, plan.encode()))
+            return plan
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no request is left; False when the time is up first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not list(self._requests()), timeout_s)
+
+    # --- for the two kinds of leader
+
+    @abstractmethod
+    def link(self, other: GroupInfo) -> None:
+        """Requests may pass between this group and `other`."""
+
+    @abstractmethod
+    def statistics(self) -> object:
+        """The scheduler's statistics."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises `InvariantError` when rows or pages are lost or owned twice."""
+
+    @abstractmethod
+    def _on_message(self, peer: str, message: m.Message) -> None: ...
+
+    @abstractmethod
+    def _next_step(self) -> StepPlan | None: ...
+
+    @abstractmethod
+    def _requests(self) -> Iterable[LedRequest]: ...
+
+    @abstractmethod
+    def _close(self, key: RequestKey, reason: str) -> None:
+        """Starts the end of a request; unknown or already closing: nothing happens."""
+
+    def _to_ranks(self, message: m.Message) -> None:
+        self._to_others(message)
+        self._to_self(message)
+
+    def _to_others(self, message: m.Message) -> None:
+        assert self._group is not None, "a leader is used after join"
+        for rank in self._group.ranks[1:]:
+            self._send(rank.control_address, message)
+
+    @property
+    def _ranks(self) -> int:
+        assert self._group is not None, "a leader is used after join"
+        return len(self._group.ranks)
+
+    def _refuse(self, router: str, key: RequestKey, error: DisaggError) -> None:
+        retry_after_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
+        self._send(router, m.Failed(key, error.code, str(error), error.retryable, retry_after_s))
+
+    def _fail(self, request: LedRequest, error: DisaggError) -> None:
+        """Tells the router, once, and ends the request here."""
+        if not request.closing:
+            self._refuse(request.router, request.key, error)
+            self._close(request.key, str(error))
+
+    def _break(self, reason: str) -> None:
+        if not self.broken:
+            log.error("group_broken", reason=reason)
+            self.broken = reason
+        for request in list(self._requests()):
+            self._fail(request, PeerLostError(reason))
+
+    def _expire(self) -> None:
+        now_s = self._clock()
+        for request in [r for r in self._requests() if now_s > r.deadline_s]:
+            self._fail(request, RequestTimeoutError(f"request {request.key} is past its deadline"))

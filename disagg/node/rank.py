@@ -1,0 +1,229 @@
+"""One rank of a group, without Ray: its threads, and who gets which message.
+
+control thread    receives every message: the leader's go to the leader, the transfer's to the transfer
+                  thread, plans to the compute thread
+transfer thread   owns transport, ring, staging (`disagg.node.transfer_loop`)
+compute thread    runs the model (`disagg.node.compute`)
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import structlog
+import torch
+
+from disagg.core.config import Config, GroupConfig
+from disagg.core.ports import Clock
+from disagg.core.timeline import Timeline, TimelineSpan
+from disagg.core.types import GroupInfo, RankInfo
+from disagg.model.runner import ModelRunner
+from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
+from disagg.node.leader import Leader
+from disagg.node.links import Link
+from disagg.node.plan import StepPlan
+from disagg.node.transfer_loop import TransferAgent, TransferLoop
+from transport import messages as m
+from transport.base import Transport
+from transport.control import ControlChannel
+
+log = structlog.get_logger(__name__)
+
+ALIGNMENT_BYTES = 256
+"""Rings and staging buffers are whole multiples of it."""
+
+
+class Agent(TransferAgent, Protocol):
+    """A transfer agent as its rank sees it. All methods run on the transfer thread."""
+
+    def link(self, link: Link) -> None:
+        """Connects to the link's other side."""
+
+    def on_peer_lost(self, peer: str) -> None:
+        """Fences the peer and ends what needs it."""
+
+    def statistics(self) -> object:
+        """Counts at this moment."""
+
+    def check(self) -> None:
+        """Raises `InvariantError` when its books are wrong."""
+
+
+LeaderT = TypeVar("LeaderT", bound=Leader)
+AgentT = TypeVar("AgentT", bound=Agent)
+
+
+class RankNode(ABC, Generic[LeaderT, AgentT]):
+    """Base of `PrefillRank` and `DecodeRank`. Life: construct, `start`, `join`, `link`, serve, `stop`."""
+
+    role: ClassVar[str]
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        config: Config,
+        group_config: GroupConfig,
+        runner: ModelRunner,
+        control: ControlChannel,
+        transport: Transport,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.rank, self.config, self.group_config = rank, config, group_config
+        self.runner, self.control, self.clock = runner, control, clock
+        self.timeline = Timeline()
+        self.lane = f"{self.role} r{rank}"
+        self._transport = transport
+        self._group: GroupInfo | None = None
+        self._plans = PlanQueue()
+        self._executor = StepExecutor(runner, group_config.max_requests)
+        self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
+        self._agent: AgentT = self._make_agent(transport)
+        self._loop = TransferLoop(self.lane, transport, self._agent)
+        next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
+        self._compute = ComputeThread(self.lane, next_plan, self._step, self._on_broken, runner.device)
+
+    # --- life
+
+    def start(self) -> RankInfo:
+        """Starts control and transfer threads; returns what peers need to know."""
+        self.control.start(self.on_message, self._on_peer_lost)
+        self._loop.start()
+        if self.runner.device.type == "cuda":
+            self._loop.call(partial(torch.cuda.set_device, self.runner.device))
+        address = self._transport.address
+        return RankInfo(self.rank, self.runner.shard, self.control.address, address, self._ring_bytes())
+
+    def join(self, group: GroupInfo) -> None:
+        """All ranks of the group are up: starts to compute."""
+        self._group = group
+        if self._leader is not None:
+            self._leader.join(group)
+        for peer in group.ranks:
+            if (self.rank == 0) != (peer.rank == 0):  # the leader watches its ranks, each rank its leader
+                self.control.watch(peer.control_address)
+        self._compute.start()
+
+    def link(self, other: GroupInfo) -> None:
+        """Joins this group with one of the other kind. Raises `HandshakeError`, `ConfigError`, `TransportError`."""
+        link = self._make_link(other)
+        self._loop.call(partial(self._agent.link, link))
+        for peer in self._data_peers(link):
+            self.control.watch(peer.control_address)
+        if self._leader is not None:
+            self._leader.link(other)
+            self.control.watch(other.leader.control_address)
+
+    def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Waits for requests under way, then ends every thread and frees the transport. Again: nothing happens."""
+        if self._leader is not None and drain_timeout_s > 0:
+            self._leader.wait_idle(drain_timeout_s)
+        self._compute.stop()
+        self._loop.stop()
+        self.control.close(linger_s=0.2)
+
+    # --- looking in
+
+    @property
+    def group(self) -> GroupInfo:
+        """The group as joined."""
+        assert self._group is not None, "a rank is asked for its group after join"
+        return self._group
+
+    @property
+    def broken(self) -> str:
+        """On the leader: why the group can serve nothing any more; empty while it can."""
+        return self._leader.broken if self._leader is not None else ""
+
+    def check(self) -> None:
+        """Raises `InvariantError` when any structure of this rank finds its books wrong."""
+        if self._leader is not None:
+            self._leader.check()
+        self._loop.call(self._agent.check)
+        self._loop.call(self._transport.check)
+        self.control.check()
+
+    def statistics(self) -> dict[str, Any]:
+        """Statistics of each structure, by its name."""
+        found: dict[str, Any] = {"control": self.control.statistics()}
+        self._loop.call(lambda: found.update(transfer=self._agent.statistics(), faults=self._loop.faults))
+        if self._leader is not None:
+            found["leader"] = self._leader.statistics()
+        return found
+
+    def spans(self) -> list[TimelineSpan]:
+        """What happened since the last call."""
+        return self.timeline.drain()
+
+    # --- messages
+
+    def on_message(self, peer: str, message: m.Message) -> None:
+        """Passes a message to whom it concerns. On the control thread, or under the leader's lock; never blocks."""
+        handler = self._transfer_handler(peer, message)
+        if handler is not None:
+            self._loop.post(handler)
+        elif isinstance(message, m.Plan):
+            self._plans.put(StepPlan.decode(message.body))
+        elif self._leader is None:
+            log.warning("unexpected_message", kind=type(message).__name__, peer=peer, lane=self.lane)
+        elif isinstance(message, m.RankBroken):
+            self._leader.break_group(message.reason)
+        else:
+            self._leader.handle(peer, message)
+
+    def _to_self(self, message: m.Message) -> None:
+        self.on_message(self.control.address, message)
+
+    def _to_leader(self, message: m.Message) -> None:
+        if self._leader is not None:
+            self._leader.handle(self.control.address, message)
+        else:
+            self.control.send(self.group.leader.control_address, message)
+
+    def _on_peer_lost(self, peer: str) -> None:
+        log.warning("peer_lost", peer=peer, lane=self.lane)
+        self._loop.post(partial(self._agent.on_peer_lost, peer))
+        if self._leader is not None:
+            self._leader.on_peer_lost(peer)
+
+    def _on_broken(self, error: Exception) -> None:
+        reason = f"{self.lane} failed in a step: {type(error).__name__}: {error}"
+        if self._leader is not None:
+            self._leader.break_group(reason)
+        else:
+            self._to_leader(m.RankBroken(self.rank, reason))
+
+    # --- for the two kinds of rank
+
+    @abstractmethod
+    def _make_leader(self) -> LeaderT: ...
+
+    @abstractmethod
+    def _make_agent(self, transport: Transport) -> AgentT: ...
+
+    @abstractmethod
+    def _make_link(self, other: GroupInfo) -> Link: ...
+
+    @abstractmethod
+    def _data_peers(self, link: Link) -> tuple[RankInfo, ...]:
+        """Ranks of the other side that this rank exchanges KV with."""
+
+    @abstractmethod
+    def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
+        """What the transfer thread must do about a message; None when it does not concern the transfer."""
+
+    @abstractmethod
+    def _step(self, plan: StepPlan) -> None:
+        """Computes a plan; on the leader, commits it too. On the compute thread."""
+
+    def _ring_bytes(self) -> int:
+        return 0
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded down to a whole multiple of `ALIGNMENT_BYTES`."""
+    return nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES

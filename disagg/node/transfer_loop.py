@@ -1,0 +1,119 @@
+"""The transfer thread: the only one that touches the transport, the ring and the staging buffers of a rank.
+
+Other threads `post` work to it; it runs what was posted, drives the transport, and hands ended operations and
+arrivals to its agent (the sender or the receiver). Nothing that goes wrong for one request ends the thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+import structlog
+
+from transport.base import Arrival, Operation, Transport
+
+log = structlog.get_logger(__name__)
+
+IDLE_WAIT_S = 1.0
+Result = TypeVar("Result")
+
+
+class TransferAgent(Protocol):
+    """What the loop drives. All methods run on the transfer thread."""
+
+    def on_operation(self, operation: Operation) -> None:
+        """An operation of ours ended."""
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        """A message is here; exactly one `receive` or `discard` must follow, now or later."""
+
+    def poll(self, now_s: float) -> float:
+        """Moves on whatever waits for the device or for time; returns in how many seconds to be called again."""
+
+
+class TransferLoop:
+    """Owns the thread. `post` is for any thread; `stop` joins."""
+
+    def __init__(self, name: str, transport: Transport, agent: TransferAgent) -> None:
+        self._transport = transport
+        self._agent = agent
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"transfer-{name}", daemon=True)
+        self.faults = 0
+        """Exceptions that escaped the agent: bugs of ours, logged with their traceback."""
+
+    def start(self) -> None:
+        """Starts the thread. Once."""
+        self._thread.start()
+
+    def post(self, work: Callable[[], None]) -> None:
+        """Runs `work` on the transfer thread, in the order of posting; never blocks."""
+        self._inbox.append(work)
+        self._transport.wake()
+
+    def call(self, work: Callable[[], None], timeout_s: float = 30.0) -> None:
+        """Like `post`, but returns when `work` has run, and raises what it raised."""
+        done = threading.Event()
+        failure: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as exc:  # noqa: BLE001 - handed to the caller, whole
+                failure.append(exc)
+            finally:
+                done.set()
+
+        self.post(run)
+        if not done.wait(timeout_s):
+            raise TimeoutError(f"the transfer thread did not answer within {timeout_s:g} s")
+        if failure:
+            raise failure[0]
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """Ends the thread after what was posted; then closes the transport. Again: nothing happens."""
+        self._stopping.set()
+        self._transport.wake()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                raise TimeoutError(f"{self._thread.name} did not stop within {timeout_s:g} s")
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                busy = self._turn()
+                timeout_s = self._guarded(lambda: self._agent.poll(time.monotonic()), IDLE_WAIT_S)
+                if not busy and not self._inbox and timeout_s > 0:
+                    self._transport.wait(min(timeout_s, IDLE_WAIT_S))
+            while self._inbox:
+                self._guarded(self._inbox.popleft(), None)
+        finally:
+            self._transport.close()
+
+    def _turn(self) -> bool:
+        busy = False
+        for _ in range(len(self._inbox)):
+            self._guarded(self._inbox.popleft(), None)
+            busy = True
+        for operation in self._transport.progress():
+            self._guarded(partial(self._agent.on_operation, operation), None)
+            busy = True
+        for arrival in self._transport.arrivals():
+            self._guarded(partial(self._agent.on_arrival, arrival), None)
+            busy = True
+        return busy
+
+    def _guarded(self, work: Callable[[], Result], otherwise: Result) -> Result:
+        try:
+            return work()
+        except Exception:
+            self.faults += 1
+            log.exception("transfer_fault", thread=self._thread.name)
+            return otherwise

@@ -1,0 +1,73 @@
+"""The control channel for asyncio: messages of each request come out of a mailbox of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from disagg.core.errors import PeerLostError
+from disagg.core.types import RequestKey
+from transport import messages as m
+from transport.control import ControlChannel
+
+Mail = asyncio.Queue["tuple[str, m.Message | PeerLostError]"]
+"""`(peer, message)` pairs; an error in the message's place says that the peer is gone."""
+
+
+class MailRoom:
+    """Lives on one event loop; the channel's own thread hands messages over to it."""
+
+    def __init__(self, control: ControlChannel, loop: asyncio.AbstractEventLoop) -> None:
+        self._control, self._loop = control, loop
+        self._boxes: dict[RequestKey, Mail] = {}
+        self.lost: set[str] = set()
+        """Peers that are gone."""
+        self.unclaimed = 0
+        """Messages for requests that have ended; dropped."""
+
+    def start(self) -> None:
+        """Starts the channel."""
+        self._control.start(self._from_channel, self._lost_from_channel)
+
+    def watch(self, peer: str) -> None:
+        """Notices when `peer` dies, also while nothing is sent."""
+        self._control.watch(peer)
+
+    def send(self, peer: str, message: m.Message) -> None:
+        """Queues a message."""
+        self._control.send(peer, message)
+
+    @contextmanager
+    def open(self, key: RequestKey) -> Iterator[Mail]:
+        """A mailbox for the messages of `key`; closed at the end of the block. A lost peer comes as an error."""
+        box: Mail = asyncio.Queue()
+        if key in self._boxes:
+            raise ValueError(f"request {key} is already under way: request ids must be unique")
+        self._boxes[key] = box
+        try:
+            yield box
+        finally:
+            del self._boxes[key]
+
+    def close(self) -> None:
+        """Closes the channel."""
+        self._control.close(linger_s=0.2)
+
+    def _from_channel(self, peer: str, message: m.Message) -> None:
+        self._loop.call_soon_threadsafe(self._deliver, peer, message)
+
+    def _lost_from_channel(self, peer: str) -> None:
+        self._loop.call_soon_threadsafe(self._lose, peer)
+
+    def _deliver(self, peer: str, message: m.Message) -> None:
+        box = self._boxes.get(getattr(message, "key", None) or RequestKey(""))
+        if box is None:
+            self.unclaimed += 1
+        else:
+            box.put_nowait((peer, message))
+
+    def _lose(self, peer: str) -> None:
+        self.lost.add(peer)
+        for box in self._boxes.values():
+            box.put_nowait((peer, PeerLostError(f"lost {peer}")))

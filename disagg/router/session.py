@@ -1,0 +1,251 @@
+"""One request, from its prompt to its last token. Read this first: the whole protocol hangs on it.
+
+    router                      decode group                         prefill group
+      | -- Reserve ------------> | sets a row and all pages aside      |
+      | <- Reserved (ticket) --- |                                     |
+      | -- Prefill (ticket) ---------------------------------------->  | computes chunk by chunk
+      |                          | <== segments, layer by layer ====== | while it computes
+      | <- Prefilled (token 0) --------------------------------------- | samples the first token
+      |                          | <- FirstToken --------------------- |
+      | <- Tokens 1, 2, ... ---- | decodes                             |
+      | -- Release ------------> | -- Release -----------------------> | frees whatever is left
+      | <- Released ------------ | <- Released ----------------------- |
+
+Every way out (end, stop string, client gone, timeout, error) leaves through the same `finally`: both sides
+release by (request, epoch), and the session waits until both have confirmed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import structlog
+
+from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, error_from_code
+from disagg.core.types import RequestKey, SamplingParams, Ticket
+from disagg.router.mail import Mail, MailRoom
+from disagg.router.policy import Engine, least_loaded
+from disagg.router.text import Decode, TextStream
+from transport import messages as m
+
+log = structlog.get_logger(__name__)
+
+RELEASE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Some more of the answer. `finish` is None until the last one: `stop` or `length`."""
+
+    index: int
+    """Number of the first of `tokens` in the answer."""
+    tokens: tuple[int, ...]
+    text: str
+    finish: str | None
+
+
+@dataclass(slots=True)
+class SessionReport:
+    """What a session measured, filled while it runs. Seconds since the session began."""
+
+    prompt_tokens: int = 0
+    reserved_s: float = 0.0
+    ttft_s: float = 0.0
+    ended_s: float = 0.0
+    nbytes: int = 0
+    segments: int = 0
+    messages: int = 0
+    transfer_s: float = 0.0
+    tokens: list[int] = field(default_factory=list)
+    released: bool = False
+    """Both groups confirmed that nothing of the request is left."""
+
+
+class Router:
+    """The groups a router may use, and the sessions it runs. Lives on one event loop."""
+
+    def __init__(
+        self,
+        mail: MailRoom,
+        prefill: Sequence[Engine],
+        decode: Sequence[Engine],
+        *,
+        reserve_retry_s: float = 0.05,
+        choose: Callable[[Sequence[Engine]], Engine] = least_loaded,
+    ) -> None:
+        self._mail, self._prefill, self._decode = mail, list(prefill), list(decode)
+        self._reserve_retry_s, self._choose = reserve_retry_s, choose
+        for engine in (*prefill, *decode):
+            mail.watch(engine.group.leader.control_address)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        timeout_s: float,
+        decode: Decode | None = None,
+        report: SessionReport | None = None,
+    ) -> AsyncGenerator[Output, None]:
+        """Streams the answer to `prompt`. `decode` turns tokens into text (needed for stop strings).
+
+        Raises what ended the request: `BusyError`, `PromptTooLongError`, `RequestTimeoutError`, `PeerLostError`,
+        or any other `DisaggError`. Closing the iterator aborts the request on both sides.
+        """
+        for engine in (*self._prefill, *self._decode):
+            engine.lost = engine.group.leader.control_address in self._mail.lost
+        session = _Session(
+            self._mail,
+            self._choose(self._prefill),
+            self._choose(self._decode),
+            RequestKey(request_id),
+            list(prompt),
+            sampling,
+            time.monotonic() + timeout_s,
+            TextStream(decode, sampling.stop) if decode else None,
+            report or SessionReport(),
+            self._reserve_retry_s,
+        )
+        async with aclosing(session.run()) as outputs:
+            async for output in outputs:
+                yield output
+
+
+@dataclass(slots=True)
+class _Session:
+    mail: MailRoom
+    prefill: Engine
+    decode: Engine
+    key: RequestKey
+    prompt: list[int]
+    sampling: SamplingParams
+    deadline_s: float
+    stream: TextStream | None
+    report: SessionReport
+    reserve_retry_s: float
+    began_s: float = field(default_factory=time.monotonic)
+    involved: set[str] = field(default_factory=set)
+    """Leaders that have heard of the request, and so must release it."""
+    early: dict[int, m.Tokens] = field(default_factory=dict)
+    """Tokens that came before an earlier one: prefill and decode group speak to us independently."""
+
+    async def run(self) -> AsyncGenerator[Output, None]:
+        self.report.prompt_tokens = len(self.prompt)
+        with self.mail.open(self.key) as box:
+            self._count(1)
+            try:
+                ticket = await self._reserve(box)
+                self._tell(
+                    self.prefill, m.Prefill(self.key, self.prompt, self.sampling, ticket, self._left_s())
+                )
+                while True:
+                    for output in self._outputs(await self._next(box)):
+                        yield output
+                        if output.finish is not None:
+                            return
+            finally:
+                self.report.ended_s = time.monotonic() - self.began_s
+                self._count(-1)
+                await asyncio.shield(self._release(box))
+
+    async def _reserve(self, box: Mail) -> Ticket:
+        """Asks until the decode group has room, or the request's time is up."""
+        while True:
+            prefill_group = self.prefill.group.name
+            self._tell(
+                self.decode,
+                m.Reserve(self.key, self.prompt, self.sampling, self._left_s(), prefill_group),
+            )
+            try:
+                while not isinstance(message := await self._next(box), m.Reserved):
+                    pass
+                self.report.reserved_s = time.monotonic() - self.began_s
+                return message.ticket
+            except BusyError as busy:
+                pause_s = max(busy.retry_after_s, self.reserve_retry_s)
+                if pause_s >= self._left_s():
+                    raise
+                await asyncio.sleep(pause_s)
+
+    async def _next(self, box: Mail) -> m.Message:
+        """The next message; raises what the message means when it means the end."""
+        while True:
+            try:
+                peer, item = await asyncio.wait_for(box.get(), self._left_s())
+            except TimeoutError as exc:
+                raise RequestTimeoutError(f"request {self.key} did not end in time") from exc
+            if isinstance(item, m.Failed):
+                raise _error_of(item)
+            if not isinstance(item, PeerLostError):
+                return item
+            if peer in self.involved:
+                raise PeerLostError(f"lost the {self._role(peer)} group's leader at {peer}")
+
+    def _outputs(self, message: m.Message) -> list[Output]:
+        match message:
+            case m.Prefilled():
+                self.report.ttft_s = time.monotonic() - self.began_s
+                self.early[0] = m.Tokens(self.key, 0, [message.first_token])
+            case m.Transferred():
+                self.report.nbytes, self.report.segments = message.nbytes, message.segments
+                self.report.messages, self.report.transfer_s = message.messages, message.seconds
+            case m.Tokens():
+                self.early.setdefault(message.index, message)
+        outputs = []
+        while (tokens := self.early.pop(len(self.report.tokens), None)) is not None:
+            outputs.append(self._output(tokens))
+            if not tokens.tokens or outputs[-1].finish:
+                break
+        return outputs
+
+    def _output(self, message: m.Tokens) -> Output:
+        index, finish = len(self.report.tokens), message.finish
+        self.report.tokens.extend(message.tokens)
+        text = ""
+        if self.stream is not None:
+            text = self.stream.push(message.tokens, last=finish is not None)
+            finish = "stop" if self.stream.stopped else finish
+        return Output(index, tuple(message.tokens), text, finish)
+
+    async def _release(self, box: Mail) -> None:
+        """Both sides free what they hold, and say so; a side that is gone holds nothing."""
+        waiting = self.involved - self.mail.lost
+        for peer in waiting:
+            self.mail.send(peer, m.Release(self.key, "the session ended"))
+        try:
+            async with asyncio.timeout(RELEASE_TIMEOUT_S):
+                while waiting:
+                    peer, item = await box.get()
+                    if isinstance(item, m.Transferred):
+                        self._outputs(item)
+                    elif isinstance(item, m.Released | PeerLostError):
+                        waiting.discard(peer)
+            self.report.released = True
+        except TimeoutError:
+            log.warning("release_not_confirmed", request=str(self.key), peers=sorted(waiting))
+
+    def _tell(self, engine: Engine, message: m.Message) -> None:
+        self.involved.add(engine.group.leader.control_address)
+        self.mail.send(engine.group.leader.control_address, message)
+
+    def _count(self, by: int) -> None:
+        for engine in (self.prefill, self.decode):
+            engine.requests += by
+            engine.tokens += by * len(self.prompt)
+
+    def _left_s(self) -> float:
+        return max(0.0, self.deadline_s - time.monotonic())
+
+    def _role(self, address: str) -> str:
+        return "prefill" if address == self.prefill.group.leader.control_address else "decode"
+
+
+def _error_of(failed: m.Failed) -> DisaggError:
+    if failed.code == BusyError.code:
+        return BusyError(failed.message, failed.retry_after_s)
+    return error_from_code(failed.code, failed.message)

@@ -1,0 +1,163 @@
+"""The prefill group's leader: takes prompts, plans chunks, samples first tokens, hands requests over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import structlog
+import torch
+
+from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_from_code
+from disagg.core.ports import Clock
+from disagg.core.types import GroupInfo, RequestKey
+from disagg.model.sampler import sample
+from disagg.node.leader import Leader, LedRequest, Send
+from disagg.node.plan import StepPlan
+from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
+from transport import messages as m
+
+log = structlog.get_logger(__name__)
+
+
+class PrefillLeader(Leader):
+    """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
+
+    def __init__(
+        self, scheduler: PrefillScheduler, send: Send, to_self: Callable[[m.Message], None], clock: Clock
+    ) -> None:
+        super().__init__(send, to_self, clock)
+        self._scheduler = scheduler
+        self._decode_leaders: dict[str, str] = {}
+
+    def link(self, other: GroupInfo) -> None:
+        """Requests may be handed to this decode group."""
+        with self._changed:
+            self._decode_leaders[other.name] = other.leader.control_address
+
+    def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
+        """A step ended: samples the first token of every prompt that is now whole, and hands it over.
+
+        `logits`: float32 `[len(plan.work), vocab]`.
+        """
+        with self._changed:
+            requests = [self._scheduler.requests[work.key] for work in plan.work]
+        whole = [i for i, work in enumerate(plan.work) if work.span.stop == len(requests[i].prompt)]
+        params = [requests[i].sampling for i in whole]
+        tokens = sample(logits[whole], params, [0] * len(whole)) if whole else []
+        first = {plan.work[i].key: token for i, token in zip(whole, tokens, strict=True)}
+        with self._changed:
+            for request in self._scheduler.commit(plan):
+                token = first[request.key]
+                if isinstance(token, RequestError):
+                    self._fail(request, token)
+                else:
+                    self._hand_over(request, token)
+            for request in requests:
+                self._tell_released(request)
+            self._admit()
+            self._changed.notify_all()
+
+    def statistics(self) -> PrefillStatistics:
+        """Counts at this moment."""
+        with self._changed:
+            return self._scheduler.statistics()
+
+    def check(self) -> None:
+        """Raises `InvariantError` when rows or pages are lost or owned twice."""
+        with self._changed:
+            self._scheduler.check()
+
+    def _requests(self) -> Iterable[LedRequest]:
+        return list(self._scheduler.requests.values())
+
+    def _next_step(self) -> StepPlan | None:
+        return self._scheduler.next_step()
+
+    def _on_message(self, peer: str, message: m.Message) -> None:
+        match message:
+            case m.Prefill():
+                self._submit(peer, message)
+            case m.Release():
+                self._release(peer, message)
+            case m.RankSent():
+                self._sent(message)
+            case m.RankFailed():
+                if request := self._current(message.key, message.ticket):
+                    self._fail(request, error_from_code(message.code, message.message))
+            case m.RankClosed():
+                self._closed(message)
+            case _:
+                log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
+        self._admit()
+
+    def _submit(self, router: str, message: m.Prefill) -> None:
+        request = PrefillRequest(
+            message.key,
+            message.prompt,
+            message.sampling,
+            message.ticket,
+            router,
+            self._clock() + message.deadline_s,
+        )
+        try:
+            if self.broken:
+                raise PeerLostError(self.broken)
+            if message.ticket.group not in self._decode_leaders:
+                raise PeerLostError(
+                    f"decode group {message.ticket.group!r} is not linked to this prefill group"
+                )
+            self._scheduler.submit(request)
+        except DisaggError as error:
+            self._refuse(router, message.key, error)
+
+    def _admit(self) -> None:
+        for request in self._scheduler.admit():
+            assert request.holding is not None, "an admitted request holds its memory"
+            self._to_ranks(m.OpenSend(request.key, request.ticket, request.holding.pages))
+
+    def _hand_over(self, request: PrefillRequest, token: int) -> None:
+        self._send(request.router, m.Prefilled(request.key, token))
+        leader = self._decode_leaders.get(request.ticket.group)
+        if leader is not None:
+            self._send(leader, m.FirstToken(request.key, request.ticket.number, token))
+
+    def _sent(self, message: m.RankSent) -> None:
+        request = self._current(message.key, message.ticket)
+        if request is None or request.closing or message.rank in request.sent_ranks:
+            return
+        request.nbytes += message.nbytes
+        request.segments += message.segments
+        request.messages += message.messages
+        request.transfer_s = max(request.transfer_s, message.seconds)
+        if self._scheduler.rank_sent(request, message.rank):
+            done = m.Transferred(
+                request.key, request.nbytes, request.segments, request.messages, request.transfer_s
+            )
+            self._send(request.router, done)
+
+    def _release(self, router: str, message: m.Release) -> None:
+        request = self._scheduler.requests.get(message.key)
+        if request is not None:
+            request.release_asked = True
+            self._close(message.key, message.reason)
+        if message.key not in self._scheduler.requests:
+            self._send(router, m.Released(message.key))
+
+    def _close(self, key: RequestKey, reason: str) -> None:
+        request = self._scheduler.requests.get(key)
+        if request is not None and self._scheduler.close(request):
+            self._to_ranks(m.CloseTransfer(key, request.ticket.number, reason))
+
+    def _closed(self, message: m.RankClosed) -> None:
+        request = self._current(message.key, message.ticket)
+        if request is not None:
+            self._scheduler.rank_closed(request, message.rank)
+            self._tell_released(request)
+
+    def _tell_released(self, request: PrefillRequest) -> None:
+        if request.release_asked and request.key not in self._scheduler.requests:
+            self._send(request.router, m.Released(request.key))
+
+    def _current(self, key: RequestKey, ticket: int) -> PrefillRequest | None:
+        request = self._scheduler.requests.get(key)
+        return request if request is not None and request.ticket.number == ticket else None

@@ -1,0 +1,126 @@
+"""The books of a sender: one `Outgoing` for each ticket, one `Item` for each segment. No behaviour beyond them."""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import itertools
+from dataclasses import dataclass, field
+
+import torch
+
+from disagg.core.types import RequestKey, Segment, Ticket
+from disagg.node.device import Marker
+from disagg.node.links import Link
+from staging.allocator import Lease, is_writable
+
+
+class State(enum.Enum):
+    """Where a segment stands. Staging is held in STAGED, GATHERING and SENDING only."""
+
+    PLANNED = "planned"
+    """Its chunk is being computed; a lease was asked for."""
+    STAGED = "staged"
+    """Leased, computed, writable in the destination's ring; has a place in staging, maybe still occupied."""
+    GATHERING = "gathering"
+    """The gather is queued on the device."""
+    SENDING = "sending"
+    """The transport reads the staging region."""
+    SENT = "sent"
+    DROPPED = "dropped"
+    """Its request ended before it was sent."""
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """One segment on its way."""
+
+    outgoing: Outgoing
+    segment: Segment
+    peer: str
+    """Control address of the destination rank; its name for the transport too."""
+    state: State = State.PLANNED
+    ring_start: int | None = None
+    """Position in the destination's ring; None until granted."""
+    computed: bool = False
+    after: Marker = None
+    """What the gather waits for on the device: the layer group's KV write."""
+    lease: Lease | None = None
+    """Place in this rank's staging; freed when the send has ended, or instead of it."""
+    gathered: Marker = None
+    started_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """One ticket's transfer from this rank."""
+
+    key: RequestKey
+    ticket: Ticket
+    link: Link
+    slots: torch.Tensor
+    """Slot of each prompt position, int32 `[tokens]`, on the pool's device."""
+    items: dict[tuple[int, int], Item] = field(default_factory=dict)
+    """By (destination rank, segment index)."""
+    planned_to: int = 0
+    """Prompt positions below it have been cut into segments."""
+    left: int = 0
+    """Items that are neither SENT nor DROPPED."""
+    asked: set[str] = field(default_factory=set)
+    """Peers that were asked for leases, so that must hear of an early end."""
+    messages: int = 0
+    nbytes: int = 0
+    finished: bool = False
+    """Everything was sent."""
+    closing: bool = False
+    leader_asked: bool = False
+    """The leader wants to hear when nothing of it is read here any more."""
+    first_s: float = 0.0
+
+    @property
+    def whole(self) -> bool:
+        """True when every position of the ticket has been cut and every segment has left."""
+        return self.left == 0 and self.planned_to >= self.ticket.tokens.stop
+
+    @property
+    def sent(self) -> int:
+        """Segments that have left."""
+        return sum(item.state is State.SENT for item in self.items.values())
+
+    def sent_to(self, peer: str) -> list[int]:
+        """Indices of the segments that `peer` has received or will receive."""
+        on_the_wire = (State.SENDING, State.SENT)
+        return [i.segment.index for i in self.items.values() if i.peer == peer and i.state in on_the_wire]
+
+
+class Destination:
+    """A decode rank's ring as the sender last heard of it, and what waits for it."""
+
+    def __init__(self) -> None:
+        self.watermark = 0
+        self.ring_bytes = 0
+        self._waiting: list[tuple[int, int, Item]] = []
+        self._order = itertools.count()
+
+    def hear(self, watermark: int, ring_bytes: int) -> None:
+        """Takes in a watermark; an older one changes nothing."""
+        self.watermark = max(self.watermark, watermark)
+        self.ring_bytes = ring_bytes
+
+    def add(self, item: Item) -> None:
+        """A segment is leased and computed."""
+        assert item.ring_start is not None, "only leased segments wait for the watermark"
+        heapq.heappush(self._waiting, (item.ring_start, next(self._order), item))
+
+    def pop_writable(self) -> Item | None:
+        """The segment with the oldest lease, if the ring can take it now and its request still wants it."""
+        while self._waiting:
+            start, _, item = self._waiting[0]
+            if item.state is State.PLANNED and not is_writable(
+                start + item.segment.nbytes, self.watermark, self.ring_bytes
+            ):
+                return None
+            heapq.heappop(self._waiting)
+            if item.state is State.PLANNED:
+                return item
+        return None

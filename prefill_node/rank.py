@@ -1,0 +1,93 @@
+"""One rank of a prefill group: computes its part of each chunk and streams its heads while later layers compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+from disagg.core.types import GroupInfo, RankInfo
+from disagg.node.device import mark
+from disagg.node.ledger import Ledger
+from disagg.node.links import Link, make_link
+from disagg.node.plan import StepPlan
+from disagg.node.rank import RankNode, aligned
+from prefill_node.leader import PrefillLeader
+from prefill_node.scheduler import PrefillScheduler
+from prefill_node.sender import SegmentSender
+from transport import messages as m
+from transport.base import Transport
+
+MAX_WAITING = 1024
+
+
+class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
+    """See `disagg.node.rank`."""
+
+    role: ClassVar[str] = "prefill"
+
+    def _make_leader(self) -> PrefillLeader:
+        group = self.group_config
+        ledger = Ledger(pool_tokens=group.pool_tokens, page_size=group.page_size, rows=group.max_requests)
+        scheduler = PrefillScheduler(
+            ledger,
+            ranks=group.tp,
+            chunk_tokens=group.chunk_tokens,
+            max_context_tokens=min(group.max_context_tokens, self.runner.spec.context_tokens),
+            max_waiting=MAX_WAITING,
+        )
+        return PrefillLeader(scheduler, self.control.send, self._to_self, self.clock)
+
+    def _make_agent(self, transport: Transport) -> SegmentSender:
+        transfer = self.config.transfer
+        return SegmentSender(
+            rank=self.rank,
+            shard=self.runner.shard,
+            pool=self.runner.pool,
+            page_size=self.group_config.page_size,
+            staging_bytes=aligned(transfer.staging_bytes),
+            segment_bytes=transfer.segment_limit_bytes,
+            groups=transfer.layer_groups,
+            transport=transport,
+            send=self.control.send,
+            to_leader=self._to_leader,
+            timeline=self.timeline,
+            clock=self.clock,
+        )
+
+    def _make_link(self, other: GroupInfo) -> Link:
+        return make_link(self.group, other)
+
+    def _data_peers(self, link: Link) -> tuple[RankInfo, ...]:
+        return link.destinations_of(self.rank)
+
+    def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
+        match message:
+            case m.OpenSend():
+                return partial(self._agent.open, message)
+            case m.CloseTransfer():
+                return partial(self._agent.close, message)
+            case m.LeaseGrant():
+                return partial(self._agent.on_grant, peer, message)
+            case m.Watermark():
+                return partial(self._agent.on_watermark, peer, message)
+            case m.StopSending():
+                return partial(self._agent.on_stop_sending, peer, message)
+        return None
+
+    def _step(self, plan: StepPlan) -> None:
+        """Leases are asked for before the step, so that they are there when the first layers are."""
+        for work in plan.work:
+            self._loop.post(partial(self._agent.plan_chunk, plan.step, work.key, work.span))
+        first_layer, ends = self.runner.shard.layers.start, {g.stop: g for g in self._agent.groups}
+
+        def on_layer(layer: int) -> None:
+            group = ends.get(first_layer + layer + 1)
+            if group is not None:
+                marker = mark(self.runner.device)
+                self._loop.post(partial(self._agent.layers_ready, plan.step, group, marker))
+
+        with self.timeline.span("compute", self.lane):
+            logits = self._executor.run(plan, on_layer)
+            if self._leader is not None:
+                self._leader.commit(plan, logits)

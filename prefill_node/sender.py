@@ -1,0 +1,413 @@
+"""Sends a rank's KV, segment by segment, while the prompt is still being computed. Runs on the transfer thread.
+
+No deadlock: staging is taken only by segments that the destination can receive *now*, so whoever holds staging
+moves on by itself; the oldest lease of a ring is always writable, and its segment waits for compute alone, which
+never waits for the network.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+import torch
+
+from disagg.core.errors import DisaggError, InvariantError, PeerLostError
+from disagg.core.ports import Clock
+from disagg.core.timeline import Timeline
+from disagg.core.types import RequestKey, Shard, Span
+from disagg.kv.pages import slots_of
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.node.device import DeviceQueue, Marker, is_done
+from disagg.node.links import Link, segment_limits
+from kernels.gather import gather
+from prefill_node.outgoing import Destination, Item, Outgoing, State
+from staging.allocator import StagingAllocator
+from staging.buffer import StagingBuffer
+from staging.planner import layer_groups, plan_segments
+from transport import messages as m
+from transport.base import Arrival, Operation, OperationState, Transport
+from transport.tags import pack
+
+log = structlog.get_logger(__name__)
+
+DEVICE_POLL_S = 0.0
+IDLE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SenderStatistics:
+    """The sender as it stands, and counts since it was made."""
+
+    tickets: int
+    """Open now; finished ones are kept until they are closed."""
+    under_way: int
+    """Segments that hold staging now."""
+    staging_in_use_bytes: int
+    segments_sent: int
+    bytes_sent: int
+    stale: int
+    """Messages for tickets or segments that are not, or no longer, known; dropped."""
+
+
+class SegmentSender:
+    """The transfer agent of a prefill rank. Every method but the constructor runs on the transfer thread."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        shard: Shard,
+        pool: MHATokenToKVPool,
+        page_size: int,
+        staging_bytes: int,
+        segment_bytes: int,
+        groups: int,
+        transport: Transport,
+        send: Callable[[str, m.Message], None],
+        to_leader: Callable[[m.Message], None],
+        timeline: Timeline,
+        clock: Clock,
+    ) -> None:
+        self._rank, self._shard, self._pool, self._page_size = rank, shard, pool, page_size
+        self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
+        self.groups: tuple[Span, ...] = layer_groups(shard.layers, groups)
+        self._transport, self._send, self._to_leader = transport, send, to_leader
+        self._timeline, self._clock = timeline, clock
+        self._lane = f"prefill r{rank}"
+        self._queue = DeviceQueue(pool.buffer.device)
+        self._buffer = StagingBuffer(staging_bytes, pool.buffer.device)
+        self._allocator = StagingAllocator(staging_bytes)
+        transport.register(self._buffer.memory)
+        self._links: dict[str, Link] = {}
+        self._limits: dict[str, dict[int, int]] = {}
+        self._destinations: dict[str, Destination] = {}
+        self._outgoing: dict[RequestKey, Outgoing] = {}
+        self._steps: dict[int, list[Item]] = {}
+        self._staged: deque[Item] = deque()
+        self._gathering: deque[Item] = deque()
+        self._segments_sent = self._bytes_sent = self._stale = 0
+
+    # --- set-up
+
+    def link(self, link: Link) -> None:
+        """Connects to the decode ranks that this rank sends to. Raises `ConfigError`, `TransportError`."""
+        self._limits[link.decode.name] = segment_limits(
+            link, self._rank, self._segment_bytes, self._staging_bytes
+        )
+        for peer in link.destinations_of(self._rank):
+            self._transport.connect(peer.control_address, peer.transport_address)
+            self._destinations[peer.control_address] = Destination()
+        self._links[link.decode.name] = link
+
+    # --- what the leader and the compute thread say
+
+    def open(self, message: m.OpenSend) -> None:
+        """A request was admitted: its KV will be written to `pages`. Repeated: nothing happens."""
+        if message.key in self._outgoing:
+            return
+        ticket = message.ticket
+        link = self._links.get(ticket.group)
+        if link is None:
+            self._fail(
+                message.key, ticket.number, PeerLostError(f"decode group {ticket.group!r} is not linked")
+            )
+            return
+        slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
+        with self._queue.use():
+            on_device = slots.to(self._pool.buffer.device)
+        self._outgoing[message.key] = Outgoing(
+            message.key, ticket, link, on_device, planned_to=ticket.tokens.start
+        )
+
+    def plan_chunk(self, step: int, key: RequestKey, chunk: Span) -> None:
+        """Step `step` is about to compute positions `chunk`: cuts them into segments and asks for leases."""
+        outgoing = self._outgoing.get(key)
+        if outgoing is None or outgoing.closing:
+            return
+        tokens = chunk.intersect(outgoing.ticket.tokens)
+        link = outgoing.link
+        segments = plan_segments(
+            link.from_rank(self._rank),
+            link.prefill.layout,
+            tokens,
+            self.groups,
+            self._limits[link.decode.name],
+            first_index=len(outgoing.items),
+        )
+        outgoing.planned_to = max(outgoing.planned_to, tokens.stop)
+        for peer in link.destinations_of(self._rank):
+            items = [Item(outgoing, s, peer.control_address) for s in segments if s.dst_rank == peer.rank]
+            if items:
+                outgoing.items.update({(peer.rank, item.segment.index): item for item in items})
+                outgoing.left += len(items)
+                self._steps.setdefault(step, []).extend(items)
+                self._ask(outgoing, peer.control_address, items)
+        self._maybe_finished(outgoing)
+
+    def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
+        """The KV of `layers` (global) of step `step` is written once `marker` is done on the device."""
+        waiting: list[Item] = []
+        for item in self._steps.pop(step, []):
+            if not layers.covers(item.segment.layers):
+                waiting.append(item)
+                continue
+            item.computed, item.after = True, marker
+            self._maybe_sendable(item)
+        if waiting:
+            self._steps[step] = waiting
+        self._pump()
+
+    def close(self, message: m.CloseTransfer) -> None:
+        """The request is over: sends nothing more, and answers when nothing of it is read here any more."""
+        outgoing = self._outgoing.get(message.key)
+        if outgoing is None:
+            self._to_leader(m.RankClosed(message.key, message.ticket, self._rank))
+            return
+        outgoing.leader_asked = True
+        self._stop(outgoing, message.reason)
+        self._maybe_closed(outgoing)
+
+    # --- what decode ranks say
+
+    def on_grant(self, peer: str, grant: m.LeaseGrant) -> None:
+        """Leases came. A repeated grant changes nothing."""
+        destination, outgoing = self._destinations.get(peer), self._outgoing.get(grant.key)
+        if destination is None or outgoing is None or outgoing.ticket.number != grant.ticket:
+            self._stale += 1
+            return
+        destination.hear(grant.watermark, grant.ring_bytes)
+        for index, start in grant.starts:
+            item = outgoing.items.get((grant.dst_rank, index))
+            if item is None or item.ring_start is not None:
+                self._stale += 1
+                continue
+            item.ring_start = start
+            self._maybe_sendable(item)
+        self._pump()
+
+    def on_watermark(self, peer: str, message: m.Watermark) -> None:
+        """A decode rank's ring was freed up to there."""
+        destination = self._destinations.get(peer)
+        if destination is None:
+            self._stale += 1
+            return
+        destination.hear(message.watermark, message.ring_bytes)
+        self._pump()
+
+    def on_stop_sending(self, peer: str, message: m.StopSending) -> None:
+        """The decode side gave the ticket up: the whole request ends here too."""
+        outgoing = self._outgoing.get(message.key)
+        if outgoing is None or outgoing.ticket.number != message.ticket:
+            self._stale += 1
+            self._send(peer, m.SenderEnded(message.key, message.ticket, self._rank, [], "unknown here"))
+            return
+        if outgoing.closing or outgoing.finished:
+            self._end_for(outgoing, peer, message.reason)
+        self._stop(outgoing, message.reason)
+        self._fail(message.key, message.ticket, PeerLostError(f"the decode side stopped: {message.reason}"))
+
+    def on_peer_lost(self, peer: str) -> None:
+        """A decode rank is gone: fences it; its tickets fail, their sends end failed on the next turn."""
+        if self._destinations.pop(peer, None) is None:
+            return
+        for name in [
+            n for n, link in self._links.items() if peer in {r.control_address for r in link.decode.ranks}
+        ]:
+            del self._links[name]
+        self._transport.disconnect(peer)
+        for outgoing in list(self._outgoing.values()):
+            if (
+                peer in {rank.control_address for rank in outgoing.link.decode.ranks}
+                and not outgoing.finished
+            ):
+                outgoing.asked.discard(peer)
+                error = PeerLostError(f"lost decode rank {peer} of group {outgoing.ticket.group!r}")
+                self._stop(outgoing, str(error))
+                self._fail(outgoing.key, outgoing.ticket.number, error)
+
+    # --- TransferAgent
+
+    def on_operation(self, operation: Operation) -> None:
+        """A send ended: its staging is free again."""
+        item = operation.context
+        if not isinstance(item, Item):
+            return
+        outgoing = item.outgoing
+        if operation.state is OperationState.DONE:
+            item.state = State.SENT
+            outgoing.nbytes += item.segment.nbytes
+            self._segments_sent += 1
+            self._bytes_sent += item.segment.nbytes
+            self._timeline.record(
+                "send", self._lane, str(outgoing.key), item.started_s, self._clock(), item.segment.nbytes
+            )
+        else:
+            item.state = State.DROPPED
+            error = operation.error or PeerLostError("the send failed")
+            self._stop(outgoing, str(error))
+            self._fail(outgoing.key, outgoing.ticket.number, error)
+        self._release(item)
+        self._pump()
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        """Nobody sends data to a prefill rank: consumed and counted."""
+        self._stale += 1
+        self._transport.discard(None, arrival)
+
+    def poll(self, now_s: float) -> float:
+        """Sends what has been gathered; asks to be called again soon while a gather is on the device."""
+        del now_s
+        while self._gathering and is_done(self._gathering[0].gathered):
+            self._gathered(self._gathering.popleft())
+        return DEVICE_POLL_S if self._gathering else IDLE_S
+
+    # --- moving one segment on
+
+    def _ask(self, outgoing: Outgoing, peer: str, items: Sequence[Item]) -> None:
+        outgoing.asked.add(peer)
+        outgoing.messages += 1
+        segments = [item.segment for item in items]
+        self._send(peer, m.LeaseRequest(outgoing.key, outgoing.ticket.number, self._rank, segments))
+
+    def _maybe_sendable(self, item: Item) -> None:
+        destination = self._destinations.get(item.peer)
+        if item.computed and item.ring_start is not None and destination is not None:
+            destination.add(item)
+
+    def _pump(self) -> None:
+        for destination in self._destinations.values():
+            while item := destination.pop_writable():
+                item.state = State.STAGED
+                item.lease = self._allocator.assign(item.segment.nbytes, owner=item.outgoing.key)
+                self._staged.append(item)
+        while self._staged and self._may_gather(self._staged[0]):
+            item = self._staged.popleft()
+            if item.state is State.STAGED:
+                self._gather(item)
+
+    def _may_gather(self, item: Item) -> bool:
+        return item.lease is None or self._allocator.writable(item.lease)
+
+    def _gather(self, item: Item) -> None:
+        item.state, item.started_s = State.GATHERING, self._clock()
+        item.outgoing.first_s = item.outgoing.first_s or item.started_s
+        segment = item.segment
+        with self._queue.use():
+            self._queue.after(item.after)
+            gather(
+                self._pool.buffer,
+                item.outgoing.slots[segment.tokens.start : segment.tokens.stop],
+                segment.layers.shift(-self._shard.layers.start),
+                segment.heads.shift(-self._shard.heads.start),
+                self._view(item),
+            )
+        item.gathered = self._queue.mark()
+        self._gathering.append(item)
+
+    def _gathered(self, item: Item) -> None:
+        now_s = self._clock()
+        outgoing = item.outgoing
+        self._timeline.record(
+            "gather", self._lane, str(outgoing.key), item.started_s, now_s, item.segment.nbytes
+        )
+        if outgoing.closing:
+            item.state = State.DROPPED
+            self._release(item)
+            return
+        item.state, item.started_s = State.SENDING, now_s
+        tag = pack(outgoing.ticket.number, self._rank, item.segment.index)
+        self._transport.send(item.peer, tag, self._view(item), context=item)
+
+    def _release(self, item: Item) -> None:
+        """Frees the item's staging: its send has ended, or it will not be sent."""
+        if item.lease is not None:
+            self._allocator.free(item.lease.id)
+            item.lease = None
+        outgoing = item.outgoing
+        outgoing.left -= 1
+        self._maybe_finished(outgoing)
+        self._maybe_closed(outgoing)
+
+    def _view(self, item: Item) -> torch.Tensor:
+        assert item.lease is not None, "a segment that is gathered or sent holds staging"
+        return self._buffer.view(self._allocator.offset(item.lease), item.segment.nbytes)
+
+    # --- ending
+
+    def _maybe_finished(self, outgoing: Outgoing) -> None:
+        if outgoing.finished or outgoing.closing or not outgoing.whole:
+            return
+        outgoing.finished = True
+        seconds = self._clock() - outgoing.first_s if outgoing.first_s else 0.0
+        self._to_leader(
+            m.RankSent(
+                outgoing.key,
+                outgoing.ticket.number,
+                self._rank,
+                outgoing.nbytes,
+                outgoing.sent,
+                outgoing.messages,
+                seconds,
+            )
+        )
+
+    def _stop(self, outgoing: Outgoing, reason: str) -> None:
+        """Drops what was not gathered yet and tells every asked peer what it may still expect. Once."""
+        if outgoing.closing:
+            return
+        outgoing.closing = True
+        for item in outgoing.items.values():
+            if item.state in (State.PLANNED, State.STAGED):
+                item.state = State.DROPPED
+                self._release(item)
+        if not outgoing.finished:
+            for peer in outgoing.asked:
+                self._end_for(outgoing, peer, reason)
+        self._pump()
+
+    def _end_for(self, outgoing: Outgoing, peer: str, reason: str) -> None:
+        outgoing.messages += 1
+        sent = outgoing.sent_to(peer)
+        self._send(peer, m.SenderEnded(outgoing.key, outgoing.ticket.number, self._rank, sent, reason))
+
+    def _maybe_closed(self, outgoing: Outgoing) -> None:
+        if (
+            outgoing.leader_asked
+            and outgoing.left == 0
+            and self._outgoing.pop(outgoing.key, None) is not None
+        ):
+            self._to_leader(m.RankClosed(outgoing.key, outgoing.ticket.number, self._rank))
+
+    def _fail(self, key: RequestKey, ticket: int, error: DisaggError) -> None:
+        log.warning("transfer_failed", request=str(key), error=str(error))
+        self._to_leader(m.RankFailed(key, ticket, self._rank, error.code, str(error)))
+
+    # --- looking in
+
+    def statistics(self) -> SenderStatistics:
+        """Counts at this moment."""
+        items = [item for o in self._outgoing.values() for item in o.items.values()]
+        return SenderStatistics(
+            tickets=len(self._outgoing),
+            under_way=sum(item.lease is not None for item in items),
+            staging_in_use_bytes=self._allocator.statistics().in_use_bytes,
+            segments_sent=self._segments_sent,
+            bytes_sent=self._bytes_sent,
+            stale=self._stale,
+        )
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless staging is held by exactly the segments under way."""
+        self._allocator.check()
+        held = sum(item.lease is not None for o in self._outgoing.values() for item in o.items.values())
+        if held != self._allocator.statistics().leases:
+            raise InvariantError(f"{held} segments hold staging; leases: {self._allocator.statistics()}")
+        for outgoing in self._outgoing.values():
+            left = sum(i.state not in (State.SENT, State.DROPPED) for i in outgoing.items.values())
+            if left != outgoing.left:
+                raise InvariantError(
+                    f"{outgoing.key}: {left} segments are under way, counted {outgoing.left}"
+                )
