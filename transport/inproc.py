@@ -148,19 +148,21 @@ class InprocTransport(Transport):
         with self._fabric.lock:
             found = [Arrival(message.tag, message.data.numel(), message) for message in self._mailbox]
             self._mailbox.clear()
-            self._ledger.arrivals += len(found)
+            self._ledger.hand_out(found)
             return found
 
     def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
         with self._fabric.lock:
             self._ensure_open()
             self._ledger.check_view("receive", into, arrival.nbytes)
+            self._ledger.consume(arrival)
             operation = self._ledger.start("receive", peer, arrival.tag, arrival.nbytes, context, into)
             return self._consume(operation, arrival)
 
     def discard(self, peer: str | None, arrival: Arrival) -> Operation:
         with self._fabric.lock:
             self._ensure_open()
+            self._ledger.consume(arrival)
             operation = self._ledger.start("discard", peer, arrival.tag, arrival.nbytes)
             return self._consume(operation, arrival)
 
@@ -171,7 +173,7 @@ class InprocTransport(Transport):
                 into = self._ledger.view(operation)
                 if into is not None and message.void is None:
                     into.copy_(message.data)
-                self.end(operation, message.void)
+                self.end(operation, message.void if operation.kind == "receive" else None)
                 self._fabric.end_send(message)
             return self._ledger.take_ended()
 
@@ -230,6 +232,8 @@ class InprocTransport(Transport):
             self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
         for message in self._mailbox:
             self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
+        for arrival in self._ledger.take_arrivals():
+            self._fabric.end_send(_message_of(arrival), PeerLostError(f"{self._name} is gone"))
         self._mailbox.clear()
         self._peers.clear()
         del self._fabric.transports[self._name]
@@ -256,9 +260,8 @@ class InprocTransport(Transport):
             self._fabric.deliver(message)
 
     def _consume(self, operation: Operation, arrival: Arrival) -> Operation:
-        message = arrival.handle
-        assert isinstance(message, _Message), "arrivals are made here"
-        if operation.peer is not None and self._unusable(operation):
+        message = _message_of(arrival)
+        if operation.kind == "receive" and self._unusable(operation):
             self._fabric.end_send(message, PeerLostError(f"{self._name} does not know {message.source}"))
         else:
             self._receives.append((operation, message))
@@ -290,3 +293,8 @@ class InprocTransport(Transport):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ValueError(f"the in-process transport {self._name} is closed")
+
+
+def _message_of(arrival: Arrival) -> _Message:
+    assert isinstance(arrival.handle, _Message), "the ledger lets only our own arrivals through"
+    return arrival.handle

@@ -10,14 +10,15 @@ from collections import Counter
 import torch
 
 from disagg.core.errors import InvariantError, TransportError
-from transport.base import Operation, OperationKind, OperationState, TransportStatistics
+from transport.base import Arrival, Operation, OperationKind, OperationState, TransportStatistics
 
 
 class Ledger:
     """Operations of one transport from start to the hand-out of their end."""
 
     def __init__(self) -> None:
-        self.arrivals = 0
+        self._arrivals = 0
+        self._waiting: set[Arrival] = set()
         self._registered: dict[int, torch.Tensor] = {}
         # Holding the tensor here keeps its memory alive until the operation has ended.
         self._pending: dict[Operation, torch.Tensor | None] = {}
@@ -90,6 +91,22 @@ class Ledger:
         """The memory a pending operation uses."""
         return self._pending[operation]
 
+    def hand_out(self, arrivals: list[Arrival]) -> None:
+        """Remembers arrivals that the caller now has to receive or discard."""
+        self._arrivals += len(arrivals)
+        self._waiting.update(arrivals)
+
+    def consume(self, arrival: Arrival) -> None:
+        """Raises `ValueError` unless the arrival was handed out here and not consumed since."""
+        if arrival not in self._waiting:
+            raise ValueError(f"{arrival} was received or discarded before, or belongs to another transport")
+        self._waiting.remove(arrival)
+
+    def take_arrivals(self) -> list[Arrival]:
+        """Arrivals that were neither received nor discarded; forgets them."""
+        waiting, self._waiting = list(self._waiting), set()
+        return waiting
+
     def has_ended(self) -> bool:
         """True when `take_ended` would return something."""
         return bool(self._ended)
@@ -107,7 +124,7 @@ class Ledger:
             peers=peers,
             pending=len(self._pending),
             registered_bytes=sum(memory.nbytes for memory in self._registered.values()),
-            arrivals=self.arrivals,
+            arrivals=self._arrivals,
             sends_done=self._counts["send", done],
             sends_failed=self._counts["send", failed],
             receives_done=self._counts["receive", done],

@@ -1,0 +1,287 @@
+"""The data plane over UCX (through `ucxx`): GPU memory over NVLink and RDMA, host memory over shared memory
+and TCP.
+
+The owner thread drives UCX's worker itself: no progress thread, no event loop. Arrivals come from a probe
+that takes a message out of UCX's matching queue; its receive then goes through the sender's endpoint, so that
+closing that endpoint ends it. A discard receives into a few bytes: UCX ends it as truncated and tells the
+sender that its bytes are free (measured for eager and rendezvous messages; the sender's send ends done).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from disagg.core.errors import ConfigError, InvariantError, PeerLostError, TransportError
+from transport.base import Arrival, Operation, Transport, TransportStatistics
+from transport.ledger import Ledger
+from transport.tags import unpack
+from transport.ucx_library import load, unwrap_address, wrap_address
+
+FENCE_TIMEOUT_S = 10.0
+"""How long `disconnect` waits for UCX to confirm that nothing touches our memory any more."""
+_SCRATCH_BYTES = 64
+_PROGRESS_STEPS = 64
+"""Most progress calls in one `progress`, so that a steady stream cannot keep the owner thread inside."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    address: bytes
+    endpoint: Any
+
+
+class UcxTransport(Transport):
+    """One rank's UCX worker; see `Transport`.
+
+    `error_handling` makes UCX notice dead peers and end what is pending with them. Switched off, host memory
+    between processes of one host goes through shared memory instead of TCP, but a dead peer's operations end
+    only by `disconnect`, which may then be unable to prove its fence. `options` are UCX's own (`{"TLS": "..."}`).
+
+    Raises `ConfigError` when ucxx is not installed or cannot start.
+    """
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(self, error_handling: bool = True, options: dict[str, str] | None = None) -> None:
+        self._ucx, self._array_type = load()
+        self._error_handling = error_handling
+        try:
+            features = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
+            self._context: Any = self._ucx.UCXContext(options or {}, feature_flags=features)
+            self._worker: Any = self._ucx.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+            self._address = wrap_address(bytes(self._worker.address.tobytes()))
+        except self._ucx.UCXError as exc:
+            raise ConfigError(f"UCX cannot start: {exc}; check UCX_TLS and UCX_NET_DEVICES") from exc
+        self._ledger = Ledger()
+        self._peers: dict[str, _Peer] = {}
+        self._requests: dict[Operation, Any] = {}
+        self._swallowed: list[Any] = []
+        """Requests that consume what nobody asked for; held until UCX is done with the scratch bytes."""
+        self._scratch = self._array_type(bytearray(_SCRATCH_BYTES))
+        self._any_tag = (self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0))
+        self._wake_lock = threading.Lock()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake_fd, select.POLLIN)
+        self._poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        self._closed = False
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    def connect(self, peer: str, address: bytes) -> None:
+        self._ensure_open()
+        known = self._peers.get(peer)
+        if known is not None:
+            if known.address != address:
+                raise TransportError(f"{peer} is connected with another address; disconnect it first")
+            return
+        try:
+            remote = self._ucx.UCXAddress.create_from_buffer(unwrap_address(peer, address))
+            endpoint = self._worker.create_endpoint_from_worker_address(remote, self._error_handling)
+        except self._ucx.UCXError as exc:
+            raise TransportError(f"cannot connect to {peer}: {exc}") from exc
+        self._peers[peer] = _Peer(address, endpoint)
+
+    def disconnect(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        mine = [operation for operation in self._requests if operation.peer == peer]
+        receives_to_gpu = {
+            view.device
+            for operation in mine
+            if operation.kind == "receive"
+            and (view := self._ledger.view(operation)) is not None
+            and view.is_cuda
+        }
+        closing = known.endpoint.close()
+        self._fence(peer, [closing, *(self._requests[operation] for operation in mine)])
+        for device in receives_to_gpu:
+            # UCX may report a cancelled receive while its copy still runs on UCX's own stream.
+            torch.cuda.synchronize(device)
+        for operation in mine:
+            self._settle(operation, lost=True)
+
+    def register(self, memory: torch.Tensor) -> None:
+        # UCX maps memory on first use and keeps it in its own cache: the books are all there is to do.
+        self._ensure_open()
+        self._ledger.register(memory)
+
+    def deregister(self, memory: torch.Tensor) -> None:
+        self._ledger.deregister(memory)
+
+    def send(self, peer: str, tag: int, view: torch.Tensor, context: object = None) -> Operation:
+        self._ensure_open()
+        unpack(tag)
+        self._ledger.check_view("send", view)
+        operation = self._ledger.start("send", peer, tag, view.numel(), context, view)
+        endpoint = self._usable(operation)
+        if endpoint is not None:
+            self._submit(operation, lambda: endpoint.tag_send(self._array(view), self._ucx.UCXXTag(tag)))
+        return operation
+
+    def arrivals(self) -> list[Arrival]:
+        self._ensure_open()
+        found = []
+        while (probe := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
+            found.append(Arrival(probe.sender_tag.value, probe.length, probe))
+        self._ledger.hand_out(found)
+        return found
+
+    def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
+        self._ensure_open()
+        self._ledger.check_view("receive", into, arrival.nbytes)
+        self._ledger.consume(arrival)
+        operation = self._ledger.start("receive", peer, arrival.tag, arrival.nbytes, context, into)
+        endpoint = self._usable(operation)
+        if endpoint is None:
+            self._swallow(arrival.handle)
+        else:
+            self._submit(operation, lambda: endpoint.tag_recv_with_handle(self._array(into), arrival.handle))
+        return operation
+
+    def discard(self, peer: str | None, arrival: Arrival) -> Operation:
+        self._ensure_open()
+        self._ledger.consume(arrival)
+        operation = self._ledger.start("discard", peer, arrival.tag, arrival.nbytes)
+        # Through the worker, not an endpoint: the scratch bytes are nobody's, so no fence has to cover them.
+        self._submit(operation, lambda: self._worker.tag_recv_with_handle(self._scratch, arrival.handle))
+        return operation
+
+    def progress(self) -> list[Operation]:
+        self._ensure_open()
+        for _ in range(_PROGRESS_STEPS):
+            if not self._worker.progress_once():
+                break
+        if not all(peer.endpoint.alive for peer in self._peers.values()):
+            # This one also ends the operations of endpoints that failed.
+            self._worker.progress()
+        for operation in [operation for operation, request in self._requests.items() if request.completed]:
+            self._settle(operation)
+        self._swallowed = [request for request in self._swallowed if not request.completed]
+        return self._ledger.take_ended()
+
+    def wait(self, timeout_s: float) -> None:
+        self._ensure_open()
+        if self._has_news():
+            return
+        # UCX's rule: sleep only after arming, and arm only when there was nothing left to do.
+        if not self._worker.progress_once() and self._worker.arm():
+            self._poll.poll(max(0.0, timeout_s) * 1000)
+        with self._wake_lock:
+            _drain(self._wake_fd)
+
+    def wake(self) -> None:
+        with self._wake_lock:
+            if self._wake_fd >= 0:
+                os.eventfd_write(self._wake_fd, 1)
+
+    def statistics(self) -> TransportStatistics:
+        return self._ledger.statistics(len(self._peers))
+
+    def check(self) -> None:
+        self._ledger.check()
+        if set(self._ledger.pending()) != set(self._requests):
+            raise InvariantError(
+                f"ucx: pending {self._ledger.pending()} differ from requests {list(self._requests)}"
+            )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        for peer in list(self._peers):
+            self.disconnect(peer)
+        for arrival in self._ledger.take_arrivals():
+            self._swallow(arrival.handle)
+        for arrival in self.arrivals():
+            self._swallow(arrival.handle)
+        self._fence("messages left over", [*self._swallowed, *self._requests.values()])
+        for operation in list(self._requests):
+            self._settle(operation)
+        self._closed = True
+        self._release()
+
+    def _release(self) -> None:
+        """Frees UCX's objects, users before what they use."""
+        with self._wake_lock:
+            os.close(self._wake_fd)
+            self._wake_fd = -1
+        self._swallowed.clear()
+        del self._worker, self._context
+
+    def _array(self, view: torch.Tensor) -> Any:
+        return self._array_type(view if view.is_cuda else view.numpy())
+
+    def _submit(self, operation: Operation, start: Any) -> None:
+        try:
+            self._requests[operation] = start()
+        except self._ucx.UCXError as exc:
+            error = TransportError(f"{operation.kind} tag {operation.tag:#x} with {operation.peer}: {exc}")
+            error.__cause__ = exc
+            self._ledger.end(operation, error)
+            return
+        if self._requests[operation].completed:
+            self._settle(operation)
+
+    def _settle(self, operation: Operation, lost: bool = False) -> None:
+        """Ends an operation whose request has ended: the one place where UCX's errors become ours."""
+        request = self._requests.pop(operation)
+        error: TransportError | None = None
+        try:
+            request.check_error()
+        except self._ucx.UCXError as exc:
+            expected = operation.kind == "discard" and isinstance(exc, self._ucx.UCXMessageTruncatedError)
+            if not expected:
+                peer = self._peers.get(operation.peer or "")
+                lost = lost or (peer is not None and not peer.endpoint.alive)
+                cls = PeerLostError if lost else TransportError
+                error = cls(f"{operation.kind} tag {operation.tag:#x} with {operation.peer}: {exc}")
+                error.__cause__ = exc
+        self._ledger.end(operation, error)
+
+    def _usable(self, operation: Operation) -> Any:
+        """The endpoint; or None, and the operation has ended, when the peer is not connected or lost."""
+        peer = self._peers.get(operation.peer or "")
+        if peer is not None and peer.endpoint.alive:
+            return peer.endpoint
+        why = "is not connected" if peer is None else "is lost"
+        what = f"{operation.kind} tag {operation.tag:#x}"
+        self._ledger.end(operation, PeerLostError(f"{what}: {operation.peer} {why}"))
+        return None
+
+    def _swallow(self, handle: object) -> None:
+        self._swallowed.append(self._worker.tag_recv_with_handle(self._scratch, handle))
+
+    def _fence(self, what: str, requests: list[Any]) -> None:
+        deadline_s = time.monotonic() + FENCE_TIMEOUT_S
+        while not all(request.completed for request in requests):
+            self._worker.progress()
+            if time.monotonic() > deadline_s:
+                self._swallowed.extend(requests)
+                raise TransportError(
+                    f"ucx: {what}: operations still pending after {FENCE_TIMEOUT_S} s; no fence"
+                )
+
+    def _has_news(self) -> bool:
+        return self._ledger.has_ended() or self._worker.tag_probe(*self._any_tag, remove=False).matched
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise ValueError("the UCX transport is closed")
+
+
+def _drain(fd: int) -> None:
+    try:
+        os.eventfd_read(fd)
+    except BlockingIOError:
+        return
