@@ -1,0 +1,80 @@
+"""The command line. Commands live in `cli_*.py` and import what is heavy only when they run.
+
+One error boundary: an error that we raise on purpose is one line on stderr and its class' exit code (2 for
+the user's input), Ctrl-C is 130, anything else a traceback and 1.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+import typer
+
+from disagg import cli_run, cli_tools
+from disagg.core.errors import DisaggError
+
+app = typer.Typer(
+    name="disagg",
+    help="Disaggregated LLM serving: prefill on one group of ranks, move the KV cache, decode on another.",
+    add_completion=False,
+    # Plain help is instant; rich is imported by the commands that draw tables.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(cli_run.demo)
+app.command("generate")(cli_run.generate)
+app.command("doctor")(cli_tools.doctor)
+app.command("plan")(cli_tools.plan)
+app.command("version")(cli_tools.version)
+
+# What typer raises for a wrong command line. The class lives in click or in typer's own copy of it, depending
+# on typer's version; `BadParameter`, its child, has a public name in both.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command (`sys.argv` when left out); returns the exit code and raises nothing."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=given or ["--help"], prog_name="disagg", standalone_mode=False)
+    except typer.Exit as exc:
+        return exc.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print("disagg: interrupted", file=sys.stderr)
+        return 130
+    except DisaggError as exc:
+        print(f"disagg: {_one_line(str(exc))}", file=sys.stderr)
+        return exc.exit_code
+    except _UsageError as exc:
+        print(f"disagg: {_usage(exc)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (`| head`) has gone; without this the interpreter complains once more while it ends.
+        sys.stderr.close()
+        return 0
+    except Exception:  # noqa: BLE001 - the boundary: whatever was not foreseen is shown whole
+        traceback.print_exc()
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Entry point of the `disagg` script."""
+    sys.exit(run())
+
+
+def _usage(exc: Exception) -> str:
+    context = getattr(exc, "ctx", None)
+    message = exc.format_message() if hasattr(exc, "format_message") else str(exc)
+    where = context.command_path if context is not None else "disagg"
+    return _one_line(message).rstrip(".") + f" (see {where} --help)"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    main()

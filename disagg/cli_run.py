@@ -1,0 +1,164 @@
+"""`disagg demo` and `disagg generate`: flags to a `Config` and `RunOptions`, then over to `disagg.demo`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import typer
+
+from disagg.core.config import Config, load_config
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.types import SamplingParams
+from disagg.run_options import DEMO_PROMPTS, RunOptions
+
+ModelFlag = Annotated[
+    str | None, typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint.")
+]
+RandomInitFlag = Annotated[
+    str | None,
+    typer.Option("--random-init", metavar="NAME", help="A small architecture with random weights, by name."),
+]
+DTypeFlag = Annotated[
+    str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", show_default=False)
+]
+PrefillTpFlag = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks that prefill [2].")]
+DecodeTpFlag = Annotated[int | None, typer.Option("--decode-tp", help="Ranks that decode [1].")]
+DeviceFlag = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda, for both groups.")]
+PromptFlag = Annotated[
+    list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat for more requests.")
+]
+MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", help="Tokens to answer each prompt with.")]
+ConfigFlag = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Configuration, TOML or YAML.")
+]
+SetFlag = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, e.g. transfer.layer_groups=8; repeatable."),
+]
+OutFlag = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Folder for the timeline and the report.")
+]
+ChunkTokensFlag = Annotated[
+    int | None, typer.Option("--chunk-tokens", help="Prompt tokens that one prefill step computes [256].")
+]
+PrefillPageFlag = Annotated[
+    int | None, typer.Option("--prefill-page-size", help="Tokens in one page of the prefill pool [16].")
+]
+DecodePageFlag = Annotated[
+    int | None, typer.Option("--decode-page-size", help="Tokens in one page of the decode pool [16].")
+]
+RingBytesFlag = Annotated[
+    str | None, typer.Option("--ring-bytes", metavar="SIZE", help="Receive ring of a decode rank [32MiB].")
+]
+TemperatureFlag = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
+TopKFlag = Annotated[int, typer.Option("--top-k", help="Choose among the k likeliest tokens; 0 is off.")]
+TopPFlag = Annotated[float, typer.Option("--top-p", help="Choose among the likeliest tokens of mass p.")]
+SeedFlag = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
+StopFlag = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends an answer; repeatable.")]
+
+FLAG_KEYS: dict[str, tuple[str, ...]] = {
+    "model": ("model.path",),
+    "random_init": ("model.random_init",),
+    "dtype": ("model.dtype",),
+    "prefill_tp": ("prefill.tp",),
+    "decode_tp": ("decode.tp",),
+    "device": ("prefill.device", "decode.device"),
+    "chunk_tokens": ("prefill.chunk_tokens",),
+    "prefill_page_size": ("prefill.page_size",),
+    "decode_page_size": ("decode.page_size",),
+    "ring_bytes": ("transfer.ring_bytes",),
+}
+"""Parameters of `demo` and `generate` that are short for settings."""
+
+
+def demo(
+    model: ModelFlag = None,
+    random_init: RandomInitFlag = None,
+    dtype: DTypeFlag = None,
+    prefill_tp: PrefillTpFlag = None,
+    decode_tp: DecodeTpFlag = None,
+    device: DeviceFlag = None,
+    prompt: PromptFlag = None,
+    max_tokens: MaxTokensFlag = 32,
+    config: ConfigFlag = None,
+    settings: SetFlag = None,
+    out: OutFlag = None,
+    chunk_tokens: ChunkTokensFlag = None,
+    prefill_page_size: PrefillPageFlag = None,
+    decode_page_size: DecodePageFlag = None,
+    ring_bytes: RingBytesFlag = None,
+) -> None:
+    """Serve a few prompts on this machine and check the answers."""
+    given = dict(locals())  # the flags by parameter name, before anything else is assigned
+    options = RunOptions(
+        prompts=tuple(prompt or DEMO_PROMPTS),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        out_dir=str(out) if out else None,
+    )
+    settled = _configuration(given)
+    _runner().run_demo(settled, options)
+
+
+def generate(
+    prompt: PromptFlag = None,
+    model: ModelFlag = None,
+    random_init: RandomInitFlag = None,
+    dtype: DTypeFlag = None,
+    prefill_tp: PrefillTpFlag = None,
+    decode_tp: DecodeTpFlag = None,
+    device: DeviceFlag = None,
+    max_tokens: MaxTokensFlag = 64,
+    temperature: TemperatureFlag = 0.0,
+    top_k: TopKFlag = 0,
+    top_p: TopPFlag = 1.0,
+    seed: SeedFlag = None,
+    stop: StopFlag = None,
+    config: ConfigFlag = None,
+    settings: SetFlag = None,
+    out: OutFlag = None,
+    chunk_tokens: ChunkTokensFlag = None,
+    prefill_page_size: PrefillPageFlag = None,
+    decode_page_size: DecodePageFlag = None,
+    ring_bytes: RingBytesFlag = None,
+) -> None:
+    """Answer prompts and print the answers."""
+    given = dict(locals())  # the flags by parameter name, before anything else is assigned
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    options = RunOptions(prompts=tuple(prompt or ()), sampling=sampling, out_dir=str(out) if out else None)
+    settled = _configuration(given)
+    _runner().run_generate(settled, options)
+
+
+def _configuration(given: Mapping[str, Any]) -> Config:
+    overrides: dict[str, object] = {}
+    for text in given["settings"] or ():
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"flag --set {text}: write section.key=value, e.g. prefill.tp=2")
+        overrides[key.strip()] = value
+    # A flag with a name of its own wins over --set of the same key.
+    for name, keys in FLAG_KEYS.items():
+        overrides.update({key: given[name] for key in keys if given[name] is not None})
+    return load_config(given["config"], os.environ, overrides)
+
+
+def _runner() -> ModuleType:
+    """`disagg.demo`, imported only now: it brings torch, Ray and transformers along."""
+    try:
+        return importlib.import_module("disagg.demo")
+    except ModuleNotFoundError as exc:
+        if exc.name != "disagg.demo":
+            raise
+        raise DisaggError("this installation has no module disagg.demo: install disagg anew") from exc

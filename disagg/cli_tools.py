@@ -1,0 +1,113 @@
+"""`disagg doctor`, `plan` and `version`: the commands that serve nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from disagg.core.config import parse_bytes
+from disagg.core.errors import ConfigError
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON list.")] = False,
+) -> None:
+    """Check this machine; exit code 1 if something fails."""
+    import msgspec
+
+    from disagg.doctor import all_probes, examine, findings_table, is_healthy
+
+    findings = examine(all_probes())
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(findings), indent=2))
+    else:
+        _show(findings_table(findings))
+    if not is_healthy(findings):
+        raise typer.Exit(1)
+
+
+def plan(
+    kv_heads: Annotated[int, typer.Option("--kv-heads", help="KV heads of the model.")],
+    layers: Annotated[int, typer.Option("--layers", help="Layers of the model.")],
+    prefill_tp: Annotated[int, typer.Option("--prefill-tp", help="Ranks that prefill.")],
+    decode_tp: Annotated[int, typer.Option("--decode-tp", help="Ranks that decode.")],
+    prefill_pp: Annotated[
+        int, typer.Option("--prefill-pp", help="Pipeline stages of the prefill group.")
+    ] = 1,
+    decode_pp: Annotated[int, typer.Option("--decode-pp", help="Pipeline stages of the decode group.")] = 1,
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of one head.")] = 128,
+    dtype: Annotated[str, typer.Option("--dtype", help="Element type of the KV cache.")] = "bfloat16",
+    tokens: Annotated[int, typer.Option("--tokens", help="Length of the prompt.")] = 8192,
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of one prefill step.")] = 256,
+    layer_groups: Annotated[int, typer.Option("--layer-groups", help="Groups a chunk is sent in.")] = 4,
+    ring_bytes: Annotated[
+        str, typer.Option("--ring-bytes", metavar="SIZE", help="Receive ring; a segment takes a quarter.")
+    ] = "32MiB",
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.png", help="Draw it, too.")] = None,
+) -> None:
+    """Show what a prompt moves between two groups."""
+    from disagg.core.config import TransferConfig
+    from disagg.core.types import KVLayout
+    from disagg.plan import PlanRequest, compute_plan, plan_lines
+
+    if out is not None and out.suffix.lower() != ".png":
+        raise ConfigError(f"--out {out}: the picture is a PNG; give a name that ends in .png")
+    size = parse_bytes(ring_bytes)
+    request = PlanRequest(
+        layout=KVLayout(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype),
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_pp=prefill_pp,
+        decode_pp=decode_pp,
+        tokens=tokens,
+        chunk_tokens=chunk_tokens,
+        layer_groups=layer_groups,
+        max_segment_bytes=TransferConfig(ring_bytes=size, staging_bytes=size).segment_limit_bytes,
+    )
+    answer = compute_plan(request)
+    print("\n".join(plan_lines(answer)))
+    _show(_routes_table(answer))
+    if out is not None:
+        from disagg.plan_draw import draw_plan
+
+        try:
+            draw_plan(answer, out)
+        except OSError as exc:
+            raise ConfigError(f"--out {out}: cannot be written: {exc.strerror or exc}") from exc
+
+
+def version() -> None:
+    """Print the version."""
+    from disagg import __version__
+
+    print(f"disagg {__version__}")
+
+
+def _routes_table(answer: Any) -> Any:
+    from rich.table import Table
+
+    from disagg.plan import describe_bytes
+
+    table = Table()
+    for name in ("from", "to", "layers", "KV heads", "bytes", "segments"):
+        table.add_column(name, justify="right")
+    for total in answer.routes:
+        route = total.route
+        table.add_row(
+            f"prefill r{route.src_rank}",
+            f"decode r{route.dst_rank}",
+            str(route.layers),
+            str(route.heads),
+            describe_bytes(total.nbytes),
+            str(total.segments),
+        )
+    return table
+
+
+def _show(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)

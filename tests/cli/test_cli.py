@@ -1,0 +1,210 @@
+"""The command line: flags to configuration, the error boundary, and how little it imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from disagg import cli
+from disagg.core.config import Config
+from disagg.core.errors import BusyError, ConfigError
+from disagg.run_options import DEMO_PROMPTS, RunOptions
+
+ROOT = Path(__file__).resolve().parents[2]
+Calls = list[tuple[str, Config, RunOptions]]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Stands in for `disagg.demo`; lists what it was called with."""
+    made: Calls = []
+    demo = ModuleType("disagg.demo")
+    demo.run_demo = lambda config, options: made.append(("demo", config, options))  # type: ignore[attr-defined]
+    demo.run_generate = lambda config, options: made.append(("generate", config, options))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "disagg.demo", demo)
+    for name in [name for name in __import__("os").environ if name.startswith("DISAGG_")]:
+        monkeypatch.delenv(name)
+    return made
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    demo = ModuleType("disagg.demo")
+
+    def run_demo(config: Config, options: RunOptions) -> None:
+        raise error
+
+    demo.run_demo = run_demo  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "disagg.demo", demo)
+
+
+def test_demo_needs_no_flags(calls: Calls) -> None:
+    assert cli.run(["demo"]) == 0
+    [(name, config, options)] = calls
+    assert name == "demo"
+    assert config == Config()
+    assert options.prompts == DEMO_PROMPTS
+    assert options.sampling.temperature == 0
+    assert options.out_dir is None
+
+
+def test_demo_flags(calls: Calls, tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[transfer]\nlayer_groups = 7\n[prefill]\nmax_requests = 9\n")
+    flags = (
+        f"demo --model /m --dtype float32 --prefill-tp 4 --decode-tp 3 --device cpu --prompt one --prompt two "
+        f"--max-tokens 5 --config {path} --set transfer.layer_groups=2 --set prefill.tp=9 --out {tmp_path} "
+        f"--chunk-tokens 64 --prefill-page-size 32 --decode-page-size 8 --ring-bytes 64MiB"
+    )
+    assert cli.run(flags.split()) == 0
+    [(_, config, options)] = calls
+    assert (config.model.path, config.model.dtype) == ("/m", "float32")
+    assert (config.prefill.tp, config.decode.tp) == (4, 3), "a named flag beats --set"
+    assert (config.prefill.device, config.decode.device) == ("cpu", "cpu")
+    assert (config.prefill.page_size, config.decode.page_size) == (32, 8)
+    assert config.prefill.chunk_tokens == 64
+    assert config.prefill.max_requests == 9
+    assert config.transfer.ring_bytes == 64 << 20
+    assert config.transfer.layer_groups == 2, "--set beats the file"
+    assert options.prompts == ("one", "two")
+    assert options.sampling.max_tokens == 5
+    assert options.out_dir == str(tmp_path)
+
+
+def test_generate_flags(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISAGG_DECODE__TP", "4")
+    flags = (
+        "generate --prompt hi --random-init tiny --temperature 0.5 --top-k 9 --top-p 0.8 --seed 3 --stop a"
+    )
+    assert cli.run([*flags.split(), "--stop", "b c", "--max-tokens", "7"]) == 0
+    [(name, config, options)] = calls
+    assert name == "generate"
+    assert config.model.random_init == "tiny"
+    assert config.decode.tp == 4
+    sampling = options.sampling
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed) == (0.5, 9, 0.8, 3)
+    assert (sampling.stop, sampling.max_tokens) == (("a", "b c"), 7)
+
+
+BAD_INPUT = [
+    ("demo --prefill-tp 0", "flag prefill.tp: prefill.tp = 0 is not allowed; it must be at least 1"),
+    ("demo --prefill-tp two", "Invalid value for '--prefill-tp'"),
+    ("demo --device gpu", "prefill.device = 'gpu' is not allowed; it must be one of auto, cpu, cuda"),
+    ("demo --set prefil.tp=2", "unknown section prefil; did you mean prefill?"),
+    ("demo --set prefill.tp", "write section.key=value, e.g. prefill.tp=2"),
+    ("demo --config /nowhere.toml", "file /nowhere.toml: cannot be read"),
+    ("demo --ring-bytes 3Q", "is not a size"),
+    ("demo --max-tokens 0", "max_tokens = 0 is not allowed; it must be at least 1"),
+    ("demo --model /a --random-init b", "it must be left out when model.path is given"),
+    ("demo --frobnicate", "No such option: --frobnicate"),
+    ("generate", "no prompt: give at least one with --prompt"),
+    ("generate --prompt=", "prompt 1 is empty"),
+    (
+        "generate --prompt a --temperature -1",
+        "temperature = -1.0 is not allowed; it must be 0 (greedy) or more",
+    ),
+    ("generate --prompt a --top-p 0", "top_p = 0.0 is not allowed"),
+    ("generate --prompt a --top-k -1", "top_k = -1 is not allowed"),
+    ("generate --prompt a --seed -1", "seed = -1 is not allowed"),
+    ("generate --prompt a --stop=", "stop = ('',) is not allowed"),
+    ("plan --kv-heads 8", "Missing option '--layers' (see disagg plan --help)"),
+    ("plan --kv-heads 0 --layers 1 --prefill-tp 1 --decode-tp 1", "kv_heads = 0 is not allowed"),
+    (
+        "plan --kv-heads 1 --layers 1 --prefill-tp 1 --decode-tp 1 --dtype int4",
+        "dtype = 'int4' is not allowed",
+    ),
+    (
+        "plan --kv-heads 1 --layers 1 --prefill-tp 1 --decode-tp 1 --out a.jpg",
+        "--out a.jpg: the picture is a PNG",
+    ),
+    ("plan --kv-heads 1 --layers 1 --prefill-tp 1 --decode-tp 1 --prefill-pp 2", "lower pp"),
+    ("nonsense", "No such command 'nonsense'"),
+]
+
+
+@pytest.mark.parametrize(("flags", "expected"), BAD_INPUT)
+def test_bad_input_is_one_line_and_2(
+    flags: str, expected: str, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(flags.split(" ")) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("disagg: ")
+    assert expected in captured.err
+    assert captured.out == ""
+    assert not calls
+
+
+def test_errors_end_with_their_class_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for error, code in ((ConfigError("bad\ninput"), 2), (BusyError("no room"), 1)):
+        fail_with(monkeypatch, error)
+        assert cli.run(["demo"]) == code
+    assert capsys.readouterr().err == "disagg: bad input\ndisagg: no room\n"
+
+
+def test_interrupt_and_surprise(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt())
+    assert cli.run(["demo"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    fail_with(monkeypatch, RuntimeError("a bug"))
+    assert cli.run(["demo"]) == 1
+    assert "Traceback" in (shown := capsys.readouterr().err)
+    assert "RuntimeError: a bug" in shown
+
+
+def test_a_missing_dependency_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(name: str) -> ModuleType:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr("importlib.import_module", broken)
+    missing = "ray"
+    assert cli.run(["demo"]) == 1
+    assert "No module named 'ray'" in capsys.readouterr().err
+    missing = "disagg.demo"
+    assert cli.run(["demo"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "disagg: this installation has no module disagg.demo: install disagg anew\n"
+    )
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([]) == 0
+    shown = capsys.readouterr().out
+    for command in ("demo", "generate", "doctor", "plan", "version"):
+        assert f"\n  {command} " in shown
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["version"]) == 0
+    assert capsys.readouterr().out == "disagg 0.1.0\n"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from disagg import cli; assert cli.run(['demo', '--help']) == 0; "
+        "heavy = ('torch', 'ray', 'transformers', 'ucxx', 'matplotlib', 'triton', 'numpy', 'rich'); "
+        "print('heavy:', [name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "heavy: []"
+    assert "--prefill-tp" in done.stdout
+
+
+def test_the_reader_may_leave() -> None:
+    command = f"{sys.executable} -m disagg.cli --help | head -c 1"
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+
+
+def test_demo_prompts_differ_in_length() -> None:
+    lengths = [len(prompt) for prompt in DEMO_PROMPTS]
+    assert len(lengths) == 6
+    assert max(lengths) > 30 * min(lengths)

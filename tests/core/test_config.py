@@ -1,0 +1,190 @@
+"""Configuration: the order of the sources, and one line for each mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from disagg.core.config import Config, GroupConfig, TransferConfig, load_config, parse_bytes
+from disagg.core.errors import ConfigError
+
+TOML = """
+[prefill]
+tp = 4
+page_size = 32
+
+[transfer]
+lease_timeout_s = 5
+"""
+YAML = "prefill: {tp: 4, page_size: 32}\ntransfer:\n  lease_timeout_s: 5\n"
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    config = load_config()
+    assert config == Config()
+    assert (config.prefill.tp, config.decode.tp) == (2, 1)
+    assert config.transfer.ring_bytes == config.transfer.staging_bytes == 32 << 20
+    assert config.transfer.segment_limit_bytes == 8 << 20
+
+
+@pytest.mark.parametrize(("name", "text"), [("a.toml", TOML), ("a.yaml", YAML), ("a.yml", YAML)])
+def test_later_sources_win(tmp_path: Path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    env = {"DISAGG_PREFILL__PAGE_SIZE": "8", "DISAGG_DECODE__TP": "3", "PATH": "/bin"}
+    config = load_config(path, env, {"decode.tp": 5, "transport.error_handling": "false"})
+    assert config.prefill.tp == 4, "from the file"
+    assert config.transfer.lease_timeout_s == 5.0, "a whole number where a float is expected"
+    assert config.prefill.page_size == 8, "the environment beats the file"
+    assert config.decode.tp == 5, "a flag beats the environment"
+    assert config.transport.error_handling is False
+    assert config.prefill.chunk_tokens == GroupConfig().chunk_tokens, "what nobody set stays"
+
+
+def test_a_group_named_in_a_file_keeps_its_own_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[prefill]\npage_size = 32\n")
+    assert load_config(path).prefill.tp == 2, "not the class' default of 1"
+
+
+def test_kubernetes_variables_are_not_ours() -> None:
+    assert load_config(env={"DISAGG_ROUTER_SERVICE_HOST": "10.0.0.1", "DISAGG_PORT": "1"}) == Config()
+
+
+FILE_MISTAKES = [
+    ("a.toml", "[prefil]\ntp = 1", "unknown section prefil; did you mean prefill?"),
+    ("a.toml", "[prefill]\ntpp = 1", "unknown key tpp in section prefill; did you mean tp?"),
+    (
+        "a.toml",
+        "[transport]\nzzzz = 1",
+        "unknown key zzzz in section transport; known: backend, error_handling",
+    ),
+    ("a.toml", "[prefill]\ntp = 0", "prefill.tp = 0 is not allowed; it must be at least 1"),
+    ("a.toml", "[prefill]\ntp = '2'", "prefill.tp = '2' is not allowed; it must be a whole number"),
+    ("a.toml", "[prefill]\ntp = true", "prefill.tp = True is not allowed; it must be a whole number"),
+    ("a.toml", "[model]\npath = 3", "model.path = 3 is not allowed; it must be text or nothing"),
+    ("a.toml", "[transport]\nerror_handling = 1", "it must be true or false"),
+    ("a.toml", "prefill = 3", "prefill = 3 is not a table of keys"),
+    ("a.toml", "prefil = 3", "unknown section prefil; did you mean prefill?"),
+    ("a.toml", "[prefill\n", "is not valid TOML"),
+    ("a.yaml", "a: [\n", "is not valid YAML"),
+    ("a.yaml", "- 1\n", "holds list, not a table of sections"),
+    ("a.json", "{}", "its name must end in .toml, .yaml or .yml"),
+    ("a.toml", None, "cannot be read: No such file or directory"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), FILE_MISTAKES)
+def test_file_mistakes(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(caught.value).startswith(f"file {path}: ")
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"cannot be read.*utf-8"):
+        load_config(path)
+
+
+ENV_MISTAKES = [
+    ("DISAGG_PREFILL__TPP", "2", "unknown key tpp in section prefill; did you mean tp?"),
+    ("DISAGG_PREFIL__TP", "2", "unknown section prefil; did you mean prefill?"),
+    ("DISAGG_DECODE__TP", "two", "decode.tp = 'two' is not allowed; it must be a whole number"),
+    ("DISAGG_LOG__FORMAT", "xml", "log.format = 'xml' is not allowed; it must be one of plain, json"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), ENV_MISTAKES)
+def test_environment_mistakes(name: str, value: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(env={name: value})
+    assert str(caught.value) == f"variable {name}: {expected}"
+
+
+FLAG_MISTAKES = [
+    ({"prefill": 1}, "flag prefill: a setting is written section.key=value, e.g. prefill.tp=2"),
+    ({"prefill.": 1}, "flag prefill.: a setting is written section.key=value, e.g. prefill.tp=2"),
+    ({"transfer.ring_bytes": "12Q"}, "flag transfer.ring_bytes: transfer.ring_bytes = '12Q' is not a size"),
+    ({"transfer.ring_bytes": "1K"}, "it must be at least 4096"),
+    (
+        {"transfer.max_segment_bytes": "33MiB"},
+        "at most the smaller of ring_bytes and staging_bytes (33554432)",
+    ),
+    ({"transfer.watermark_interval_s": 30}, "it must be less than lease_timeout_s (30)"),
+    ({"transfer.lease_timeout_s": "nan"}, "it must be more than 0"),
+    ({"transfer.layer_groups": 0}, "it must be at least 1"),
+    ({"prefill.device": "gpu"}, "prefill.device = 'gpu' is not allowed; it must be one of auto, cpu, cuda"),
+    ({"prefill.device": "cpu", "prefill.collective": "nccl"}, "it must be auto or gloo on device cpu"),
+    (
+        {"prefill.pool_tokens": 1000, "prefill.max_context_tokens": 9},
+        "it must be a multiple of page_size (16)",
+    ),
+    ({"prefill.max_context_tokens": 1 << 20}, "it must be at most pool_tokens (16384)"),
+    ({"control.heartbeat_s": 6}, "it must be at most half of peer_timeout_s (10)"),
+    ({"control.host": ""}, "it must be an address or a host name"),
+    ({"router.request_timeout_s": 0}, "it must be more than 0"),
+    ({"model.path": "/m", "model.random_init": "tiny"}, "it must be left out when model.path is given"),
+    ({"model.seed": -1}, "it must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), FLAG_MISTAKES)
+def test_flag_mistakes(overrides: dict[str, object], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides=overrides)
+    assert expected in str(caught.value)
+    assert str(caught.value).startswith("flag ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_default_made_wrong_names_both() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides={"prefill.page_size": 15})
+    assert str(caught.value) == (
+        "default (with flag prefill.page_size): prefill.pool_tokens = 16384 is not allowed; "
+        "it must be a multiple of page_size (15)"
+    )
+
+
+def test_sections_made_by_hand_are_checked_too() -> None:
+    with pytest.raises(ConfigError, match="tp = 0 is not allowed"):
+        GroupConfig(tp=0)
+    with pytest.raises(ConfigError, match="one of auto, cpu, cuda"):
+        msgspec.structs.replace(GroupConfig(), device="tpu")
+
+
+def test_the_tree_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Config().prefill.tp = 3  # type: ignore[misc]
+
+
+def test_segment_limit() -> None:
+    assert TransferConfig(ring_bytes=1 << 20).segment_limit_bytes == 1 << 18, (
+        "a quarter of the smaller buffer"
+    )
+    assert TransferConfig(staging_bytes=1 << 16).segment_limit_bytes == 1 << 14
+    assert TransferConfig(max_segment_bytes=5000).segment_limit_bytes == 5000
+    assert GroupConfig(page_size=32).pool_pages == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("0", 0), ("4096", 4096), ("4096B", 4096), ("64KiB", 1 << 16), ("64k", 1 << 16), (" 3 GiB ", 3 << 30)],
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5M", "MiB", "1TiB", "0x10", "1_000"])
+def test_not_sizes(text: str) -> None:
+    with pytest.raises(ConfigError, match="is not a size"):
+        parse_bytes(text)
