@@ -97,6 +97,7 @@ def make_tiny_checkpoint(
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
     save_file(model.state_dict(), path / "model.safetensors", metadata={"format": "pt"})
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(path)
     model.generation_config.save_pretrained(path)
     byte_tokenizer().save_pretrained(path)

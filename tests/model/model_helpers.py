@@ -1,0 +1,104 @@
+"""What the model tests share: sizes, prompts, runners over poisoned pools, ranks as threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from disagg.core.ports import Collective
+from disagg.model.collective import SingleCollective, ThreadCollective
+from disagg.model.runner import ModelRunner
+from disagg.model.source import ModelSource
+
+T = TypeVar("T")
+WINDOW_TOKENS = 16
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"kv_heads": 2},
+    "mistral": {"kv_heads": 6, "sliding_window": WINDOW_TOKENS},
+    "gemma2": {"kv_heads": 1, "sliding_window": WINDOW_TOKENS},
+}
+PROMPT_TOKENS = (1, 7, 50, 33)
+ANSWER_TOKENS = 16
+
+
+def prompts() -> list[list[int]]:
+    """Random prompts, the longest three windows long."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
+
+
+def load_plain(directory: Path) -> Any:
+    """transformers' own model with its own eager attention."""
+    loaded = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
+    loaded.generation_config.eos_token_id = None  # answers end by length
+    return loaded.eval()
+
+
+def plain_greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
+    """Greedy answer of transformers."""
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        min_new_tokens=tokens,
+        max_new_tokens=tokens,
+        do_sample=False,
+    )
+    answer: list[int] = out[0, len(prompt) :].tolist()
+    return answer
+
+
+def make_runner(
+    source: ModelSource | Path,
+    collective: Collective | None = None,
+    *,
+    page_size: int = 16,
+    pages: int = 24,
+    rows: int = 3,
+    device: str = "cpu",
+    **more: Any,
+) -> ModelRunner:
+    """A float32 runner over a poisoned pool: a slot that is read before it was written shows as NaN."""
+    runner = ModelRunner(
+        ModelSource.from_directory(source) if isinstance(source, Path) else source,
+        collective=collective or SingleCollective(),
+        device=device,
+        dtype=more.pop("dtype", torch.float32),
+        pool_tokens=pages * page_size,
+        page_size=page_size,
+        rows=rows,
+        max_tokens=more.pop("max_tokens", 128),
+        **more,
+    )
+    runner.pool.poison()
+    return runner
+
+
+def run_ranks(size: int, work: Callable[[ThreadCollective], T], timeout_s: float = 60.0) -> list[T]:
+    """Runs `work` on every rank of a thread group; raises the first error of a rank."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(collective: ThreadCollective) -> None:
+        try:
+            results[collective.rank] = work(collective)
+        except BaseException as exc:  # noqa: BLE001 - handed to the test
+            errors.append(exc)
+            collective.close()
+
+    threads = [
+        threading.Thread(target=run, args=(one,)) for one in ThreadCollective.group(size, timeout_s=timeout_s)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]

@@ -1,0 +1,140 @@
+"""One suite for every collective: sums, equal bits, order, and an error when a rank is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed
+
+from disagg.core.errors import ConfigError, PeerLostError
+from disagg.core.ports import Collective
+from disagg.model.collective import SingleCollective, ThreadCollective
+from disagg.model.torch_collective import TorchCollective
+
+Group = Callable[[int], list[Callable[[], Collective]]]
+TIMEOUT_S = 20.0
+
+
+def single(size: int) -> list[Callable[[], Collective]]:
+    return [SingleCollective] * size
+
+
+def threads(size: int) -> list[Callable[[], Collective]]:
+    members = ThreadCollective.group(size, timeout_s=TIMEOUT_S)
+    return [lambda member=member: member for member in members]  # type: ignore[misc]
+
+
+def gloo(size: int) -> list[Callable[[], Collective]]:
+    store = torch.distributed.HashStore()
+
+    def join(rank: int) -> Collective:
+        return TorchCollective(rank=rank, size=size, backend="gloo", store=store, timeout_s=TIMEOUT_S)
+
+    return [lambda rank=rank: join(rank) for rank in range(size)]  # type: ignore[misc]
+
+
+CASES = [
+    pytest.param(single, 1, id="single"),
+    *[pytest.param(threads, n, id=f"threads-{n}") for n in (1, 2, 3)],
+    *[pytest.param(gloo, n, id=f"gloo-{n}") for n in (1, 2, 3)],
+]
+GROUPS = [pytest.param(threads, id="threads"), pytest.param(gloo, id="gloo")]
+
+
+def on_ranks(make: Group, size: int, work: Callable[[Collective], object]) -> list[object]:
+    """Runs `work` on each rank in a thread of its own; an error is that rank's result."""
+    results: list[object] = [None] * size
+
+    def run(rank: int, join: Callable[[], Collective]) -> None:
+        try:
+            results[rank] = work(join())
+        except Exception as exc:  # noqa: BLE001 - the test looks at it
+            results[rank] = exc
+
+    started = [threading.Thread(target=run, args=pair) for pair in enumerate(make(size))]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    return results
+
+
+@pytest.mark.parametrize(("make", "size"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_in_place_with_the_same_bits_on_every_rank(make: Group, size: int, dtype: torch.dtype) -> None:
+    parts = [torch.randn(5, 7, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]
+
+    def work(collective: Collective) -> torch.Tensor:
+        tensor = parts[collective.rank].clone()
+        for _ in range(3):  # sums of sums: a rank that runs ahead would spoil its neighbour's input
+            collective.all_reduce(tensor)
+        collective.barrier()
+        assert collective.size == size
+        return tensor
+
+    results = on_ranks(make, size, work)
+    expected = torch.stack([part.double() for part in parts]).sum(0) * size**2
+    for result in results:
+        assert isinstance(result, torch.Tensor), result
+        assert torch.equal(result, results[0])  # type: ignore[arg-type]
+        torch.testing.assert_close(result.double(), expected, rtol=0.03, atol=0.1)
+
+
+@pytest.mark.parametrize("make", GROUPS)
+def test_nobody_passes_the_barrier_alone(make: Group) -> None:
+    arrived: list[int] = []
+
+    def work(collective: Collective) -> int:
+        arrived.append(collective.rank)
+        collective.barrier()
+        return len(arrived)
+
+    assert on_ranks(make, 3, work) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("make", GROUPS)
+@pytest.mark.parametrize("call", ["all_reduce", "barrier"])
+def test_a_rank_that_closes_releases_those_that_wait(make: Group, call: str) -> None:
+    def work(collective: Collective) -> None:
+        collective.barrier()
+        if collective.rank == 1:
+            collective.close()
+        elif call == "barrier":
+            collective.barrier()
+        else:
+            collective.all_reduce(torch.ones(3))
+
+    first, second, third = on_ranks(make, 3, work)
+    assert second is None
+    for rank, found in ((0, first), (2, third)):
+        assert isinstance(found, PeerLostError), found
+        assert f"rank {rank} of 3" in str(found)
+
+
+def test_a_rank_that_never_comes_is_waited_for_only_so_long() -> None:
+    alone = ThreadCollective.group(2, timeout_s=0.05)[0]
+    with pytest.raises(PeerLostError, match=r"within 0\.05 s"):
+        alone.barrier()
+
+
+def test_wrong_arguments_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match="gloo, nccl"):
+        TorchCollective(rank=0, size=1, backend="mpi", init_method="tcp://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="either"):
+        TorchCollective(rank=0, size=1, backend="gloo")
+
+
+def test_processes_meet_at_an_address(tmp_path: object) -> None:
+    def join() -> Collective:
+        return TorchCollective(
+            rank=0, size=1, backend="gloo", init_method=f"file://{tmp_path}/meet", timeout_s=TIMEOUT_S
+        )
+
+    collective = join()
+    tensor = torch.tensor([2.5])
+    collective.all_reduce(tensor)
+    assert tensor.item() == 2.5
+    collective.close()

@@ -1,0 +1,179 @@
+"""What cannot be served exactly is refused at start with one clear line; what can be on one rank, is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_helpers import load_plain, make_runner, plain_greedy, prompts
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    DeepseekV3Config,
+    FalconConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MambaConfig,
+    MixtralConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from disagg.core.errors import ConfigError, UnsupportedModelError
+from disagg.core.types import SamplingParams, Shard, Span
+from disagg.model.attention import AttentionParams
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.collective import ThreadCollective
+from disagg.model.paged import paged_attention
+from disagg.model.probe import ShapeProbe
+from disagg.model.source import ModelSource
+from disagg.model.unsplit import generate_unsplit
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 259,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+}
+ENCODER = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "head_dim")}
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+
+
+def save(config: PreTrainedConfig, directory: Path) -> Path:
+    torch.manual_seed(0)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = auto.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.normal_()
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (T5Config(vocab_size=259, d_model=64, num_layers=1, num_heads=4, d_ff=64), "not a decoder-only"),
+        (MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1), "linear_attention"),
+        (Qwen3NextConfig(**SIZES, num_experts=4, num_experts_per_tok=2), "linear_attention"),
+        (DeepseekV3Config(**SIZES, **MLA, n_routed_experts=8, moe_intermediate_size=32), "MLA"),
+        (
+            FalconConfig(vocab_size=259, hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
+            "cannot be built with our attention",
+        ),
+        (BertConfig(**ENCODER), "is_causal=False"),
+        (
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "rotary",
+        ),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_architectures_that_do_not_fit_are_refused(config: Any, match: str, tmp_path: Path) -> None:
+    directory = save(config, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=match) as caught:
+        make_runner(directory)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
+    config = LlamaConfig(**SIZES)
+    save(config, tmp_path)
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="quantized"):
+        ModelSource.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (Phi3Config(**SIZES), "colwise_gather_output"),
+        (MixtralConfig(**SIZES, num_local_experts=4), "packed_colwise"),
+        (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), "tensor-parallel plan|plan has"),
+    ],
+    ids=["fused qkv", "experts", "sinks"],
+)
+def test_what_cannot_be_split_runs_on_one_rank(config: Any, match: str, tmp_path: Path) -> None:
+    directory = save(config, tmp_path)
+    with pytest.raises(UnsupportedModelError, match=match) as caught:
+        make_runner(directory, ThreadCollective.group(2)[0])
+    assert "use 1 rank" in str(caught.value)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    answers = generate_unsplit(make_runner(directory), prompts(), params, chunk_tokens=13)
+    plain = load_plain(directory)
+    assert answers == [plain_greedy(plain, prompt, 8) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("size", [5, 8, 24])
+def test_a_size_that_does_not_divide_the_query_heads_names_those_that_do(size: int) -> None:
+    with pytest.raises(
+        UnsupportedModelError, match=rf"12 query heads, which {size} .* use 1, 2, 3, 4, 6, 12"
+    ):
+        make_runner(ModelSource.random_init("tiny-llama"), ThreadCollective.group(size)[0])
+
+
+def test_a_context_beyond_the_model_and_a_pool_too_small_are_refused() -> None:
+    source = ModelSource.random_init("tiny-llama")
+    with pytest.raises(ConfigError, match="context of 1024 tokens"):
+        make_runner(source, max_tokens=2000)
+    with pytest.raises(ConfigError, match="at least 32 tokens"):
+        make_runner(source, pages=1)
+
+
+def test_the_probe_sees_what_a_configuration_hides() -> None:
+    spec = ModelSource.random_init("tiny-mistral").spec(torch.float32)
+    config, shard = ModelSource.random_init("tiny-mistral").config, Shard(0, Span(0, 2), Span(0, 6))
+    q, kv, plain = torch.ones(1, 12, 8), torch.ones(1, 6, 8), AttentionParams(1.0, window_tokens=32)
+
+    def probed(*calls: tuple[int, torch.Tensor, AttentionParams]) -> ShapeProbe:
+        probe = ShapeProbe()
+        for layer, v, params in calls:
+            probe.attend(layer, q, kv, v, params)
+        return probe
+
+    probed((0, kv, plain), (1, kv, plain)).require(spec, shard, config)
+    for match, probe in {
+        "1 attention calls": probed((0, kv, plain)),
+        "3 attention calls": probed((0, kv, plain), (1, kv, plain), (1, kv, plain)),
+        "layer 1 has K and V": probed((0, kv, plain), (1, torch.ones(1, 6, 4), plain)),
+        "sliding window": probed((0, kv, plain), (1, kv, AttentionParams(1.0))),
+    }.items():
+        with pytest.raises(UnsupportedModelError, match=match):
+            probe.require(spec, shard, config)
+
+
+def test_attention_refuses_what_it_cannot_honour() -> None:
+    x, module, context = torch.ones(1, 1, 1, 8), torch.nn.Module(), ShapeProbe()
+    module.layer_idx = 0  # type: ignore[assignment]
+    with pytest.raises(UnsupportedModelError, match="does not hand"):
+        paged_attention(module, x, x, x, None)
+    with pytest.raises(UnsupportedModelError, match="attention_mask"):
+        paged_attention(module, x, x, x, torch.ones(1), paged_context=context)
+    with pytest.raises(UnsupportedModelError, match="position_bias"):
+        paged_attention(module, x, x, x, None, paged_context=context, position_bias=torch.ones(1))
+    out, _ = paged_attention(module, x, x, x, None, paged_context=context, output_attentions=False)
+    assert out.shape == (1, 1, 1, 8)
+
+
+def test_a_step_that_the_table_cannot_hold_is_refused() -> None:
+    runner = make_runner(ModelSource.random_init("tiny-llama"), max_tokens=8)
+    row = runner.req_to_token.alloc()
+    with pytest.raises(ValueError, match="at least one sequence"):
+        runner.forward(StepBatch(()))
+    for slice_ in (SequenceSlice(row, 0, ()), SequenceSlice(row, 7, (1, 2)), SequenceSlice(row, -1, (1,))):
+        with pytest.raises(ValueError, match=f"row {row}"):
+            runner.forward(StepBatch((slice_,)))
