@@ -65,6 +65,7 @@ def test_offsets_beyond_two_to_the_31(
     assert torch.equal(out, staged)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_runs_on_the_current_stream_and_never_waits(generator: torch.Generator) -> None:
     case = Case(torch.bfloat16, 128, 4, Span(1, 3), pool_slots=64, tokens=40)
     slots = case.slots(DEVICE, generator)
