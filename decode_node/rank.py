@@ -30,7 +30,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
         scheduler = DecodeScheduler(
             ledger,
             group=self.role,
-            ranks=group.tp,
+            ranks=group.ranks,
             max_batch=group.max_batch,
             max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
             # Not from 0: what an earlier life of this group left on the wire must not match a new ticket.

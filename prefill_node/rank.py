@@ -31,7 +31,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
         ledger = Ledger(pool_tokens=group.pool_tokens, page_size=group.page_size, rows=group.max_requests)
         scheduler = PrefillScheduler(
             ledger,
-            ranks=group.tp,
+            ranks=group.ranks,
             chunk_tokens=group.chunk_tokens,
             max_context_tokens=min(group.max_context_tokens, self.runner.spec.context_tokens),
             max_waiting=MAX_WAITING,

@@ -80,8 +80,8 @@ class ModelConfig(Section, frozen=True):
 class GroupConfig(Section, frozen=True):
     """One engine: a group of ranks that hold one copy of the model."""
 
-    tp: int = 1
-    """Tensor-parallel size: number of ranks."""
+    tp: int | None = None
+    """Tensor-parallel size: number of ranks. None lets the placement choose from what the machine has."""
     page_size: int = 16
     """Tokens in one KV page."""
     pool_tokens: int = 16384
@@ -98,7 +98,9 @@ class GroupConfig(Section, frozen=True):
     collective: CollectiveName = "auto"
 
     def __post_init__(self) -> None:
-        self._at_least(1, "tp", "page_size", "pool_tokens", "max_requests", "max_context_tokens")
+        if self.tp is not None:
+            self._at_least(1, "tp")
+        self._at_least(1, "page_size", "pool_tokens", "max_requests", "max_context_tokens")
         self._at_least(1, "chunk_tokens", "max_batch")
         self._one_of("device", Device)
         self._one_of("collective", CollectiveName)
@@ -117,6 +119,13 @@ class GroupConfig(Section, frozen=True):
             "collective",
             "auto or gloo on device cpu (nccl needs GPUs)",
         )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks, once it is chosen."""
+        if self.tp is None:
+            raise FieldError("tp", None, "chosen before a group starts")
+        return self.tp
 
     @property
     def pool_pages(self) -> int:
@@ -227,8 +236,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The whole tree. `Config()` is the set of defaults; change parts with `msgspec.structs.replace`."""
 
     model: ModelConfig = ModelConfig()
-    prefill: GroupConfig = GroupConfig(tp=2)
-    decode: GroupConfig = GroupConfig(tp=1)
+    prefill: GroupConfig = GroupConfig()
+    decode: GroupConfig = GroupConfig()
     transfer: TransferConfig = TransferConfig()
     transport: TransportConfig = TransportConfig()
     control: ControlConfig = ControlConfig()

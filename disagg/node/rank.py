@@ -91,7 +91,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
 
     def start(self) -> RankInfo:
         """Starts control and transfer threads; returns what peers need to know."""
-        self.control.start(self.on_message, self._on_peer_lost)
+        self.control.start(self.on_message, self.peer_lost)
         self._loop.start()
         if self.runner.device.type == "cuda":
             self._loop.call(partial(torch.cuda.set_device, self.runner.device))
@@ -184,7 +184,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         else:
             self.control.send(self.group.leader.control_address, message)
 
-    def _on_peer_lost(self, peer: str) -> None:
+    def peer_lost(self, peer: str) -> None:
+        """A peer is gone: whatever needs it ends. For any thread; again: nothing happens."""
         log.warning("peer_lost", peer=peer, lane=self.lane)
         self._loop.post(partial(self._agent.on_peer_lost, peer))
         if self._leader is not None:

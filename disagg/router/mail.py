@@ -58,7 +58,7 @@ class MailRoom:
         self._loop.call_soon_threadsafe(self._deliver, peer, message)
 
     def _lost_from_channel(self, peer: str) -> None:
-        self._loop.call_soon_threadsafe(self._lose, peer)
+        self._loop.call_soon_threadsafe(self.lose, peer)
 
     def _deliver(self, peer: str, message: m.Message) -> None:
         box = self._boxes.get(getattr(message, "key", None) or RequestKey(""))
@@ -67,7 +67,8 @@ class MailRoom:
         else:
             box.put_nowait((peer, message))
 
-    def _lose(self, peer: str) -> None:
+    def lose(self, peer: str) -> None:
+        """`peer` is gone: every open mailbox hears of it. Again: nothing new."""
         self.lost.add(peer)
         for box in self._boxes.values():
             box.put_nowait((peer, PeerLostError(f"lost {peer}")))

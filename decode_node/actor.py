@@ -1,0 +1,21 @@
+"""The decode rank as a Ray actor: a shell, nothing else."""
+
+from __future__ import annotations
+
+import ray
+
+from decode_node.rank import DecodeRank
+from disagg.node.host import RankHost
+
+
+# As in prefill_node.actor: no restarts, and `park` in a thread of its own.
+@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
+class DecodeActor(RankHost):
+    """See `disagg.node.host`."""
+
+    node_class = DecodeRank
+
+    @ray.method(concurrency_group="watch")
+    def park(self) -> None:
+        """See `RankHost.park`."""
+        super().park()

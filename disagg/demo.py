@@ -1,0 +1,221 @@
+"""`disagg demo` and `disagg generate`: a few prompts through a real cluster on this machine, and the proof."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from disagg.cluster import Cluster
+from disagg.core.config import Config
+from disagg.core.errors import DisaggError, PromptTooLongError
+from disagg.core.log import configure
+from disagg.core.types import SamplingParams
+from disagg.model.source import ModelSource
+from disagg.node.assemble import make_source
+from disagg.reference import Reference, reference_answers
+from disagg.report import RequestReport, report_table
+from disagg.report_timeline import draw_timeline
+from disagg.router.session import Router, SessionReport
+from disagg.run_options import RunOptions
+from disagg.serve_local import load_tokenizer, local_cluster, local_router, with_model
+
+DEFAULT_OUT = "out"
+
+
+class MismatchError(DisaggError):
+    """An answer differs from the reference: something moved the wrong bytes, or computed on them."""
+
+    code = "mismatch"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One prompt's answer, with what its session measured."""
+
+    prompt: list[int]
+    text: str
+    report: SessionReport
+
+
+def run_demo(config: Config, options: RunOptions) -> None:
+    """Serves the prompts, prints the table and the timeline's place, and compares every token with the reference.
+
+    Raises `MismatchError` when one differs.
+    """
+    configure(config.log)
+    console = Console()
+    config = with_model(config, console.print)
+    tokenizer, prompts = _encode(config, options)
+    out = Path(options.out_dir or DEFAULT_OUT)
+    out.mkdir(parents=True, exist_ok=True)
+    with _progress(console) as progress:
+        task = progress.add_task("starting", total=None)
+        with local_cluster(config, lambda text: progress.update(task, description=text)) as cluster:
+            progress.update(task, description=_words(cluster), total=1, completed=1)
+            answers = asyncio.run(_serve(cluster, prompts, options.sampling, tokenizer, progress))
+            cluster.check()
+            spans = cluster.spans()
+            placed = cluster.config
+        reference = _compare(placed, prompts, options.sampling, progress)
+    reports = _reports(answers, reference, tokenizer)
+    console.print(report_table(reports, title="Prefilled on one group, decoded on the other"))
+    picture = out / "timeline.png"
+    draw_timeline(spans, picture, title="one demo run")
+    (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
+    console.print(f"timeline: [link={picture.resolve().as_uri()}]{picture}[/link]   report: {out / 'report.json'}")
+    _verdict(reports, reference, console)
+
+
+def run_generate(config: Config, options: RunOptions) -> None:
+    """Streams the answer to each prompt to standard output, one after the other; progress goes to stderr."""
+    configure(config.log)
+    console = Console(stderr=True)
+    config = with_model(config, console.print)
+    tokenizer, prompts = _encode(config, options)
+    with console.status("starting") as status, local_cluster(config, status.update) as cluster:
+        status.stop()
+        asyncio.run(_stream(cluster, prompts, options.sampling, tokenizer))
+
+
+async def _stream(
+    cluster: Cluster, prompts: Sequence[list[int]], sampling: SamplingParams, tokenizer: Any
+) -> None:
+    async with local_router(cluster) as router:
+        for number, prompt in enumerate(prompts):
+            answer = router.generate(
+                f"generate-{number}",
+                prompt,
+                sampling,
+                timeout_s=cluster.config.router.request_timeout_s,
+                decode=tokenizer.decode,
+            )
+            async for output in answer:
+                sys.stdout.write(output.text)
+                sys.stdout.flush()
+            sys.stdout.write("\n")
+
+
+async def _serve(
+    cluster: Cluster,
+    prompts: Sequence[list[int]],
+    sampling: SamplingParams,
+    tokenizer: Any,
+    progress: Progress,
+) -> list[Answer]:
+    task = progress.add_task("tokens", total=len(prompts) * sampling.max_tokens)
+    async with local_router(cluster) as router, asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(
+                _one(router, f"demo-{number}", prompt, sampling, cluster.config, tokenizer, _advance(progress, task))
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+    progress.update(task, total=sum(len(t.result().report.tokens) for t in tasks))
+    return [task.result() for task in tasks]
+
+
+def _advance(progress: Progress, task: Any) -> Callable[[int], None]:
+    return lambda tokens: progress.advance(task, tokens)
+
+
+async def _one(
+    router: Router,
+    request_id: str,
+    prompt: list[int],
+    sampling: SamplingParams,
+    config: Config,
+    tokenizer: Any,
+    advance: Callable[[int], None],
+) -> Answer:
+    report, pieces = SessionReport(), []
+    timeout_s = config.router.request_timeout_s
+    answer = router.generate(
+        request_id, prompt, sampling, timeout_s=timeout_s, decode=tokenizer.decode, report=report
+    )
+    async for output in answer:
+        pieces.append(output.text)
+        advance(len(output.tokens))
+    return Answer(prompt, "".join(pieces), report)
+
+
+def _encode(config: Config, options: RunOptions) -> tuple[Any, list[list[int]]]:
+    """The tokenizer and the prompts as tokens. Raises `PromptTooLongError` before anything is started."""
+    source = make_source(config)
+    tokenizer = load_tokenizer(source)
+    prompts = [list(tokenizer(text)["input_ids"]) for text in options.prompts]
+    limit = _limit_tokens(config, source)
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompt) + options.sampling.max_tokens > limit:
+            raise PromptTooLongError(
+                f"prompt {number} has {len(prompt)} tokens; with an answer of up to {options.sampling.max_tokens} "
+                f"it does not fit the {limit} that model and pools allow: shorten it, lower --max-tokens, or raise "
+                f"prefill/decode.max_context_tokens if the model allows"
+            )
+    return tokenizer, prompts
+
+
+def _limit_tokens(config: Config, source: ModelSource) -> int:
+    import torch
+
+    context = source.spec(torch.float32).context_tokens
+    return min(context, config.prefill.max_context_tokens, config.decode.max_context_tokens)
+
+
+def _compare(
+    config: Config, prompts: Sequence[list[int]], sampling: SamplingParams, progress: Progress
+) -> Reference:
+    task = progress.add_task("reference", total=len(prompts))
+    reference = reference_answers(config, prompts, sampling, lambda: progress.advance(task))
+    progress.update(task, description=f"reference: {reference.name}", completed=len(prompts))
+    return reference
+
+
+def _reports(answers: Sequence[Answer], reference: Reference, tokenizer: Any) -> list[RequestReport]:
+    return [
+        RequestReport(
+            request_id=f"demo-{number}",
+            prompt_tokens=len(answer.prompt),
+            answer_tokens=len(answer.report.tokens),
+            ttft_s=answer.report.ttft_s,
+            total_s=answer.report.ended_s,
+            nbytes=answer.report.nbytes,
+            segments=answer.report.segments,
+            control_messages=answer.report.messages,
+            transfer_s=answer.report.transfer_s,
+            exact=answer.report.tokens == expected,
+            text=tokenizer.decode(answer.report.tokens),
+        )
+        for number, (answer, expected) in enumerate(zip(answers, reference.answers, strict=True))
+    ]
+
+
+def _verdict(reports: Sequence[RequestReport], reference: Reference, console: Console) -> None:
+    wrong = [report.request_id for report in reports if not report.exact]
+    tokens = sum(report.answer_tokens for report in reports)
+    if wrong:
+        raise MismatchError(f"{len(wrong)} of {len(reports)} answers differ from {reference.name}: {', '.join(wrong)}")
+    console.print(f"[green]every one of {tokens} tokens equals {reference.name}[/green]")
+
+
+def _words(cluster: Cluster) -> str:
+    prefill, decode = cluster.placement.prefill, cluster.placement.decode
+    return f"up: prefill TP {prefill.tp}, decode TP {decode.tp}, {cluster.placement.why}"
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )

@@ -1,0 +1,114 @@
+"""A rank in a process of its own, in steps that a cluster can order: what the Ray actors are thin shells over."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from disagg.core.config import Config, GroupConfig
+from disagg.core.log import configure
+from disagg.core.ports import Collective
+from disagg.core.timeline import TimelineSpan
+from disagg.core.types import GroupInfo, RankInfo
+from disagg.model.spec import ModelSpec
+from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
+from disagg.node.rank import RankNode
+from transport.control import ControlKeys, make_control
+from transport.select import make_transport
+
+
+class Started(NamedTuple):
+    """What a rank says when its model is loaded and its channels are open."""
+
+    info: RankInfo
+    spec: ModelSpec
+    pid: int
+
+
+class RankHost:
+    """Owns one `RankNode`. Methods are called in this order: `rendezvous` (rank 0), `start`, `join`, `link`, `stop`."""
+
+    node_class: ClassVar[type[RankNode[Any, Any]]]
+
+    def __init__(self, rank: int, config: Config, keys: ControlKeys | None) -> None:
+        configure(config.log)
+        self._rank, self._config, self._keys = rank, config, keys
+        self._node: RankNode[Any, Any] | None = None
+        self._collective: Collective | None = None
+        self._stopped = threading.Event()
+
+    @property
+    def group_config(self) -> GroupConfig:
+        """The part of the configuration that is about this rank's group."""
+        return self._config.prefill if self.node_class.role == "prefill" else self._config.decode
+
+    def rendezvous(self, backend: str) -> Rendezvous:
+        """Where the group's ranks shall meet: a port that is free on this host now."""
+        with socket.socket() as probe:
+            probe.bind((self._config.control.host, 0))
+            return Rendezvous(f"tcp://{self._config.control.host}:{probe.getsockname()[1]}", backend)
+
+    def start(self, rendezvous: Rendezvous) -> Started:
+        """Meets the other ranks, loads the model, opens the channels. Raises `DisaggError`."""
+        group = self.group_config
+        device = resolve_device(group.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        source = make_source(self._config)
+        self._collective = make_collective(self._rank, group.ranks, rendezvous)
+        runner = make_runner(self._config, group, source, self._collective, device)
+        self._node = self.node_class(
+            rank=self._rank,
+            config=self._config,
+            group_config=group,
+            runner=runner,
+            control=make_control(self._config.control, self._keys),
+            transport=make_transport(
+                self._config.transport.backend, error_handling=self._config.transport.error_handling
+            ),
+        )
+        return Started(self._node.start(), runner.spec, os.getpid())
+
+    def join(self, group: GroupInfo) -> None:
+        """All ranks of the group have started."""
+        self._running().join(group)
+
+    def link(self, other: GroupInfo) -> None:
+        """Connects to a group of the other kind."""
+        self._running().link(other)
+
+    def peer_lost(self, address: str) -> None:
+        """The cluster saw a peer die, maybe before its silence was noticed."""
+        self._running().peer_lost(address)
+
+    def spans(self) -> list[TimelineSpan]:
+        """What happened since the last call."""
+        return self._running().spans()
+
+    def statistics(self) -> dict[str, Any]:
+        """Statistics of every structure of the rank."""
+        return self._running().statistics()
+
+    def check(self) -> None:
+        """Raises `InvariantError` when a structure of the rank finds its books wrong."""
+        self._running().check()
+
+    def park(self) -> None:
+        """Returns when the rank stops: who waits for it learns at once that the process is gone."""
+        self._stopped.wait()
+
+    def stop(self, drain_timeout_s: float) -> None:
+        """Ends requests, threads and connections. Again, or before `start`: nothing happens."""
+        if self._node is not None:
+            self._node.stop(drain_timeout_s)
+        if self._collective is not None:
+            self._collective.close()
+        self._stopped.set()
+
+    def _running(self) -> RankNode[Any, Any]:
+        assert self._node is not None, "a rank is used after start"
+        return self._node

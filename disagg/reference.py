@@ -1,0 +1,85 @@
+"""The answers that a split system must repeat, from an engine that is not split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from disagg.core.config import Config
+from disagg.core.types import SamplingParams
+from disagg.model.collective import SingleCollective
+from disagg.model.source import ModelSource
+from disagg.model.unsplit import generate_unsplit
+from disagg.node.assemble import make_runner, make_source, resolve_device, resolve_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Answers, and in words who gave them."""
+
+    name: str
+    answers: list[list[int]]
+
+
+def reference_answers(
+    config: Config, prompts: Sequence[Sequence[int]], sampling: SamplingParams, advance: Callable[[], None]
+) -> Reference:
+    """What the same model answers in one process, greedily.
+
+    A checkpoint is asked through Hugging Face's `generate()`; random weights, which have no checkpoint, through
+    our own engine unsplit. `advance` is called after each prompt.
+    """
+    source = make_source(config)
+    device = resolve_device(config.decode.device)
+    dtype = resolve_dtype(config.model.dtype, source, device)
+    where = f"({str(dtype).removeprefix('torch.')} on {device.type}, one process)"
+    if source.directory is not None:
+        answers = _hugging_face(source, prompts, sampling, device, dtype, advance)
+        return Reference(f"Hugging Face generate() {where}", answers)
+    return Reference(f"our engine unsplit {where}", _unsplit(config, source, prompts, sampling, device, advance))
+
+
+def _hugging_face(
+    source: ModelSource,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    device: torch.device,
+    dtype: torch.dtype,
+    advance: Callable[[], None],
+) -> list[list[int]]:
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype, local_files_only=True).to(device)
+    eos = list(source.spec(dtype).eos_ids)
+    greedy = GenerationConfig(
+        max_new_tokens=sampling.max_tokens, do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
+    )
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt)], device=device)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        answers.append(output[0, len(prompt) :].tolist())
+        advance()
+    return answers
+
+
+def _unsplit(
+    config: Config,
+    source: ModelSource,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    device: torch.device,
+    advance: Callable[[], None],
+) -> list[list[int]]:
+    group = msgspec.structs.replace(config.decode, tp=1)
+    runner = make_runner(config, group, source, SingleCollective(), device)
+    answers = []
+    for prompt in prompts:
+        answers.extend(generate_unsplit(runner, [prompt], sampling, chunk_tokens=config.prefill.chunk_tokens))
+        advance()
+    return answers

@@ -1,0 +1,22 @@
+"""The prefill rank as a Ray actor: a shell, nothing else."""
+
+from __future__ import annotations
+
+import ray
+
+from disagg.node.host import RankHost
+from prefill_node.rank import PrefillRank
+
+
+# No restarts: a rank that comes back alone is of no use to its group, and with restarts Ray tells of a death only
+# when the replacement is up. `park` waits in a thread of its own, so that it does not block the other methods.
+@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
+class PrefillActor(RankHost):
+    """See `disagg.node.host`."""
+
+    node_class = PrefillRank
+
+    @ray.method(concurrency_group="watch")
+    def park(self) -> None:
+        """See `RankHost.park`."""
+        super().park()
