@@ -106,6 +106,8 @@ def _fill(
             module._parameters[leaf] = nn.Parameter(part, requires_grad=False)
         elif part is not None:
             module._buffers[leaf] = part
+        elif not bool(torch.isfinite(empty).all()):
+            raise UnsupportedModelError(f"{type(model).__name__} is not supported: nothing sets its {name}")
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point() and not bool(torch.isfinite(buffer).all()):
             raise UnsupportedModelError(

@@ -6,7 +6,6 @@ import torch
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
-from disagg.kv.pages import pages_for
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
@@ -117,6 +116,6 @@ def _whole_pages(pool_tokens: int, page_size: int) -> int:
     if page_size < 1 or pool_tokens // page_size < 2:
         raise ConfigError(
             f"a pool of {pool_tokens} tokens has no room for 2 pages of {page_size} (one is the trash page); "
-            f"give it at least {pages_for(2 * max(1, page_size), 1)} tokens"
+            f"give it at least {2 * max(1, page_size)} tokens"
         )
     return pool_tokens // page_size

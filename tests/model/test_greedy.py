@@ -7,10 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_helpers import ANSWER_TOKENS, WINDOW_TOKENS, load_plain, make_runner, prompts, run_ranks
+from model_helpers import (
+    ANSWER_TOKENS,
+    WINDOW_TOKENS,
+    load_plain,
+    make_runner,
+    plain_greedy,
+    prompts,
+    run_ranks,
+)
+from transformers import AutoModelForCausalLM
 
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.collective import ThreadCollective
+from disagg.model.named import named_config
 from disagg.model.unsplit import generate_unsplit
 
 Checkpoint = Callable[[str], Path]
@@ -68,8 +79,8 @@ def test_every_tensor_parallel_size_answers_alike(
 ) -> None:
     directory, some = checkpoint(name), slice(1, 3)
 
-    def work(collective: object) -> list[list[int]]:
-        runner = make_runner(directory, collective)  # type: ignore[arg-type]
+    def work(collective: ThreadCollective) -> list[list[int]]:
+        runner = make_runner(directory, collective)
         return generate_unsplit(runner, prompts()[some], GREEDY, chunk_tokens=19)
 
     assert run_ranks(size, work) == [reference(name)[some]] * size
@@ -79,11 +90,29 @@ def test_more_ranks_than_kv_heads_with_uneven_mlp(checkpoint: Checkpoint, refere
     """12 ranks: one query head each, four heads replicated three times, an MLP of 100 in parts of 8 and 9."""
     directory = checkpoint("llama")
 
-    def work(collective: object) -> list[list[int]]:
-        runner = make_runner(directory, collective)  # type: ignore[arg-type]
+    def work(collective: ThreadCollective) -> list[list[int]]:
+        runner = make_runner(directory, collective)
         return generate_unsplit(runner, [prompts()[1]], SamplingParams(max_tokens=4, ignore_eos=True))
 
     assert run_ranks(12, work) == [[reference("llama")[1][:4]]] * 12
+
+
+def test_biases_are_split_with_their_rows_and_added_once(tmp_path: Path) -> None:
+    config = named_config("tiny-llama")
+    config.attention_bias = config.mlp_bias = True
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.data.normal_()
+    model.save_pretrained(tmp_path)
+
+    def work(collective: ThreadCollective) -> list[list[int]]:
+        return generate_unsplit(make_runner(tmp_path, collective), prompts()[:2], GREEDY)
+
+    expected = [plain_greedy(load_plain(tmp_path), prompt, ANSWER_TOKENS) for prompt in prompts()[:2]]
+    assert run_ranks(1, work) == [expected]
+    assert run_ranks(3, work) == [expected] * 3
 
 
 def test_a_bfloat16_model_rounds_no_more_than_that_of_transformers(checkpoint: Checkpoint) -> None:

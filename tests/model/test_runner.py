@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from model_helpers import make_runner, prompts, run_ranks
 
 from disagg.core.errors import ConfigError, PromptTooLongError
 from disagg.core.types import SamplingParams, Span
-from disagg.model import batch
+from disagg.model import batch, unsplit
 from disagg.model.batch import SequenceSlice, StepBatch, build_index
 from disagg.model.collective import ThreadCollective
 from disagg.model.runner import ModelRunner
+from disagg.model.sampler import sample
 from disagg.model.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
 
@@ -112,11 +114,22 @@ def test_decode_groups_bound_what_one_batch_gathers(
     torch.testing.assert_close(runner.forward(StepBatch(tuple(slices))), together, rtol=0, atol=1e-4)
 
 
-def test_answers_end_at_stop_tokens_and_seeds_repeat(checkpoint: Checkpoint) -> None:
+def test_answers_end_at_stop_tokens_and_seeds_repeat(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = make_runner(checkpoint("llama"))
     drawn = SamplingParams(max_tokens=12, temperature=1.2, top_k=30, seed=5)
     first = generate_unsplit(runner, prompts(), drawn)
     assert generate_unsplit(runner, prompts(), drawn, chunk_tokens=9) == first
+    asked: list[list[int]] = []
+
+    def recorded(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> Any:
+        asked.append(positions)
+        return sample(logits, params, positions)
+
+    monkeypatch.setattr(unsplit, "sample", recorded)
+    assert generate_unsplit(runner, [prompts()[2]], drawn) == [first[2]]
+    assert asked == [[position] for position in range(12)]
     stop = first[2][3]
     until = SamplingParams(max_tokens=12, temperature=1.2, top_k=30, seed=5, stop_token_ids=(stop,))
     assert generate_unsplit(runner, [prompts()[2]], until) == [first[2][: first[2].index(stop) + 1]]
