@@ -25,7 +25,8 @@ from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.host import Started
 from disagg.placement import GroupPlacement, Placement
-from transport.control import ControlChannel, ControlKeys, make_control
+from transport.control import ControlChannel
+from transport.temp_control import ControlKeys, make_control
 
 log = structlog.get_logger(__name__)
 

@@ -21,7 +21,7 @@ from disagg.placement import Placement, choose_placement
 from disagg.router.mail import MailRoom
 from disagg.router.policy import Engine
 from disagg.router.session import Router
-from transport.control import ControlKeys, load_keys, make_keys
+from transport.temp_control import load_keys, make_keys
 
 CACHE = Path("~/.cache/disagg")
 

@@ -17,7 +17,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
 from disagg.node.rank import RankNode
-from transport.control import ControlKeys, make_control
+from transport.temp_control import ControlKeys, make_control
 from transport.select import make_transport
 
 
