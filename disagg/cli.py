@@ -27,6 +27,7 @@ app.command("demo")(cli_run.demo)
 app.command("generate")(cli_run.generate)
 app.command("doctor")(cli_tools.doctor)
 app.command("plan")(cli_tools.plan)
+app.command("keys")(cli_tools.keys)
 app.command("version")(cli_tools.version)
 
 # What typer raises for a wrong command line. The class lives in click or in typer's own copy of it, depending

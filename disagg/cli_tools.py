@@ -1,4 +1,4 @@
-"""`disagg doctor`, `plan` and `version`: the commands that serve nothing."""
+"""`disagg doctor`, `plan`, `keys` and `version`: the commands that serve nothing."""
 
 from __future__ import annotations
 
@@ -77,6 +77,16 @@ def plan(
             draw_plan(answer, out)
         except OSError as exc:
             raise ConfigError(f"--out {out}: cannot be written: {exc.strerror or exc}") from exc
+
+
+def keys(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write them; must not exist.")],
+) -> None:
+    """Make a cluster's keys for `control.key_file`."""
+    from transport.keys import make_keys, save_keys
+
+    save_keys(make_keys(), file)
+    print(f"{file}: who can read it may join the cluster; copy it to every host, set control.key_file to it")
 
 
 def version() -> None:

@@ -13,6 +13,7 @@ from disagg import cli
 from disagg.core.config import Config
 from disagg.core.errors import BusyError, ConfigError
 from disagg.run_options import DEMO_PROMPTS, RunOptions
+from transport.keys import load_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 Calls = list[tuple[str, Config, RunOptions]]
@@ -178,8 +179,21 @@ def test_a_missing_dependency_is_not_hidden(
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run([]) == 0
     shown = capsys.readouterr().out
-    for command in ("demo", "generate", "doctor", "plan", "version"):
+    for command in ("demo", "generate", "doctor", "plan", "keys", "version"):
         assert f"\n  {command} " in shown
+
+
+def test_keys_are_secret_and_never_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.json"
+    assert cli.run(["keys", str(path)]) == 0
+    assert path.stat().st_mode & 0o777 == 0o600
+    made = load_keys(path)
+    assert made.server_secret not in capsys.readouterr().out
+    assert cli.run(["keys", str(path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert load_keys(path) == made
+    assert cli.run(["keys", str(tmp_path / "no" / "keys.json")]) == 2
+    assert cli.run(["keys"]) == 2
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
