@@ -15,7 +15,7 @@ class DecodeActor(RankHost):
 
     node_class = DecodeRank
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> None:
         """See `RankHost.park`."""
         super().park()

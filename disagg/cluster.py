@@ -26,7 +26,8 @@ from disagg.model.spec import ModelSpec
 from disagg.node.host import Started
 from disagg.placement import GroupPlacement, Placement
 from transport.control import ControlChannel
-from transport.temp_control import ControlKeys, make_control
+from transport.control_zmq import make_control
+from transport.keys import ControlKeys
 
 log = structlog.get_logger(__name__)
 
@@ -218,7 +219,9 @@ def local_ray(ranks: int) -> Iterator[None]:
         import ray
     except ImportError as exc:
         raise ConfigError("Ray is not installed: pip install 'ray==2.60.0'") from exc
-    cpus = max(ranks + 1, os.cpu_count() or 1)  # ranks are threads of work, not cores: a small machine shares them
+    cpus = max(
+        ranks + 1, os.cpu_count() or 1
+    )  # ranks are threads of work, not cores: a small machine shares them
     ray.init(
         address="local",
         num_cpus=cpus,

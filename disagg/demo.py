@@ -11,7 +11,14 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from disagg.cluster import Cluster
 from disagg.core.config import Config
@@ -70,7 +77,9 @@ def run_demo(config: Config, options: RunOptions) -> None:
     picture = out / "timeline.png"
     draw_timeline(spans, picture, title="one demo run")
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
-    console.print(f"timeline: [link={picture.resolve().as_uri()}]{picture}[/link]   report: {out / 'report.json'}")
+    console.print(
+        f"timeline: [link={picture.resolve().as_uri()}]{picture}[/link]   report: {out / 'report.json'}"
+    )
     _verdict(reports, reference, console)
 
 
@@ -114,7 +123,15 @@ async def _serve(
     async with local_router(cluster) as router, asyncio.TaskGroup() as group:
         tasks = [
             group.create_task(
-                _one(router, f"demo-{number}", prompt, sampling, cluster.config, tokenizer, _advance(progress, task))
+                _one(
+                    router,
+                    f"demo-{number}",
+                    prompt,
+                    sampling,
+                    cluster.config,
+                    tokenizer,
+                    _advance(progress, task),
+                )
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -201,7 +218,9 @@ def _verdict(reports: Sequence[RequestReport], reference: Reference, console: Co
     wrong = [report.request_id for report in reports if not report.exact]
     tokens = sum(report.answer_tokens for report in reports)
     if wrong:
-        raise MismatchError(f"{len(wrong)} of {len(reports)} answers differ from {reference.name}: {', '.join(wrong)}")
+        raise MismatchError(
+            f"{len(wrong)} of {len(reports)} answers differ from {reference.name}: {', '.join(wrong)}"
+        )
     console.print(f"[green]every one of {tokens} tokens equals {reference.name}[/green]")
 
 

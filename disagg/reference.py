@@ -39,7 +39,9 @@ def reference_answers(
     if source.directory is not None:
         answers = _hugging_face(source, prompts, sampling, device, dtype, advance)
         return Reference(f"Hugging Face generate() {where}", answers)
-    return Reference(f"our engine unsplit {where}", _unsplit(config, source, prompts, sampling, device, advance))
+    return Reference(
+        f"our engine unsplit {where}", _unsplit(config, source, prompts, sampling, device, advance)
+    )
 
 
 def _hugging_face(
@@ -54,10 +56,15 @@ def _hugging_face(
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype, local_files_only=True).to(device)
+    model = AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype, local_files_only=True).to(
+        device
+    )
     eos = list(source.spec(dtype).eos_ids)
     greedy = GenerationConfig(
-        max_new_tokens=sampling.max_tokens, do_sample=False, eos_token_id=eos or None, pad_token_id=eos[0] if eos else 0
+        max_new_tokens=sampling.max_tokens,
+        do_sample=False,
+        eos_token_id=eos or None,
+        pad_token_id=eos[0] if eos else 0,
     )
     answers = []
     for prompt in prompts:

@@ -21,7 +21,7 @@ from disagg.placement import Placement, choose_placement
 from disagg.router.mail import MailRoom
 from disagg.router.policy import Engine
 from disagg.router.session import Router
-from transport.temp_control import load_keys, make_keys
+from transport.keys import load_keys, make_keys
 
 CACHE = Path("~/.cache/disagg")
 
@@ -67,7 +67,7 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 @contextlib.contextmanager
 def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
-    """Ray, both groups, ready to serve; all gone at the end. A TP size of None is chosen from what the machine has."""
+    """Ray and both groups, ready to serve; all gone at the end. A TP size of None is chosen from the machine."""
     source = make_source(config)
     placement = place(config)
     progress(f"placement: {placement.why}")
@@ -95,7 +95,12 @@ async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
     """A router of the cluster, on the running event loop."""
     loop = asyncio.get_running_loop()
     mail = MailRoom(cluster.control(), loop)
-    cluster.on_lost(lambda address: loop.call_soon_threadsafe(mail.lose, address))
+
+    def lost(address: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its requests with it
+            loop.call_soon_threadsafe(mail.lose, address)
+
+    cluster.on_lost(lost)
     mail.start()
     try:
         assert cluster.prefill.info is not None, "a started cluster knows its groups"
@@ -108,5 +113,3 @@ async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
         )
     finally:
         mail.close()
-
-

@@ -16,7 +16,7 @@ class PrefillActor(RankHost):
 
     node_class = PrefillRank
 
-    @ray.method(concurrency_group="watch")
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> None:
         """See `RankHost.park`."""
         super().park()

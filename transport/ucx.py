@@ -104,8 +104,10 @@ class UcxTransport(Transport):
             and (view := self._ledger.view(operation)) is not None
             and view.is_cuda
         }
-        closing = known.endpoint.close()
-        self._fence(peer, [closing, *(self._requests[operation] for operation in mine)])
+        # Blocking means forced: it cancels what is pending and needs nothing from the other side. `close()` would
+        # wait for the peer (ucxx 0.52 does not pass the flag on), and crashes after an endpoint error.
+        known.endpoint.close_blocking()
+        self._fence(peer, [self._requests[operation] for operation in mine])
         for device in receives_to_gpu:
             # UCX may report a cancelled receive while its copy still runs on UCX's own stream.
             torch.cuda.synchronize(device)

@@ -17,7 +17,8 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
 from disagg.node.rank import RankNode
-from transport.temp_control import ControlKeys, make_control
+from transport.control_zmq import make_control
+from transport.keys import ControlKeys
 from transport.select import make_transport
 
 
@@ -30,7 +31,7 @@ class Started(NamedTuple):
 
 
 class RankHost:
-    """Owns one `RankNode`. Methods are called in this order: `rendezvous` (rank 0), `start`, `join`, `link`, `stop`."""
+    """Owns one `RankNode`. Called in this order: `rendezvous` (rank 0), `start`, `join`, `link`, `stop`."""
 
     node_class: ClassVar[type[RankNode[Any, Any]]]
 

@@ -1,0 +1,202 @@
+"""Both groups in one process, each rank with its real threads: the whole system without Ray and without sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from decode_node.rank import DecodeRank
+from disagg.core.config import Config, GroupConfig, TransferConfig, TransportConfig
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams
+from disagg.model.collective import SingleCollective, ThreadCollective
+from disagg.model.source import ModelSource
+from disagg.node.assemble import make_runner
+from disagg.router.mail import MailRoom
+from disagg.router.policy import Engine
+from disagg.router.session import Output, Router, SessionReport
+from prefill_node.rank import PrefillRank
+from transport.base import Transport
+from transport.control_inproc import InprocControl, InprocHub
+from transport.inproc import InprocFabric, InprocTransport
+
+TIMEOUT_S = 30.0
+
+
+def small_config(
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    *,
+    prefill_page: int = 16,
+    decode_page: int = 16,
+    chunk_tokens: int = 24,
+    pool_tokens: int = 1024,
+    ring_bytes: int = 1 << 20,
+    layer_groups: int = 2,
+    max_requests: int = 8,
+    lease_timeout_s: float = 30.0,
+) -> Config:
+    """A configuration for tiny models; pools and rings are small, so that they fill up."""
+    shared: dict[str, Any] = {
+        "pool_tokens": pool_tokens,
+        "max_context_tokens": min(512, pool_tokens),
+        "max_requests": max_requests,
+    }
+    return Config(
+        prefill=GroupConfig(tp=prefill_tp, page_size=prefill_page, chunk_tokens=chunk_tokens, **shared),
+        decode=GroupConfig(tp=decode_tp, page_size=decode_page, **shared),
+        transfer=TransferConfig(
+            ring_bytes=ring_bytes,
+            staging_bytes=max(4096, ring_bytes),
+            layer_groups=layer_groups,
+            lease_timeout_s=lease_timeout_s,
+        ),
+        transport=TransportConfig(backend="inproc"),
+    )
+
+
+@dataclass
+class Answered:
+    """What a session gave."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish: str | None = None
+    text: str = ""
+    report: SessionReport = field(default_factory=SessionReport)
+
+
+class LocalGroups:
+    """Ranks of both groups as threads of this process. Use `local_groups`."""
+
+    def __init__(self, config: Config, source: ModelSource, device: str = "cpu") -> None:
+        self.config, self.source = config, source
+        self.device = torch.device(device)
+        self.hub = InprocHub()
+        self.fabric = InprocFabric()
+        self.prefill = [
+            self._rank(PrefillRank, config.prefill, r, c) for r, c in _collectives(config.prefill)
+        ]
+        self.decode = [self._rank(DecodeRank, config.decode, r, c) for r, c in _collectives(config.decode)]
+        self.ranks: list[Any] = [*self.prefill, *self.decode]
+        infos = {
+            role: self._info(role, ranks)
+            for role, ranks in (("prefill", self.prefill), ("decode", self.decode))
+        }
+        self.prefill_info, self.decode_info = infos["prefill"], infos["decode"]
+        for rank in self.ranks:
+            rank.join(infos[rank.role])
+        for rank in self.ranks:
+            rank.link(infos["decode" if rank.role == "prefill" else "prefill"])
+
+    def transport(self, name: str) -> Transport:
+        """The data plane of the rank `name`."""
+        return InprocTransport(self.fabric, name)
+
+    def serve(self, work: Callable[[Router], Awaitable[Any]]) -> Any:
+        """Runs `work` with a router of its own, and what comes back from it."""
+
+        async def main() -> Any:
+            mail = MailRoom(InprocControl(self.hub, "router"), asyncio.get_running_loop())
+            mail.start()
+            try:
+                return await work(Router(mail, [Engine(self.prefill_info)], [Engine(self.decode_info)]))
+            finally:
+                mail.close()
+
+        return asyncio.run(main())
+
+    def answers(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answered]:
+        """All prompts at once, greedily or however `sampling` says."""
+
+        async def work(router: Router) -> list[Answered]:
+            return await asyncio.gather(
+                *(ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts))
+            )
+
+        found: list[Answered] = self.serve(work)
+        return found
+
+    def settle(self) -> None:
+        """Everything is free and every book is right: to be called when no request is under way."""
+        for rank in self.ranks:
+            rank.check()
+            statistics = rank.statistics()
+            assert statistics["faults"] == 0, f"{rank.lane}: an exception escaped on the transfer thread"
+            transfer = statistics["transfer"]
+            assert transfer.tickets == 0, f"{rank.lane}: {transfer}"
+            held = getattr(transfer, "ring_in_use_bytes", 0) + getattr(transfer, "staging_in_use_bytes", 0)
+            assert held == 0, f"{rank.lane}: {transfer}"
+            if "leader" in statistics:
+                memory = statistics["leader"].memory
+                assert memory.pages.used_pages == 0, f"{rank.lane}: {memory}"
+                assert memory.free_rows == memory.rows, f"{rank.lane}: {memory}"
+
+    def stop(self) -> None:
+        """Ends every thread."""
+        for rank in self.ranks:
+            rank.stop()
+
+    def _rank(self, cls: type[Any], group: GroupConfig, rank: int, collective: Any) -> Any:
+        runner = make_runner(self.config, group, self.source, collective, self.device)
+        runner.pool.poison()  # unwritten KV that is read turns the answer into NaN
+        name = f"{cls.role}-{rank}"
+        return cls(
+            rank=rank,
+            config=self.config,
+            group_config=group,
+            runner=runner,
+            control=InprocControl(self.hub, name),
+            transport=self.transport(name),
+        )
+
+    def _info(self, role: str, ranks: Sequence[Any]) -> GroupInfo:
+        spec, group = ranks[0].runner.spec, ranks[0].group_config
+        infos = tuple(rank.start() for rank in ranks)
+        return GroupInfo(
+            role, role, PROTOCOL_VERSION, spec.fingerprint, spec.layout, group.page_size, "inproc", infos
+        )
+
+
+def _collectives(group: GroupConfig) -> list[tuple[int, Any]]:
+    if group.ranks == 1:
+        return [(0, SingleCollective())]
+    return list(enumerate(ThreadCollective.group(group.ranks, timeout_s=TIMEOUT_S)))
+
+
+@contextmanager
+def local_groups(config: Config, source: ModelSource, device: str = "cpu") -> Iterator[LocalGroups]:
+    """Both groups, up and linked; at the end every book is checked and every thread ended."""
+    groups = LocalGroups(config, source, device)
+    try:
+        yield groups
+        groups.settle()
+    finally:
+        groups.stop()
+
+
+async def ask(
+    router: Router,
+    request_id: str,
+    prompt: Sequence[int],
+    sampling: SamplingParams,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    decode: Any = None,
+    on_output: Callable[[Output], None] = lambda _: None,
+    answered: Answered | None = None,
+) -> Answered:
+    """One request, to its end."""
+    answered = answered or Answered()
+    outputs = router.generate(
+        request_id, prompt, sampling, timeout_s=timeout_s, decode=decode, report=answered.report
+    )
+    async for output in outputs:
+        answered.tokens.extend(output.tokens)
+        answered.text += output.text
+        answered.finish = output.finish
+        on_output(output)
+    return answered

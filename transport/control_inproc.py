@@ -1,0 +1,127 @@
+"""A control plane within one process, for tests: real threads, real encoding, and faults at an exact message."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from transport.control_thread import ThreadedControl, decode_envelope, encode_envelope
+from transport.messages import Message, decode
+from transport.reliable import Envelope, ReliableOptions
+
+Observer = Callable[[str, str, Message], None]
+"""`observer(source, destination, message)`, once for each message's first transmission."""
+
+
+@dataclass(slots=True)
+class _Rule:
+    action: Literal["drop", "duplicate"]
+    kind: type[Message]
+    nth: int
+    seen: int = 0
+
+
+class InprocHub:
+    """The network between channels of one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._channels: dict[str, InprocControl] = {}
+        self._cut: set[str] = set()
+        self._rules: list[_Rule] = []
+        self._seen: set[tuple[str, int, int]] = set()
+        self._observers: list[Observer] = []
+
+    def observe(self, observer: Observer) -> None:
+        """Shows every message, when it is first sent, to `observer` (on the sender's thread)."""
+        self._observers.append(observer)
+
+    def drop(self, kind: type[Message], nth: int = 0) -> None:
+        """Loses the `nth` (from 0) message of `kind`, once: it can only arrive by being sent again."""
+        self._rules.append(_Rule("drop", kind, nth))
+
+    def duplicate(self, kind: type[Message], nth: int = 0) -> None:
+        """Delivers the `nth` message of `kind` twice."""
+        self._rules.append(_Rule("duplicate", kind, nth))
+
+    def cut(self, name: str) -> None:
+        """Nothing reaches `name` or comes from it any more: for the others it is dead."""
+        with self._lock:
+            self._cut.add(name)
+
+    def join(self, channel: InprocControl) -> None:
+        """Makes a channel reachable under its address."""
+        with self._lock:
+            if channel.address in self._channels:
+                raise ValueError(f"{channel.address} is taken on this hub")
+            self._channels[channel.address] = channel
+
+    def leave(self, address: str) -> None:
+        """The channel is closed."""
+        with self._lock:
+            self._channels.pop(address, None)
+
+    def carry(self, destination: str, envelope: Envelope) -> None:
+        """Takes an envelope to its destination, unless a fault strikes it."""
+        copies = 1
+        with self._lock:
+            first = envelope.seq and (envelope.source, envelope.stream, envelope.seq) not in self._seen
+            if first:
+                self._seen.add((envelope.source, envelope.stream, envelope.seq))
+        if first:
+            copies = self._strike(envelope.source, destination, decode(envelope.body))
+        with self._lock:
+            channel = self._channels.get(destination)
+            if channel is None or self._cut & {destination, envelope.source}:
+                return
+        for _ in range(copies):
+            channel.accept(encode_envelope(envelope))
+
+    def _strike(self, source: str, destination: str, message: Message) -> int:
+        for observer in self._observers:
+            observer(source, destination, message)
+        copies = 1
+        with self._lock:
+            for rule in self._rules:
+                if isinstance(message, rule.kind):
+                    if rule.seen == rule.nth:
+                        copies = 0 if rule.action == "drop" else 2
+                    rule.seen += 1
+        return copies
+
+
+class InprocControl(ThreadedControl):
+    """A channel on a hub; see `ControlChannel`."""
+
+    def __init__(self, hub: InprocHub, name: str, options: ReliableOptions | None = None) -> None:
+        super().__init__(name, options or ReliableOptions())
+        self._hub = hub
+        self._frames: deque[bytes] = deque()
+        self._news = threading.Event()
+        hub.join(self)
+
+    def accept(self, frame: bytes) -> None:
+        """A frame came; for any thread."""
+        self._frames.append(frame)
+        self._news.set()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        super().close(linger_s)
+        self._hub.leave(self.address)
+
+    def _transmit(self, peer: str, envelope: Envelope) -> None:
+        self._hub.carry(peer, envelope)
+
+    def _received(self) -> Iterable[Envelope]:
+        while self._frames:
+            yield decode_envelope(self._frames.popleft())
+
+    def _wait(self, timeout_s: float) -> None:
+        self._news.wait(timeout_s)
+        self._news.clear()
+
+    def _wake(self) -> None:
+        self._news.set()

@@ -1,0 +1,194 @@
+"""What both control channels share: a thread that feeds the reliable streams and calls the handler back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+import structlog
+
+from disagg.core.errors import ProtocolError
+from transport.control import ControlChannel, ControlStatistics, Handler, PeerLost
+from transport.messages import Message, decode, encode
+from transport.reliable import Envelope, Reliable, ReliableOptions
+
+log = structlog.get_logger(__name__)
+
+
+class ThreadedControl(ControlChannel):
+    """A channel with a thread of its own. Subclasses move envelopes: `_transmit`, `_received`, `_wait`, `_wake`."""
+
+    def __init__(self, address: str, options: ReliableOptions) -> None:
+        self.address = address
+        self._streams = Reliable(address, options)
+        self._work: deque[Callable[[float], None]] = deque()
+        self._lock = threading.Lock()  # for `_streams`: statistics and check look in from other threads
+        self._handler: Handler = lambda peer, message: None
+        self._on_peer_lost: PeerLost = lambda peer: None
+        self._closing = threading.Event()
+        self._linger_until_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"control-{address}", daemon=True)
+        self._sent = self._delivered = self._bad_frames = self._handler_errors = self._lost = 0
+        self._last_lost = ""
+
+    # --- ControlChannel
+
+    def start(self, handler: Handler, on_peer_lost: PeerLost) -> None:
+        self._handler, self._on_peer_lost = handler, on_peer_lost
+        self._thread.start()
+
+    def send(self, peer: str, message: Message) -> None:
+        body = encode(message)
+        self._sent += 1
+        self._post(lambda now_s: self._streams.send(peer, body, now_s))
+
+    def watch(self, peer: str) -> None:
+        self._post(lambda now_s: self._streams.watch(peer, now_s))
+
+    def forget(self, peer: str) -> None:
+        def work(now_s: float) -> None:
+            self._streams.forget(peer)
+            self._hang_up(peer)
+
+        self._post(work)
+
+    def statistics(self) -> ControlStatistics:
+        with self._lock:
+            streams = self._streams
+            return ControlStatistics(
+                peers=streams.peers,
+                unacknowledged=streams.unacknowledged,
+                sent=self._sent,
+                delivered=self._delivered,
+                retransmitted=streams.retransmitted,
+                duplicates=streams.duplicates,
+                bad_frames=self._bad_frames,
+                handler_errors=self._handler_errors,
+                peers_lost=self._lost,
+                last_lost=self._last_lost,
+            )
+
+    def check(self) -> None:
+        with self._lock:
+            self._streams.check()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._linger_until_s = time.monotonic() + linger_s
+        self._closing.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- for the subclasses
+
+    @abstractmethod
+    def _transmit(self, peer: str, envelope: Envelope) -> None:
+        """Puts an envelope on the wire; it may be lost."""
+
+    @abstractmethod
+    def _received(self) -> Iterable[Envelope]:
+        """Envelopes that came since the last call."""
+
+    @abstractmethod
+    def _wait(self, timeout_s: float) -> None:
+        """Blocks until something came, `_wake` was called, or the time is up."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Ends the current or next `_wait`; for any thread."""
+
+    def _hang_up(self, peer: str) -> None:
+        """The peer is lost or forgotten: drops what the subclass still holds for it."""
+
+    def _released(self) -> None:
+        """The thread ends: frees what the subclass holds."""
+
+    def _bad_frame(self, error: Exception) -> None:
+        self._bad_frames += 1
+        log.warning("bad_control_frame", channel=self.address, error=str(error))
+
+    # --- the thread
+
+    def _post(self, work: Callable[[float], None]) -> None:
+        if not self._closing.is_set():
+            self._work.append(work)
+            self._wake()
+
+    def _run(self) -> None:
+        try:
+            while not self._done():
+                due_s = self._turn()
+                if not self._work:
+                    self._wait(max(0.0, min(due_s - time.monotonic(), 1.0)))
+        finally:
+            self._released()
+
+    def _done(self) -> bool:
+        if not self._closing.is_set() or self._work:
+            return False
+        return self._streams.unacknowledged == 0 or time.monotonic() >= self._linger_until_s
+
+    def _turn(self) -> float:
+        now_s = time.monotonic()
+        with self._lock:
+            while self._work:
+                self._work.popleft()(now_s)
+            for envelope in self._received():
+                self._streams.receive(envelope, now_s)
+            due_s = self._streams.tick(now_s)
+            streams = self._streams
+            outbox, inbox, lost = list(streams.outbox), list(streams.inbox), list(streams.lost)
+            for box in (streams.outbox, streams.inbox, streams.lost):
+                box.clear()
+        for peer, envelope in outbox:
+            self._transmit(peer, envelope)
+        if not self._closing.is_set():
+            for peer, body in inbox:
+                self._deliver(peer, body)
+            for peer, reason in lost:
+                self._lose(peer, reason)
+        return due_s
+
+    def _deliver(self, peer: str, body: bytes) -> None:
+        try:
+            message = decode(body)
+        except ProtocolError as exc:
+            self._bad_frame(exc)
+            return
+        self._delivered += 1
+        self._call(lambda: self._handler(peer, message))
+
+    def _lose(self, peer: str, reason: str) -> None:
+        self._lost += 1
+        self._last_lost = f"{peer}: {reason}"
+        self._hang_up(peer)
+        log.info("control_peer_lost", channel=self.address, peer=peer, reason=reason)
+        self._call(lambda: self._on_peer_lost(peer))
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:
+            self._handler_errors += 1
+            log.exception("control_handler_failed", channel=self.address)
+
+
+_ENVELOPES = msgspec.msgpack.Decoder(Envelope)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """The envelope as bytes."""
+    return _ENCODER.encode(envelope)
+
+
+def decode_envelope(frame: bytes) -> Envelope:
+    """The inverse. Raises `ProtocolError`, whatever the bytes."""
+    try:
+        return _ENVELOPES.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"frame of {len(frame)} bytes is no envelope: {exc}") from exc
