@@ -31,8 +31,8 @@ class _Message:
     tag: int
     data: torch.Tensor
     sender: Operation | None
-    void: PeerLostError | None = None
-    """Set when either side is gone: the bytes must not be read any more."""
+    void: bool = False
+    """Set when the sender has fenced the receiver: the bytes must not be read any more."""
 
 
 class InprocFabric:
@@ -121,9 +121,6 @@ class InprocTransport(Transport):
                 return
             self._lost.discard(peer)
             self._part(peer, name, PeerLostError(f"{peer} was disconnected"))
-            other = self._fabric.transports.get(name)
-            if other is not None and other is not self:
-                other.lose(self._name, f"{self._name} disconnected")
 
     def register(self, memory: torch.Tensor) -> None:
         with self._fabric.lock:
@@ -168,12 +165,16 @@ class InprocTransport(Transport):
 
     def progress(self) -> list[Operation]:
         with self._fabric.lock:
-            while self._receives:
-                operation, message = self._receives.popleft()
+            pending, self._receives = self._receives, deque()
+            for operation, message in pending:
+                if operation.kind == "receive" and message.void:
+                    # The sender withdrew its memory; only our own disconnect ends this, as on a real wire.
+                    self._receives.append((operation, message))
+                    continue
                 into = self._ledger.view(operation)
-                if into is not None and message.void is None:
+                if into is not None:
                     into.copy_(message.data)
-                self.end(operation, message.void if operation.kind == "receive" else None)
+                self.end(operation)
                 self._fabric.end_send(message)
             return self._ledger.take_ended()
 
@@ -277,18 +278,17 @@ class InprocTransport(Transport):
         return True
 
     def _part(self, peer: str, name: str, error: PeerLostError) -> None:
-        """Ends what we have with `peer` and voids its messages, so that neither reads or writes the other."""
+        """Ends what we have with `peer`, so that neither side reads or writes the other's memory any more.
+
+        The other side is not told: its operations with us end when it disconnects us in turn, or when we die.
+        """
         for message in [message for message in self._wire if message.destination == name]:
-            message.void = error
+            message.void = True
             self._fabric.end_send(message, error)
-        for operation, message in [pair for pair in self._receives if pair[0].peer == peer]:
-            self._receives.remove((operation, message))
-            self.end(operation, error)
-            self._fabric.end_send(message, PeerLostError(f"{self._name}: {error}"))
-        for message in [message for message in self._mailbox if message.source == name]:
-            self._mailbox.remove(message)
-            self._fabric.end_send(message, PeerLostError(f"{self._name}: {error}"))
-        self._fabric.held = [m for m in self._fabric.held if m.void is None]
+        for pair in [pair for pair in self._receives if pair[0].peer == peer]:
+            self._receives.remove(pair)
+            self.end(pair[0], error)
+        self._fabric.held = [message for message in self._fabric.held if not message.void]
 
     def _ensure_open(self) -> None:
         if self._closed:

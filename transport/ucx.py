@@ -29,6 +29,8 @@ FENCE_TIMEOUT_S = 10.0
 _SCRATCH_BYTES = 64
 _PROGRESS_STEPS = 64
 """Most progress calls in one `progress`, so that a steady stream cannot keep the owner thread inside."""
+_MAX_IDLE_WAKEUPS = 100
+_NAP_S = 0.001
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +74,9 @@ class UcxTransport(Transport):
         self._poll = select.poll()
         self._poll.register(self._wake_fd, select.POLLIN)
         self._poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        self._wake_poll = select.poll()
+        self._wake_poll.register(self._wake_fd, select.POLLIN)
+        self._idle_wakeups = 0
         self._closed = False
 
     @property
@@ -179,7 +184,7 @@ class UcxTransport(Transport):
             return
         # UCX's rule: sleep only after arming, and arm only when there was nothing left to do.
         if not self._worker.progress_once() and self._worker.arm():
-            self._poll.poll(max(0.0, timeout_s) * 1000)
+            self._sleep(max(0.0, timeout_s))
         with self._wake_lock:
             _drain(self._wake_fd)
 
@@ -212,6 +217,21 @@ class UcxTransport(Transport):
             self._settle(operation)
         self._closed = True
         self._release()
+
+    def _sleep(self, timeout_s: float) -> None:
+        """Sleeps until UCX or `wake` has something, on an armed worker.
+
+        While a TCP connection waits for a peer that does not answer, UCX's descriptor stays readable with
+        nothing to do; after some such wake-ups in a row only `wake` is listened to, for a moment at a time.
+        """
+        if self._idle_wakeups < _MAX_IDLE_WAKEUPS:
+            events = self._poll.poll(timeout_s * 1000)
+            by_ucx = any(fd != self._wake_fd for fd, _ in events)
+        else:
+            self._wake_poll.poll(min(timeout_s, _NAP_S) * 1000)
+            by_ucx = True
+        if by_ucx:
+            self._idle_wakeups = 0 if self._worker.progress_once() else self._idle_wakeups + 1
 
     def _release(self) -> None:
         """Frees UCX's objects, users before what they use."""

@@ -1,0 +1,99 @@
+"""Two connected transports in one process, driven in turn, whatever the backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from transport.base import Arrival, Operation, Transport
+from transport.inproc import InprocFabric
+from transport.select import make_transport
+
+POISON = 0xA5
+
+
+@dataclass
+class Node:
+    """A transport, one registered buffer, and what came out of it so far."""
+
+    name: str
+    transport: Transport
+    memory: torch.Tensor
+    ended: list[Operation] = field(default_factory=list)
+    arrived: list[Arrival] = field(default_factory=list)
+    used_bytes: int = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Fresh registered bytes, poisoned."""
+        start = self.used_bytes
+        self.used_bytes += nbytes
+        assert self.used_bytes <= self.memory.numel(), "give the node a larger buffer"
+        view = self.memory[start : self.used_bytes]
+        view.fill_(POISON)
+        return view
+
+    def random(self, nbytes: int) -> torch.Tensor:
+        """Fresh registered bytes with random content, never all zero or all poison."""
+        view = self.take(nbytes)
+        view.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+        settle(view)
+        return view
+
+    def pump(self) -> None:
+        """Drives the transport once and checks its books."""
+        self.ended += self.transport.progress()
+        self.arrived += self.transport.arrivals()
+        self.transport.check()
+
+    def arrival(self, tag: int) -> Arrival:
+        """The one arrival with this tag, taken out of the list."""
+        [found] = [arrival for arrival in self.arrived if arrival.tag == tag]
+        self.arrived.remove(found)
+        return found
+
+    def has(self, *tags: int) -> bool:
+        """True when messages with all these tags have arrived."""
+        return set(tags) <= {arrival.tag for arrival in self.arrived}
+
+
+@dataclass
+class Pair:
+    """Two nodes that know each other as `a` and `b`."""
+
+    a: Node
+    b: Node
+    fabric: InprocFabric | None
+    device: torch.device
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 30.0, only: Node | None = None) -> None:
+        """Drives both nodes (or one) until `condition` holds."""
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            for node in (self.a, self.b) if only is None else (only,):
+                node.pump()
+            assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {self.a} {self.b}"
+
+    def connect(self) -> None:
+        """Both ways."""
+        self.a.transport.connect("b", self.b.transport.address)
+        self.b.transport.connect("a", self.a.transport.address)
+
+
+def make_node(
+    backend: str, name: str, fabric: InprocFabric | None, device: torch.device, nbytes: int
+) -> Node:
+    """A node with a registered, poisoned buffer."""
+    transport = make_transport(backend, rank_name=name, fabric=fabric)
+    memory = torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
+    settle(memory)
+    transport.register(memory)
+    return Node(name, transport, memory)
+
+
+def settle(tensor: torch.Tensor) -> None:
+    """On a GPU: waits for what was queued; a transport does not know the caller's streams."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)
