@@ -21,7 +21,7 @@ ModelFlag = Annotated[
 ]
 RandomInitFlag = Annotated[
     str | None,
-    typer.Option("--random-init", metavar="NAME", help="A small architecture with random weights, by name."),
+    typer.Option("--random-init", metavar="NAME", help="Random weights; e.g. llama-3.1-8b, qwen3-0.6b."),
 ]
 DTypeFlag = Annotated[
     str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", show_default=False)
@@ -31,6 +31,9 @@ DecodeTpFlag = Annotated[int | None, typer.Option("--decode-tp", help="Ranks tha
 DeviceFlag = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda, for both groups.")]
 PromptFlag = Annotated[
     list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat for more requests.")
+]
+PromptArgument = Annotated[
+    list[str] | None, typer.Argument(metavar="PROMPT...", help="The prompt; several are answered one by one.")
 ]
 MaxTokensFlag = Annotated[int, typer.Option("--max-tokens", help="Tokens to answer each prompt with.")]
 ConfigFlag = Annotated[
@@ -105,7 +108,7 @@ def demo(
 
 
 def generate(
-    prompt: PromptFlag = None,
+    prompt: PromptArgument = None,
     model: ModelFlag = None,
     random_init: RandomInitFlag = None,
     dtype: DTypeFlag = None,

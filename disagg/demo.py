@@ -28,7 +28,7 @@ from disagg.core.types import SamplingParams
 from disagg.model.source import ModelSource
 from disagg.node.assemble import make_source
 from disagg.reference import Reference, reference_answers
-from disagg.report import RequestReport, report_table
+from disagg.report import RequestReport, answer_lines, report_table
 from disagg.report_timeline import draw_timeline
 from disagg.router.session import Router, SessionReport
 from disagg.run_options import RunOptions
@@ -74,6 +74,8 @@ def run_demo(config: Config, options: RunOptions) -> None:
         reference = _compare(placed, prompts, options.sampling, progress)
     reports = _reports(answers, reference, tokenizer)
     console.print(report_table(reports, title="Prefilled on one group, decoded on the other"))
+    for line in answer_lines(reports):
+        console.print(line, markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
     picture = out / "timeline.png"
     draw_timeline(spans, picture, title="one demo run")
     (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TEXT_LIMIT = 60
-"""Characters of an answer that the table shows."""
+"""Characters of an answer that its line shows."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,7 +55,6 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
 def report_table(reports: Sequence[RequestReport], title: str = "") -> Table:
     """A row for each request, and a row of sums when there are several."""
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(title=title or None, title_justify="left")
     for name in (
@@ -64,21 +63,23 @@ def report_table(reports: Sequence[RequestReport], title: str = "") -> Table:
         "TTFT",
         "KV moved",
         "segments",
-        "control",
         "GB/s",
-        "answer",
-        "tokens/s",
+        "tokens",
+        "tok/s",
     ):
         table.add_column(name, justify="left" if name == "request" else "right", no_wrap=True)
     table.add_column("exact", justify="center")
-    table.add_column("text", overflow="ellipsis", no_wrap=True, max_width=TEXT_LIMIT)
     for one in reports:
-        # `Text`, for an answer may hold [brackets], which rich would read as markup.
-        table.add_row(*_cells(one), _verdict(one.exact), Text(_shown(one.text)))
+        table.add_row(*_cells(one), _verdict(one.exact))
     if len(reports) > 1:
         table.add_section()
-        table.add_row(*_sums(reports), _verdict(_all_exact(reports)), "")
+        table.add_row(*_sums(reports), _verdict(_all_exact(reports)))
     return table
+
+
+def answer_lines(reports: Sequence[RequestReport]) -> list[str]:
+    """The answers, a line each, cut to `TEXT_LIMIT` characters."""
+    return [f"{one.request_id}: {_shown(one.text)}" for one in reports]
 
 
 def _cells(one: RequestReport) -> list[str]:
@@ -88,7 +89,6 @@ def _cells(one: RequestReport) -> list[str]:
         f"{one.ttft_s * 1e3:.1f} ms",
         describe_bytes(one.nbytes),
         str(one.segments),
-        str(one.control_messages),
         _number(one.transfer_gb_per_s),
         str(one.answer_tokens),
         _number(one.tokens_per_s),
@@ -102,7 +102,6 @@ def _sums(reports: Sequence[RequestReport]) -> list[str]:
         "",
         describe_bytes(sum(one.nbytes for one in reports)),
         str(sum(one.segments for one in reports)),
-        str(sum(one.control_messages for one in reports)),
         "",
         str(sum(one.answer_tokens for one in reports)),
         "",

@@ -77,9 +77,7 @@ def test_demo_flags(calls: Calls, tmp_path: Path) -> None:
 
 def test_generate_flags(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DISAGG_DECODE__TP", "4")
-    flags = (
-        "generate --prompt hi --random-init tiny --temperature 0.5 --top-k 9 --top-p 0.8 --seed 3 --stop a"
-    )
+    flags = "generate hi --random-init tiny --temperature 0.5 --top-k 9 --top-p 0.8 --seed 3 --stop a"
     assert cli.run([*flags.split(), "--stop", "b c", "--max-tokens", "7"]) == 0
     [(name, config, options)] = calls
     assert name == "generate"
@@ -102,15 +100,15 @@ BAD_INPUT = [
     ("demo --model /a --random-init b", "it must be left out when model.path is given"),
     ("demo --frobnicate", "No such option: --frobnicate"),
     ("generate", "no prompt: give at least one with --prompt"),
-    ("generate --prompt=", "prompt 1 is empty"),
+    ("generate hi  ", "prompt 2 is empty"),
     (
-        "generate --prompt a --temperature -1",
+        "generate a --temperature -1",
         "temperature = -1.0 is not allowed; it must be 0 (greedy) or more",
     ),
-    ("generate --prompt a --top-p 0", "top_p = 0.0 is not allowed"),
-    ("generate --prompt a --top-k -1", "top_k = -1 is not allowed"),
-    ("generate --prompt a --seed -1", "seed = -1 is not allowed"),
-    ("generate --prompt a --stop=", "stop = ('',) is not allowed"),
+    ("generate a --top-p 0", "top_p = 0.0 is not allowed"),
+    ("generate a --top-k -1", "top_k = -1 is not allowed"),
+    ("generate a --seed -1", "seed = -1 is not allowed"),
+    ("generate a --stop=", "stop = ('',) is not allowed"),
     ("plan --kv-heads 8", "Missing option '--layers' (see disagg plan --help)"),
     ("plan --kv-heads 0 --layers 1 --prefill-tp 1 --decode-tp 1", "kv_heads = 0 is not allowed"),
     (
