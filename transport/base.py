@@ -117,6 +117,10 @@ class Transport(ABC):
         Its pending operations have ended with `PeerLostError` (the next `progress` hands them out). An
         unknown name is accepted. Raises `TransportError` when the fence cannot be proven; the memory of the
         operations still pending must then never be used again.
+
+        The peer is not told: its operations with us end when it disconnects us in turn, or when this process
+        ends. A peer that was reading our memory may even end its receive done, with bytes that we have
+        overwritten since: tell it over the control channel that what it has not confirmed is void.
         """
 
     @abstractmethod

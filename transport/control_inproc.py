@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from transport.control_thread import ThreadedControl, decode_envelope, encode_envelope
+from transport.control_thread import ThreadedControl, encode_envelope
 from transport.messages import Message, decode
 from transport.reliable import Envelope, ReliableOptions
 
@@ -18,7 +18,7 @@ Observer = Callable[[str, str, Message], None]
 
 @dataclass(slots=True)
 class _Rule:
-    action: Literal["drop", "duplicate"]
+    action: Literal["drop", "duplicate", "delay"]
     kind: type[Message]
     nth: int
     seen: int = 0
@@ -34,6 +34,7 @@ class InprocHub:
         self._rules: list[_Rule] = []
         self._seen: set[tuple[str, int, int]] = set()
         self._observers: list[Observer] = []
+        self._delayed: list[tuple[str, Envelope]] = []
 
     def observe(self, observer: Observer) -> None:
         """Shows every message, when it is first sent, to `observer` (on the sender's thread)."""
@@ -47,10 +48,26 @@ class InprocHub:
         """Delivers the `nth` message of `kind` twice."""
         self._rules.append(_Rule("duplicate", kind, nth))
 
+    def delay(self, kind: type[Message], nth: int = 0) -> None:
+        """Keeps the first copy of the `nth` message of `kind` on the wire until `release`."""
+        self._rules.append(_Rule("delay", kind, nth))
+
+    def release(self) -> None:
+        """Delivers what was delayed, long after what was sent later."""
+        with self._lock:
+            delayed, self._delayed = self._delayed, []
+        for destination, envelope in delayed:
+            self._hand_over(destination, envelope, 1)
+
     def cut(self, name: str) -> None:
         """Nothing reaches `name` or comes from it any more: for the others it is dead."""
         with self._lock:
             self._cut.add(name)
+
+    def mend(self, name: str) -> None:
+        """Takes back `cut`: what is sent again from now on arrives."""
+        with self._lock:
+            self._cut.discard(name)
 
     def join(self, channel: InprocControl) -> None:
         """Makes a channel reachable under its address."""
@@ -72,7 +89,10 @@ class InprocHub:
             if first:
                 self._seen.add((envelope.source, envelope.stream, envelope.seq))
         if first:
-            copies = self._strike(envelope.source, destination, decode(envelope.body))
+            copies = self._strike(envelope, destination)
+        self._hand_over(destination, envelope, copies)
+
+    def _hand_over(self, destination: str, envelope: Envelope, copies: int) -> None:
         with self._lock:
             channel = self._channels.get(destination)
             if channel is None or self._cut & {destination, envelope.source}:
@@ -80,15 +100,18 @@ class InprocHub:
         for _ in range(copies):
             channel.accept(encode_envelope(envelope))
 
-    def _strike(self, source: str, destination: str, message: Message) -> int:
+    def _strike(self, envelope: Envelope, destination: str) -> int:
+        message = decode(envelope.body)
         for observer in self._observers:
-            observer(source, destination, message)
+            observer(envelope.source, destination, message)
         copies = 1
         with self._lock:
             for rule in self._rules:
                 if isinstance(message, rule.kind):
                     if rule.seen == rule.nth:
-                        copies = 0 if rule.action == "drop" else 2
+                        copies = 2 if rule.action == "duplicate" else 0
+                        if rule.action == "delay":
+                            self._delayed.append((destination, envelope))
                     rule.seen += 1
         return copies
 
@@ -99,13 +122,13 @@ class InprocControl(ThreadedControl):
     def __init__(self, hub: InprocHub, name: str, options: ReliableOptions | None = None) -> None:
         super().__init__(name, options or ReliableOptions())
         self._hub = hub
-        self._frames: deque[bytes] = deque()
+        self._arrived: deque[bytes] = deque()
         self._news = threading.Event()
         hub.join(self)
 
     def accept(self, frame: bytes) -> None:
         """A frame came; for any thread."""
-        self._frames.append(frame)
+        self._arrived.append(frame)
         self._news.set()
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -115,9 +138,9 @@ class InprocControl(ThreadedControl):
     def _transmit(self, peer: str, envelope: Envelope) -> None:
         self._hub.carry(peer, envelope)
 
-    def _received(self) -> Iterable[Envelope]:
-        while self._frames:
-            yield decode_envelope(self._frames.popleft())
+    def _frames(self) -> Iterable[bytes]:
+        while self._arrived:
+            yield self._arrived.popleft()
 
     def _wait(self, timeout_s: float) -> None:
         self._news.wait(timeout_s)

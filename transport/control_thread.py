@@ -14,13 +14,14 @@ import structlog
 from disagg.core.errors import ProtocolError
 from transport.control import ControlChannel, ControlStatistics, Handler, PeerLost
 from transport.messages import Message, decode, encode
-from transport.reliable import Envelope, Reliable, ReliableOptions
+from transport.reliable import Delivered, Envelope, Reliable, ReliableOptions
 
 log = structlog.get_logger(__name__)
+_PAUSE_AFTER_BUG_S = 0.1
 
 
 class ThreadedControl(ControlChannel):
-    """A channel with a thread of its own. Subclasses move envelopes: `_transmit`, `_received`, `_wait`, `_wake`."""
+    """A channel with a thread of its own. Subclasses move frames: `_transmit`, `_frames`, `_wait`, `_wake`."""
 
     def __init__(self, address: str, options: ReliableOptions) -> None:
         self.address = address
@@ -43,8 +44,12 @@ class ThreadedControl(ControlChannel):
 
     def send(self, peer: str, message: Message) -> None:
         body = encode(message)
-        self._sent += 1
-        self._post(lambda now_s: self._streams.send(peer, body, now_s))
+
+        def work(now_s: float) -> None:
+            self._sent += 1
+            self._streams.send(peer, body, now_s)
+
+        self._post(work)
 
     def watch(self, peer: str) -> None:
         self._post(lambda now_s: self._streams.watch(peer, now_s))
@@ -90,8 +95,8 @@ class ThreadedControl(ControlChannel):
         """Puts an envelope on the wire; it may be lost."""
 
     @abstractmethod
-    def _received(self) -> Iterable[Envelope]:
-        """Envelopes that came since the last call."""
+    def _frames(self) -> Iterable[bytes]:
+        """Frames that came since the last call; nothing about them is trusted."""
 
     @abstractmethod
     def _wait(self, timeout_s: float) -> None:
@@ -121,7 +126,7 @@ class ThreadedControl(ControlChannel):
     def _run(self) -> None:
         try:
             while not self._done():
-                due_s = self._turn()
+                due_s = self._safe_turn()
                 if not self._work:
                     self._wait(max(0.0, min(due_s - time.monotonic(), 1.0)))
         finally:
@@ -132,26 +137,40 @@ class ThreadedControl(ControlChannel):
             return False
         return self._streams.unacknowledged == 0 or time.monotonic() >= self._linger_until_s
 
+    def _safe_turn(self) -> float:
+        try:
+            return self._turn()
+        except Exception:
+            # A bug of ours; without the thread every request of this process would hang instead.
+            self._handler_errors += 1
+            log.exception("control_turn_failed", channel=self.address)
+            return time.monotonic() + _PAUSE_AFTER_BUG_S
+
     def _turn(self) -> float:
         now_s = time.monotonic()
         with self._lock:
             while self._work:
                 self._work.popleft()(now_s)
-            for envelope in self._received():
-                self._streams.receive(envelope, now_s)
+            for frame in self._frames():
+                self._take_in(frame, now_s)
             due_s = self._streams.tick(now_s)
-            streams = self._streams
-            outbox, inbox, lost = list(streams.outbox), list(streams.inbox), list(streams.lost)
-            for box in (streams.outbox, streams.inbox, streams.lost):
-                box.clear()
+            outbox, self._streams.outbox = self._streams.outbox, []
+            events, self._streams.events = self._streams.events, []
         for peer, envelope in outbox:
             self._transmit(peer, envelope)
         if not self._closing.is_set():
-            for peer, body in inbox:
-                self._deliver(peer, body)
-            for peer, reason in lost:
-                self._lose(peer, reason)
+            for event in events:
+                if isinstance(event, Delivered):
+                    self._deliver(event.peer, event.body)
+                else:
+                    self._lose(event.peer, event.reason)
         return due_s
+
+    def _take_in(self, frame: bytes, now_s: float) -> None:
+        try:
+            self._streams.receive(decode_envelope(frame), now_s)
+        except ProtocolError as exc:
+            self._bad_frame(exc)
 
     def _deliver(self, peer: str, body: bytes) -> None:
         try:

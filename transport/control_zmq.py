@@ -6,6 +6,7 @@ With keys every connection is CURVE-encrypted, and ZMQ's ZAP asks for the client
 from __future__ import annotations
 
 import os
+import re
 import threading
 from collections.abc import Iterable
 
@@ -15,7 +16,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from disagg.core.config import ControlConfig
 from disagg.core.errors import ConfigError, ProtocolError
-from transport.control_thread import ThreadedControl, decode_envelope, encode_envelope
+from transport.control_thread import ThreadedControl, encode_envelope
 from transport.keys import ControlKeys
 from transport.reliable import Envelope, ReliableOptions
 
@@ -23,6 +24,10 @@ ZAP_DOMAIN = "disagg"
 HIGH_WATER_MARK = 20000
 """Frames that ZMQ queues for a peer; more are dropped there and sent again by the reliable streams."""
 RECEIVE_BATCH = 512
+MAX_STRAY_PEERS = 64
+"""Connections kept to addresses that no stream is open with: we only told them that we do not know them."""
+_ADDRESS = re.compile(r"tcp://[^/:@;]+:\d{1,5}")
+_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
 ENVELOPE_BYTES = 4096
 """Room for the envelope around the largest message."""
 
@@ -50,6 +55,8 @@ class ZmqControl(ThreadedControl):
         options: ReliableOptions | None = None,
         max_message_bytes: int = 16 << 20,
     ) -> None:
+        if host in _WILDCARDS:
+            raise ConfigError(f"control host {host!r} is no address that peers can reach; name one interface")
         self._keys = keys
         self._context = zmq.Context()
         self._authenticator = self._authenticate() if keys else None
@@ -107,6 +114,10 @@ class ZmqControl(ThreadedControl):
             return  # full: sent again later, or the peer is lost
 
     def _connect(self, peer: str) -> zmq.Socket[bytes] | None:
+        if not _ADDRESS.fullmatch(peer):
+            self._bad_frame(ProtocolError(f"{peer[:100]!r} is no address of a control channel"))
+            return None
+        self._drop_strays()
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         try:
@@ -122,18 +133,21 @@ class ZmqControl(ThreadedControl):
         self._dealers[peer] = dealer
         return dealer
 
-    def _received(self) -> Iterable[Envelope]:
+    def _drop_strays(self) -> None:
+        strays = [peer for peer in self._dealers if not self._streams.knows(peer)]
+        for peer in strays[: max(0, len(strays) - MAX_STRAY_PEERS)]:
+            self._hang_up(peer)
+
+    def _frames(self) -> Iterable[bytes]:
         for _ in range(RECEIVE_BATCH):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            try:
-                if len(frames) != 2:
-                    raise ProtocolError(f"a control message has 2 frames, not {len(frames)}")
-                yield decode_envelope(frames[1])
-            except ProtocolError as exc:
-                self._bad_frame(exc)
+            if len(frames) == 2:
+                yield frames[1]
+            else:
+                self._bad_frame(ProtocolError(f"a control message has 2 frames, not {len(frames)}"))
 
     def _wait(self, timeout_s: float) -> None:
         self._poller.poll(int(timeout_s * 1000) + 1)

@@ -25,6 +25,8 @@ FIRST_RESEND_S, LAST_RESEND_S = 0.2, 2.0
 RESEND_WINDOW = 128
 """Most messages sent again at once."""
 MAX_UNACKNOWLEDGED = 65536
+MAX_UNACKNOWLEDGED_BYTES = 256 << 20
+"""Per peer, like the number: a peer that owes more acknowledgements is lost."""
 MAX_EARLY = 4096
 """Messages kept that came before an earlier one; more are dropped and will be sent again."""
 MAX_PEERS = 4096
@@ -55,6 +57,22 @@ class ReliableOptions:
     heartbeat_s: float = 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A message has come, in its turn."""
+
+    peer: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Nothing of before comes from this peer any more."""
+
+    peer: str
+    reason: str
+
+
 @dataclass(slots=True)
 class _Peer:
     name: str
@@ -63,6 +81,7 @@ class _Peer:
     """When it was last heard, or first spoken to."""
     next_seq: int = 1
     unacknowledged: deque[tuple[int, bytes]] = field(default_factory=deque)
+    unacknowledged_bytes: int = 0
     resend_at_s: float = 0.0
     resend_after_s: float = FIRST_RESEND_S
     their_stream: int = 0
@@ -79,7 +98,7 @@ class _Peer:
 
 
 class Reliable:
-    """The streams of one channel. The caller moves what is in `outbox`, `inbox` and `lost` after each call."""
+    """The streams of one channel. The caller takes what is in `outbox` and `events` after each call."""
 
     def __init__(self, address: str, options: ReliableOptions, seed: int | None = None) -> None:
         self._address, self._options = address, options
@@ -88,10 +107,8 @@ class Reliable:
         self._dead: deque[int] = deque(maxlen=MAX_DEAD_STREAMS)
         self.outbox: list[tuple[str, Envelope]] = []
         """To be put on the wire; may be lost."""
-        self.inbox: list[tuple[str, bytes]] = []
-        """Delivered, in order."""
-        self.lost: list[tuple[str, str]] = []
-        """Peer and reason."""
+        self.events: list[Delivered | Lost] = []
+        """In the order in which they happened: a message after a loss belongs to the new stream."""
         self.retransmitted = self.duplicates = self.refused = 0
 
     # --- what the channel does
@@ -99,14 +116,16 @@ class Reliable:
     def send(self, name: str, body: bytes, now_s: float) -> None:
         """Accepts a message for `name`."""
         peer = self._peer(name, now_s)
-        if len(peer.unacknowledged) >= MAX_UNACKNOWLEDGED:
-            self._lose(peer, f"{MAX_UNACKNOWLEDGED} messages are unacknowledged")
+        owed, owed_bytes = len(peer.unacknowledged), peer.unacknowledged_bytes
+        if owed >= MAX_UNACKNOWLEDGED or owed_bytes + len(body) > MAX_UNACKNOWLEDGED_BYTES:
+            self._lose(peer, f"{owed} messages of {owed_bytes} bytes are unacknowledged")
             peer = self._peer(name, now_s)
         if not peer.unacknowledged:
             peer.resend_at_s, peer.resend_after_s = now_s + FIRST_RESEND_S, FIRST_RESEND_S
             if not peer.watched:
                 peer.since_s = now_s  # an old silence is no fault of a peer that nothing was asked of
         peer.unacknowledged.append((peer.next_seq, body))
+        peer.unacknowledged_bytes += len(body)
         peer.next_seq += 1
         self._post(peer, peer.next_seq - 1, body, now_s)
 
@@ -166,6 +185,10 @@ class Reliable:
         """Peers known now."""
         return len(self._peers)
 
+    def knows(self, name: str) -> bool:
+        """Whether anything is kept about the peer."""
+        return name in self._peers
+
     @property
     def unacknowledged(self) -> int:
         """Messages that no peer has confirmed yet."""
@@ -175,8 +198,12 @@ class Reliable:
         """Raises `InvariantError` unless numbers follow each other without a gap."""
         for peer in self._peers.values():
             numbers = [seq for seq, _ in peer.unacknowledged]
-            sound = numbers == list(range(peer.base, peer.next_seq)) and all(
-                s > peer.delivered for s in peer.early
+            owed_bytes = sum(len(body) for _, body in peer.unacknowledged)
+            sound = (
+                numbers == list(range(peer.base, peer.next_seq))
+                and owed_bytes == peer.unacknowledged_bytes
+                and all(seq > peer.delivered + 1 for seq in peer.early)
+                and peer.their_stream not in self._dead
             )
             if not sound:
                 raise InvariantError(
@@ -220,7 +247,7 @@ class Reliable:
         if peer.unacknowledged and peer.unacknowledged[0][0] <= ack:
             peer.resend_at_s, peer.resend_after_s = now_s + FIRST_RESEND_S, FIRST_RESEND_S
         while peer.unacknowledged and peer.unacknowledged[0][0] <= ack:
-            peer.unacknowledged.popleft()
+            peer.unacknowledged_bytes -= len(peer.unacknowledged.popleft()[1])
 
     def _take(self, peer: _Peer, envelope: Envelope) -> None:
         if envelope.seq <= peer.delivered or envelope.seq in peer.early:
@@ -231,7 +258,7 @@ class Reliable:
         peer.early[envelope.seq] = envelope.body
         while (body := peer.early.pop(peer.delivered + 1, None)) is not None:
             peer.delivered += 1
-            self.inbox.append((peer.name, body))
+            self.events.append(Delivered(peer.name, body))
 
     def _resend(self, peer: _Peer, now_s: float) -> None:
         peer.resend_after_s = min(2 * peer.resend_after_s, LAST_RESEND_S)
@@ -250,7 +277,7 @@ class Reliable:
     def _lose(self, peer: _Peer, reason: str) -> None:
         del self._peers[peer.name]
         self._bury(peer)
-        self.lost.append((peer.name, reason))
+        self.events.append(Lost(peer.name, reason))
 
     def _bury(self, peer: _Peer) -> None:
         if peer.their_stream:
