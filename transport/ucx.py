@@ -109,10 +109,8 @@ class UcxTransport(Transport):
             and (view := self._ledger.view(operation)) is not None
             and view.is_cuda
         }
-        # Blocking means forced: it cancels what is pending and needs nothing from the other side. `close()` would
-        # wait for the peer (ucxx 0.52 does not pass the flag on), and crashes after an endpoint error.
-        known.endpoint.close_blocking()
-        self._fence(peer, [self._requests[operation] for operation in mine])
+        closing = self._close_endpoint(known.endpoint)
+        self._fence(peer, [*closing, *(self._requests[operation] for operation in mine)])
         for device in receives_to_gpu:
             # UCX may report a cancelled receive while its copy still runs on UCX's own stream.
             torch.cuda.synchronize(device)
@@ -206,17 +204,23 @@ class UcxTransport(Transport):
     def close(self) -> None:
         if self._closed:
             return
-        for peer in list(self._peers):
-            self.disconnect(peer)
+        self.arrivals()
         for arrival in self._ledger.take_arrivals():
             self._swallow(arrival.handle)
-        for arrival in self.arrivals():
-            self._swallow(arrival.handle)
-        self._fence("messages left over", [*self._swallowed, *self._requests.values()])
-        for operation in list(self._requests):
-            self._settle(operation)
+        unproven: list[TransportError] = []
+        for peer in list(self._peers):
+            try:
+                self.disconnect(peer)
+            except TransportError as exc:
+                unproven.append(exc)
+        try:
+            self._fence("messages left over", [*self._swallowed, *self._requests.values()])
+        except TransportError as exc:
+            unproven.append(exc)
         self._closed = True
         self._release()
+        if unproven:
+            raise unproven[0]
 
     def _sleep(self, timeout_s: float) -> None:
         """Sleeps until UCX or `wake` has something, on an armed worker.
@@ -238,8 +242,20 @@ class UcxTransport(Transport):
         with self._wake_lock:
             os.close(self._wake_fd)
             self._wake_fd = -1
+        for operation in list(self._requests):
+            self._settle(operation, lost=True)
         self._swallowed.clear()
         del self._worker, self._context
+
+    def _close_endpoint(self, endpoint: Any) -> list[Any]:
+        """Closes it; the requests that have to end before it is closed."""
+        if self._error_handling:
+            # Blocking means forced: it cancels what is pending and needs nothing from the other side. `close()`
+            # would wait for the peer (ucxx 0.52 does not pass the flag on), and crashes after an endpoint error.
+            endpoint.close_blocking()
+            return []
+        # Nothing can be forced, and blocking could be for ever: flush, for as long as a fence may take.
+        return [endpoint.close()]
 
     def _array(self, view: torch.Tensor) -> Any:
         return self._array_type(view if view.is_cuda else view.numpy())
@@ -259,6 +275,9 @@ class UcxTransport(Transport):
         """Ends an operation whose request has ended: the one place where UCX's errors become ours."""
         request = self._requests.pop(operation)
         error: TransportError | None = None
+        if not request.completed:
+            self._swallowed.append(request)
+            error = PeerLostError(f"{operation.kind} tag {operation.tag:#x} with {operation.peer}: given up")
         try:
             request.check_error()
         except self._ucx.UCXError as exc:

@@ -1,0 +1,208 @@
+"""UCX between processes: what a test within one process cannot show, above all a peer's sudden death."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from transport_harness import POISON, Node, Pair, make_node, settle
+
+import transport.ucx
+from disagg.core.errors import PeerLostError, TransportError
+from transport.ucx import UcxTransport
+
+MIB = 1 << 20
+DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def serve(pipe: Connection, device: str, error_handling: bool) -> None:
+    """The child: does what it is told, and sends every message it receives back with its tag + 1000."""
+    node = make_node("ucx", "child", None, torch.device(device), 160 * MIB)
+    if not error_handling:
+        node.transport = UcxTransport(error_handling=False)
+        node.transport.register(node.memory)
+    pipe.send(node.transport.address)
+    node.transport.connect("parent", pipe.recv())
+    while True:
+        if pipe.poll():
+            command, *arguments = pipe.recv()
+            if command == "close":
+                node.transport.close()
+                return
+            if command == "send":
+                send_many(node, *arguments)
+            if command == "stall":
+                pipe.recv()
+        node.pump()
+        echo(node)
+        node.transport.wait(0.002)
+
+
+def send_many(node: Node, tags: list[int], nbytes: int) -> None:
+    for tag in tags:
+        node.transport.send("parent", tag, node.random(nbytes))
+
+
+def echo(node: Node) -> None:
+    for arrival in node.arrived:
+        into = node.take(arrival.nbytes)
+        node.transport.receive("parent", arrival, into, context=into)
+    node.arrived.clear()
+    for operation in [op for op in node.ended if op.kind == "receive" and op.error is None]:
+        assert isinstance(operation.context, torch.Tensor)
+        node.transport.send("parent", operation.tag + 1000, operation.context)
+    node.ended.clear()
+
+
+class Child:
+    """A process on the other end of a pipe, and a node here that is connected to it."""
+
+    def __init__(self, device: str, error_handling: bool = True) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=serve, args=(theirs, device, error_handling), daemon=True)
+        self.process.start()
+        self.node = make_node("ucx", "parent", None, torch.device(device), 160 * MIB)
+        if not error_handling:
+            self.node.transport.close()
+            self.node.transport = UcxTransport(error_handling=False)
+            self.node.transport.register(self.node.memory)
+        self.join()
+
+    def join(self) -> None:
+        """Exchanges addresses."""
+        address = self.pipe.recv()
+        self.pipe.send(self.node.transport.address)
+        self.node.transport.connect("child", address)
+
+    def tell(self, *command: Any) -> None:
+        self.pipe.send(command)
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Drives the node here until `condition` holds."""
+        Pair(self.node, self.node, None, self.node.memory.device).until(condition, only=self.node)
+
+    def stop(self) -> None:
+        """Ends both sides; the child gently unless it is dead already."""
+        with contextlib.suppress(BrokenPipeError):
+            self.tell("close")
+        self.process.join(20)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+        self.node.transport.close()
+        self.pipe.close()
+
+
+@pytest.fixture(params=DEVICES)
+def child(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Iterator[Child]:
+    """A child whose end, and ours, must leave no line on stderr."""
+    torch.manual_seed(5)
+    child = Child(request.param)
+    yield child
+    child.stop()
+    assert capfd.readouterr().err == ""
+
+
+def test_sizes_there_and_back(child: Child) -> None:
+    node = child.node
+    for tag, size in enumerate([1, 100, 8192, 65_537, MIB, 40 * MIB]):
+        sent, got = node.random(size), node.take(size)
+        node.transport.send("child", tag, sent)
+        child.until(lambda tag=tag: node.has(tag + 1000))
+        receive = node.transport.receive("child", node.arrival(tag + 1000), got)
+        child.until(lambda receive=receive: receive.ended)
+        settle(got)
+        assert torch.equal(sent, got)
+    child.tell("close")
+    child.process.join(20)
+    assert child.process.exitcode == 0
+
+
+def test_a_killed_peer_ends_everything(child: Child) -> None:
+    """SIGKILL with receives under way, a send under way, and a message announced but not asked for."""
+    node = child.node
+    child.tell("send", [1, 2, 3], 16 * MIB)
+    child.until(lambda: node.has(1, 2, 3))
+    receives = [node.transport.receive("child", node.arrival(tag), node.take(16 * MIB)) for tag in (1, 2)]
+    child.tell("stall")
+    send = node.transport.send("child", 9, node.random(16 * MIB))
+    child.signal(signal.SIGKILL)
+    child.until(lambda: all(op.ended for op in [*receives, send]))
+    for operation in [*receives, send]:
+        assert operation.error is None or isinstance(operation.error, PeerLostError)
+    late = node.transport.receive("child", node.arrival(3), node.take(16 * MIB))
+    later = node.transport.send("child", 10, node.memory[:100])
+    child.until(lambda: late.ended and later.ended)
+    assert isinstance(late.error, PeerLostError)
+    assert isinstance(later.error, PeerLostError)
+    node.transport.disconnect("child")
+    node.memory.fill_(POISON)
+    for _ in range(100):
+        node.pump()
+    settle(node.memory)
+    assert (node.memory == POISON).all()
+
+
+def test_a_silent_peer_can_be_fenced(child: Child) -> None:
+    """SIGSTOP: the connection stands, nobody answers. The fence must not depend on the other side."""
+    node = child.node
+    child.tell("send", [1], 32 * MIB)
+    child.until(lambda: node.has(1))
+    child.signal(signal.SIGSTOP)
+    receive = node.transport.receive("child", node.arrival(1), node.take(32 * MIB))
+    send = node.transport.send("child", 2, node.random(32 * MIB))
+    node.pump()
+    node.transport.disconnect("child")
+    assert receive.ended
+    assert isinstance(send.error, PeerLostError)
+    node.memory.fill_(POISON)
+    child.signal(signal.SIGCONT)
+    for _ in range(200):
+        node.pump()
+        node.transport.wait(0.001)
+    settle(node.memory)
+    assert (node.memory == POISON).all(), "written after the fence"
+
+
+def test_a_peer_that_closes_ends_everything(child: Child) -> None:
+    node = child.node
+    child.tell("send", [1, 2], 16 * MIB)
+    child.until(lambda: node.has(1, 2))
+    child.tell("close")
+    receive = node.transport.receive("child", node.arrival(1), node.take(16 * MIB))
+    child.process.join(20)
+    child.until(lambda: receive.ended)
+    late = node.transport.send("child", 3, node.memory[:100])
+    child.until(lambda: late.ended)
+    node.transport.discard("child", node.arrival(2))
+    child.until(lambda: node.transport.statistics().pending == 0)
+
+
+def test_without_error_handling_close_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport.ucx, "FENCE_TIMEOUT_S", 0.5)
+    child = Child("cpu", error_handling=False)
+    node = child.node
+    child.tell("send", [1], 4 * MIB)
+    child.until(lambda: node.has(1))
+    receive = node.transport.receive("child", node.arrival(1), node.take(4 * MIB))
+    child.until(lambda: receive.ended)
+    assert receive.error is None
+    child.tell("stall")
+    send = node.transport.send("child", 2, node.random(4 * MIB))
+    child.signal(signal.SIGKILL)
+    child.process.join()
+    with contextlib.suppress(TransportError):
+        node.transport.close()
+    assert send.ended
