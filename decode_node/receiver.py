@@ -22,6 +22,7 @@ from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import DeviceQueue, is_done
 from disagg.node.links import Link
+from disagg.node.warm import warm_copies
 from kernels.scatter import scatter
 from staging.allocator import StagingAllocator
 from staging.buffer import StagingBuffer
@@ -94,6 +95,8 @@ class SegmentReceiver:
         """Connects to the prefill ranks that send to this rank. Raises `TransportError`."""
         for peer in link.sources_of(self._rank):
             self._transport.connect(peer.control_address, peer.transport_address)
+        with self._queue.use():
+            warm_copies(link.to_rank(self._rank), self._shard, self._pool, self._buffer.memory)
         self._links[link.prefill.name] = link
 
     # --- what the leader says

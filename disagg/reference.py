@@ -16,6 +16,13 @@ from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner, make_source, resolve_device, resolve_dtype
 
 
+def depends_on_batch(config: Config) -> bool:
+    """True when arithmetic is 16 bits wide on a GPU: what is summed with what then depends on the step's batch."""
+    source = make_source(config)
+    device = resolve_device(config.decode.device)
+    return device.type == "cuda" and resolve_dtype(config.model.dtype, source, device) != torch.float32
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """Answers, and in words who gave them."""

@@ -22,6 +22,7 @@ from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import DeviceQueue, Marker, is_done
 from disagg.node.links import Link, segment_limits
+from disagg.node.warm import warm_copies
 from kernels.gather import gather
 from prefill_node.outgoing import Destination, Item, Outgoing, State
 from staging.allocator import StagingAllocator
@@ -100,6 +101,8 @@ class SegmentSender:
         for peer in link.destinations_of(self._rank):
             self._transport.connect(peer.control_address, peer.transport_address)
             self._destinations[peer.control_address] = Destination()
+        with self._queue.use():
+            warm_copies(link.from_rank(self._rank), self._shard, self._pool, self._buffer.memory)
         self._links[link.decode.name] = link
 
     # --- what the leader and the compute thread say

@@ -17,6 +17,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
 from disagg.node.rank import RankNode
+from disagg.node.warm import warm_model
 from transport.control_zmq import make_control
 from transport.keys import ControlKeys
 from transport.select import make_transport
@@ -62,6 +63,8 @@ class RankHost:
         source = make_source(self._config)
         self._collective = make_collective(self._rank, group.ranks, rendezvous)
         runner = make_runner(self._config, group, source, self._collective, device)
+        if device.type == "cuda":
+            warm_model(runner, group.chunk_tokens if self.node_class.role == "prefill" else 1)
         self._node = self.node_class(
             rank=self._rank,
             config=self._config,

@@ -1,0 +1,50 @@
+"""Runs once, before a rank serves, what is slow the first time: kernels compile, libraries load, pools grow."""
+
+from __future__ import annotations
+
+import torch
+
+from disagg.core.types import Shard, Span
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.runner import ModelRunner
+from kernels.gather import gather
+from kernels.layout import segment_bytes
+from kernels.scatter import scatter
+from staging.routes import Route
+
+TOKENS = 8
+
+
+def warm_model(runner: ModelRunner, chunk_tokens: int) -> None:
+    """A prompt chunk, one token and two tokens, all on the trash page. All ranks of a group must do it together."""
+    tokens = min(chunk_tokens, runner.req_to_token.max_tokens)
+    row = runner.req_to_token.alloc()
+    runner.req_to_token.set_slots(row, 0, torch.zeros(tokens, dtype=torch.int32))
+    chunk = SequenceSlice(row, 0, (0,) * tokens)
+    for slices in ((chunk,), (SequenceSlice(row, 0, (0,)),), (SequenceSlice(row, 0, (0,)),) * 2):
+        runner.forward(StepBatch(slices))
+    runner.req_to_token.free(row)
+    torch.cuda.synchronize(runner.device)
+
+
+def warm_copies(
+    routes: tuple[Route, ...], shard: Shard, pool: MHATokenToKVPool, staging: torch.Tensor
+) -> None:
+    """Compiles gather and scatter for every width of row that the routes have, on the trash page's first slot.
+
+    Twice, with slots that begin at a 16-byte boundary and beside one: Triton compiles these apart.
+    """
+    if pool.buffer.device.type != "cuda":
+        return
+    slots = torch.zeros(TOKENS, dtype=torch.int32, device=pool.buffer.device)
+    layer = Span(0, 1)
+    for heads in {route.heads.shift(-shard.heads.start) for route in routes}:
+        nbytes = segment_bytes(pool.buffer, 1, layer, heads)
+        if nbytes > len(staging):
+            continue
+        for first in (0, 1):
+            view = staging[:nbytes]
+            gather(pool.buffer, slots[first : first + 1], layer, heads, view)
+            scatter(view, pool.buffer, slots[first : first + 1], layer, heads)
+    torch.cuda.synchronize(pool.buffer.device)
