@@ -295,8 +295,13 @@ def _get(refs: Sequence[Any], timeout_s: float) -> list[Any]:
         raise
     except ray.exceptions.GetTimeoutError as exc:
         raise DisaggError(f"a rank did not answer within {timeout_s:g} s") from exc
-    except ray.exceptions.RayActorError as exc:
-        raise DisaggError(f"a rank's process died: {exc}") from exc
+    except ray.exceptions.OutOfMemoryError as exc:
+        raise DisaggError(
+            "the machine ran out of memory and Ray killed a rank: choose a smaller model, or lower "
+            "prefill/decode.pool_tokens and transfer.ring_bytes"
+        ) from exc
+    except ray.exceptions.RayError as exc:
+        raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
     return results
 
 

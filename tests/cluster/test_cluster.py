@@ -1,0 +1,186 @@
+"""The real thing: Ray actors, one process a rank, ZMQ with CURVE, UCX. Slow to start, so few and thorough."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch
+
+from disagg.cluster import Cluster, local_ray, start_cluster
+from disagg.core.config import Config, GroupConfig, ModelConfig, TransferConfig
+from disagg.core.errors import ConfigError, PeerLostError
+from disagg.core.types import SamplingParams
+from disagg.model.tiny import make_tiny_checkpoint
+from disagg.placement import choose_placement
+from disagg.reference import reference_answers
+from disagg.router.session import SessionReport
+from disagg.serve_local import local_router
+from transport.keys import make_keys
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+GREEDY = SamplingParams(max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), layers=3, hidden=96, head_dim=8, mlp=96)
+
+
+@pytest.fixture(scope="module")
+def ray_session() -> Iterator[None]:
+    with local_ray(6):
+        yield
+
+
+def config_for(checkpoint: Path, prefill_tp: int, decode_tp: int, **transfer: Any) -> Config:
+    shared: dict[str, Any] = {"pool_tokens": 2048, "max_context_tokens": 512, "device": "cpu"}
+    return Config(
+        model=ModelConfig(path=str(checkpoint)),
+        prefill=GroupConfig(tp=prefill_tp, page_size=16, chunk_tokens=40, **shared),
+        decode=GroupConfig(tp=decode_tp, page_size=4, **shared),
+        transfer=TransferConfig(layer_groups=2, **transfer),
+    )
+
+
+def running(config: Config) -> Any:
+    placement = choose_placement(0, config.prefill.tp, config.decode.tp, "cpu")
+    return start_cluster(config, placement, make_keys())
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    return [
+        torch.randint(32, 127, (length,), generator=generator).tolist()
+        for length in range(9, 9 + 37 * count, 37)
+    ]
+
+
+async def answer(router: Any, number: int, prompt: list[int], sampling: SamplingParams) -> SessionReport:
+    report = SessionReport()
+    async for _ in router.generate(f"r{number}", prompt, sampling, timeout_s=60, report=report):
+        pass
+    return report
+
+
+def ask_all(cluster: Cluster, asked: list[list[int]]) -> list[SessionReport]:
+    async def main() -> list[SessionReport]:
+        async with local_router(cluster) as router:
+            return await asyncio.gather(*(answer(router, i, p, GREEDY) for i, p in enumerate(asked)))
+
+    return asyncio.run(main())
+
+
+def check_exact(checkpoint: Path, prefill_tp: int, decode_tp: int) -> None:
+    config = config_for(checkpoint, prefill_tp, decode_tp)
+    asked = prompts(5)
+    with running(config) as cluster:
+        reports = ask_all(cluster, asked)
+        cluster.check()
+        for name, statistics in cluster.statistics().items():
+            assert statistics["transfer"].tickets == 0, name
+            assert statistics["faults"] == 0, name
+    expected = reference_answers(config, asked, GREEDY, lambda: None)
+    assert [report.tokens for report in reports] == expected.answers
+    assert all(report.released and report.nbytes > 0 for report in reports)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_every_token_equals_hugging_face(
+    ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int
+) -> None:
+    check_exact(checkpoint, prefill_tp, decode_tp)
+
+
+@pytest.mark.slow
+def test_every_token_equals_hugging_face_four_to_two(ray_session: None, checkpoint: Path) -> None:
+    check_exact(checkpoint, 4, 2)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_dead_rank_ends_requests_with_a_clear_error(ray_session: None, checkpoint: Path, role: str) -> None:
+    """The actor's process is killed while a request runs: the client hears of it within seconds, not minutes."""
+
+    async def rest(stream: Any, first: asyncio.Task[Any]) -> None:
+        await first
+        async for _ in stream:
+            pass
+
+    async def main(cluster: Cluster) -> float:
+        group = cluster.prefill if role == "prefill" else cluster.decode
+        async with local_router(cluster) as router:
+            stream = router.generate("r", list(range(40, 140)), SamplingParams(max_tokens=400), timeout_s=60)
+            first = asyncio.ensure_future(anext(stream))
+            if role == "decode":
+                await first
+            killed_s = time.monotonic()
+            os.kill(group.started[0].pid, signal.SIGKILL)
+            with pytest.raises(PeerLostError):
+                await rest(stream, first)
+            return time.monotonic() - killed_s
+
+    with running(config_for(checkpoint, 1, 1)) as cluster:
+        if role == "prefill":
+            # Stopped, so that the request cannot be over before the kill.
+            os.kill(cluster.prefill.started[0].pid, signal.SIGSTOP)
+        took_s = asyncio.run(main(cluster))
+        survivor = cluster.decode if role == "prefill" else cluster.prefill
+        assert took_s < 15
+        pids = [started.pid for started in survivor.started]
+        assert all(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in pids), "the survivors were stopped with the cluster"
+
+
+def test_a_ring_too_small_is_refused_at_start_and_nothing_is_left(
+    ray_session: None, checkpoint: Path
+) -> None:
+    config = config_for(checkpoint, 1, 1, ring_bytes=4096, staging_bytes=4096)
+    wide = make_tiny_checkpoint(
+        checkpoint.parent / "wide", layers=1, hidden=96, q_heads=4, kv_heads=4, head_dim=256
+    )
+    before = {process.pid for process in psutil.process_iter() if "ray::" in " ".join(process.cmdline())}
+    config = msgspec.structs.replace(config, model=ModelConfig(path=str(wide)))
+    with pytest.raises(ConfigError, match="needs 8192"), running(config):
+        pass
+    after = {p.pid for p in psutil.process_iter() if "ray::" in " ".join(p.cmdline()) and p.pid not in before}
+    assert not {pid for pid in after if "Actor" in " ".join(psutil.Process(pid).cmdline())}
+
+
+def test_a_rank_that_fails_to_start_is_reported_as_itself(ray_session: None, checkpoint: Path) -> None:
+    config = msgspec.structs.replace(
+        config_for(checkpoint, 1, 1), model=ModelConfig(path=str(checkpoint / "nowhere"))
+    )
+    with pytest.raises(ConfigError, match="no such model directory"), running(config):
+        pass
+
+
+def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "disagg.cli", "generate", "--model", str(checkpoint), "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--max-tokens", "400", "hello"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout is not None
+    assert process.stdout.read(1), "an answer has begun"
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
