@@ -167,6 +167,8 @@ class ZmqControl(ThreadedControl):
             dealer.close()  # with what is still queued: it belongs to streams that are dead
 
     def _released(self) -> None:
+        if self._wake_fd < 0:
+            return
         for peer in list(self._dealers):
             self._hang_up(peer)
         with self._wake_lock:

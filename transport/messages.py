@@ -87,7 +87,7 @@ class Transferred(Message, frozen=True):
     segments: Count
     messages: Count
     seconds: Seconds
-    """From the first gather to the end of the last send."""
+    """How long at least one segment was being gathered or sent; of the rank where it was longest."""
 
 
 class FirstToken(Message, frozen=True):

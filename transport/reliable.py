@@ -1,17 +1,19 @@
 """Exactly once, in order, over a network that loses, repeats and reorders: the one place that deals with it.
 
-A pure state machine: no threads, no sockets, time passed in. Between two peers each direction is a *stream* with a
-random number; its messages count from 1. A message is sent again until it is acknowledged; acknowledgements are
-cumulative and ride on whatever goes the other way. A peer is *lost* when it is silent for too long while something
-is owed or it is watched, or when it shows that it has forgotten us (a new stream, or a reset). After a loss
-nothing of the old streams is delivered any more, and both directions begin anew.
+A pure state machine: no threads, no sockets, time passed in. Between two peers each direction is a *stream*
+with a number that only grows, over restarts too; its messages count from 1. A message is sent again until it
+is acknowledged; acknowledgements are cumulative and ride on whatever goes the other way. A peer is *lost*
+when it is silent for too long while something is owed or it is watched, or when it shows that it has
+forgotten us (a new stream, or a reset). After a loss nothing of the old streams is delivered any more, and
+both directions begin anew.
 
-Idea: TCP's sequence numbers and resets, and its initial sequence number as the stream's number.
+Idea: TCP's sequence numbers and resets, and its initial sequence number, drawn from a clock, as the stream's
+number: what is still on its way from an older stream is then known for old, however late it comes.
 """
 
 from __future__ import annotations
 
-import random
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -30,7 +32,6 @@ MAX_UNACKNOWLEDGED_BYTES = 256 << 20
 MAX_EARLY = 4096
 """Messages kept that came before an earlier one; more are dropped and will be sent again."""
 MAX_PEERS = 4096
-MAX_DEAD_STREAMS = 1024
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +39,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
     source: str
     stream: int
+    """The source's; in a reset, the newest one that we have seen of the receiver's."""
     seq: int
     base: int
     """Lowest number that may still be sent: all below were acknowledged."""
@@ -100,11 +102,12 @@ class _Peer:
 class Reliable:
     """The streams of one channel. The caller takes what is in `outbox` and `events` after each call."""
 
-    def __init__(self, address: str, options: ReliableOptions, seed: int | None = None) -> None:
+    def __init__(self, address: str, options: ReliableOptions, first_stream: int | None = None) -> None:
         self._address, self._options = address, options
-        self._random = random.Random(seed)
+        self._last_stream = time.time_ns() if first_stream is None else first_stream
         self._peers: dict[str, _Peer] = {}
-        self._dead: deque[int] = deque(maxlen=MAX_DEAD_STREAMS)
+        self._past: dict[str, int] = {}
+        """Latest stream of each source that is over; none up to it is taken in again."""
         self.outbox: list[tuple[str, Envelope]] = []
         """To be put on the wire; may be lost."""
         self.events: list[Delivered | Lost] = []
@@ -146,6 +149,8 @@ class Reliable:
         if envelope.flags & RESET:
             reset = self._peers.get(envelope.source)
             if reset is not None and reset.stream == envelope.ack_of:
+                # A clock that was set back must not leave us with numbers that the other side takes for past.
+                self._last_stream = max(self._last_stream, envelope.stream)
                 self._lose(reset, "it does not know us any more: it restarted, or gave us up")
             return
         peer = self._known(envelope, now_s)
@@ -203,7 +208,7 @@ class Reliable:
                 numbers == list(range(peer.base, peer.next_seq))
                 and owed_bytes == peer.unacknowledged_bytes
                 and all(seq > peer.delivered + 1 for seq in peer.early)
-                and peer.their_stream not in self._dead
+                and not self._is_past(peer.name, peer.their_stream)
             )
             if not sound:
                 raise InvariantError(
@@ -215,16 +220,22 @@ class Reliable:
     def _peer(self, name: str, now_s: float) -> _Peer:
         peer = self._peers.get(name)
         if peer is None:
-            peer = self._peers[name] = _Peer(name, self._random.getrandbits(63) | 1, now_s)
+            self._last_stream += 1
+            peer = self._peers[name] = _Peer(name, self._last_stream, now_s)
         return peer
 
     def _known(self, envelope: Envelope, now_s: float) -> _Peer | None:
-        """The peer an envelope belongs to; None when it belongs to the past, or must be answered by a reset."""
-        if envelope.stream in self._dead:
-            self.duplicates += bool(envelope.seq)
+        """The peer an envelope belongs to; None when it belongs to the past, or must be answered by a
+        reset.
+        """
+        peer = self._peers.get(envelope.source)
+        newest = peer.their_stream if peer is not None else 0
+        if envelope.stream <= 0:
+            self.refused += 1
+            return None
+        if envelope.stream < newest or self._is_past(envelope.source, envelope.stream):
             self._refuse(envelope)
             return None
-        peer = self._peers.get(envelope.source)
         if peer is not None and peer.their_stream == envelope.stream:
             return peer
         if peer is not None and peer.their_stream:
@@ -241,7 +252,11 @@ class Reliable:
 
     def _refuse(self, envelope: Envelope) -> None:
         self.refused += 1
-        self.outbox.append((envelope.source, Envelope(self._address, 0, 0, 1, 0, envelope.stream, RESET)))
+        known = self._peers.get(envelope.source)
+        newest = max(self._past.get(envelope.source, 0), known.their_stream if known is not None else 0)
+        self.outbox.append(
+            (envelope.source, Envelope(self._address, newest, 0, 1, 0, envelope.stream, RESET))
+        )
 
     def _acknowledged(self, peer: _Peer, ack: int, now_s: float) -> None:
         if peer.unacknowledged and peer.unacknowledged[0][0] <= ack:
@@ -281,4 +296,10 @@ class Reliable:
 
     def _bury(self, peer: _Peer) -> None:
         if peer.their_stream:
-            self._dead.append(peer.their_stream)
+            self._past.pop(peer.name, None)  # to the end: the oldest entry goes first
+            self._past[peer.name] = peer.their_stream
+            if len(self._past) > MAX_PEERS:
+                del self._past[next(iter(self._past))]
+
+    def _is_past(self, name: str, stream: int) -> bool:
+        return 0 < stream <= self._past.get(name, 0)

@@ -1,0 +1,192 @@
+"""What only a network has: keys, strangers, ports, bytes of anybody."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from disagg.core.errors import ConfigError
+from disagg.core.types import RequestKey
+from transport.control_thread import encode_envelope
+from transport.control_zmq import MAX_STRAY_PEERS, ZmqControl
+from transport.keys import ControlKeys, load_keys, make_keys, save_keys
+from transport.messages import Message, Released, encode
+from transport.reliable import Envelope, ReliableOptions
+
+OPTIONS = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
+HELLO = Released(RequestKey("r"))
+
+
+@contextmanager
+def listening(keys: ControlKeys | None) -> Iterator[tuple[ZmqControl, queue.Queue[tuple[str, Message]]]]:
+    """A started channel and what it hears."""
+    channel = ZmqControl("127.0.0.1", keys=keys, options=OPTIONS, max_message_bytes=1 << 16)
+    heard: queue.Queue[tuple[str, Message]] = queue.Queue()
+    channel.start(lambda peer, message: heard.put((peer, message)), lambda peer: None)
+    try:
+        yield channel, heard
+    finally:
+        channel.close()
+
+
+@contextmanager
+def raw(address: str, keys: ControlKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
+    """A plain ZMQ client that says what it likes."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        if keys is not None:
+            socket.curve_serverkey = keys.server_public.encode()
+            socket.curve_publickey = keys.client_public.encode()
+            socket.curve_secretkey = keys.client_secret.encode()
+        socket.connect(address)
+        yield socket
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not met"
+        threading.Event().wait(0.005)
+
+
+def speak(source: str) -> bytes:
+    return encode_envelope(Envelope(source, 1, 1, 1, 0, 0, 0, encode(HELLO)))
+
+
+def test_the_shared_keys_let_in() -> None:
+    keys = make_keys()
+    with listening(keys) as (channel, heard), raw(channel.address, keys) as socket:
+        socket.send(speak("tcp://127.0.0.1:9"))
+        assert heard.get(timeout=20) == ("tcp://127.0.0.1:9", HELLO)
+
+
+@pytest.mark.parametrize("stranger", ["no keys", "own client key", "own server key"])
+def test_nobody_else_gets_in(stranger: str) -> None:
+    keys, other = make_keys(), make_keys()
+    wrong: ControlKeys | None = None
+    if stranger == "own client key":
+        wrong = msgspec.structs.replace(
+            keys, client_public=other.client_public, client_secret=other.client_secret
+        )
+    if stranger == "own server key":
+        wrong = msgspec.structs.replace(keys, server_public=other.server_public)
+    with (
+        listening(keys) as (channel, heard),
+        raw(channel.address, wrong) as outside,
+        raw(channel.address, keys) as inside,
+    ):
+        monitor = outside.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+            | zmq.EVENT_DISCONNECTED
+        )
+        outside.send(speak("tcp://127.0.0.1:8"))
+        assert monitor.poll(20_000), "the stranger was not turned away"
+        outside.disable_monitor()
+        monitor.close()
+        # The door works, and the stranger's message did not come through it before.
+        inside.send(speak("tcp://127.0.0.1:9"))
+        assert heard.get(timeout=20)[0] == "tcp://127.0.0.1:9"
+        assert heard.empty()
+        assert channel.statistics().peers == 1
+
+
+def test_bytes_of_anybody_are_counted_and_dropped() -> None:
+    frames = [
+        [b""],
+        [b"\xc1"],
+        [b"two", b"frames"],
+        [msgspec.msgpack.encode(["source"])],
+        [msgspec.msgpack.encode({"a": 1})],
+        [encode_envelope(Envelope("tcp://127.0.0.1:9", 1, 1, 1, 0, 0, 0, b"no message"))],
+    ]
+    with listening(None) as (channel, heard), raw(channel.address) as socket:
+        for frame in frames:
+            socket.send_multipart(frame)
+        until(lambda: channel.statistics().bad_frames >= len(frames))
+        socket.send(encode_envelope(Envelope("tcp://127.0.0.1:9", 1, 2, 1, 0, 0, 0, encode(HELLO))))
+        assert heard.get(timeout=20)[1] == HELLO
+
+
+def test_a_frame_that_is_too_large_ends_only_its_connection() -> None:
+    with listening(None) as (channel, heard), raw(channel.address) as big, raw(channel.address) as small:
+        big.send(bytes(1 << 20))
+        small.send(speak("tcp://127.0.0.1:9"))
+        assert heard.get(timeout=20)[1] == HELLO
+        assert heard.empty()
+
+
+def test_only_addresses_are_connected_to() -> None:
+    """A source that is a file, another protocol or prose must not make us open anything."""
+    sources = [
+        "ipc:///tmp/x",
+        "inproc://x",
+        "tcp://*:1",
+        "tcp://h:1;tcp://i:2",
+        "",
+        "http://h:80",
+        "x" * 5000,
+    ]
+    with listening(None) as (channel, heard), raw(channel.address) as socket:
+        for source in sources:
+            socket.send(speak(source))
+        for _ in sources:
+            heard.get(timeout=20)
+        until(lambda: channel.statistics().bad_frames >= len(sources) - 1)
+        assert not [peer for peer in channel._dealers if not peer.startswith("tcp://")]
+
+
+def test_answers_to_strangers_do_not_pile_up() -> None:
+    with listening(None) as (channel, _), raw(channel.address) as socket:
+        count = 3 * MAX_STRAY_PEERS
+        for number in range(count):
+            # It goes on with a stream that we do not know: answered by a reset, and then forgotten.
+            socket.send(encode_envelope(Envelope(f"tcp://127.0.0.1:{1000 + number}", 5, 9, 9, 0, 3, 0, b"")))
+        until(lambda: channel._streams.refused == count)
+        until(lambda: f"tcp://127.0.0.1:{1000 + count - 1}" in channel._dealers)
+        assert len(channel._dealers) <= MAX_STRAY_PEERS + 1
+        assert channel.statistics().peers == 0
+
+
+def test_a_port_in_use() -> None:
+    with listening(None) as (channel, _):
+        port = int(channel.address.rsplit(":", 1)[1])
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            ZmqControl("127.0.0.1", port)
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            ZmqControl("127.0.0.1", port, keys=make_keys())
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*"])
+def test_an_address_that_nobody_can_reach(host: str) -> None:
+    with pytest.raises(ConfigError, match="no address that peers can reach"):
+        ZmqControl(host)
+
+
+def test_keys_are_kept_to_their_owner(tmp_path: Path) -> None:
+    keys, path = make_keys(), tmp_path / "keys.json"
+    save_keys(keys, path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert load_keys(path) == keys
+    for secret in (keys.server_secret, keys.client_secret):
+        assert secret not in repr(keys)
+    with pytest.raises(ConfigError, match="exists already"):
+        save_keys(keys, path)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_keys(path)
+    with pytest.raises(ConfigError, match="disagg keys"):
+        load_keys(tmp_path / "none")
+    path.write_text("{}")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="no key file"):
+        load_keys(path)
