@@ -78,12 +78,12 @@ class TransferPlan(msgspec.Struct, frozen=True):
 
     @property
     def control_messages(self) -> int:
-        """Control messages from prefill to decode ranks, as `transport.messages.Transferred` counts them.
+        """Control messages between prefill and decode ranks, both ways, while the ring has room.
 
-        A `LeaseRequest` for each pair and chunk, a `SenderEnded` for each pair; nothing grows with pages or
-        heads. The other way go as many `LeaseGrant`s, and watermarks.
+        A `LeaseRequest` and a `LeaseGrant` for each pair and chunk; nothing grows with pages or heads. In a ring
+        that is full, at most one `Watermark` for each segment comes on top.
         """
-        return self.pairs * (self.chunks + 1)
+        return 2 * self.pairs * self.chunks
 
 
 def compute_plan(request: PlanRequest) -> TransferPlan:
@@ -141,8 +141,8 @@ def plan_lines(plan: TransferPlan) -> list[str]:
         f"{request.tokens} tokens in {plan.chunks} chunks, each in {request.layer_groups} layer groups: "
         f"{describe_bytes(plan.nbytes)} in {plan.segments} segments of at most "
         f"{describe_bytes(request.max_segment_bytes)}",
-        f"{plan.control_messages} control messages from prefill to decode = {plan.pairs} pairs of ranks x "
-        f"({plan.chunks} chunks + 1)",
+        f"{plan.control_messages} control messages between the ranks = 2 x {plan.pairs} pairs of ranks x "
+        f"{plan.chunks} chunks",
     ]
     copies = sum(len(shard.layers) * len(shard.heads) for shard in plan.destinations)
     if copies > layout.layers * layout.kv_heads:

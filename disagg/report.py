@@ -32,7 +32,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     """Data messages that carried them."""
     control_messages: int
     transfer_s: float
-    """From the first gather to the last send's completion, of this request."""
+    """How long at least one of its segments was being gathered or sent; waits for compute do not count."""
     exact: bool | None
     """Whether the answer's tokens equal the reference's; None when nothing was compared."""
     text: str
@@ -41,7 +41,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     def transfer_gb_per_s(self) -> float | None:
         """KV bytes over `transfer_s`, in 10^9 bytes a second; None when nothing was sent.
 
-        It includes the waits for compute: a transfer that is well hidden has a low figure.
+        Prompts of a few MiB show latency, not the wire: `nbytes` must be large for that.
         """
         return self.nbytes / self.transfer_s / 1e9 if self.transfer_s > 0 and self.nbytes else None
 

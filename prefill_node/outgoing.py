@@ -75,7 +75,21 @@ class Outgoing:
     closing: bool = False
     leader_asked: bool = False
     """The leader wants to hear when nothing of it is read here any more."""
-    first_s: float = 0.0
+    moving: int = 0
+    """Items that are being gathered or sent."""
+    moving_since_s: float = 0.0
+    busy_s: float = 0.0
+    """How long at least one item was moving, up to the last time that none was."""
+
+    def begin_move(self, now_s: float) -> None:
+        """An item starts to be gathered."""
+        self.moving_since_s = now_s if self.moving == 0 else self.moving_since_s
+        self.moving += 1
+
+    def end_move(self, now_s: float) -> None:
+        """An item was sent, or will not be."""
+        self.moving -= 1
+        self.busy_s += now_s - self.moving_since_s if self.moving == 0 else 0.0
 
     @property
     def whole(self) -> bool:

@@ -296,7 +296,7 @@ class SegmentSender:
 
     def _gather(self, item: Item) -> None:
         item.state, item.started_s = State.GATHERING, self._clock()
-        item.outgoing.first_s = item.outgoing.first_s or item.started_s
+        item.outgoing.begin_move(item.started_s)
         segment = item.segment
         with self._queue.use():
             self._queue.after(item.after)
@@ -330,6 +330,8 @@ class SegmentSender:
             self._allocator.free(item.lease.id)
             item.lease = None
         outgoing = item.outgoing
+        if item.started_s:
+            outgoing.end_move(self._clock())
         outgoing.left -= 1
         self._maybe_finished(outgoing)
         self._maybe_closed(outgoing)
@@ -344,7 +346,6 @@ class SegmentSender:
         if outgoing.finished or outgoing.closing or not outgoing.whole:
             return
         outgoing.finished = True
-        seconds = self._clock() - outgoing.first_s if outgoing.first_s else 0.0
         self._to_leader(
             m.RankSent(
                 outgoing.key,
@@ -353,7 +354,7 @@ class SegmentSender:
                 outgoing.nbytes,
                 outgoing.sent,
                 outgoing.messages,
-                seconds,
+                outgoing.busy_s,
             )
         )
 

@@ -40,7 +40,7 @@ def test_four_to_two_by_hand() -> None:
     assert plan.chunks == 32
     assert {total.segments for total in plan.routes} == {32 * 4}
     assert plan.segments == 512
-    assert (plan.pairs, plan.control_messages) == (4, 4 * 33)
+    assert (plan.pairs, plan.control_messages) == (4, 2 * 4 * 32)
 
 
 def test_a_last_chunk_that_is_not_full_and_cut_segments() -> None:
@@ -58,7 +58,7 @@ def test_a_last_chunk_that_is_not_full_and_cut_segments() -> None:
     assert plan.chunks == 2
     assert plan.segments == 2 * (4 + 1)
     assert plan.nbytes == 300 * 2 * 512
-    assert plan.control_messages == 1 * (2 + 1)
+    assert plan.control_messages == 2 * 1 * 2
 
 
 def test_a_prompt_shorter_than_a_chunk() -> None:
@@ -98,7 +98,7 @@ def test_bytes_equal_what_the_destinations_lack(
     cells = sum(len(shard.layers) * len(shard.heads) for shard in plan.destinations)
     assert plan.nbytes == cells * tokens * 2 * 256
     assert plan.segments >= plan.chunks * len(plan.routes)
-    assert plan.control_messages == plan.pairs * (-(-tokens // chunk) + 1)
+    assert plan.control_messages == 2 * plan.pairs * -(-tokens // chunk)
 
 
 def test_text_shows_who_owns_what() -> None:
@@ -131,7 +131,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(flags.split()) == 0
     shown = capsys.readouterr().out
     assert "8192 tokens in 32 chunks, each in 4 layer groups: 1 GiB in 512 segments of at most 8 MiB" in shown
-    assert "132 control messages from prefill to decode = 4 pairs of ranks x (32 chunks + 1)" in shown
+    assert "256 control messages between the ranks = 2 x 4 pairs of ranks x 32 chunks" in shown
     assert "prefill r3" in shown
     assert out.read_bytes().startswith(PNG)
 
