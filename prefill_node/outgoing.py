@@ -48,7 +48,9 @@ class Item:
     lease: Lease | None = None
     """Place in this rank's staging; freed when the send has ended, or instead of it."""
     gathered: Marker = None
-    started_s: float = 0.0
+    started_s: float | None = None
+    """When the device came to its gather; None before."""
+    sending_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

@@ -245,7 +245,7 @@ class SegmentSender:
             self._segments_sent += 1
             self._bytes_sent += item.segment.nbytes
             self._timeline.record(
-                "send", self._lane, str(outgoing.key), item.started_s, self._clock(), item.segment.nbytes
+                "send", self._lane, str(outgoing.key), item.sending_s, self._clock(), item.segment.nbytes
             )
         else:
             item.state = State.DROPPED
@@ -262,7 +262,9 @@ class SegmentSender:
 
     def poll(self, now_s: float) -> float:
         """Sends what has been gathered; asks to be called again soon while a gather is on the device."""
-        del now_s
+        for item in self._gathering:
+            if not self._begun(item, now_s):
+                break  # the queue runs in order: what is behind has not begun either
         while self._gathering and is_done(self._gathering[0].gathered):
             self._gathered(self._gathering.popleft())
         return DEVICE_POLL_S if self._gathering else IDLE_S
@@ -295,8 +297,7 @@ class SegmentSender:
         return item.lease is None or self._allocator.writable(item.lease)
 
     def _gather(self, item: Item) -> None:
-        item.state, item.started_s = State.GATHERING, self._clock()
-        item.outgoing.begin_move(item.started_s)
+        item.state = State.GATHERING
         segment = item.segment
         with self._queue.use():
             self._queue.after(item.after)
@@ -310,17 +311,24 @@ class SegmentSender:
         item.gathered = self._queue.mark()
         self._gathering.append(item)
 
+    def _begun(self, item: Item, now_s: float) -> bool:
+        """Whether the device has come to the item's gather; before that it computes, and nothing is moved."""
+        if item.started_s is None and is_done(item.after):
+            item.started_s = now_s
+            item.outgoing.begin_move(now_s)
+        return item.started_s is not None
+
     def _gathered(self, item: Item) -> None:
         now_s = self._clock()
         outgoing = item.outgoing
-        self._timeline.record(
-            "gather", self._lane, str(outgoing.key), item.started_s, now_s, item.segment.nbytes
-        )
+        self._begun(item, now_s)
+        started_s = now_s if item.started_s is None else item.started_s
+        self._timeline.record("gather", self._lane, str(outgoing.key), started_s, now_s, item.segment.nbytes)
         if outgoing.closing:
             item.state = State.DROPPED
             self._release(item)
             return
-        item.state, item.started_s = State.SENDING, now_s
+        item.state, item.sending_s = State.SENDING, now_s
         tag = pack(outgoing.ticket.number, self._rank, item.segment.index)
         self._transport.send(item.peer, tag, self._view(item), context=item)
 
@@ -330,7 +338,7 @@ class SegmentSender:
             self._allocator.free(item.lease.id)
             item.lease = None
         outgoing = item.outgoing
-        if item.started_s:
+        if item.started_s is not None:
             outgoing.end_move(self._clock())
         outgoing.left -= 1
         self._maybe_finished(outgoing)
