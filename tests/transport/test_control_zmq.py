@@ -38,7 +38,7 @@ def listening(keys: ControlKeys | None) -> Iterator[tuple[ZmqControl, queue.Queu
 
 
 @contextmanager
-def raw(address: str, keys: ControlKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
+def raw(address: str | None, keys: ControlKeys | None = None) -> Iterator[zmq.Socket[bytes]]:
     """A plain ZMQ client that says what it likes."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
@@ -46,7 +46,8 @@ def raw(address: str, keys: ControlKeys | None = None) -> Iterator[zmq.Socket[by
             socket.curve_serverkey = keys.server_public.encode()
             socket.curve_publickey = keys.client_public.encode()
             socket.curve_secretkey = keys.client_secret.encode()
-        socket.connect(address)
+        if address is not None:
+            socket.connect(address)
         yield socket
 
 
@@ -80,7 +81,7 @@ def test_nobody_else_gets_in(stranger: str) -> None:
         wrong = msgspec.structs.replace(keys, server_public=other.server_public)
     with (
         listening(keys) as (channel, heard),
-        raw(channel.address, wrong) as outside,
+        raw(None, wrong) as outside,
         raw(channel.address, keys) as inside,
     ):
         monitor = outside.get_monitor_socket(
@@ -89,6 +90,7 @@ def test_nobody_else_gets_in(stranger: str) -> None:
             | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
             | zmq.EVENT_DISCONNECTED
         )
+        outside.connect(channel.address)  # after the monitor: a refused client may not try again
         outside.send(speak("tcp://127.0.0.1:8"))
         assert monitor.poll(20_000), "the stranger was not turned away"
         outside.disable_monitor()
