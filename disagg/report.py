@@ -54,9 +54,10 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
 
 def report_table(reports: Sequence[RequestReport], title: str = "") -> Table:
     """A row for each request, and a row of sums when there are several."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title or None, title_justify="left")
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD)  # no bars: fits 80 columns
     for name in (
         "request",
         "prompt",
