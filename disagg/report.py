@@ -57,7 +57,8 @@ def report_table(reports: Sequence[RequestReport], title: str = "") -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD)  # no bars: fits 80 columns
+    # No bars between columns, and little space: fits 80 columns.
+    table = Table(title=title or None, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in (
         "request",
         "prompt",
