@@ -33,6 +33,7 @@ class Node:
         assert self.used_bytes <= self.memory.numel(), "give the node a larger buffer"
         view = self.memory[start : self.used_bytes]
         view.fill_(POISON)
+        settle(view)  # or the poison could land after the bytes that a transport puts there
         return view
 
     def random(self, nbytes: int) -> torch.Tensor:
