@@ -148,13 +148,30 @@ def test_wait_returns_when_a_message_came(pair: Pair) -> None:
         assert time.monotonic() < deadline_s
 
 
-def test_wait_sleeps_when_there_is_nothing(pair: Pair) -> None:
-    for _ in range(200):
-        pair.a.pump()
-        pair.b.pump()
+def waits_in(pair: Pair, seconds: float) -> int:
+    """How often `wait(0.1)` returns in that time, with nobody driving the other side."""
     waits = 0
     started_s = time.monotonic()
-    while time.monotonic() - started_s < 0.5:
+    while time.monotonic() - started_s < seconds:
         pair.a.transport.wait(0.1)
         waits += 1
-    assert waits < 50, "wait spins"
+    return waits
+
+
+def test_wait_sleeps_when_there_is_nothing(pair: Pair) -> None:
+    for here, there in (("a", "b"), ("b", "a")):
+        node, other = getattr(pair, here), getattr(pair, there)
+        node.transport.send(there, 1, node.random(100_000))
+        pair.until(lambda other=other: other.has(1))
+        other.transport.discard(here, other.arrival(1))
+    pair.until(lambda: len(pair.a.ended) == len(pair.b.ended) == 2)
+    for _ in range(20):
+        pair.a.pump()
+        pair.b.pump()
+    assert waits_in(pair, 0.5) < 50, "wait spins"
+
+
+def test_wait_does_not_spin_while_a_peer_does_not_answer(pair: Pair) -> None:
+    """The connection is asked for, and the other side never drives its transport."""
+    pair.a.pump()
+    assert waits_in(pair, 0.5) < 1000
