@@ -6,15 +6,18 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from decode_node.rank import DecodeRank
 from disagg.core.config import Config, GroupConfig, TransferConfig, TransportConfig
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams
 from disagg.model.collective import SingleCollective, ThreadCollective
 from disagg.model.source import ModelSource
+from disagg.model.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.router.mail import MailRoom
 from disagg.router.policy import Engine
@@ -176,6 +179,54 @@ def local_groups(config: Config, source: ModelSource, device: str = "cpu") -> It
         groups.settle()
     finally:
         groups.stop()
+
+
+class Checkpoints:
+    """Tiny checkpoints on disk, and what Hugging Face's `generate()` answers with them; both kept."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._models: dict[str, Any] = {}
+        self._answers: dict[tuple[str, tuple[int, ...], int], list[int]] = {}
+
+    def source(self, architecture: str = "llama", kv_heads: int = 4) -> ModelSource:
+        """A model of 3 layers and 12 query heads; Mistral's and Gemma2's window is 20 tokens."""
+        path = self._directory / f"{architecture}-{kv_heads}"
+        if not path.exists():
+            window = 20 if architecture in ("mistral", "gemma2") else None
+            make_tiny_checkpoint(
+                path,
+                architecture,
+                layers=3,
+                hidden=96,
+                q_heads=12,
+                kv_heads=kv_heads,
+                head_dim=8,
+                mlp=96,
+                sliding_window=window,
+            )
+        return ModelSource.from_directory(path)
+
+    def greedy(self, source: ModelSource, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The reference's answer."""
+        key = (source.name, tuple(prompt), max_tokens)
+        if key not in self._answers:
+            model = self._models.get(source.name)
+            if model is None:
+                model = AutoModelForCausalLM.from_pretrained(source.name, dtype=torch.float32)
+                self._models[source.name] = model
+            ids = torch.tensor([list(prompt)])
+            output = model.generate(
+                ids, max_new_tokens=max_tokens, do_sample=False, attention_mask=torch.ones_like(ids)
+            )
+            self._answers[key] = output[0, len(prompt) :].tolist()
+        return self._answers[key]
+
+
+def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of printable bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(32, 127, (length,), generator=generator).tolist() for length in lengths]
 
 
 async def ask(

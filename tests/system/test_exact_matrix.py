@@ -1,0 +1,85 @@
+"""Split over any two groups, the tokens are those of Hugging Face's `generate()`: the whole system in one process."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from local_groups import Checkpoints, local_groups, random_prompts, small_config
+
+from disagg.core.types import SamplingParams
+
+SIZES = (1, 2, 3, 4)
+PAGES = (1, 16, 64)
+PAGE_PAIRS = list(itertools.product(PAGES, PAGES))
+SIZE_PAIRS = list(itertools.product(SIZES, SIZES))
+TOKENS = 6
+
+
+def check(
+    checkpoints: Checkpoints, architecture: str, kv_heads: int, tp: tuple[int, int], pages: tuple[int, int]
+) -> None:
+    source = checkpoints.source(architecture, kv_heads)
+    prompts = random_prompts(5, 61, 29, 90, seed=1)
+    config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], chunk_tokens=23, pool_tokens=1024)
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == checkpoints.greedy(source, prompt, TOKENS)
+        assert answer.report.released
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 6])
+@pytest.mark.parametrize("tp", SIZE_PAIRS, ids=lambda tp: f"{tp[0]}to{tp[1]}")
+def test_every_pair_of_sizes(checkpoints: Checkpoints, tp: tuple[int, int], kv_heads: int) -> None:
+    """Page sizes go round with the pairs, so that each pair of page sizes meets each number of KV heads."""
+    turn = SIZES.index(tp[0]) * len(SIZES) + SIZES.index(tp[1])
+    check(checkpoints, "llama", kv_heads, tp, PAGE_PAIRS[turn % len(PAGE_PAIRS)])
+
+
+@pytest.mark.parametrize("pages", PAGE_PAIRS, ids=lambda pages: f"{pages[0]}to{pages[1]}")
+def test_every_pair_of_page_sizes(checkpoints: Checkpoints, pages: tuple[int, int]) -> None:
+    check(checkpoints, "llama", 4, (2, 1), pages)
+
+
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 3), (3, 2), (4, 3)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral", "gemma2"])
+def test_other_architectures(checkpoints: Checkpoints, architecture: str, tp: tuple[int, int]) -> None:
+    """The windows of Mistral and Gemma2 are shorter than three of the prompts."""
+    check(checkpoints, architecture, 2, tp, (16, 1))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 512])
+def test_chunks_that_do_not_divide_the_prompt(checkpoints: Checkpoints, chunk_tokens: int) -> None:
+    source = checkpoints.source()
+    prompts = random_prompts(41, 17, seed=2)
+    with local_groups(small_config(2, 3, chunk_tokens=chunk_tokens), source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+def test_more_requests_than_fit_wait_their_turn(checkpoints: Checkpoints) -> None:
+    source = checkpoints.source()
+    prompts = random_prompts(*range(20, 80, 5), seed=3)
+    config = small_config(2, 1, pool_tokens=256, max_requests=3)
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+def test_seeded_sampling_is_the_same_split_and_unsplit(checkpoints: Checkpoints) -> None:
+    import torch
+
+    from disagg.model.collective import SingleCollective
+    from disagg.model.unsplit import generate_unsplit
+    from disagg.node.assemble import make_runner
+
+    source = checkpoints.source()
+    prompts = random_prompts(33, 18, seed=4)
+    sampling = SamplingParams(max_tokens=10, temperature=0.9, top_k=40, top_p=0.95, seed=7)
+    config = small_config(2, 3)
+    runner = make_runner(config, config.decode, source, SingleCollective(), torch.device("cpu"))
+    expected = generate_unsplit(runner, prompts, sampling)
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, sampling)
+    assert [a.tokens for a in answers] == expected
