@@ -127,6 +127,8 @@ class ThreadedControl(ControlChannel):
         try:
             while not self._done():
                 due_s = self._safe_turn()
+                if self._closing.is_set():
+                    due_s = min(due_s, self._linger_until_s)
                 if not self._work:
                     self._wait(max(0.0, min(due_s - time.monotonic(), 1.0)))
         finally:

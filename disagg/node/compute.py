@@ -46,14 +46,18 @@ class PlanQueue:
     """Plans from the leader, for a rank that only follows. `put` is for the control thread."""
 
     def __init__(self) -> None:
-        self._plans: queue.SimpleQueue[StepPlan] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
 
     def put(self, plan: StepPlan) -> None:
         """Queues the next plan; the control channel keeps their order."""
         self._plans.put(plan)
 
+    def wake(self) -> None:
+        """Ends a `next_plan` that waits."""
+        self._plans.put(None)
+
     def next_plan(self) -> StepPlan | None:
-        """The next plan; None when none came for a while."""
+        """The next plan; None when none came for a while, or `wake` was called."""
         try:
             return self._plans.get(timeout=POLL_S)
         except queue.Empty:
@@ -79,9 +83,10 @@ class ComputeThread:
         """Starts the thread. Once."""
         self._thread.start()
 
-    def stop(self, timeout_s: float = 30.0) -> None:
-        """Ends the loop after the step that runs."""
+    def stop(self, wake: Callable[[], None], timeout_s: float = 30.0) -> None:
+        """Ends the loop after the step that runs; `wake` ends a `next_plan` that waits."""
         self._stopping.set()
+        wake()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
             if self._thread.is_alive():

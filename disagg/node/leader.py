@@ -88,6 +88,11 @@ class Leader(ABC):
                 self._to_others(m.Plan(plan.step, plan.encode()))
             return plan
 
+    def wake(self) -> None:
+        """Ends a `next_plan` that waits."""
+        with self._changed:
+            self._changed.notify_all()
+
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no request is left; False when the time is up first."""
         with self._changed:

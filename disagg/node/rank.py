@@ -122,9 +122,9 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         """Waits for requests under way, then ends every thread and frees the transport. Again: nothing happens."""
         if self._leader is not None and drain_timeout_s > 0:
             self._leader.wait_idle(drain_timeout_s)
-        self._compute.stop()
+        self._compute.stop(self._leader.wake if self._leader is not None else self._plans.wake)
         self._loop.stop()
-        self.control.close(linger_s=0.2)
+        self.control.close(linger_s=0.1)
 
     # --- looking in
 
