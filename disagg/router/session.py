@@ -176,7 +176,9 @@ class _Session:
         """The next message; raises what the message means when it means the end."""
         while True:
             try:
-                peer, item = await asyncio.wait_for(box.get(), self._left_s())
+                # Not `wait_for`: in Python 3.11 it swallows a cancellation that meets a message.
+                async with asyncio.timeout(self._left_s()):
+                    peer, item = await box.get()
             except TimeoutError as exc:
                 raise RequestTimeoutError(f"request {self.key} did not end in time") from exc
             if isinstance(item, m.Failed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from prefill_node.rank import PrefillRank
 from transport.base import Transport
 from transport.control_inproc import InprocControl, InprocHub
 from transport.inproc import InprocFabric, InprocTransport
+from transport.reliable import ReliableOptions
 
 TIMEOUT_S = 30.0
 
@@ -76,8 +78,16 @@ class Answered:
 class LocalGroups:
     """Ranks of both groups as threads of this process. Use `local_groups`."""
 
-    def __init__(self, config: Config, source: ModelSource, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        config: Config,
+        source: ModelSource,
+        device: str = "cpu",
+        options: ReliableOptions | None = None,
+    ) -> None:
         self.config, self.source = config, source
+        self._options = options or ReliableOptions()
+        self._collectives: dict[str, Any] = {}
         self.device = torch.device(device)
         self.hub = InprocHub()
         self.fabric = InprocFabric()
@@ -104,7 +114,7 @@ class LocalGroups:
         """Runs `work` with a router of its own, and what comes back from it."""
 
         async def main() -> Any:
-            mail = MailRoom(InprocControl(self.hub, "router"), asyncio.get_running_loop())
+            mail = MailRoom(InprocControl(self.hub, "router", self._options), asyncio.get_running_loop())
             mail.start()
             try:
                 return await work(Router(mail, [Engine(self.prefill_info)], [Engine(self.decode_info)]))
@@ -124,9 +134,22 @@ class LocalGroups:
         found: list[Answered] = self.serve(work)
         return found
 
-    def settle(self) -> None:
-        """Everything is free and every book is right: to be called when no request is under way."""
+    def settle(self, dead: Sequence[str] = ()) -> None:
+        """Soon everything is free and every book is right, on all ranks but the `dead`. No request is under way."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                self._check_free(dead)
+                return
+            except AssertionError:
+                if time.monotonic() > deadline_s:
+                    raise
+                time.sleep(0.005)
+
+    def _check_free(self, dead: Sequence[str]) -> None:
         for rank in self.ranks:
+            if f"{rank.role}-{rank.rank}" in dead:
+                continue
             rank.check()
             statistics = rank.statistics()
             assert statistics["faults"] == 0, f"{rank.lane}: an exception escaped on the transfer thread"
@@ -139,6 +162,12 @@ class LocalGroups:
                 assert memory.pages.used_pages == 0, f"{rank.lane}: {memory}"
                 assert memory.free_rows == memory.rows, f"{rank.lane}: {memory}"
 
+    def kill(self, name: str) -> None:
+        """What the others see when the process of a rank, such as `decode-1`, dies."""
+        self.hub.cut(name)
+        self.fabric.kill(name)
+        self._collectives[name].close()
+
     def stop(self) -> None:
         """Ends every thread, of all ranks at once, as a cluster does."""
         with ThreadPoolExecutor(len(self.ranks)) as pool:
@@ -149,12 +178,13 @@ class LocalGroups:
         runner = make_runner(self.config, group, self.source, collective, self.device)
         runner.pool.poison()  # unwritten KV that is read turns the answer into NaN
         name = f"{cls.role}-{rank}"
+        self._collectives[name] = collective
         return cls(
             rank=rank,
             config=self.config,
             group_config=group,
             runner=runner,
-            control=InprocControl(self.hub, name),
+            control=InprocControl(self.hub, name, self._options),
             transport=self.transport(name),
         )
 
@@ -173,12 +203,18 @@ def _collectives(group: GroupConfig) -> list[tuple[int, Any]]:
 
 
 @contextmanager
-def local_groups(config: Config, source: ModelSource, device: str = "cpu") -> Iterator[LocalGroups]:
-    """Both groups, up and linked; at the end every book is checked and every thread ended."""
-    groups = LocalGroups(config, source, device)
+def local_groups(
+    config: Config,
+    source: ModelSource,
+    device: str = "cpu",
+    options: ReliableOptions | None = None,
+    dead: Sequence[str] = (),
+) -> Iterator[LocalGroups]:
+    """Both groups, up and linked; at the end every book (not of the `dead`) is checked and every thread ended."""
+    groups = LocalGroups(config, source, device, options)
     try:
         yield groups
-        groups.settle()
+        groups.settle(dead)
     finally:
         groups.stop()
 

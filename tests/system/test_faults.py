@@ -1,0 +1,298 @@
+"""Whatever goes wrong ends one request with a clear error, gives everything back, and leaves the others exact."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+
+from disagg.core.errors import BusyError, PeerLostError, RequestTimeoutError, TransportError
+from disagg.core.types import SamplingParams
+from disagg.router.session import Router
+from transport import messages as m
+from transport.reliable import ReliableOptions
+
+SHORT = ReliableOptions(peer_timeout_s=0.8, heartbeat_s=0.1)
+VICTIM, BYSTANDER = "victim", "bystander"
+TOKENS = 24
+
+KINDS = [
+    m.Reserve,
+    m.OpenReceive,
+    m.RankOpened,
+    m.Reserved,
+    m.Prefill,
+    m.OpenSend,
+    m.Plan,
+    m.LeaseRequest,
+    m.LeaseGrant,
+    m.Watermark,
+    m.RankSent,
+    m.Landed,
+    m.Prefilled,
+    m.FirstToken,
+    m.Tokens,
+    m.Transferred,
+    m.Release,
+    m.CloseTransfer,
+    m.RankClosed,
+    m.Released,
+]
+"""All that pass in a run of two ranks a side and a ring smaller than a request."""
+
+
+def tight_config(**changes: Any) -> Any:
+    return small_config(2, 2, ring_bytes=4096, chunk_tokens=16, **changes)
+
+
+class Run:
+    """Two requests at once, one of which something happens to."""
+
+    def __init__(self, groups: LocalGroups, checkpoints: Checkpoints) -> None:
+        self.groups, self.checkpoints = groups, checkpoints
+        self.prompts = dict(zip((VICTIM, BYSTANDER), random_prompts(70, 55, seed=5), strict=True))
+        self.answers = {VICTIM: Answered(), BYSTANDER: Answered()}
+        self.seen: set[type[m.Message]] = set()
+
+    def go(
+        self, during: Callable[[asyncio.Task[Any]], None] = lambda task: None, timeout_s: float = 30.0
+    ) -> Any:
+        """Runs both; returns the victim's exception, or None. The bystander must be exact."""
+
+        async def work(router: Router) -> Any:
+            def start(name: str, limit_s: float) -> asyncio.Task[Any]:
+                sampling = SamplingParams(max_tokens=TOKENS)
+                one = ask(
+                    router, name, self.prompts[name], sampling, timeout_s=limit_s, answered=self.answers[name]
+                )
+                return asyncio.create_task(one)
+
+            victim, bystander = start(VICTIM, timeout_s), start(BYSTANDER, 30.0)
+            during(victim)
+            results = await asyncio.gather(victim, bystander, return_exceptions=True)
+            if isinstance(results[1], BaseException):
+                raise results[1]
+            return results[0] if isinstance(results[0], BaseException) else None
+
+        error = self.groups.serve(work)
+        self.check(BYSTANDER)
+        return error
+
+    def expected(self, name: str) -> list[int]:
+        return self.checkpoints.greedy(self.groups.source, self.prompts[name], TOKENS)
+
+    def check(self, name: str) -> None:
+        assert self.answers[name].tokens == self.expected(name), name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("fault", ["drop", "duplicate"])
+def test_a_message_lost_or_repeated_changes_nothing(
+    checkpoints: Checkpoints, kind: type[m.Message], fault: str
+) -> None:
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        seen: list[type[m.Message]] = []
+        groups.hub.observe(lambda source, destination, message: seen.append(type(message)))
+        getattr(groups.hub, fault)(kind, 0)
+        getattr(groups.hub, fault)(kind, 2)
+        run = Run(groups, checkpoints)
+        assert run.go() is None
+        run.check(VICTIM)
+        assert kind in seen, "the fault struck nothing"
+
+
+@pytest.mark.parametrize("nth", [0, 3])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        m.Reserve,
+        m.Reserved,
+        m.Prefill,
+        m.LeaseRequest,
+        m.LeaseGrant,
+        m.Watermark,
+        m.Prefilled,
+        m.Landed,
+        m.Tokens,
+    ],
+    ids=lambda kind: kind.__name__,
+)
+def test_the_client_goes_at_any_moment(checkpoints: Checkpoints, kind: type[m.Message], nth: int) -> None:
+    """The victim's task is cancelled when the nth message of a kind passes; the bystander shares the tiny ring."""
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+
+        def during(task: asyncio.Task[Any]) -> None:
+            loop, count = asyncio.get_running_loop(), [0]
+
+            def observe(source: str, destination: str, message: m.Message) -> None:
+                key = getattr(message, "key", None)
+                if isinstance(message, kind) and (key is None or key.request_id == VICTIM):
+                    if count[0] == nth:
+                        loop.call_soon_threadsafe(task.cancel)
+                    count[0] += 1
+
+            groups.hub.observe(observe)
+
+        error = run.go(during)
+        if error is None:  # the nth message may not exist, or come as the last one
+            run.check(VICTIM)
+        else:
+            assert isinstance(error, asyncio.CancelledError)
+
+
+@pytest.mark.parametrize("nth", [0, 1, 5])
+def test_a_failed_send_ends_its_request(checkpoints: Checkpoints, nth: int) -> None:
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+        tickets = _tickets(groups)
+        groups.fabric.faults.fail_send(nth, lambda s, d, tag: tag >> 32 == tickets.get(VICTIM))
+        error = run.go()
+        assert isinstance(error, TransportError), error
+
+
+@pytest.mark.parametrize("nth", [0, 4])
+def test_data_that_comes_twice_counts_once(checkpoints: Checkpoints, nth: int) -> None:
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+        groups.fabric.faults.duplicate(nth)
+        assert run.go() is None
+        run.check(VICTIM)
+
+
+def test_data_that_comes_short_ends_its_request(checkpoints: Checkpoints) -> None:
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+        tickets = _tickets(groups)
+        groups.fabric.faults.truncate(8, 1, lambda s, d, tag: tag >> 32 == tickets.get(VICTIM))
+        error = run.go()
+        assert error is not None
+        assert "bytes" in str(error)
+
+
+def test_a_sender_that_stalls_is_ended_by_its_lease(checkpoints: Checkpoints) -> None:
+    """A segment never leaves the wire: its lease runs out, the request ends, and the ring goes on once it is safe."""
+    with local_groups(tight_config(lease_timeout_s=0.5), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+        tickets = _tickets(groups)
+        groups.fabric.faults.hold(1, lambda s, d, tag: tag >> 32 == tickets.get(VICTIM))
+
+        def observe(source: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.SenderEnded):
+                groups.fabric.release()
+
+        groups.hub.observe(observe)
+        error = run.go()
+        assert isinstance(error, TransportError)
+        assert "lease_timeout_s" in str(error)
+
+
+def test_a_full_decode_group_is_waited_for(checkpoints: Checkpoints) -> None:
+    config = small_config(1, 1, pool_tokens=128, max_requests=1)
+    with local_groups(config, checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+        assert run.go() is None
+        run.check(VICTIM)
+
+
+def test_waiting_for_room_ends_with_the_request_s_time(checkpoints: Checkpoints) -> None:
+    config = small_config(1, 1, pool_tokens=128, max_requests=1)
+    with local_groups(config, checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+
+        async def work(router: Router) -> Any:
+            slow = asyncio.create_task(
+                ask(router, BYSTANDER, run.prompts[BYSTANDER], SamplingParams(max_tokens=TOKENS))
+            )
+            await _seen(groups, m.Reserved)
+            with pytest.raises((BusyError, RequestTimeoutError)):
+                await ask(
+                    router, VICTIM, run.prompts[VICTIM], SamplingParams(max_tokens=TOKENS), timeout_s=0.02
+                )
+            return await slow
+
+        assert groups.serve(work).tokens == run.expected(BYSTANDER)
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.02, 0.05, 0.1])
+def test_a_deadline_at_any_moment(checkpoints: Checkpoints, timeout_s: float) -> None:
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+        error = run.go(timeout_s=timeout_s)
+        assert error is None or isinstance(error, RequestTimeoutError | BusyError)
+        if error is None:
+            run.check(VICTIM)
+
+
+@pytest.mark.parametrize("name", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+@pytest.mark.parametrize("kind", [m.LeaseRequest, m.Tokens], ids=lambda kind: kind.__name__)
+def test_a_rank_that_dies_ends_its_requests(
+    checkpoints: Checkpoints, name: str, kind: type[m.Message]
+) -> None:
+    """Noticed by silence alone. The survivors give everything back."""
+    groups = LocalGroups(tight_config(), checkpoints.source(), options=SHORT)
+    try:
+        struck = [False]
+
+        def observe(source: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, kind) and not struck[0]:
+                struck[0] = True
+                groups.kill(name)
+
+        groups.hub.observe(observe)
+
+        async def work(router: Router) -> Any:
+            sampling = SamplingParams(max_tokens=300)
+            return await asyncio.gather(
+                *(ask(router, f"r{i}", p, sampling) for i, p in enumerate(random_prompts(60, 40))),
+                return_exceptions=True,
+            )
+
+        for result in groups.serve(work):
+            assert isinstance(result, PeerLostError), result
+        groups.settle(dead=[f"{name[:-2]}-0", f"{name[:-2]}-1"])  # a group without a rank is lost as a whole
+    finally:
+        groups.stop()
+
+
+def test_a_router_that_dies_leaves_nothing_behind(checkpoints: Checkpoints) -> None:
+    with local_groups(tight_config(), checkpoints.source(), options=SHORT) as groups:
+
+        async def work(router: Router) -> None:
+            task = asyncio.create_task(
+                ask(router, "r", random_prompts(60)[0], SamplingParams(max_tokens=400))
+            )
+            await _seen(groups, m.Tokens)
+            groups.hub.cut("router")
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled(), task
+
+        groups.serve(work)
+
+
+def _tickets(groups: LocalGroups) -> dict[str, int]:
+    """Ticket number of each request, as soon as it is made."""
+    found: dict[str, int] = {}
+
+    def observe(source: str, destination: str, message: m.Message) -> None:
+        if isinstance(message, m.Reserved):
+            found[message.key.request_id] = message.ticket.number
+
+    groups.hub.observe(observe)
+    return found
+
+
+async def _seen(groups: LocalGroups, kind: type[m.Message]) -> None:
+    """Returns when a message of `kind` passes."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def observe(source: str, destination: str, message: m.Message) -> None:
+        if isinstance(message, kind):
+            loop.call_soon_threadsafe(event.set)
+
+    groups.hub.observe(observe)
+    await event.wait()
