@@ -155,11 +155,11 @@ class DecodeLeader(Leader):
 
     def _release(self, router: str, message: m.Release) -> None:
         request = self._scheduler.requests.get(message.key)
-        if request is None:
-            self._send(router, m.Released(message.key))
-        else:
+        if request is not None:
             request.release_asked = True
             self._close(message.key, message.reason)
+        if self.broken or request is None:
+            self._send(router, m.Released(message.key))  # a broken group's memory goes with its processes
 
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)

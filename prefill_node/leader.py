@@ -140,8 +140,8 @@ class PrefillLeader(Leader):
         if request is not None:
             request.release_asked = True
             self._close(message.key, message.reason)
-        if message.key not in self._scheduler.requests:
-            self._send(router, m.Released(message.key))
+        if self.broken or message.key not in self._scheduler.requests:
+            self._send(router, m.Released(message.key))  # a broken group's memory goes with its processes
 
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)

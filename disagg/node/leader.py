@@ -35,6 +35,7 @@ class LedRequest(Protocol):
     router: str
     deadline_s: float
     closing: bool
+    release_asked: bool
 
 
 class Leader(ABC):
@@ -155,6 +156,8 @@ class Leader(ABC):
             self.broken = reason
         for request in list(self._requests()):
             self._fail(request, PeerLostError(reason))
+            if request.release_asked:  # who waits for it need not: the memory goes with the group's processes
+                self._send(request.router, m.Released(request.key))
 
     def _expire(self) -> None:
         now_s = self._clock()
