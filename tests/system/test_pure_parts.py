@@ -1,0 +1,154 @@
+"""Placement, policy, text and ledger: the parts that decide without doing."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from disagg.core.errors import BusyError, ConfigError, InvariantError
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
+from disagg.node.ledger import Holding, Ledger
+from disagg.placement import choose_placement
+from disagg.router.policy import Engine, least_loaded
+from disagg.router.text import TextStream
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "expected"),
+    [
+        (0, (None, None), (2, 1, 0.0, 0.0, "gloo", "gloo")),
+        (0, (1, 3), (1, 3, 0.0, 0.0, "gloo", "gloo")),
+        (1, (None, None), (1, 1, 0.5, 0.5, "gloo", "gloo")),
+        (1, (2, 1), (2, 1, 0.3333, 0.3333, "gloo", "gloo")),
+        (2, (None, None), (1, 1, 1.0, 1.0, "nccl", "nccl")),
+        (2, (2, 1), (2, 1, 0.5, 1.0, "gloo", "nccl")),
+        (2, (1, 2), (1, 2, 1.0, 0.5, "nccl", "gloo")),
+        (2, (2, 2), (2, 2, 0.5, 0.5, "gloo", "gloo")),
+        (3, (None, None), (2, 1, 1.0, 1.0, "nccl", "nccl")),
+        (8, (4, 2), (4, 2, 1.0, 1.0, "nccl", "nccl")),
+    ],
+)
+def test_placement(
+    gpus: int, sizes: tuple[int | None, int | None], expected: tuple[int, int, float, float, str, str]
+) -> None:
+    placed = choose_placement(gpus, *sizes)
+    found = (
+        placed.prefill.tp,
+        placed.decode.tp,
+        placed.prefill.gpus_per_rank,
+        placed.decode.gpus_per_rank,
+        placed.prefill.backend,
+        placed.decode.backend,
+    )
+    assert found == expected
+    assert placed.prefill.device == placed.decode.device == ("cuda" if gpus else "cpu")
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8))
+def test_placement_never_asks_for_more_than_there_is(gpus: int, prefill: int, decode: int) -> None:
+    """Ranks of a share below one are packed, as many to a GPU as fit."""
+    placed = choose_placement(gpus, prefill, decode)
+    if gpus == 1:
+        assert placed.prefill.gpus_per_rank * prefill + placed.decode.gpus_per_rank * decode <= 1
+        return
+    whole = sum(
+        -(-group.tp // max(1, int(1 / group.gpus_per_rank))) for group in (placed.prefill, placed.decode)
+    )
+    assert whole <= gpus
+
+
+def test_placement_on_a_cpu_by_wish_and_on_a_gpu_that_is_not_there() -> None:
+    assert choose_placement(4, device="cpu").prefill.device == "cpu"
+    with pytest.raises(ConfigError, match="no GPU"):
+        choose_placement(0, device="cuda")
+
+
+def engine(name: str, **changes: int | bool) -> Engine:
+    rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"")
+    info = GroupInfo(name, "prefill", PROTOCOL_VERSION, "f", KVLayout(1, 1, 1, "float32"), 1, "ucx", (rank,))
+    one = Engine(info)
+    for field, value in changes.items():
+        setattr(one, field, value)
+    return one
+
+
+def test_least_loaded() -> None:
+    assert least_loaded([engine("a", tokens=5), engine("b", tokens=4)]).group.name == "b"
+    assert least_loaded([engine("a", requests=2), engine("b", requests=1)]).group.name == "b"
+    assert least_loaded([engine("a"), engine("b")]).group.name == "a"
+    assert least_loaded([engine("a", lost=True), engine("b", tokens=9)]).group.name == "b"
+    with pytest.raises(BusyError, match="prefill"):
+        least_loaded([engine("a", lost=True)])
+
+
+def decode_bytes(tokens: object) -> str:
+    return bytes(tokens).decode(errors="replace")  # type: ignore[call-overload, no-any-return]
+
+
+@given(st.text(max_size=20), st.integers(1, 5))
+def test_text_comes_out_whole_whatever_the_pieces(text: str, step: int) -> None:
+    data = text.encode(errors="ignore")
+    stream, pieces = TextStream(decode_bytes), []
+    for start in range(0, len(data), step):
+        piece = stream.push(data[start : start + step])
+        assert "\ufffd" not in piece or "\ufffd" in text, "half a character never comes out"
+        pieces.append(piece)
+    pieces.append(stream.push(b"", last=True))
+    assert "".join(pieces) == stream.text == data.decode()
+
+
+@given(st.integers(1, 4))
+def test_a_stop_string_and_what_follows_never_come_out(step: int) -> None:
+    data = b"one two STOP three"
+    stream, out = TextStream(decode_bytes, ("STOP", "never")), ""
+    for start in range(0, len(data), step):
+        out += stream.push(data[start : start + step])
+        assert "S" not in out, "the beginning of a stop string is held back"
+    assert out == "one two "
+    assert stream.stopped
+    assert stream.push(b"more") == ""
+
+
+def test_what_only_looked_like_a_stop_string_comes_out() -> None:
+    stream = TextStream(decode_bytes, ("abcd",))
+    assert [stream.push(b"xab"), stream.push(b"c"), stream.push(b"x"), stream.push(b"ab", last=True)] == [
+        "x",
+        "",
+        "abcx",
+        "ab",
+    ]
+
+
+def test_the_first_of_several_stop_strings_counts() -> None:
+    stream = TextStream(decode_bytes, ("zz", "b"))
+    assert stream.push(b"abzz") == "a"
+
+
+def test_ledger_gives_both_or_none() -> None:
+    ledger = Ledger(pool_tokens=64, page_size=16, rows=2)
+    assert ledger.capacity_tokens == 64
+    first = ledger.reserve(33)
+    assert first is not None
+    assert len(first.pages) == 3
+    assert ledger.reserve(17) is None, "two pages are not there"
+    second = ledger.reserve(16)
+    assert second is not None
+    assert ledger.reserve(0) is None, "no row is left"
+    ledger.check([first, second])
+    with pytest.raises(InvariantError):
+        ledger.check([first])
+    ledger.release(first)
+    with pytest.raises(ValueError, match="released twice"):
+        ledger.release(first)
+    ledger.release(second)
+    ledger.check([])
+    assert ledger.statistics().free_rows == 2
+
+
+def test_ledger_notices_a_page_owned_twice() -> None:
+    ledger = Ledger(pool_tokens=64, page_size=16, rows=2)
+    one = ledger.reserve(16)
+    assert one is not None
+    with pytest.raises(InvariantError):
+        ledger.check([one, Holding(1, list(one.pages))])
