@@ -1,0 +1,256 @@
+"""Both schedulers, under ranks that answer late, in any order and twice: nothing is lost or freed early."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from decode_node.scheduler import DecodeRequest, DecodeScheduler
+from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.node.ledger import Ledger
+from disagg.node.plan import StepPlan
+from prefill_node.scheduler import PrefillRequest, PrefillScheduler
+
+RANKS = 2
+STEPS = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def key_of(number: int) -> RequestKey:
+    return RequestKey(f"r{number}")
+
+
+class PrefillMachine(RuleBasedStateMachine):
+    """Rows and pages in use are tracked here on their own, from what the scheduler hands out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ledger = Ledger(pool_tokens=64, page_size=4, rows=3)
+        self.scheduler = PrefillScheduler(
+            ledger, ranks=RANKS, chunk_tokens=7, max_context_tokens=40, max_waiting=3
+        )
+        self.count = 0
+        self.plan: StepPlan | None = None
+        self.admitted: list[PrefillRequest] = []
+        self.computed: dict[RequestKey, int] = {}
+
+    def requests(self) -> list[PrefillRequest]:
+        return list(self.scheduler.requests.values())
+
+    @rule(tokens=st.integers(1, 50))
+    def submit(self, tokens: int) -> None:
+        key = key_of(self.count)
+        self.count += 1
+        ticket = Ticket(key, self.count, "decode", Span(0, tokens))
+        request = PrefillRequest(key, list(range(tokens)), SamplingParams(), ticket, "router", 0.0)
+        try:
+            self.scheduler.submit(request)
+            self.scheduler.submit(request)
+        except PromptTooLongError:
+            assert tokens > 40
+        except BusyError:
+            assert sum(not r.admitted for r in self.requests()) == 3
+
+    @rule()
+    def admit(self) -> None:
+        for request in self.scheduler.admit():
+            assert request.holding is not None
+            others = [r.holding.row for r in self.requests() if r.holding and r is not request]
+            assert request.holding.row not in others
+            self.admitted.append(request)
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def step(self) -> None:
+        self.plan = self.scheduler.next_step()
+        if self.plan is not None:
+            assert 0 < sum(len(work.tokens) for work in self.plan.work) <= 7
+            for work in self.plan.work:
+                assert work.start == self.computed.get(work.key, 0), "chunks follow each other"
+                assert bool(work.pages) == (work.start == 0)
+                self.computed[work.key] = work.span.stop
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.plan is not None
+        finished = self.scheduler.commit(self.plan)
+        assert {request.key for request in finished} <= {work.key for work in self.plan.work}
+        assert all(self.computed[r.key] == len(r.prompt) and not r.closing for r in finished)
+        self.plan = None
+
+    @precondition(lambda self: self.admitted)
+    @rule(data=st.data(), rank=st.integers(0, RANKS - 1))
+    def a_rank_has_sent(self, data: st.DataObject, rank: int) -> None:
+        request = data.draw(st.sampled_from(self.admitted))
+        if request.planned_tokens == len(request.prompt) and request.key in self.scheduler.requests:
+            self.scheduler.rank_sent(request, rank)
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests()))
+        told = self.scheduler.close(request)
+        assert not told or request.admitted
+        assert not self.scheduler.close(request) or not request.admitted
+
+    @precondition(lambda self: any(r.closing for r in self.scheduler.requests.values()))
+    @rule(data=st.data(), rank=st.integers(0, RANKS - 1))
+    def a_rank_has_closed(self, data: st.DataObject, rank: int) -> None:
+        request = data.draw(st.sampled_from([r for r in self.requests() if r.closing]))
+        self.scheduler.rank_closed(request, rank)
+
+    @invariant()
+    def nothing_in_use_is_freed(self) -> None:
+        self.scheduler.check()
+        for request in self.requests():
+            if request.in_step:
+                assert request.holding is not None, "a running step reads and writes its pages"
+            if request.admitted and not request.closing and len(request.sent_ranks) < RANKS:
+                assert request.holding is not None, "segments are still gathered from its pages"
+            if request.closing and len(request.closed_ranks) < RANKS and len(request.sent_ranks) < RANKS:
+                assert request.holding is not None, "a rank may still gather from its pages"
+
+    def teardown(self) -> None:
+        if self.plan is not None:
+            self.scheduler.commit(self.plan)
+        for request in self.requests():
+            self.scheduler.close(request)
+            for rank in range(RANKS):
+                if request.key in self.scheduler.requests:
+                    self.scheduler.rank_closed(request, rank)
+        assert not self.scheduler.requests
+        self.scheduler.check()
+
+
+class DecodeMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        ledger = Ledger(pool_tokens=64, page_size=4, rows=3)
+        self.scheduler = DecodeScheduler(
+            ledger,
+            group="decode",
+            ranks=RANKS,
+            max_batch=2,
+            max_context_tokens=40,
+            first_ticket=(1 << 32) - 2,
+        )
+        self.count = 0
+        self.plan: StepPlan | None = None
+        self.numbers: set[int] = set()
+
+    def requests(self) -> list[DecodeRequest]:
+        return list(self.scheduler.requests.values())
+
+    @rule(tokens=st.integers(1, 40), answer=st.integers(1, 8))
+    def reserve(self, tokens: int, answer: int) -> None:
+        key = key_of(self.count)
+        self.count += 1
+        sampling = SamplingParams(max_tokens=answer)
+        try:
+            request = self.scheduler.reserve(
+                key, tokens, sampling, router="router", prefill_group="prefill", deadline_s=0.0
+            )
+        except PromptTooLongError:
+            assert tokens + answer > 40
+        except BusyError:
+            assert self.requests(), "an empty group has room for whatever fits it"
+        else:
+            assert request.ticket.number not in self.numbers
+            assert request.holding is not None
+            assert len(request.holding.pages) * 4 >= tokens + answer
+            self.numbers.add(request.ticket.number)
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data(), rank=st.integers(0, RANKS - 1), what=st.sampled_from(["opened", "landed", "token"]))
+    def something_came(self, data: st.DataObject, rank: int, what: str) -> None:
+        request = data.draw(st.sampled_from(self.requests()))
+        if what == "opened":
+            self.scheduler.rank_opened(request, rank)
+        elif what == "landed":
+            request.landed_ranks.add(rank)
+        elif not request.tokens:
+            request.tokens.append(7)
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def step(self) -> None:
+        self.plan = self.scheduler.next_step()
+        for work in self.plan.work if self.plan is not None else ():
+            request = self.scheduler.requests[work.key]
+            assert len(request.landed_ranks) == RANKS, "no token before all KV is here"
+            assert not request.closing
+            assert work.start == request.prompt_tokens + len(request.tokens) - 1
+            assert work.tokens == request.tokens[-1:]
+        assert self.plan is None or len(self.plan.work) <= 2
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.plan is not None
+        for work in self.plan.work:
+            request = self.scheduler.requests[work.key]
+            if not request.closing:
+                request.tokens.append(9)
+                if len(request.tokens) == request.sampling.max_tokens:
+                    self.scheduler.close(request)
+        self.scheduler.commit(self.plan)
+        self.plan = None
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests()))
+        self.scheduler.close(request)
+        assert not self.scheduler.close(request)
+
+    @precondition(lambda self: any(r.closing for r in self.scheduler.requests.values()))
+    @rule(data=st.data(), rank=st.integers(0, RANKS - 1))
+    def a_rank_has_closed(self, data: st.DataObject, rank: int) -> None:
+        request = data.draw(st.sampled_from([r for r in self.requests() if r.closing]))
+        self.scheduler.rank_closed(request, rank)
+
+    @invariant()
+    def nothing_in_use_is_freed(self) -> None:
+        self.scheduler.check()
+        for request in self.requests():
+            if request.in_step or len(request.closed_ranks) < RANKS:
+                assert request.holding is not None, "a step, or a segment, may still write its pages"
+
+    def teardown(self) -> None:
+        if self.plan is not None:
+            self.scheduler.commit(self.plan)
+        for request in self.requests():
+            self.scheduler.close(request)
+            for rank in range(RANKS):
+                if request.key in self.scheduler.requests:
+                    self.scheduler.rank_closed(request, rank)
+        assert not self.scheduler.requests
+        self.scheduler.check()
+
+
+TestPrefill = PrefillMachine.TestCase
+TestPrefill.settings = STEPS
+TestDecode = DecodeMachine.TestCase
+TestDecode.settings = STEPS
+
+
+def test_requests_beyond_the_batch_take_turns() -> None:
+    ledger = Ledger(pool_tokens=640, page_size=4, rows=5)
+    scheduler = DecodeScheduler(
+        ledger, group="decode", ranks=1, max_batch=2, max_context_tokens=40, first_ticket=0
+    )
+    for number in range(5):
+        request = scheduler.reserve(
+            key_of(number), 3, SamplingParams(max_tokens=30), router="", prefill_group="", deadline_s=0.0
+        )
+        request.landed_ranks.add(0)
+        request.tokens.append(1)
+    served = []
+    for _ in range(5):
+        plan = scheduler.next_step()
+        assert plan is not None
+        served += [work.key for work in plan.work]
+        scheduler.commit(plan)
+    assert sorted(served) == sorted([key_of(n) for n in range(5)] * 2)
