@@ -215,6 +215,8 @@ def local_ray(ranks: int) -> Iterator[None]:
     # Set before Ray is imported, which reads it then. Tokens: nobody else on this machine can join.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # When a start fails on every rank, one error is raised; Ray would print the others as unhandled.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         import ray
     except ImportError as exc:

@@ -10,6 +10,7 @@ from transport.base import Transport
 if TYPE_CHECKING:
     from transport.inproc import InprocFabric
 
+PULL = {"RNDV_SCHEME": "get_zcopy"}
 TRANSPORTS = ("inproc", "ucx")
 """Names that `make_transport` knows."""
 
@@ -20,16 +21,19 @@ def make_transport(
     rank_name: str = "",
     fabric: InprocFabric | None = None,
     error_handling: bool = True,
+    gpu: bool = False,
 ) -> Transport:
     """A transport of the backend `name`, owned by the calling thread.
 
-    `rank_name` and `fabric` are for `inproc` (both needed); `error_handling` is for `ucx`. Raises
-    `ConfigError` for an unknown name or when the backend cannot be used here.
+    `rank_name` and `fabric` are for `inproc` (both needed); `error_handling` and `gpu` (what is moved lies on GPUs)
+    are for `ucx`. Raises `ConfigError` for an unknown name or when the backend cannot be used here.
     """
     if name == "ucx":
         from transport.ucx import UcxTransport
 
-        return UcxTransport(error_handling=error_handling)
+        # Large messages from GPU to GPU are pulled by their receiver. Left to choose, UCX may let the sender write,
+        # and such a write was seen to land after the receiver had fenced it (one H200, both ends in one process).
+        return UcxTransport(error_handling=error_handling, options=PULL if gpu else None)
     if name == "inproc":
         if fabric is None or not rank_name:
             raise ConfigError("transport inproc needs a fabric and a rank_name; across processes use ucx")

@@ -72,7 +72,9 @@ class RankHost:
             runner=runner,
             control=make_control(self._config.control, self._keys),
             transport=make_transport(
-                self._config.transport.backend, error_handling=self._config.transport.error_handling
+                self._config.transport.backend,
+                error_handling=self._config.transport.error_handling,
+                gpu=device.type == "cuda",
             ),
         )
         return Started(self._node.start(), runner.spec, os.getpid())

@@ -29,7 +29,7 @@ def test_tokens_are_those_of_the_unsplit_engine(
     prompts = random_prompts(5, 61, 150, 90, seed=1)
     runner = make_runner(config, config.decode, source, SingleCollective(), DEVICE)
     expected = generate_unsplit(runner, prompts, SamplingParams(max_tokens=12))
-    with local_groups(config, source, device="cuda") as groups:
+    with local_groups(config, source, device="cuda:0") as groups:
         for _ in range(3):  # again and again over the same pages and ring
             answers = groups.answers(prompts, SamplingParams(max_tokens=12))
             assert [answer.tokens for answer in answers] == expected

@@ -75,7 +75,11 @@ def test_disconnect_ends_a_send(pair: Pair) -> None:
         pair.a.pump()
         pair.b.pump()
     pair.b.transport.disconnect("a")
-    assert isinstance(receive.error, PeerLostError)
+    assert receive.ended
+    if pair.device.type == "cpu":
+        assert isinstance(receive.error, PeerLostError)
+    # On a GPU the receiver pulls, and no fence of the sender stops that: base.py calls such bytes void, and says who
+    # must treat them so.
 
 
 def test_disconnect_twice_and_unknown(pair: Pair) -> None:

@@ -87,7 +87,7 @@ def make_node(
     backend: str, name: str, fabric: InprocFabric | None, device: torch.device, nbytes: int
 ) -> Node:
     """A node with a registered, poisoned buffer."""
-    transport = make_transport(backend, rank_name=name, fabric=fabric)
+    transport = make_transport(backend, rank_name=name, fabric=fabric, gpu=device.type == "cuda")
     memory = torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
     settle(memory)
     transport.register(memory)
