@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from decode_node.scheduler import DecodeRequest, DecodeScheduler, DecodeStatistics
-from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_from_code
+from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.model.sampler import sample
@@ -115,11 +115,14 @@ class DecodeLeader(Leader):
                 log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
 
     def _reserve(self, router: str, message: m.Reserve) -> None:
-        if known := self._scheduler.requests.get(message.key):
+        known = self._scheduler.requests.get(message.key)
+        if known is not None and not known.closing:
             if len(known.opened_ranks) == self._ranks:
                 self._send(router, m.Reserved(known.key, known.ticket))
             return
         try:
+            if known is not None:
+                raise BusyError(f"request {message.key} is still being released from its last use")
             if self.broken:
                 raise PeerLostError(self.broken)
             if message.prefill_group not in self._prefill_groups:

@@ -215,7 +215,7 @@ class SegmentReceiver:
             self._drop(item)
         else:
             self._record("receive", item)
-            self._scatter(item)
+            self._try_scatter(item)
 
     def poll(self, now_s: float) -> float:
         """Lands what has been scattered, repeats watermarks, expires leases."""
@@ -244,6 +244,13 @@ class SegmentReceiver:
         item = Item(incoming, segment, peer, lease)
         incoming.items[(src_rank, segment.index)] = item
         return item
+
+    def _try_scatter(self, item: Item) -> None:
+        try:
+            self._scatter(item)
+        except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other
+            self._fail(item.incoming, TransportError(f"the scatter of {item.segment} failed: {exc}"))
+            self._drop(item)
 
     def _scatter(self, item: Item) -> None:
         item.state, item.started_s = State.SCATTERING, self._clock()

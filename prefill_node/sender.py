@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import structlog
 import torch
 
-from disagg.core.errors import DisaggError, InvariantError, PeerLostError
+from disagg.core.errors import DisaggError, InvariantError, PeerLostError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import RequestKey, Shard, Span
@@ -291,10 +291,20 @@ class SegmentSender:
         while self._staged and self._may_gather(self._staged[0]):
             item = self._staged.popleft()
             if item.state is State.STAGED:
-                self._gather(item)
+                self._try_gather(item)
 
     def _may_gather(self, item: Item) -> bool:
         return item.lease is None or self._allocator.writable(item.lease)
+
+    def _try_gather(self, item: Item) -> None:
+        try:
+            self._gather(item)
+        except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other
+            item.state = State.DROPPED
+            error = TransportError(f"the gather of {item.segment} failed: {exc}")
+            self._stop(item.outgoing, str(error))
+            self._fail(item.outgoing.key, item.outgoing.ticket.number, error)
+            self._release(item)
 
     def _gather(self, item: Item) -> None:
         item.state = State.GATHERING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,37 @@ def test_a_failed_send_ends_its_request(checkpoints: Checkpoints, nth: int) -> N
         groups.fabric.faults.fail_send(nth, lambda s, d, tag: tag >> 32 == tickets.get(VICTIM))
         error = run.go()
         assert isinstance(error, TransportError), error
+
+
+@pytest.mark.parametrize("where", ["prefill_node.sender.gather", "decode_node.receiver.scatter"])
+def test_a_launch_that_fails_ends_its_request(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """One of the two requests meets it; which one does not matter."""
+    module, name = where.rsplit(".", 1)
+    real, struck = getattr(importlib.import_module(module), name), [0]
+
+    def failing(*arguments: Any) -> None:
+        struck[0] += 1
+        if struck[0] == 5:
+            raise RuntimeError("out of memory, say")
+        real(*arguments)
+
+    monkeypatch.setattr(where, failing)
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+
+        async def work(router: Router) -> list[Any]:
+            sampling = SamplingParams(max_tokens=TOKENS)
+            tasks = [ask(router, n, run.prompts[n], sampling, answered=run.answers[n]) for n in run.prompts]
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = dict(zip(run.prompts, groups.serve(work), strict=True))
+        failed = [name for name, result in results.items() if isinstance(result, BaseException)]
+        assert len(failed) == 1, results
+        assert "out of memory, say" in str(results[failed[0]])
+        [other] = set(run.prompts) - set(failed)
+        run.check(other)
 
 
 @pytest.mark.parametrize("nth", [0, 4])
