@@ -11,7 +11,7 @@ from typing import Annotated, Union
 import msgspec
 
 from disagg.core.errors import ProtocolError
-from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Segment, Ticket
+from disagg.core.types import RequestKey, SamplingParams, Segment, Ticket
 from transport.tags import SEGMENT_BITS, TICKET_BITS, WRITER_BITS
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -260,27 +260,6 @@ class StopSending(Message, frozen=True):
     key: RequestKey
     ticket: TicketNumber
     reason: str
-
-
-# --- handshake ----------------------------------------------------------------------------------------------
-
-
-class Hello(Message, frozen=True):
-    """First message to a group: who we are."""
-
-    group: GroupInfo
-
-
-class Welcome(Message, frozen=True):
-    """Answer to `Hello`: compatible, and who we are."""
-
-    group: GroupInfo
-
-
-class Refusal(Message, frozen=True):
-    """Answer to `Hello`: why the two groups cannot exchange KV."""
-
-    message: str
 
 
 def encode(message: Message) -> bytes:

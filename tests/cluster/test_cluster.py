@@ -184,3 +184,10 @@ def test_ctrl_c_leaves_nothing_running(checkpoint: Path) -> None:
         assert process.wait(timeout=60) == 130
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
+
+
+def test_without_ray_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match="Ray is not installed: pip install"), local_ray(2):
+        pass
+    assert ConfigError.exit_code == 2

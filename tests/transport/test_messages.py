@@ -56,9 +56,6 @@ EXAMPLES: list[Message] = [
     messages.Watermark(2, 1 << 50, 1 << 20),
     messages.SenderEnded(KEY, 7, 1, [0, 1], "done"),
     messages.StopSending(KEY, 7, "gone"),
-    messages.Hello(GROUP),
-    messages.Welcome(GROUP),
-    messages.Refusal("no"),
 ]
 
 
