@@ -12,7 +12,7 @@ from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestErr
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.model.sampler import sample
-from disagg.node.leader import Leader, LedRequest, Send
+from disagg.node.leader import Leader, LedRequest, Send, check_prompt
 from disagg.node.plan import StepPlan
 from transport import messages as m
 
@@ -33,11 +33,12 @@ class DecodeLeader(Leader):
         self,
         scheduler: DecodeScheduler,
         eos_ids: Sequence[int],
+        vocab_size: int,
         send: Send,
         to_self: Callable[[m.Message], None],
         clock: Clock,
     ) -> None:
-        super().__init__(send, to_self, clock)
+        super().__init__(vocab_size, send, to_self, clock)
         self._scheduler = scheduler
         self._eos_ids = tuple(eos_ids)
         self._prefill_groups: set[str] = set()
@@ -129,6 +130,7 @@ class DecodeLeader(Leader):
                 raise PeerLostError(
                     f"prefill group {message.prefill_group!r} is not linked to this decode group"
                 )
+            check_prompt(message.prompt, message.sampling.max_tokens, self._vocab_size)
             request = self._scheduler.reserve(
                 message.key,
                 len(message.prompt),

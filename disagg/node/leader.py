@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import structlog
 
-from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError
+from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestError, RequestTimeoutError
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.node.plan import StepPlan
@@ -26,6 +26,16 @@ IDLE_S = 0.25
 """How often an idle leader looks at its deadlines."""
 
 Send = Callable[[str, m.Message], None]
+
+
+def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int) -> None:
+    """Raises `RequestError` for what would fail in the middle of a step, and take the whole group with it."""
+    if not prompt or max_tokens < 1:
+        raise RequestError(
+            f"a prompt of {len(prompt)} tokens and an answer of up to {max_tokens}: each needs 1 or more"
+        )
+    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
+        raise RequestError(f"the prompt has a token outside the model's vocabulary of {vocab_size} tokens")
 
 
 class LedRequest(Protocol):
@@ -41,7 +51,10 @@ class LedRequest(Protocol):
 class Leader(ABC):
     """Base of `PrefillLeader` and `DecodeLeader`."""
 
-    def __init__(self, send: Send, to_self: Callable[[m.Message], None], clock: Clock) -> None:
+    def __init__(
+        self, vocab_size: int, send: Send, to_self: Callable[[m.Message], None], clock: Clock
+    ) -> None:
+        self._vocab_size = vocab_size
         self._send = send
         self._to_self = to_self
         self._clock = clock

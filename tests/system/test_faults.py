@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
-from disagg.core.errors import BusyError, PeerLostError, RequestTimeoutError, TransportError
+from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, TransportError
 from disagg.core.types import SamplingParams
 from disagg.router.session import Router
 from transport import messages as m
@@ -220,6 +220,44 @@ def test_a_sender_that_stalls_is_ended_by_its_lease(checkpoints: Checkpoints) ->
         error = run.go()
         assert isinstance(error, TransportError)
         assert "lease_timeout_s" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "said"),
+    [
+        ([], 4, "a prompt of 0 tokens"),
+        ([65, 66], 0, "an answer of up to 0"),
+        ([65, 100000], 4, "outside the model's vocabulary of 259"),
+        ([65, -1], 4, "outside the model's vocabulary of 259"),
+        ([65] * 600, 4, "do not fit the decode group"),
+    ],
+)
+def test_a_prompt_that_cannot_be_computed_is_refused(
+    checkpoints: Checkpoints, prompt: list[int], max_tokens: int, said: str
+) -> None:
+    """It must not reach a step: an index error there would end the group."""
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+
+        async def work(router: Router) -> Any:
+            other = asyncio.create_task(
+                ask(router, BYSTANDER, run.prompts[BYSTANDER], SamplingParams(max_tokens=TOKENS))
+            )
+            with pytest.raises(DisaggError, match=said):
+                await ask(router, VICTIM, prompt, SamplingParams(max_tokens=max_tokens))
+            return await other
+
+        assert groups.serve(work).tokens == run.expected(BYSTANDER)
+
+
+def test_an_answer_of_one_token(checkpoints: Checkpoints) -> None:
+    """The first token comes from the prefill group, and the decode group has nothing to compute."""
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        prompts = random_prompts(70, 30, seed=6)
+        answers = groups.answers(prompts, SamplingParams(max_tokens=1))
+        expected = [checkpoints.greedy(groups.source, prompt, 1) for prompt in prompts]
+    assert [answer.tokens for answer in answers] == expected
+    assert [answer.finish for answer in answers] == ["length", "length"]
 
 
 def test_a_full_decode_group_is_waited_for(checkpoints: Checkpoints) -> None:
