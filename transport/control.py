@@ -41,7 +41,7 @@ class ControlStatistics:
     bad_frames: int
     """Frames dropped because they could not be read, or came from too many peers."""
     handler_errors: int
-    """Exceptions that handlers raised."""
+    """Exceptions that handlers raised, or the channel's own code (a bug: what it did is done again)."""
     peers_lost: int
     last_lost: str = ""
     """Peer and reason of the latest loss; empty when there was none."""

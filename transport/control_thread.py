@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import TypeVarTuple
 
 import msgspec
 import structlog
@@ -18,6 +19,7 @@ from transport.reliable import Delivered, Envelope, Reliable, ReliableOptions
 
 log = structlog.get_logger(__name__)
 _PAUSE_AFTER_BUG_S = 0.1
+Arguments = TypeVarTuple("Arguments")
 
 
 class ThreadedControl(ControlChannel):
@@ -158,8 +160,9 @@ class ThreadedControl(ControlChannel):
             due_s = self._streams.tick(now_s)
             outbox, self._streams.outbox = self._streams.outbox, []
             events, self._streams.events = self._streams.events, []
+        # One by one: what fails here is sent again, but an event that is skipped was acknowledged and is lost.
         for peer, envelope in outbox:
-            self._transmit(peer, envelope)
+            self._call(self._transmit, peer, envelope)
         if not self._closing.is_set():
             for event in events:
                 if isinstance(event, Delivered):
@@ -181,21 +184,21 @@ class ThreadedControl(ControlChannel):
             self._bad_frame(exc)
             return
         self._delivered += 1
-        self._call(lambda: self._handler(peer, message))
+        self._call(self._handler, peer, message)
 
     def _lose(self, peer: str, reason: str) -> None:
         self._lost += 1
         self._last_lost = f"{peer}: {reason}"
         self._hang_up(peer)
         log.info("control_peer_lost", channel=self.address, peer=peer, reason=reason)
-        self._call(lambda: self._on_peer_lost(peer))
+        self._call(self._on_peer_lost, peer)
 
-    def _call(self, callback: Callable[[], None]) -> None:
+    def _call(self, callback: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
         try:
-            callback()
+            callback(*arguments)
         except Exception:
             self._handler_errors += 1
-            log.exception("control_handler_failed", channel=self.address)
+            log.exception("control_call_failed", channel=self.address)
 
 
 _ENVELOPES = msgspec.msgpack.Decoder(Envelope)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import msgspec
 
@@ -32,22 +33,27 @@ MAX_UNACKNOWLEDGED_BYTES = 256 << 20
 MAX_EARLY = 4096
 """Messages kept that came before an earlier one; more are dropped and will be sent again."""
 MAX_PEERS = 4096
+IDLE_S = 60.0
+"""A peer that nothing is owed to or asked of, and that was silent for so long, makes room for a new one."""
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""Checked when decoded: a number that a reset makes us go on from must leave room to grow."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """What crosses the wire. `seq` 0 carries no message: an acknowledgement, a ping or a reset."""
 
     source: str
-    stream: int
+    stream: Number
     """The source's; in a reset, the newest one that we have seen of the receiver's."""
-    seq: int
-    base: int
+    seq: Number
+    base: Number
     """Lowest number that may still be sent: all below were acknowledged."""
-    ack: int
+    ack: Number
     """All numbers up to it of `ack_of` are here."""
-    ack_of: int
+    ack_of: Number
     """The receiver's stream; 0 when nothing was heard of it."""
-    flags: int = 0
+    flags: Number = 0
     body: bytes = b""
 
 
@@ -106,6 +112,7 @@ class Reliable:
         self._address, self._options = address, options
         self._last_stream = time.time_ns() if first_stream is None else first_stream
         self._peers: dict[str, _Peer] = {}
+        self._ticked_s: float | None = None
         self._past: dict[str, int] = {}
         """Latest stream of each source that is over; none up to it is taken in again."""
         self.outbox: list[tuple[str, Envelope]] = []
@@ -167,6 +174,7 @@ class Reliable:
 
     def tick(self, now_s: float) -> float:
         """Does what is due; returns when to be called again, at the latest."""
+        self._pardon(now_s)
         due_s = now_s + self._options.heartbeat_s
         for peer in list(self._peers.values()):
             owed = peer.watched or bool(peer.unacknowledged)
@@ -243,12 +251,31 @@ class Reliable:
             peer = None
         ours = peer.stream if peer is not None else 0
         goes_on = envelope.base > 1 or envelope.ack_of not in (0, ours)
-        if goes_on or (peer is None and len(self._peers) >= MAX_PEERS):
+        if goes_on or (peer is None and not self._has_room(now_s)):
             self._refuse(envelope)  # it goes on with something that we have forgotten
             return None
         peer = peer or self._peer(envelope.source, now_s)
         peer.their_stream = envelope.stream
         return peer
+
+    def _has_room(self, now_s: float) -> bool:
+        """Whether one more peer may come; forgets the one that was idle longest when the table is full."""
+        if len(self._peers) < MAX_PEERS:
+            return True
+        idle = [peer for peer in self._peers.values() if not (peer.watched or peer.unacknowledged)]
+        oldest = min(idle, key=lambda peer: peer.since_s, default=None)
+        if oldest is None or now_s - oldest.since_s < IDLE_S:
+            return False
+        self.forget(oldest.name)
+        return True
+
+    def _pardon(self, now_s: float) -> None:
+        """A time in which this process stood still is no silence of its peers: nobody was asked or heard."""
+        gap_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
+        self._ticked_s = now_s
+        if gap_s > self._options.heartbeat_s + self._options.peer_timeout_s / 2:
+            for peer in self._peers.values():
+                peer.since_s = min(now_s, peer.since_s + gap_s)
 
     def _refuse(self, envelope: Envelope) -> None:
         self.refused += 1

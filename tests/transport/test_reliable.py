@@ -41,7 +41,9 @@ class World:
 
     def fresh(self, name: str) -> End:
         self.seed += 1
-        return End(name, Reliable(name, OPTIONS, first_stream=1000 * self.seed))
+        streams = Reliable(name, OPTIONS, first_stream=1000 * self.seed)
+        streams.tick(self.now_s)
+        return End(name, streams)
 
     def other(self, end: End) -> str:
         return "b" if end.name == "a" else "a"
@@ -68,6 +70,17 @@ class World:
         for end in self.ends.values():
             end.streams.tick(self.now_s)
             self.collect(end)
+
+    def silence(self) -> None:
+        """Longer than peers wait, while both sides are awake."""
+        for _ in range(11):
+            self.tick(1.0)
+
+    def stall(self) -> None:
+        """Both processes stand still, for longer than peers wait: nobody is to blame."""
+        losses = [end.losses for end in self.ends.values()]
+        self.tick(30.0)
+        assert [end.losses for end in self.ends.values()] == losses
 
     def collect(self, end: End) -> None:
         self.wire += end.streams.outbox
@@ -108,7 +121,7 @@ STEP = st.one_of(
 HARD_STEP = st.one_of(
     STEP,
     st.tuples(st.sampled_from(["watch", "restart", "forget"]), st.sampled_from("ab")),
-    st.tuples(st.just("tick"), st.just(11.0)),
+    st.tuples(st.sampled_from(["silence", "stall"]), st.none()),
 )
 
 
@@ -119,6 +132,10 @@ def play(world: World, steps: list[tuple[str, object]]) -> None:
         elif action == "tick":
             assert isinstance(argument, float)
             world.tick(argument)
+        elif action == "silence":
+            world.silence()
+        elif action == "stall":
+            world.stall()
         elif action == "watch":
             end = world.ends[str(argument)]
             end.streams.watch(world.other(end), world.now_s)
@@ -234,6 +251,103 @@ def test_a_watched_peer_is_asked_and_its_silence_noticed() -> None:
     assert world.ends["a"].losses == 1
 
 
+def test_our_own_standstill_is_no_silence_of_others() -> None:
+    world = pair()
+    a = world.ends["a"]
+    a.streams.watch("b", world.now_s)
+    world.send("a")
+    world.wire.clear()
+    for _ in range(3):
+        world.stall()
+        world.settle()
+        assert a.losses == 0
+    for _ in range(12):  # but whoever stays silent while we are awake is lost, also right after it
+        world.tick(1.0)
+        world.wire.clear()
+    assert a.losses == 1
+
+
+def test_a_watched_peer_that_was_never_there_is_lost() -> None:
+    world = World()
+    a = world.ends["a"]
+    a.streams.watch("b", world.now_s)
+    for _ in range(11):
+        assert a.losses == 0
+        world.tick(1.0)
+        world.wire.clear()
+    assert a.losses == 1
+    assert a.streams.peers == 0
+
+
+@pytest.mark.parametrize("who", ["watcher", "watched"])
+def test_forgetting_in_a_relation_of_heartbeats_only(who: str) -> None:
+    world = World()
+    a, b = world.ends["a"], world.ends["b"]
+    a.streams.watch("b", world.now_s)
+
+    def seconds(count: int) -> None:
+        for _ in range(10 * count):
+            world.tick(0.1)
+            while world.wire:
+                world.arrive(0)
+
+    seconds(3)
+    (a if who == "watcher" else b).streams.forget("b" if who == "watcher" else "a")
+    seconds(3)
+    assert (a.losses, b.losses) == ((0, 0) if who == "watcher" else (1, 0))
+    for name in "ab":
+        world.send(name)
+        world.settle()
+    assert (a.got[-1], b.got[-1]) == (world.number, world.number - 1)
+
+
+def test_a_stream_to_oneself() -> None:
+    streams = Reliable("a", OPTIONS, first_stream=1)
+    got: list[object] = []
+
+    def turn(now_s: float) -> None:
+        outbox, streams.outbox = streams.outbox, []
+        for destination, envelope in outbox:
+            assert destination == "a"
+            streams.receive(envelope, now_s)
+        streams.tick(now_s)
+        streams.check()
+        got.extend(streams.events)
+        streams.events.clear()
+
+    streams.watch("a", 0.0)
+    for number in range(50):
+        streams.send("a", bytes([number]), number)
+        if number % 7 == 0:
+            streams.outbox.clear()
+        turn(number + 0.1)
+    for tenth in range(30):
+        turn(50 + tenth / 10)
+    assert got == [Delivered("a", bytes([number])) for number in range(50)]
+    streams.forget("a")
+    streams.send("a", b"again", 60.0)
+    for tenth in range(30):
+        turn(60 + tenth / 10)
+    assert got[50:] == [Delivered("a", b"again")]
+
+
+def test_no_reset_answers_a_reset() -> None:
+    """Two sides that know nothing of each other's streams fall silent after one reset each."""
+    world = pair()
+    for name in "ab":
+        world.send(name)
+    for end in world.ends.values():
+        end.streams.forget(world.other(end))
+    world.arrive(0)
+    world.arrive(0)
+    assert [envelope.flags for _, envelope in world.wire] == [reliable.RESET] * 2
+    while world.wire:
+        world.arrive(0)
+    for _ in range(50):
+        world.tick(0.5)
+        assert world.wire == []
+
+
 def test_a_restart_is_noticed_from_either_side() -> None:
     world = pair()
     world.restart("b")
@@ -261,7 +375,7 @@ def test_a_restart_with_a_clock_set_back_heals() -> None:
 def test_what_comes_late_from_a_stream_that_is_over_is_not_delivered() -> None:
     world = World()
     world.send("a")
-    world.tick(11.0)
+    world.silence()
     world.send("a")
     world.wire.reverse()
     world.settle()
@@ -301,6 +415,23 @@ def test_strangers_cannot_fill_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
         streams.receive(Envelope(f"s{number}", number + 1, 1, 1, 0, 0, 0, b"hi"), 1.0)
     assert streams.peers == 3
     assert streams.refused == 7
+
+
+def test_peers_that_went_away_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody says good-bye: a server that is called by ever new clients must not fill up."""
+    monkeypatch.setattr(reliable, "MAX_PEERS", 3)
+    streams = Reliable("a", OPTIONS, first_stream=1)
+    streams.watch("watched", 0.0)
+    streams.send("owed", b"x", 0.0)
+    for number in range(10):
+        now_s = number * (reliable.IDLE_S + 1)
+        streams.receive(Envelope(f"s{number}", 1, 1, 1, 0, 0, 0, b"hi"), now_s)
+    assert [event.peer for event in streams.events] == [f"s{number}" for number in range(10)]
+    assert streams.peers == 3
+    assert streams.knows("watched")
+    assert streams.knows("owed")
+    streams.receive(Envelope("late", 1, 1, 1, 0, 0, 0, b"hi"), 9 * (reliable.IDLE_S + 1) + 1)
+    assert not streams.knows("late"), "a peer that spoke a moment ago is not idle"
 
 
 @given(
