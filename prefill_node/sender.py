@@ -250,6 +250,8 @@ class SegmentSender:
         else:
             item.state = State.DROPPED
             error = operation.error or PeerLostError("the send failed")
+            if outgoing.closing and item.peer in self._destinations:  # it was told that this segment comes
+                self._end_for(outgoing, item.peer, str(error))
             self._stop(outgoing, str(error))
             self._fail(outgoing.key, outgoing.ticket.number, error)
         self._release(item)

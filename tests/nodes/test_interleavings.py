@@ -1,0 +1,121 @@
+"""Every order of events: thousands of seeded runs of both groups in one thread (see `simulated_groups`).
+
+Whatever the order, tokens are exact or the request ends with an error, no byte is read or written after its page,
+staging or ring space was freed, and at the end nothing is left anywhere. A failure names its seed: the run repeats.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import msgspec
+import pytest
+from local_groups import small_config
+from simulated_groups import Simulation
+from simulated_router import SimulatedRequest
+
+from disagg.core.config import Config
+from transport import messages as m
+
+STEPS = 1500
+SEEDS = 40
+
+
+def config_of(choose: random.Random) -> Config:
+    """Small in every way, so that requests wait for pages, rows, ring and staging."""
+    config = small_config(
+        choose.choice([1, 2, 3]),
+        choose.choice([1, 2, 3]),
+        prefill_page=choose.choice([1, 4, 16]),
+        decode_page=choose.choice([1, 4, 16]),
+        chunk_tokens=choose.choice([5, 16, 64]),
+        pool_tokens=choose.choice([96, 256]),
+        ring_bytes=4096,
+        layer_groups=choose.choice([1, 2, 3]),
+        max_requests=choose.choice([2, 6]),
+    )
+    transfer = msgspec.structs.replace(config.transfer, max_segment_bytes=choose.choice([0, 256, 1024]))
+    return msgspec.structs.replace(config, transfer=transfer)
+
+
+def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None:
+    faults = simulation.fabric.faults
+    first = choose.randrange(12)
+    if "fail" in what:  # one after the other, as when a connection breaks
+        for nth in range(first, first + choose.choice([1, 2, 5])):
+            faults.fail_send(nth)
+    if "repeat" in what:
+        faults.duplicate(first)
+        faults.duplicate(first + 3)
+    if "short" in what:
+        faults.truncate(8, first)
+
+
+def run(seed: int, what: str, patch: pytest.MonkeyPatch) -> list[SimulatedRequest]:
+    """One run: requests come and go, faults strike; then everything settles, and every answer is compared."""
+    choose = random.Random(seed)
+    simulation = Simulation(config_of(choose), seed, patch)
+    add_faults(simulation, what, choose)
+    left, kill_at = choose.choice([2, 4, 7]), choose.randrange(100, 4000)
+    requests: list[SimulatedRequest] = []
+    for step in range(kill_at + 200 if "death" in what else STEPS):
+        if left and choose.random() < 0.03:
+            left -= 1
+            requests.append(simulation.router.submit(choose.randrange(1, 60), choose.randrange(1, 6)))
+        if "abort" in what and requests and choose.random() < 0.002:
+            simulation.router.end(choose.choice(requests), "aborted")
+        if "death" in what and step == kill_at:
+            simulation.kill(choose.choice(sorted(simulation.ranks)))
+        simulation.step()
+        if step % 100 == 0:
+            simulation.check()
+    simulation.settle()
+    for request in requests:
+        assert simulation.router.exact(request), request
+    return requests
+
+
+ENDS = {
+    "nothing": {"done"},
+    "repeat": {"done"},
+    "abort": {"done", "aborted"},
+    "abort and repeat": {"done", "aborted"},
+    "fail": {"done", "transport", "peer_lost"},
+    "abort and fail": {"done", "aborted", "transport", "peer_lost"},
+    "short": {"done", "protocol", "peer_lost"},
+    "death": {"done", "peer_lost"},
+    "abort, fail and death": {"done", "aborted", "transport", "peer_lost"},
+}
+"""How requests may end, for each kind of trouble."""
+
+
+@pytest.mark.parametrize("what", ENDS)
+def test_any_order(what: str) -> None:
+    ends: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                ends.update(request.ended for request in run(seed, what, patch))
+            except Exception as error:
+                error.add_note(f"with {what}: run(seed={seed}, ...)")
+                raise
+    assert set(ends) == ENDS[what], "each of these ends must occur, and no other"
+
+
+def test_the_simulation_reaches_what_it_is_for() -> None:
+    """Over the seeds every message occurs that ranks and leaders have for each other, but for a broken step."""
+    seen: set[type[m.Message]] = set()
+    for seed, what in itertools.product(range(10), ("abort and fail", "short")):
+        with pytest.MonkeyPatch.context() as patch:
+            choose = random.Random(seed)
+            simulation = Simulation(config_of(choose), seed, patch)
+            add_faults(simulation, what, choose)
+            requests = [simulation.router.submit(40, 3) for _ in range(3)]
+            for _ in range(400):
+                simulation.step()
+            simulation.router.end(requests[0], "aborted")
+            simulation.settle()
+            seen.update(type(message) for message in simulation.seen)
+    assert set(m.MESSAGE_TYPES) - seen == {m.RankBroken}

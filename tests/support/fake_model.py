@@ -1,0 +1,96 @@
+"""A model in a few lines whose KV says where it belongs, and whose tokens depend on all of it.
+
+Each KV element is a function of token, position, layer, head and K or V. Every step reads the whole context back and
+compares: a byte that is missing, stale or of another request raises `AssertionError` in the step that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from disagg.core.ports import LayerHook
+from disagg.core.types import KVLayout, Shard
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.spec import ModelSpec, shard_of
+
+VOCAB = 64
+HEAD_DIM = 4
+
+
+def fake_spec(layers: int, kv_heads: int) -> ModelSpec:
+    """What ranks must know of the model."""
+    layout = KVLayout(layers, kv_heads, HEAD_DIM, "float32")
+    return ModelSpec("Fake", "fake", layout, 12, VOCAB, 256, ())
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """The model's choice after `tokens`."""
+    state = 7
+    for token in tokens:
+        state = (state * 33 + token + 1) % 1_000_003
+    return state % VOCAB
+
+
+def fake_answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What every split of the model must answer."""
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def kv_of(tokens: torch.Tensor, positions: torch.Tensor, shard: Shard) -> torch.Tensor:
+    """float32 `[layers, 2, tokens, heads, HEAD_DIM]` of the shard; `tokens`, `positions`: int64 `[tokens]`."""
+    layer = torch.arange(shard.layers.start, shard.layers.stop).view(-1, 1, 1, 1)
+    head = torch.arange(shard.heads.start, shard.heads.stop).view(1, 1, 1, -1)
+    plane = torch.arange(2).view(1, -1, 1, 1)
+    token, position = tokens.view(1, 1, -1, 1), positions.view(1, 1, -1, 1)
+    place = (layer * 2 + plane) * 100 + head
+    mixed = (token * 31 + position * 17 + place * 7) % 1009
+    return torch.stack(torch.broadcast_tensors(token, position, place, mixed), dim=-1).float()
+
+
+class FakeRunner:
+    """Stands in for `ModelRunner`. `between_layers` runs after each layer: others act while this rank computes."""
+
+    def __init__(
+        self, spec: ModelSpec, rank: int, size: int, page_size: int, pool_tokens: int, rows: int
+    ) -> None:
+        self.spec, self.page_size, self.device = spec, page_size, torch.device("cpu")
+        self.shard = shard_of(spec.layout, rank, size)
+        slots = pool_tokens + page_size  # the first page is the trash page
+        self.pool = MHATokenToKVPool(
+            spec.layout.layers, slots, len(self.shard.heads), HEAD_DIM, torch.float32
+        )
+        self.pool.poison()
+        self.req_to_token = ReqToTokenPool(rows, spec.context_tokens)
+        self.between_layers: Callable[[], None] = lambda: None
+
+    def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
+        """float32 `[sequences, VOCAB]`."""
+        for layer in range(self.pool.layers):
+            for one in batch.sequences:
+                tokens, positions = torch.tensor(one.tokens), torch.arange(one.start, one.stop)
+                slots = self.req_to_token.table[one.row, one.start : one.stop].long()
+                self.pool.buffer[layer][:, slots] = kv_of(tokens, positions, self.shard)[layer]
+            if on_layer is not None:
+                on_layer(layer)
+            self.between_layers()
+        logits = torch.zeros(len(batch.sequences), VOCAB)
+        for index, one in enumerate(batch.sequences):
+            logits[index, next_token(self._context(one))] = 1.0
+        return logits
+
+    def _context(self, one: SequenceSlice) -> list[int]:
+        """The tokens up to the slice's end, out of the pool; every element of their KV is compared."""
+        slots = self.req_to_token.table[one.row, : one.stop].long()
+        found = self.pool.buffer[:, :, slots]
+        tokens = torch.nan_to_num(found[0, 0, :, 0, 0], nan=-1.0).long()
+        wanted = kv_of(tokens, torch.arange(one.stop), self.shard)
+        wrong = (found != wanted).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
+        assert not wrong, f"row {one.row}: KV is wrong at positions {wrong} of {one.stop}"
+        return tokens.tolist()

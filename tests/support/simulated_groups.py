@@ -1,0 +1,258 @@
+"""Both groups in ONE thread: real leaders, schedulers, senders and receivers, and every order of events by a seed.
+
+What threads, network and GPU leave open, the simulation chooses: which message is delivered next (each pair of peers
+keeps its order), which rank's transfer thread takes its next piece of work, when a gather or scatter really reads and
+writes, what happens between two layers of a step. Pages, staging and ring space turn to NaN when they are freed, and
+pages must still be NaN when they are handed out again: whatever is read or written too late shows.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fake_model import FakeRunner, fake_spec
+from simulated_memory import Device, late_kernels, poison_pages, poison_ring
+from simulated_router import SimulatedRouter
+
+from decode_node.rank import DecodeRank
+from disagg.core.config import Config
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RankInfo
+from prefill_node.rank import PrefillRank
+from transport import messages as m
+from transport.control import ControlChannel
+from transport.inproc import InprocFabric, InprocTransport
+
+ROUTER = "router"
+LOST: Any = object()
+"""In a queue: its source is gone."""
+DRAIN_ROUNDS = 3000
+
+
+class Channel(ControlChannel):
+    """Sends into the simulation's queues."""
+
+    def __init__(self, simulation: Simulation, address: str) -> None:
+        self.address, self._simulation = address, simulation
+
+    def start(self, handler: Any, on_peer_lost: Any) -> None: ...
+
+    def send(self, peer: str, message: m.Message) -> None:
+        self._simulation.post(self.address, peer, message)
+
+    def watch(self, peer: str) -> None: ...
+
+    def forget(self, peer: str) -> None: ...
+
+    def statistics(self) -> Any: ...
+
+    def check(self) -> None: ...
+
+    def close(self, linger_s: float = 0.0) -> None: ...
+
+
+class Simulation:
+    """`run` a workload, then `settle`. All randomness is `choose`."""
+
+    def __init__(self, config: Config, seed: int, patch: pytest.MonkeyPatch, kv_heads: int = 3) -> None:
+        patch.setattr("disagg.node.leader.IDLE_S", 0.0)
+        self.choose, self.now_s, self.config = random.Random(seed), 0.0, config
+        self.fabric = InprocFabric()
+        self.queues: dict[tuple[str, str], deque[m.Message]] = {}
+        self.dead: set[str] = set()
+        self.router = SimulatedRouter(partial(self.post, ROUTER), self.choose)
+        self.seen: list[m.Message] = []
+        self.devices: dict[str, Device] = {}
+        self.computing: set[str] = set()
+        self.plans: dict[str, tuple[Any, set[str]]] = {}
+        """For each group, the step that its leader has planned and the followers that have not computed it."""
+        self.ranks: dict[str, Any] = {}
+        spec = fake_spec(layers=3, kv_heads=kv_heads)
+        self.groups = [
+            self._group(cls, group, spec)
+            for cls, group in ((PrefillRank, config.prefill), (DecodeRank, config.decode))
+        ]
+        for rank in self.ranks.values():
+            rank.link(self.groups[rank.role == "prefill"])
+        late_kernels({r.runner.pool.buffer.data_ptr(): self.devices[n] for n, r in self.ranks.items()}, patch)
+        self._weights: dict[str, float] = {}
+
+    # --- what happens next
+
+    def post(self, source: str, destination: str, message: m.Message) -> None:
+        if source in self.dead:
+            return
+        self.seen.append(message)
+        if destination in self.dead:  # nothing acknowledges it, which is reported
+            self.queues.setdefault((destination, source), deque()).append(LOST)
+        else:
+            self.queues.setdefault((source, destination), deque()).append(m.decode(m.encode(message)))
+
+    def kill(self, name: str) -> None:
+        """A rank is gone; who has to do with it hears so later, each at its own time."""
+        self.dead.add(name)
+        self.fabric.kill(name)
+        self.queues = {pair: queue for pair, queue in self.queues.items() if name not in pair}
+        for other in [*self.ranks, ROUTER]:  # what was on its way is gone too
+            self.queues.setdefault((name, other), deque()).append(LOST)
+
+    def actions(self) -> list[tuple[str, Callable[[], None]]]:
+        found: list[tuple[str, Callable[[], None]]] = []
+        for (source, destination), queue in self.queues.items():
+            if queue and destination not in self.dead:
+                found.append((f"to {destination}", partial(self._deliver, source, destination)))
+        for name, rank in self.ranks.items():
+            if name in self.dead:
+                continue
+            if rank._loop._inbox:
+                found.append((f"inbox {name}", partial(self._inbox, rank)))
+            if self.devices[name].work:
+                found.append((f"device {name}", self.devices[name].step))
+            found.append((f"wire {name}", partial(self._wire, rank)))
+            if rank.role not in self.computing:  # a rank computes one step at a time, and its group with it
+                found.append((f"compute {name}", partial(self._compute, rank)))
+        return found  # one that another has made void does nothing
+
+    def step(self) -> None:
+        """One thing happens. Each seed makes some actors slow."""
+        actions = self.actions()
+        for label, _ in actions:
+            self._weights.setdefault(label, self.choose.choice([1.0, 1.0, 1.0, 0.2, 0.02]))
+        weights = [self._weights[label] for label, _ in actions]
+        self.choose.choices(actions, weights)[0][1]()
+
+    def settle(self) -> None:
+        """Lets everything happen that can, time included; then every request is over and every book empty."""
+        for _ in range(DRAIN_ROUNDS):
+            for _, action in self.actions():
+                action()
+            self.now_s += 0.01
+            if all(request.over for request in self.router.requests.values()) and not any(
+                self.queues.values()
+            ):
+                break
+        stuck = [request for request in self.router.requests.values() if not request.over]
+        assert not stuck, f"never ended: {stuck}"
+        for _ in range(20):
+            for _, action in self.actions():
+                action()
+        for name, rank in self.ranks.items():
+            if name not in self.dead and not self._group_is_broken(rank.role):
+                self._check_empty(name, rank)
+
+    def check(self) -> None:
+        """Every book is right, at any moment."""
+        for name, rank in self.ranks.items():
+            if name not in self.dead:
+                rank._agent.check()
+                if rank._leader is not None:
+                    rank._leader.check()
+
+    def _group_is_broken(self, role: str) -> bool:
+        return any(name.startswith(role) for name in self.dead)
+
+    def _check_empty(self, name: str, rank: Any) -> None:
+        rank._agent.check()
+        transfer = rank._agent.statistics()
+        assert transfer.tickets == 0, f"{name}: {transfer}"
+        held = getattr(transfer, "ring_in_use_bytes", 0) + getattr(transfer, "staging_in_use_bytes", 0)
+        assert held == 0, f"{name}: {transfer}"
+        assert rank._transport.statistics().pending == 0, f"{name}: an operation never ends"
+        if rank._leader is not None:
+            memory = rank._leader.statistics().memory
+            assert memory.free_rows == memory.rows, f"{name}: {memory}"
+            assert not list(rank._leader._requests()), name
+
+    def _deliver(self, source: str, destination: str) -> None:
+        queue = self.queues[source, destination]
+        if not queue:
+            return
+        message = queue.popleft()
+        if destination == ROUTER:
+            self.router.lose(source) if message is LOST else self.router.receive(source, message)
+        elif message is LOST:
+            self.ranks[destination].peer_lost(source)
+        else:
+            self.ranks[destination].on_message(source, message)
+
+    def _inbox(self, rank: Any) -> None:
+        if rank._loop._inbox:
+            rank._loop._inbox.popleft()()
+
+    def _wire(self, rank: Any) -> None:
+        """The transfer thread looks at its transport and its device, in the order in which it does so."""
+        for operation in rank._transport.progress():
+            rank._agent.on_operation(operation)
+        for arrival in rank._transport.arrivals():
+            rank._agent.on_arrival(arrival)
+        rank._agent.poll(self.now_s)
+        self.now_s += 0.0005
+
+    def _compute(self, rank: Any) -> None:
+        """Followers compute before their leader ends the step: the collectives of a step see to that."""
+        name, role = rank.control.address, rank.role
+        if role in self.computing:
+            return
+        plan, waiting = self.plans.get(role, (None, set()))
+        if rank._leader is None:
+            if name in waiting and not rank._plans._plans.empty():
+                waiting.discard(name)
+                self._run_step(rank, rank._plans.next_plan())
+        elif plan is None:
+            plan = rank._leader.next_plan()
+            if plan is not None:
+                followers = {n for n, r in self.ranks.items() if r.role == role and n != name}
+                self.plans[role] = (plan, followers)
+        elif not waiting and not self._group_is_broken(role):
+            del self.plans[role]
+            self._run_step(rank, plan)
+
+    def _run_step(self, rank: Any, plan: Any) -> None:
+        self.computing.add(rank.role)
+        rank._step(plan)
+        self.computing.discard(rank.role)
+
+    def _between_layers(self) -> None:
+        for _ in range(self.choose.choice([0, 0, 1, 5, 20])):
+            self.step()
+
+    # --- building
+
+    def _group(self, cls: Any, group: Any, spec: Any) -> GroupInfo:
+        infos = []
+        for number in range(group.ranks):
+            name = f"{cls.role}-{number}"
+            runner = FakeRunner(
+                spec, number, group.ranks, group.page_size, group.pool_tokens, group.max_requests
+            )
+            runner.between_layers = self._between_layers
+            rank = cls(
+                rank=number,
+                config=self.config,
+                group_config=group,
+                runner=runner,
+                control=Channel(self, name),
+                transport=InprocTransport(self.fabric, name),
+                clock=lambda: self.now_s,
+            )
+            rank._loop.call = lambda work, timeout_s=0.0: work()
+            rank._compute = SimpleNamespace(start=lambda: None)
+            self.ranks[name], self.devices[name] = rank, Device()
+            rank._agent._queue.mark = self.devices[name].mark
+            ring = getattr(rank._agent, "_ring", None) or rank._agent._allocator
+            poison_ring(ring, rank._agent._buffer.memory)
+            address = rank._transport.address
+            infos.append(RankInfo(number, runner.shard, name, address, rank._ring_bytes()))
+        info = GroupInfo(
+            cls.role, cls.role, PROTOCOL_VERSION, "fake", spec.layout, group.page_size, "inproc", tuple(infos)
+        )
+        mine = [rank for rank in self.ranks.values() if rank.role == cls.role]
+        for rank in mine:
+            rank.join(info)
+        poison_pages(mine[0]._leader._scheduler._ledger, mine)
+        return info

@@ -1,0 +1,87 @@
+"""Memory and kernels of the simulation: what is freed turns to NaN; kernels run when their queue comes to them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import decode_node.receiver
+import prefill_node.sender
+from disagg.core.types import Span
+from disagg.kv.pages import slots_of
+from disagg.node.ledger import Holding, Ledger
+from staging.allocator import Lease, StagingAllocator
+
+
+class Device:
+    """A queue of kernels: each runs when `step` comes to it, long after it was launched."""
+
+    def __init__(self) -> None:
+        self.work: deque[Callable[[], None]] = deque()
+
+    def mark(self) -> Any:
+        event = SimpleNamespace(done=False)
+        self.work.append(lambda: setattr(event, "done", True))
+        return SimpleNamespace(query=lambda: event.done)
+
+    def step(self) -> None:
+        if self.work:
+            self.work.popleft()()
+
+
+def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
+    """From now on freed pages turn to NaN in the pools of `ranks`, and must still be NaN when they are handed out."""
+    reserve, release = ledger.reserve, ledger.release
+
+    def slots(holding: Holding) -> torch.Tensor:
+        size = ledger.page_size
+        return slots_of(holding.pages, size, Span(0, size * len(holding.pages))).long()
+
+    def checked_reserve(tokens: int) -> Holding | None:
+        holding = reserve(tokens)
+        for rank in ranks if holding is not None else ():
+            untouched = rank.runner.pool.buffer[:, :, slots(holding)].isnan().all()
+            assert untouched, f"{rank.lane}: a page was written after it was freed"
+        return holding
+
+    def poisoning_release(holding: Holding) -> None:
+        release(holding)
+        for rank in ranks:
+            rank.runner.pool.buffer[:, :, slots(holding)] = float("nan")
+
+    ledger.reserve, ledger.release = checked_reserve, poisoning_release  # type: ignore[method-assign]
+
+
+def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:
+    """From now on freed ring space turns to NaN."""
+    free = ring.free
+
+    def poisoning_free(lease_id: int) -> Lease:
+        # One that was never writable lies over space that an older lease still owns.
+        owned = {lease.id for lease in ring.outstanding() if ring.writable(lease)}
+        lease = free(lease_id)
+        if lease.id in owned:
+            memory[ring.offset(lease) : ring.offset(lease) + lease.nbytes] = 0xFF
+        return lease
+
+    ring.free = poisoning_free  # type: ignore[method-assign]
+
+
+def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
+    """Gathers and scatters go to the device of the pool at that address, instead of running at once."""
+    gather, scatter = prefill_node.sender.gather, decode_node.receiver.scatter
+
+    def late_gather(pool: torch.Tensor, *rest: Any) -> None:
+        devices[pool.data_ptr()].work.append(partial(gather, pool, *rest))
+
+    def late_scatter(view: torch.Tensor, pool: torch.Tensor, *rest: Any) -> None:
+        devices[pool.data_ptr()].work.append(partial(scatter, view, pool, *rest))
+
+    patch.setattr("prefill_node.sender.gather", late_gather)
+    patch.setattr("decode_node.receiver.scatter", late_scatter)
