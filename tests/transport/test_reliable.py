@@ -224,13 +224,74 @@ def test_an_acknowledgement_rides_on_an_answer_or_comes_soon() -> None:
     assert (answer.seq > 0, answer.ack) == (True, 3)
 
 
+def test_one_acknowledgement_for_several_messages_no_later_than_for_the_first() -> None:
+    world = pair()
+    for _ in range(4):
+        world.send("a")
+    for _ in range(4):
+        world.arrive(0)
+        world.tick(reliable.ACK_DELAY_S / 3.9)
+    [(_, alone)] = world.wire
+    assert (alone.seq, alone.ack) == (0, 5)
+
+
+def test_an_acknowledgement_restarts_the_clock_of_the_rest() -> None:
+    world = pair()
+    world.send("a")
+    world.tick(0.15)
+    world.send("a")
+    world.arrive(0)
+    world.tick(0.03)
+    world.wire = [(to, envelope) for to, envelope in world.wire if to == "a"]
+    world.arrive(0)
+    world.tick(0.1)
+    assert world.wire == [], "sent again while acknowledgements come in"
+    world.settle()
+    assert world.ends["b"].got[-1] == world.number
+
+
+def test_what_comes_too_early_is_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reliable, "MAX_EARLY", 4)
+    world = World()
+    for _ in range(20):
+        world.send("a")
+    world.wire.pop(0)
+    while world.wire:
+        world.arrive(0)
+    assert len(world.ends["b"].streams._peers["a"].early) < 4
+    world.settle()
+    assert world.ends["b"].got == list(range(1, 21))
+
+
+@pytest.mark.parametrize("how", ["lost", "forgotten"])
+def test_a_copy_from_before_the_parting_is_not_taken_for_a_new_beginning(how: str) -> None:
+    world = World()
+    world.send("a")
+    copy = world.wire[0]
+    world.arrive(0)
+    b = world.ends["b"]
+    if how == "lost":
+        world.send("b")
+        for _ in range(12):
+            world.tick(1.0)
+            world.wire.clear()
+        assert b.losses == 1
+    else:
+        b.streams.forget("a")
+    world.wire = [copy]
+    world.arrive(0)
+    assert b.got == [1]
+
+
 def test_silence_is_a_loss_only_while_something_is_owed() -> None:
     world = pair()
     for _ in range(30):
         world.tick(5.0)
         world.wire.clear()
-    assert [end.losses for end in world.ends.values()] == [0, 0]
     world.send("a")
+    world.tick(5.0)
+    world.wire.clear()
+    assert [end.losses for end in world.ends.values()] == [0, 0], "before it was asked anything"
     for _ in range(30):
         world.tick(0.5)
         world.wire.clear()
