@@ -1,4 +1,4 @@
-"""The control channel's contract, on ZMQ (with keys) and in process."""
+"""The control channel's contract, on ZMQ (with keys and without) and in process."""
 
 from __future__ import annotations
 
@@ -53,16 +53,17 @@ class Net:
 
     def station(self, address: str | None = None) -> Station:
         channel: ControlChannel
-        if self.kind == "zmq":
+        if self.kind in ("zmq", "zmq-open"):
             port = int(address.rsplit(":", 1)[1]) if address else 0
-            channel = ZmqControl("127.0.0.1", port, keys=self.keys, options=OPTIONS)
+            keys = self.keys if self.kind == "zmq" else None
+            channel = ZmqControl("127.0.0.1", port, keys=keys, options=OPTIONS)
         else:
             channel = InprocControl(self.hub, address or f"s{len(self.stations)}", OPTIONS)
         self.stations.append(Station(channel))
         return self.stations[-1]
 
 
-@pytest.fixture(params=["zmq", "inproc"])
+@pytest.fixture(params=["zmq", "zmq-open", "inproc"])
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     net = Net(request.param)
     yield net
@@ -188,11 +189,21 @@ def test_a_watched_peer_that_dies_is_lost_and_nobody_else(net: Net) -> None:
     assert a.lost.empty()
 
 
+def test_a_watched_peer_that_was_never_there_is_lost(net: Net) -> None:
+    a, b = net.station().start(), net.station()
+    address = b.address
+    b.channel.close()
+    net.stations.remove(b)
+    a.channel.watch(address)
+    assert a.lost.get(timeout=20) == address
+    until(lambda: a.channel.statistics().peers == 0)
+
+
 def test_a_watched_peer_that_lives_is_not_lost(net: Net) -> None:
     a, b = net.station().start(), net.station().start()
     a.channel.watch(b.address)
     started_s = time.monotonic()
-    until(lambda: time.monotonic() - started_s > 2.5 * OPTIONS.peer_timeout_s)
+    until(lambda: time.monotonic() - started_s > 1.5 * OPTIONS.peer_timeout_s)
     assert a.lost.empty()
     assert a.channel.statistics().peers == 1
 
@@ -247,7 +258,10 @@ def test_no_callback_after_close(net: Net) -> None:
 
 
 def test_close_without_start(net: Net) -> None:
-    net.station().channel.close()
+    channel = net.station().channel
+    channel.close()
+    channel.close()
+    channel.send("tcp://127.0.0.1:9", token(1))  # nothing happens
 
 
 # --- faults of the hub: the shared streams mend them
@@ -323,7 +337,10 @@ def test_a_bug_in_the_channel_does_not_end_its_thread(hub_net: Net, monkeypatch:
         transmit(*arguments)
 
     monkeypatch.setattr(a.channel, "_transmit", break_once)
-    a.start()
+    b.channel.send(a.address, token(9))
+    until(lambda: bool(a.channel._arrived))  # type: ignore[attr-defined]
     a.channel.send(b.address, token(1))
+    a.start()
     assert b.next() == (a.address, token(1))
+    assert a.next() == (b.address, token(9)), "acknowledged, and then never delivered"
     assert a.channel.statistics().handler_errors == 1

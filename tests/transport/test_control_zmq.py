@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -157,6 +160,71 @@ def test_answers_to_strangers_do_not_pile_up() -> None:
         until(lambda: f"tcp://127.0.0.1:{1000 + count - 1}" in channel._dealers)
         assert len(channel._dealers) <= MAX_STRAY_PEERS + 1
         assert channel.statistics().peers == 0
+
+
+def test_numbers_out_of_range_are_bad_frames() -> None:
+    """A reset could else make us go on from a number that no envelope can hold."""
+    with listening(None) as (channel, heard), raw(channel.address) as socket:
+        for stream, seq in ((1 << 62, 1), (-1, 1), (1, -1), (1, 1 << 63)):
+            socket.send(
+                encode_envelope(Envelope("tcp://127.0.0.1:9", stream, seq, 1, 0, 0, 0, encode(HELLO)))
+            )
+        until(lambda: channel.statistics().bad_frames == 4)
+        socket.send(speak("tcp://127.0.0.1:9"))
+        assert heard.get(timeout=20)[1] == HELLO
+
+
+def test_a_killed_process_is_lost_in_time(tmp_path: Path) -> None:
+    keys, lost = make_keys(), queue.Queue[str]()
+    save_keys(keys, tmp_path / "keys")
+    channel = ZmqControl("127.0.0.1", keys=keys, options=OPTIONS)
+    heard: queue.Queue[tuple[str, Message]] = queue.Queue()
+    channel.start(lambda peer, message: heard.put((peer, message)), lost.put)
+    code = (
+        "import sys; from test_control_zmq import *;"
+        "child = ZmqControl('127.0.0.1', keys=load_keys(sys.argv[1]), options=OPTIONS);"
+        "child.start(lambda peer, message: child.send(peer, message), lambda peer: None);"
+        "child.send(sys.argv[2], HELLO); threading.Event().wait()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "keys"), channel.address],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
+    )
+    try:
+        peer, message = heard.get(timeout=30)
+        assert message == HELLO
+        channel.watch(peer)
+        channel.send(peer, HELLO)
+        assert heard.get(timeout=20) == (peer, HELLO)
+        process.kill()
+        killed_s = time.monotonic()
+        assert lost.get(timeout=20) == peer
+        assert time.monotonic() - killed_s < OPTIONS.peer_timeout_s + 2
+    finally:
+        process.kill()
+        process.wait()
+        channel.close()
+
+
+@pytest.mark.parametrize("keys", [None, make_keys()], ids=["open", "curve"])
+def test_nothing_is_leaked(keys: ControlKeys | None) -> None:
+    def use() -> None:
+        with listening(keys) as (a, _), listening(keys) as (b, heard):
+            a.send(b.address, HELLO)
+            assert heard.get(timeout=20)[1] == HELLO
+            port = int(a.address.rsplit(":", 1)[1])
+            with pytest.raises(ConfigError):
+                ZmqControl("127.0.0.1", port, keys=keys)
+        ZmqControl("127.0.0.1", keys=keys).close()  # never started
+
+    def open_files() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    use()
+    files, threads = open_files(), threading.active_count()
+    for _ in range(5):
+        use()
+    assert (open_files(), threading.active_count()) == (files, threads)
 
 
 def test_a_port_in_use() -> None:
