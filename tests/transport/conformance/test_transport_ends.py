@@ -119,6 +119,23 @@ def test_close_with_everything_pending(pair: Pair) -> None:
         pair.a.transport.send("b", 1, pair.a.memory[:1])
 
 
+@pytest.mark.parametrize("noticed", [True, False])
+def test_one_side_closes_and_then_the_other(pair: Pair, noticed: bool) -> None:
+    """UCX: the second to close holds an endpoint that has failed; closing that the usual way crashes."""
+    send = pair.a.transport.send("b", 1, pair.a.random(2 << 20))
+    pair.until(lambda: pair.b.has(1))
+    pair.b.transport.close()
+    view = pair.a.random(100)
+
+    def is_lost() -> bool:
+        return isinstance(pair.a.transport.send("b", 2, view).error, PeerLostError)
+
+    if noticed:  # until then a send may even end done: nobody has told us yet
+        pair.until(is_lost, only=pair.a)
+    pair.a.transport.close()
+    assert send.ended
+
+
 def test_wait_ends_on_wake_from_another_thread(pair: Pair) -> None:
     waker = threading.Thread(target=pair.a.transport.wake)
     started_s = time.monotonic()

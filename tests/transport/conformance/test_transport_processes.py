@@ -155,6 +155,40 @@ def test_a_killed_peer_ends_everything(child: Child) -> None:
     assert (node.memory == POISON).all()
 
 
+def test_a_peer_killed_in_a_transfer_leaves_the_others_alone(child: Child) -> None:
+    """64 MiB under way both to and from the dead process; another peer goes on, before and after the fence."""
+    node, other = child.node, make_node("ucx", "other", None, child.node.memory.device, 4 * MIB)
+    pair = Pair(node, other, None, node.memory.device)
+    node.transport.connect("b", other.transport.address)
+    other.transport.connect("a", node.transport.address)
+
+    def exchange(tag: int) -> None:
+        sent, got = node.random(MIB), other.take(MIB)
+        send = node.transport.send("b", tag, sent)
+        pair.until(lambda: other.has(tag))
+        receive = other.transport.receive("a", other.arrival(tag), got)
+        pair.until(lambda: send.ended and receive.ended)
+        settle(got)
+        assert (send.error, receive.error) == (None, None)
+        assert torch.equal(sent, got)
+
+    exchange(1)
+    child.tell("send", [5], 64 * MIB)
+    child.until(lambda: node.has(5))
+    into = node.take(64 * MIB)
+    receive = node.transport.receive("child", node.arrival(5), into)
+    send = node.transport.send("child", 6, node.random(64 * MIB))
+    child.until(lambda: receive.ended or bool((into != POISON).any()))
+    child.signal(signal.SIGKILL)
+    exchange(2)
+    node.transport.disconnect("child")
+    assert receive.ended
+    assert isinstance(send.error, PeerLostError)
+    exchange(3)
+    assert node.transport.statistics().pending == 0
+    other.transport.close()
+
+
 def test_a_silent_peer_can_be_fenced(child: Child) -> None:
     """SIGSTOP: the connection stands, nobody answers. The fence must not depend on the other side."""
     node = child.node
