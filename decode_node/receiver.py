@@ -153,14 +153,15 @@ class SegmentReceiver:
         self._untold.extend(item for item in items if not self._ring.writable(item.lease))
 
     def on_sender_ended(self, peer: str, message: m.SenderEnded) -> None:
-        """A source sends nothing more: what it did not send will never be written."""
+        """A source sends nothing more: what it did not send will never be written.
+
+        Why it ended is for the prefill group to tell the router, which then releases the request here too.
+        """
         incoming = self._incoming.get(message.ticket)
         if incoming is None or incoming.peers.get(message.src_rank) != peer:
             self._stale += 1
             return
         self._source_ended(incoming, message.src_rank, set(message.sent))
-        if not incoming.closing and not incoming.landed:
-            self._fail(incoming, PeerLostError(f"the prefill side stopped: {message.reason}"))
         self._maybe_closed(incoming)
 
     def on_peer_lost(self, peer: str) -> None:

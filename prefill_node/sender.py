@@ -201,7 +201,7 @@ class SegmentSender:
         self._pump()
 
     def on_stop_sending(self, peer: str, message: m.StopSending) -> None:
-        """The decode side gave the ticket up: the whole request ends here too."""
+        """The decode side gave the ticket up, and tells the router why: here the transfer ends, and `Release` follows."""
         outgoing = self._outgoing.get(message.key)
         if outgoing is None or outgoing.ticket.number != message.ticket:
             self._stale += 1
@@ -210,7 +210,6 @@ class SegmentSender:
         if outgoing.closing or outgoing.finished:
             self._end_for(outgoing, peer, message.reason)
         self._stop(outgoing, message.reason)
-        self._fail(message.key, message.ticket, PeerLostError(f"the decode side stopped: {message.reason}"))
 
     def on_peer_lost(self, peer: str) -> None:
         """A decode rank is gone: fences it; its tickets fail, their sends end failed on the next turn."""

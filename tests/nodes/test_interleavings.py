@@ -53,6 +53,18 @@ def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None
         faults.truncate(8, first)
 
 
+def strike(simulation: Simulation, what: str, choose: random.Random) -> None:
+    if "death" in what:
+        simulation.kill(choose.choice(sorted(simulation.ranks)))
+    if "silence" in what:
+        sides = [
+            [n for n in sorted(simulation.ranks) if n.startswith(role)] for role in ("prefill", "decode")
+        ]
+        simulation.part(*(choose.choice(side) for side in sides))
+    if "router" in what:
+        simulation.kill_router()
+
+
 def run(seed: int, what: str, patch: pytest.MonkeyPatch) -> list[SimulatedRequest]:
     """One run: requests come and go, faults strike; then everything settles, and every answer is compared."""
     choose = random.Random(seed)
@@ -60,14 +72,16 @@ def run(seed: int, what: str, patch: pytest.MonkeyPatch) -> list[SimulatedReques
     add_faults(simulation, what, choose)
     left, kill_at = choose.choice([2, 4, 7]), choose.randrange(100, 4000)
     requests: list[SimulatedRequest] = []
-    for step in range(kill_at + 200 if "death" in what else STEPS):
+    for step in range(kill_at + 200 if {"death", "silence", "router"} & set(what.split()) else STEPS):
         if left and choose.random() < 0.03:
             left -= 1
-            requests.append(simulation.router.submit(choose.randrange(1, 60), choose.randrange(1, 6)))
+            answer, limit_s = choose.choice([1, 5, 30]), 0.3 * choose.random()
+            limits = {"deadline_s": limit_s} if "deadline" in what else {}
+            requests.append(simulation.router.submit(choose.randrange(1, 60), answer, **limits))
         if "abort" in what and requests and choose.random() < 0.002:
             simulation.router.end(choose.choice(requests), "aborted")
-        if "death" in what and step == kill_at:
-            simulation.kill(choose.choice(sorted(simulation.ranks)))
+        if step == kill_at:
+            strike(simulation, what, choose)
         simulation.step()
         if step % 100 == 0:
             simulation.check()
@@ -82,11 +96,14 @@ ENDS = {
     "repeat": {"done"},
     "abort": {"done", "aborted"},
     "abort and repeat": {"done", "aborted"},
-    "fail": {"done", "transport", "peer_lost"},
-    "abort and fail": {"done", "aborted", "transport", "peer_lost"},
-    "short": {"done", "protocol", "peer_lost"},
+    "fail": {"done", "transport"},
+    "abort and fail": {"done", "aborted", "transport"},
+    "short": {"done", "protocol"},
     "death": {"done", "peer_lost"},
-    "abort, fail and death": {"done", "aborted", "transport", "peer_lost"},
+    "abort fail death": {"done", "aborted", "transport", "peer_lost"},
+    "silence": {"done", "peer_lost"},
+    "router": {"done", "gone"},
+    "deadline": {"done", "timeout"},
 }
 """How requests may end, for each kind of trouble."""
 

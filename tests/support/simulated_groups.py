@@ -101,6 +101,17 @@ class Simulation:
         for other in [*self.ranks, ROUTER]:  # what was on its way is gone too
             self.queues.setdefault((name, other), deque()).append(LOST)
 
+    def part(self, one: str, other: str) -> None:
+        """Each takes the other for dead, though both live: a network that was silent for too long."""
+        for pair in ((one, other), (other, one)):
+            self.queues[pair] = deque([LOST])
+
+    def kill_router(self) -> None:
+        """The router is gone with all its requests."""
+        self.kill(ROUTER)
+        for request in self.router.requests.values():
+            request.ended, request.unreleased = request.ended or "gone", set()
+
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
         found: list[tuple[str, Callable[[], None]]] = []
         for (source, destination), queue in self.queues.items():
