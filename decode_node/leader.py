@@ -12,7 +12,7 @@ from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestErr
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.model.sampler import sample
-from disagg.node.leader import Leader, LedRequest, Send, check_prompt
+from disagg.node.leader import Leader, Send, check_prompt
 from disagg.node.plan import StepPlan
 from transport import messages as m
 
@@ -41,12 +41,22 @@ class DecodeLeader(Leader):
         super().__init__(vocab_size, send, to_self, clock)
         self._scheduler = scheduler
         self._eos_ids = tuple(eos_ids)
-        self._prefill_groups: set[str] = set()
+        self._prefill_leaders: dict[str, str] = {}
+        """Control address of each linked prefill group's leader."""
 
     def link(self, other: GroupInfo) -> None:
         """Requests may come from this prefill group."""
         with self._changed:
-            self._prefill_groups.add(other.name)
+            self._prefill_leaders[other.name] = other.leader.control_address
+
+    def on_peer_lost(self, peer: str) -> None:
+        """Also: without its prefill group's leader, a request gets no first token."""
+        super().on_peer_lost(peer)
+        with self._changed:
+            for request in self._requests():
+                if self._prefill_leaders.get(request.prefill_group) == peer and not request.tokens:
+                    self._fail(request, PeerLostError(f"lost the leader of prefill group at {peer}"))
+            self._changed.notify_all()
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
         """A step ended: samples every request's next token and streams it.
@@ -80,7 +90,7 @@ class DecodeLeader(Leader):
         with self._changed:
             self._scheduler.check()
 
-    def _requests(self) -> Iterable[LedRequest]:
+    def _requests(self) -> Iterable[DecodeRequest]:
         return list(self._scheduler.requests.values())
 
     def _next_step(self) -> StepPlan | None:
@@ -118,7 +128,9 @@ class DecodeLeader(Leader):
     def _reserve(self, router: str, message: m.Reserve) -> None:
         known = self._scheduler.requests.get(message.key)
         if known is not None and not known.closing:
-            if len(known.opened_ranks) == self._ranks:
+            if known.router != router:
+                self._refuse(router, message.key, BusyError(f"request {message.key} runs for another router"))
+            elif len(known.opened_ranks) == self._ranks:
                 self._send(router, m.Reserved(known.key, known.ticket))
             return
         try:
@@ -126,7 +138,7 @@ class DecodeLeader(Leader):
                 raise BusyError(f"request {message.key} is still being released from its last use")
             if self.broken:
                 raise PeerLostError(self.broken)
-            if message.prefill_group not in self._prefill_groups:
+            if message.prefill_group not in self._prefill_leaders:
                 raise PeerLostError(
                     f"prefill group {message.prefill_group!r} is not linked to this decode group"
                 )

@@ -17,11 +17,11 @@ from decode_node.incoming import Coverage, Incoming, Item, State, local
 from disagg.core.errors import DisaggError, InvariantError, PeerLostError, ProtocolError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
-from disagg.core.types import Segment, Shard, Span
+from disagg.core.types import Segment, Shard, Span, Ticket
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import DeviceQueue, is_done
-from disagg.node.links import Link
+from disagg.node.links import Link, fence
 from disagg.node.warm import warm_copies
 from kernels.scatter import scatter
 from staging.allocator import StagingAllocator
@@ -96,7 +96,7 @@ class SegmentReceiver:
         for peer in link.sources_of(self._rank):
             self._transport.connect(peer.control_address, peer.transport_address)
         with self._queue.use():
-            warm_copies(link.to_rank(self._rank), self._shard, self._pool, self._buffer.memory)
+            warm_copies(link.to_rank(self._rank), self._shard, self._pool)
         self._links[link.prefill.name] = link
 
     # --- what the leader says
@@ -106,16 +106,14 @@ class SegmentReceiver:
         ticket = message.ticket
         link = self._links.get(message.prefill_group)
         if link is None:
-            error = PeerLostError(f"prefill group {message.prefill_group!r} is not linked")
-            self._to_leader(m.RankFailed(ticket.key, ticket.number, self._rank, error.code, str(error)))
+            self._refuse(ticket, PeerLostError(f"prefill group {message.prefill_group!r} is not linked"))
             return
         if ticket.number not in self._incoming:
-            slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
-            with self._queue.use():
-                on_device = slots.to(self._pool.buffer.device)
-            coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout)
-            peers = {rank.rank: rank.control_address for rank in link.sources_of(self._rank)}
-            self._incoming[ticket.number] = Incoming(ticket, on_device, coverage, peers)
+            try:
+                self._incoming[ticket.number] = self._make_incoming(message, link)
+            except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
+                self._refuse(ticket, TransportError(f"cannot receive for {ticket.key}: {exc}"))
+                return
         self._to_leader(m.RankOpened(ticket.key, ticket.number, self._rank))
 
     def close(self, message: m.CloseTransfer) -> None:
@@ -166,14 +164,11 @@ class SegmentReceiver:
 
     def on_peer_lost(self, peer: str) -> None:
         """A prefill rank is gone: fences it, then frees what only it could have written."""
-        sources = {rank.control_address for link in self._links.values() for rank in link.prefill.ranks}
-        if peer not in sources:
-            return
         for name in [
             n for n, k in self._links.items() if peer in {r.control_address for r in k.prefill.ranks}
         ]:
             del self._links[name]
-        self._transport.disconnect(peer)
+        fence(self._transport, peer)
         for incoming in list(self._incoming.values()):
             for src_rank in [rank for rank, address in incoming.peers.items() if address == peer]:
                 self._source_ended(incoming, src_rank, set())
@@ -231,6 +226,13 @@ class SegmentReceiver:
         return self._repeat_at_s - now_s if self._ring.oldest() else IDLE_S
 
     # --- moving one segment on
+
+    def _make_incoming(self, message: m.OpenReceive, link: Link) -> Incoming:
+        ticket = message.ticket
+        slots = self._queue.upload(slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop)))
+        coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout)
+        peers = {rank.rank: rank.control_address for rank in link.sources_of(self._rank)}
+        return Incoming(ticket, slots, coverage, peers)
 
     def _lease(self, incoming: Incoming, peer: str, src_rank: int, segment: Segment) -> Item:
         known = incoming.items.get((src_rank, segment.index))
@@ -338,8 +340,10 @@ class SegmentReceiver:
             return
         incoming.failed = True
         log.warning("transfer_failed", request=str(incoming.key), error=str(error))
-        number = incoming.ticket.number
-        self._to_leader(m.RankFailed(incoming.key, number, self._rank, error.code, str(error)))
+        self._refuse(incoming.ticket, error)
+
+    def _refuse(self, ticket: Ticket, error: DisaggError) -> None:
+        self._to_leader(m.RankFailed(ticket.key, ticket.number, self._rank, error.code, str(error)))
 
     def _stop_source(self, incoming: Incoming, src_rank: int, reason: str) -> None:
         if src_rank not in incoming.asked_to_stop:

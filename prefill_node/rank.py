@@ -50,6 +50,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             staging_bytes=aligned(transfer.staging_bytes),
             segment_bytes=transfer.segment_limit_bytes,
             groups=transfer.layer_groups,
+            quarantine_s=2 * self.config.control.peer_timeout_s,
             transport=transport,
             send=self.control.send,
             to_leader=self._to_leader,

@@ -73,8 +73,15 @@ class PrefillScheduler:
         self.requests: dict[RequestKey, PrefillRequest] = {}
 
     def submit(self, request: PrefillRequest) -> None:
-        """Queues a request. A repeated key changes nothing. Raises `PromptTooLongError`, `BusyError`."""
-        if request.key in self.requests:
+        """Queues a request. A repeated one changes nothing. Raises `PromptTooLongError`, `BusyError`."""
+        known = self.requests.get(request.key)
+        if known is not None:
+            if (
+                known.closing
+                or known.ticket.number != request.ticket.number
+                or known.router != request.router
+            ):
+                raise BusyError(f"request {request.key} is in use, or still being released from its last use")
             return
         if len(request.prompt) > self._max_tokens:
             raise PromptTooLongError(

@@ -21,11 +21,11 @@ from disagg.core.types import RequestKey, Shard, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import DeviceQueue, Marker, is_done
-from disagg.node.links import Link, segment_limits
+from disagg.node.links import Link, fence, segment_limits
 from disagg.node.warm import warm_copies
 from kernels.gather import gather
 from prefill_node.outgoing import Destination, Item, Outgoing, State
-from staging.allocator import StagingAllocator
+from staging.allocator import Lease, StagingAllocator
 from staging.buffer import StagingBuffer
 from staging.planner import layer_groups, plan_segments
 from transport import messages as m
@@ -47,6 +47,9 @@ class SenderStatistics:
     under_way: int
     """Segments that hold staging now."""
     staging_in_use_bytes: int
+    """Of segments under way."""
+    quarantined_bytes: int
+    """Staging that a lost peer may still read for a while."""
     segments_sent: int
     bytes_sent: int
     stale: int
@@ -66,6 +69,7 @@ class SegmentSender:
         staging_bytes: int,
         segment_bytes: int,
         groups: int,
+        quarantine_s: float,
         transport: Transport,
         send: Callable[[str, m.Message], None],
         to_leader: Callable[[m.Message], None],
@@ -77,6 +81,9 @@ class SegmentSender:
         self.groups: tuple[Span, ...] = layer_groups(shard.layers, groups)
         self._transport, self._send, self._to_leader = transport, send, to_leader
         self._timeline, self._clock = timeline, clock
+        self._quarantine_s = quarantine_s
+        """A peer that we took for dead has noticed by then, and reads our memory no more."""
+        self._quarantined: deque[tuple[float, Lease]] = deque()
         self._lane = f"prefill r{rank}"
         self._queue = DeviceQueue(pool.buffer.device)
         self._buffer = StagingBuffer(staging_bytes, pool.buffer.device)
@@ -102,7 +109,7 @@ class SegmentSender:
             self._transport.connect(peer.control_address, peer.transport_address)
             self._destinations[peer.control_address] = Destination()
         with self._queue.use():
-            warm_copies(link.from_rank(self._rank), self._shard, self._pool, self._buffer.memory)
+            warm_copies(link.from_rank(self._rank), self._shard, self._pool)
         self._links[link.decode.name] = link
 
     # --- what the leader and the compute thread say
@@ -118,9 +125,12 @@ class SegmentSender:
                 message.key, ticket.number, PeerLostError(f"decode group {ticket.group!r} is not linked")
             )
             return
-        slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
-        with self._queue.use():
-            on_device = slots.to(self._pool.buffer.device)
+        try:
+            slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
+            on_device = self._queue.upload(slots)
+        except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
+            self._fail(message.key, ticket.number, TransportError(f"cannot send {message.key}: {exc}"))
+            return
         self._outgoing[message.key] = Outgoing(
             message.key, ticket, link, on_device, planned_to=ticket.tokens.start
         )
@@ -201,7 +211,7 @@ class SegmentSender:
         self._pump()
 
     def on_stop_sending(self, peer: str, message: m.StopSending) -> None:
-        """The decode side gave the ticket up, and tells the router why: here the transfer ends, and `Release` follows."""
+        """The decode side gave the ticket up, and tells the router why; `Release` follows."""
         outgoing = self._outgoing.get(message.key)
         if outgoing is None or outgoing.ticket.number != message.ticket:
             self._stale += 1
@@ -219,7 +229,7 @@ class SegmentSender:
             n for n, link in self._links.items() if peer in {r.control_address for r in link.decode.ranks}
         ]:
             del self._links[name]
-        self._transport.disconnect(peer)
+        fence(self._transport, peer)
         for outgoing in list(self._outgoing.values()):
             if (
                 peer in {rank.control_address for rank in outgoing.link.decode.ranks}
@@ -253,6 +263,8 @@ class SegmentSender:
                 self._end_for(outgoing, item.peer, str(error))
             self._stop(outgoing, str(error))
             self._fail(outgoing.key, outgoing.ticket.number, error)
+            if item.peer not in self._destinations:
+                self._quarantine(item)
         self._release(item)
         self._pump()
 
@@ -268,6 +280,9 @@ class SegmentSender:
                 break  # the queue runs in order: what is behind has not begun either
         while self._gathering and is_done(self._gathering[0].gathered):
             self._gathered(self._gathering.popleft())
+        if self._quarantined and self._quarantined[0][0] <= now_s:
+            self._allocator.free(self._quarantined.popleft()[1].id)
+            self._pump()
         return DEVICE_POLL_S if self._gathering else IDLE_S
 
     # --- moving one segment on
@@ -355,6 +370,12 @@ class SegmentSender:
         self._maybe_finished(outgoing)
         self._maybe_closed(outgoing)
 
+    def _quarantine(self, item: Item) -> None:
+        """Keeps the region for a while: a peer that only was silent may still read it, and believe the bytes."""
+        assert item.lease is not None, "a segment that was being sent holds staging"
+        self._quarantined.append((self._clock() + self._quarantine_s, item.lease))
+        item.lease = None
+
     def _view(self, item: Item) -> torch.Tensor:
         assert item.lease is not None, "a segment that is gathered or sent holds staging"
         return self._buffer.view(self._allocator.offset(item.lease), item.segment.nbytes)
@@ -413,10 +434,12 @@ class SegmentSender:
     def statistics(self) -> SenderStatistics:
         """Counts at this moment."""
         items = [item for o in self._outgoing.values() for item in o.items.values()]
+        quarantined = sum(lease.nbytes for _, lease in self._quarantined)
         return SenderStatistics(
             tickets=len(self._outgoing),
             under_way=sum(item.lease is not None for item in items),
-            staging_in_use_bytes=self._allocator.statistics().in_use_bytes,
+            staging_in_use_bytes=self._allocator.statistics().in_use_bytes - quarantined,
+            quarantined_bytes=quarantined,
             segments_sent=self._segments_sent,
             bytes_sent=self._bytes_sent,
             stale=self._stale,
@@ -426,8 +449,11 @@ class SegmentSender:
         """Raises `InvariantError` unless staging is held by exactly the segments under way."""
         self._allocator.check()
         held = sum(item.lease is not None for o in self._outgoing.values() for item in o.items.values())
-        if held != self._allocator.statistics().leases:
-            raise InvariantError(f"{held} segments hold staging; leases: {self._allocator.statistics()}")
+        leases, quarantined = self._allocator.statistics().leases, len(self._quarantined)
+        if held + quarantined != leases:
+            raise InvariantError(
+                f"{held} segments hold staging, {quarantined} regions wait; leases: {leases}"
+            )
         for outgoing in self._outgoing.values():
             left = sum(i.state not in (State.SENT, State.DROPPED) for i in outgoing.items.values())
             if left != outgoing.left:

@@ -65,7 +65,7 @@ class PlanQueue:
 
 
 class ComputeThread:
-    """Loops over `next_plan` and `step` until stopped. What `step` raises ends the loop and goes to `broken`."""
+    """Loops over `next_plan` and `step` until stopped. What either raises ends the loop and goes to `broken`."""
 
     def __init__(
         self,
@@ -96,13 +96,13 @@ class ComputeThread:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         while not self._stopping.is_set():
-            plan = self._next_plan()
-            if plan is None:
-                continue
+            plan = None
             try:
-                self._step(plan)
+                plan = self._next_plan()
+                if plan is not None:
+                    self._step(plan)
             except Exception as exc:
                 if not self._stopping.is_set():
-                    log.exception("step_failed", thread=self._thread.name, step=plan.step)
+                    log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)
                 self._broken(exc)
                 return

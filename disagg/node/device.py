@@ -41,6 +41,15 @@ class DeviceQueue:
         """Work launched inside goes to this queue."""
         return nullcontext() if self._stream is None else cuda.stream(self._stream)
 
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """`host` on the device, in the order of this queue. Pinned on the way: else the copy, and with it the
+        calling thread, would wait for everything queued before. torch keeps the pinned block until it is copied.
+        """
+        if self._stream is None:
+            return host.to(self.device)
+        with self.use():
+            return host.pin_memory().to(self.device, non_blocking=True)
+
     def after(self, marker: Marker) -> None:
         """What is queued from now on waits, on the device, for `marker`."""
         if self._stream is not None and marker is not None:

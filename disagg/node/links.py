@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from disagg.core.errors import ConfigError
+import structlog
+
+from disagg.core.errors import ConfigError, TransportError
 from disagg.core.types import GroupInfo, RankInfo
 from staging.planner import smallest_ring_bytes
 from staging.routes import Route, plan_routes
+from transport.base import Transport
 from transport.handshake import check_compatible
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +78,14 @@ def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: 
             )
         limits[rank.rank] = min(rank.ring_bytes, staging_bytes, max(need, wanted_bytes))
     return limits
+
+
+def fence(transport: Transport, peer: str) -> None:
+    """Disconnects a lost peer. When the fence cannot be proven, whatever was on the wire keeps its memory.
+
+    So the caller goes on: it frees only what the transport was never given.
+    """
+    try:
+        transport.disconnect(peer)
+    except TransportError:
+        log.exception("fence_not_proven", peer=peer)

@@ -83,7 +83,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._executor = StepExecutor(runner, group_config.max_requests)
         self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
         self._agent: AgentT = self._make_agent(transport)
-        self._loop = TransferLoop(self.lane, transport, self._agent)
+        self._loop = TransferLoop(self.lane, transport, self._agent, self._on_broken)
         next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
         self._compute = ComputeThread(self.lane, next_plan, self._step, self._on_broken, runner.device)
 
@@ -192,7 +192,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self._leader.on_peer_lost(peer)
 
     def _on_broken(self, error: Exception) -> None:
-        reason = f"{self.lane} failed in a step: {type(error).__name__}: {error}"
+        reason = f"{self.lane} failed: {type(error).__name__}: {error}"
         if self._leader is not None:
             self._leader.break_group(reason)
         else:

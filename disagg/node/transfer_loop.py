@@ -39,7 +39,15 @@ class TransferAgent(Protocol):
 class TransferLoop:
     """Owns the thread. `post` is for any thread; `stop` joins."""
 
-    def __init__(self, name: str, transport: Transport, agent: TransferAgent) -> None:
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        agent: TransferAgent,
+        broken: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        """`broken` hears, on the thread itself, what the transport raised: nothing can be moved after it."""
+        self._broken = broken
         self._transport = transport
         self._agent = agent
         self._inbox: deque[Callable[[], None]] = deque()
@@ -94,6 +102,9 @@ class TransferLoop:
                     self._transport.wait(min(timeout_s, IDLE_WAIT_S))
             while self._inbox:
                 self._guarded(self._inbox.popleft(), None)
+        except Exception as exc:
+            log.exception("transfer_failed", thread=self._thread.name)
+            self._broken(exc)
         finally:
             self._transport.close()
 

@@ -28,11 +28,10 @@ def warm_model(runner: ModelRunner, chunk_tokens: int) -> None:
     torch.cuda.synchronize(runner.device)
 
 
-def warm_copies(
-    routes: tuple[Route, ...], shard: Shard, pool: MHATokenToKVPool, staging: torch.Tensor
-) -> None:
+def warm_copies(routes: tuple[Route, ...], shard: Shard, pool: MHATokenToKVPool) -> None:
     """Compiles gather and scatter for every width of row that the routes have, on the trash page's first slot.
 
+    The other side is memory of its own: the ring may be in use already.
     Twice, with slots that begin at a 16-byte boundary and beside one: Triton compiles these apart.
     """
     if pool.buffer.device.type != "cuda":
@@ -41,10 +40,8 @@ def warm_copies(
     layer = Span(0, 1)
     for heads in {route.heads.shift(-shard.heads.start) for route in routes}:
         nbytes = segment_bytes(pool.buffer, 1, layer, heads)
-        if nbytes > len(staging):
-            continue
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
         for first in (0, 1):
-            view = staging[:nbytes]
-            gather(pool.buffer, slots[first : first + 1], layer, heads, view)
-            scatter(view, pool.buffer, slots[first : first + 1], layer, heads)
+            gather(pool.buffer, slots[first : first + 1], layer, heads, scratch)
+            scatter(scratch, pool.buffer, slots[first : first + 1], layer, heads)
     torch.cuda.synchronize(pool.buffer.device)

@@ -232,8 +232,11 @@ class _Session:
             log.warning("release_not_confirmed", request=str(self.key), peers=sorted(waiting))
 
     def _tell(self, engine: Engine, message: m.Message) -> None:
-        self.involved.add(engine.group.leader.control_address)
-        self.mail.send(engine.group.leader.control_address, message)
+        peer = engine.group.leader.control_address
+        if peer in self.mail.lost:  # it would not hear of the release either
+            raise PeerLostError(f"lost the {self._role(peer)} group's leader at {peer}")
+        self.involved.add(peer)
+        self.mail.send(peer, message)
 
     def _count(self, by: int) -> None:
         for engine in (self.prefill, self.decode):

@@ -17,7 +17,9 @@ from simulated_groups import Simulation
 from simulated_router import SimulatedRequest
 
 from disagg.core.config import Config
+from disagg.core.errors import TransportError
 from transport import messages as m
+from transport.inproc import InprocTransport
 
 STEPS = 1500
 SEEDS = 40
@@ -53,9 +55,22 @@ def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None
         faults.truncate(8, first)
 
 
+STRIKES = {"death", "host", "fence", "silence", "leaders", "router"}
+
+
+def no_fence(self: InprocTransport, peer: str) -> None:
+    raise TransportError(f"{peer} cannot be fenced")
+
+
 def strike(simulation: Simulation, what: str, choose: random.Random) -> None:
-    if "death" in what:
+    if "host" in what:
+        role = choose.choice(["prefill", "decode"])
+        for name in [n for n in sorted(simulation.ranks) if n.startswith(role)]:
+            simulation.kill(name)
+    if "death" in what or "fence" in what:
         simulation.kill(choose.choice(sorted(simulation.ranks)))
+    if "leaders" in what:
+        simulation.part("prefill-0", "decode-0")
     if "silence" in what:
         sides = [
             [n for n in sorted(simulation.ranks) if n.startswith(role)] for role in ("prefill", "decode")
@@ -70,9 +85,11 @@ def run(seed: int, what: str, patch: pytest.MonkeyPatch) -> list[SimulatedReques
     choose = random.Random(seed)
     simulation = Simulation(config_of(choose), seed, patch)
     add_faults(simulation, what, choose)
+    if "fence" in what:
+        patch.setattr(InprocTransport, "disconnect", no_fence)
     left, kill_at = choose.choice([2, 4, 7]), choose.randrange(100, 4000)
     requests: list[SimulatedRequest] = []
-    for step in range(kill_at + 200 if {"death", "silence", "router"} & set(what.split()) else STEPS):
+    for step in range(kill_at + 200 if STRIKES & set(what.split()) else STEPS):
         if left and choose.random() < 0.03:
             left -= 1
             answer, limit_s = choose.choice([1, 5, 30]), 0.3 * choose.random()
@@ -101,6 +118,9 @@ ENDS = {
     "short": {"done", "protocol"},
     "death": {"done", "peer_lost"},
     "abort fail death": {"done", "aborted", "transport", "peer_lost"},
+    "host": {"done", "peer_lost"},
+    "fence": {"done", "peer_lost"},
+    "leaders": {"done", "peer_lost"},
     "silence": {"done", "peer_lost"},
     "router": {"done", "gone"},
     "deadline": {"done", "timeout"},
