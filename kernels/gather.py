@@ -32,7 +32,9 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     source, target, mask = tile(
         slots, tokens, plane_words, TOKEN_WORDS, ROW_WORDS, VECTOR_WORDS, BLOCK_TOKENS, BLOCK_WORDS
     )
-    tl.store(staged + target, tl.load(pool + source, mask=mask), mask=mask)
+    # Every byte is touched once: neither side is worth a place in the cache.
+    words = tl.load(pool + source, mask=mask, eviction_policy="evict_first")
+    tl.store(staged + target, words, mask=mask, cache_modifier=".cs")
 
 
 def gather(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, out: torch.Tensor) -> None:
@@ -66,4 +68,4 @@ def gather_reference(
 
 
 def _gather_torch(copy: Copy) -> None:
-    torch.index_select(copy.pool, 2, copy.slots, out=copy.staged)
+    torch.index_select(copy.pool_words(), 2, copy.slots, out=copy.staged_words())

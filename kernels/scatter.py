@@ -32,7 +32,9 @@ def _scatter_kernel(  # type: ignore[no-untyped-def]
     target, source, mask = tile(
         slots, tokens, plane_words, TOKEN_WORDS, ROW_WORDS, VECTOR_WORDS, BLOCK_TOKENS, BLOCK_WORDS
     )
-    tl.store(pool + target, tl.load(staged + source, mask=mask), mask=mask)
+    # Every byte is touched once: neither side is worth a place in the cache.
+    words = tl.load(staged + source, mask=mask, eviction_policy="evict_first")
+    tl.store(pool + target, words, mask=mask, cache_modifier=".cs")
 
 
 def scatter(staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span) -> None:
@@ -66,4 +68,4 @@ def scatter_reference(
 
 
 def _scatter_torch(copy: Copy) -> None:
-    copy.pool.index_copy_(2, copy.slots.long(), copy.staged)
+    copy.pool_words().index_copy_(2, copy.slots.long(), copy.staged_words())

@@ -92,8 +92,8 @@ def test_words_fit_the_addresses_of_foreign_memory(
     pool = torch.zeros(POOL, dtype=torch.bfloat16)
     copy = plan_copy(pool, GOOD["slots"], GOOD["layers"], GOOD["heads"], staged, "staged")
     assert copy is not None
-    assert (copy.staged.element_size(), copy.vector_words) == (word_bytes, vector_words)
-    assert copy.pool.element_size() == word_bytes
+    assert (copy.word_bytes, copy.vector_words) == (word_bytes, vector_words)
+    assert copy.pool_words().element_size() == copy.staged_words().element_size() == word_bytes
 
 
 @pytest.mark.parametrize(

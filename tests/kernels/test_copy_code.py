@@ -12,7 +12,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gather import _gather_kernel
+from kernels.layout import _TILE_WORDS
 from kernels.scatter import _scatter_kernel
+
+
+_ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
 
 
 def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_words: int) -> set[str]:
@@ -22,7 +26,7 @@ def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_wo
         "TOKEN_WORDS": token_words,
         "ROW_WORDS": row_words,
         "VECTOR_WORDS": vector_words,
-        "BLOCK_TOKENS": 2048 // block_words,
+        "BLOCK_TOKENS": _TILE_WORDS // block_words,
         "BLOCK_WORDS": block_words,
     }
     pointers = {"pool": f"*{word}", "slots": "*i32", "staged": f"*{word}"}
@@ -36,7 +40,7 @@ def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_wo
     )
     options = {"num_warps": 4, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    return set(re.findall(r"(?:ld|st)\.global\.((?:v\d\.)?b\d+)", compiled.asm["ptx"])) - {"b32"}
+    return set(re.findall(_ACCESS, compiled.asm["ptx"])) - {"b32"}
 
 
 @pytest.mark.parametrize("kernel", [_gather_kernel, _scatter_kernel], ids=["gather", "scatter"])
