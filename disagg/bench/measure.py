@@ -1,0 +1,59 @@
+"""Clocks for work on a device, and the ceilings that need no other process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from disagg.bench.report import Measurement
+
+_INNER = 6  # launches between two events: the queue is never empty, so the host's launch time does not count
+_WARM_UPS = 2
+
+cuda: Any = torch.cuda  # its events carry no types
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -> tuple[float, ...]:
+    """Seconds that `work` takes on the device, `repeats` times, warmed up; on a CPU, that it takes at all."""
+    for _ in range(_WARM_UPS):
+        work()
+    return tuple(_on_gpu(work) if device.type == "cuda" else _on_cpu(work) for _ in range(repeats))
+
+
+def copy_rate(source: torch.device, destination: torch.device, nbytes: int, repeats: int) -> Measurement:
+    """A plain contiguous copy. On one device GB/s read plus written, between two GB/s moved."""
+    here = random_bytes(nbytes, source)
+    there = torch.zeros(nbytes, dtype=torch.uint8, device=destination)
+    seconds = seconds_of(lambda: there.copy_(here), source, repeats)
+    if not torch.equal(there.to(source), here):
+        raise AssertionError("a plain copy moved wrong bytes")
+    moved = 2 * nbytes if source == destination else nbytes
+    name = "device copy" if source == destination else "peer copy"
+    return Measurement(name, "GB/s", tuple(moved / s / 1e9 for s in seconds))
+
+
+def random_bytes(nbytes: int, device: torch.device, seed: int = 0) -> torch.Tensor:
+    """uint8 `[nbytes]` of noise."""
+    generator = torch.Generator(device).manual_seed(seed)
+    words = -(-nbytes // 8)
+    noise = torch.randint(-(2**63), 2**63 - 1, (words,), generator=generator, device=device)
+    return noise.view(torch.uint8)[:nbytes]
+
+
+def _on_gpu(work: Callable[[], object]) -> float:
+    first, last = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+    first.record()
+    for _ in range(_INNER):
+        work()
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3 / _INNER
+
+
+def _on_cpu(work: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    work()
+    return time.perf_counter() - started_s

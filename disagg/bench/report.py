@@ -1,0 +1,159 @@
+"""What a benchmark found: a table, a JSON file and a chart of it. Pure but for the two files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Label = str | int | float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Repeated measurements of one quantity."""
+
+    name: str
+    unit: str
+    """`GB/s` (10^9 bytes a second), `us`, ..."""
+    values: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Half of the values are below."""
+        return statistics.median(self.values)
+
+    @property
+    def low(self) -> float:
+        """The smallest value."""
+        return min(self.values)
+
+    @property
+    def high(self) -> float:
+        """The largest value."""
+        return max(self.values)
+
+    def __str__(self) -> str:
+        return f"{_short(self.median)} {self.unit} ({_short(self.low)} - {_short(self.high)})"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of a benchmark."""
+
+    title: str
+    measured: Measurement
+    ceiling: Measurement | None = None
+    """What the hardware gives at best, of the same unit, measured in the same run; None for a latency."""
+    labels: dict[str, Label] = field(default_factory=dict)
+    """What was varied."""
+
+    @property
+    def share(self) -> float | None:
+        """Median over the ceiling's median."""
+        return None if self.ceiling is None else self.measured.median / self.ceiling.median
+
+
+def results_table(title: str, results: Sequence[Result]) -> Table:
+    """A row for each result."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
+    for name in ("what", "median (min - max)", "ceiling", "share"):
+        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
+    for result in results:
+        ceiling = result.ceiling
+        limit = f"{ceiling.name} {_short(ceiling.median)} {ceiling.unit}" if ceiling else ""
+        share = "" if result.share is None else f"{result.share:.1%}"
+        table.add_row(result.title, str(result.measured), limit, share)
+    return table
+
+
+def write_json(path: Path, results: Sequence[Result]) -> None:
+    """Everything, with the command, the machine and the time."""
+    content = {
+        "command": "disagg " + " ".join(sys.argv[1:]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "results": [_as_dict(result) for result in results],
+    }
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def write_chart(path: Path, title: str, results: Sequence[Result]) -> None:
+    """Bars of the medians, whiskers from the lowest to the highest value, a mark at each ceiling."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 0.34 * len(results)), layout="constrained")
+    units = sorted({result.measured.unit for result in results})
+    axes = figure.subplots(len(units), 1, squeeze=False)[:, 0]
+    for axis, unit in zip(axes, units, strict=True):
+        _draw(axis, [result for result in results if result.measured.unit == unit])
+        axis.set_xlabel(unit)
+    axes[0].set_title(title, loc="left", fontsize=11)
+    figure.savefig(path, dpi=140)
+
+
+def machine() -> dict[str, Label]:
+    """What the figures depend on."""
+    import torch
+
+    from disagg import __version__
+
+    found: dict[str, Label] = {
+        "disagg": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        found |= {
+            "gpu": torch.cuda.get_device_name(0),
+            "gpus": torch.cuda.device_count(),
+            "cuda": str(torch.version.cuda),
+        }
+    else:
+        found["cpu"] = platform.machine()
+    return found
+
+
+def _draw(axis: Any, results: Sequence[Result]) -> None:
+    places = range(len(results))
+    medians = [result.measured.median for result in results]
+    reach = [
+        [r.measured.median - r.measured.low for r in results],
+        [r.measured.high - r.measured.median for r in results],
+    ]
+    axis.barh(places, medians, xerr=reach, color="#3b6ea5", ecolor="#222222", height=0.6, capsize=2)
+    for place, result in zip(places, results, strict=True):
+        if result.ceiling is not None:
+            axis.plot([result.ceiling.median] * 2, [place - 0.38, place + 0.38], color="#c0392b", lw=2)
+    axis.set_yticks(places, [result.title for result in results], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(left=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _as_dict(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = {"title": result.title, "labels": result.labels, **_numbers(result.measured)}
+    if result.ceiling is not None:
+        found |= {"ceiling": {"name": result.ceiling.name, **_numbers(result.ceiling)}, "share": result.share}
+    return found
+
+
+def _numbers(found: Measurement) -> dict[str, Any]:
+    numbers = {"median": found.median, "low": found.low, "high": found.high, "values": list(found.values)}
+    return {"measured": found.name, "unit": found.unit, **numbers}
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

@@ -1,0 +1,95 @@
+"""`disagg bench`: what this machine and this code give, each figure beside its ceiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from disagg.core.config import parse_bytes
+from disagg.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from disagg.bench.report import Result
+
+app = typer.Typer(help="Measure this machine; every figure with its ceiling, every byte checked.")
+
+OutFlag = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Folder for the JSON file and the chart.")
+]
+DeviceFlag = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each figure.")]
+
+
+@app.command()
+def kernels(
+    rows: Annotated[
+        str, typer.Option("--rows", help="Bytes of a token's head slice, comma-separated.")
+    ] = "256,512,1024,2048,4096",
+    size: Annotated[
+        str | None, typer.Option("--size", metavar="SIZE", help="Segment size [1GiB; 16MiB on a CPU].")
+    ] = None,
+    layers: Annotated[int, typer.Option("--layers", min=1)] = 32,
+    page_size: Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")] = 16,
+    repeats: RepeatsFlag = 9,
+    device: DeviceFlag = "auto",
+    out: OutFlag = None,
+) -> None:
+    """Gather and scatter as a share of a plain copy on the same device."""
+    from disagg.bench.kernels import KernelBench, run
+
+    where = _device(device)
+    nbytes = parse_bytes(size) if size else (1 << 30 if where.type == "cuda" else 16 << 20)
+    bench = KernelBench(where, _numbers("--rows", rows), nbytes, layers, page_size, repeats)
+    with _progress() as tell:
+        results = run(bench, tell)
+    _show("kernels", f"gather and scatter of {nbytes >> 20} MiB on {_name(where)}", results, out)
+
+
+def _numbers(flag: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as exc:
+        raise ConfigError(f"{flag} {text}: give whole numbers separated by commas") from exc
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {name}: give auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch sees no GPU here; `disagg doctor` says why")
+    cuda = torch.cuda.is_available() and name != "cpu"
+    return torch.device("cuda", 0) if cuda else torch.device("cpu")
+
+
+def _name(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """A line that says what is being measured now, while it is."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield lambda text: status.update(f"measuring: {text}")
+
+
+def _show(name: str, title: str, results: Sequence[Result], out: Path | None) -> None:
+    from rich.console import Console
+
+    from disagg.bench.report import results_table, write_chart, write_json
+
+    Console().print(results_table(title, results))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_json(out / f"bench_{name}.json", results)
+        write_chart(out / f"bench_{name}.png", title, results)
+        print(f"figures: {out / f'bench_{name}.json'}, chart: {out / f'bench_{name}.png'}")
