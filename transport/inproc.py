@@ -174,6 +174,10 @@ class InprocTransport(Transport):
                 into = self._ledger.view(operation)
                 if into is not None:
                     into.copy_(message.data)
+                    if (
+                        into.is_cuda
+                    ):  # ended means that the bytes are there, on whatever stream they are read next
+                        torch.cuda.current_stream(into.device).synchronize()
                 self.end(operation)
                 self._fabric.end_send(message)
             return self._ledger.take_ended()
