@@ -10,8 +10,8 @@ from transport.base import Transport
 if TYPE_CHECKING:
     from transport.inproc import InprocFabric
 
-# UCX reads through CUDA IPC only where it sees NVLink, which a virtual machine may hide; with the scheme alone it then
-# sends GPU memory over TCP, and that message cannot be fenced when its sender dies in the middle of it.
+# UCX reads through CUDA IPC only where it sees NVLink, which a virtual machine may hide; the scheme alone then
+# sends GPU memory over TCP, and such a message cannot be fenced when its sender dies in the middle of it.
 PULL = {"RNDV_SCHEME": "get_zcopy", "CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
 TRANSPORTS = ("inproc", "ucx")
 """Names that `make_transport` knows."""
