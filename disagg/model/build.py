@@ -9,6 +9,7 @@ import copy
 import threading
 from typing import Any
 
+import structlog
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -18,29 +19,34 @@ from disagg.core.ports import Collective
 from disagg.model.paged import ATTENTION_NAME
 from disagg.model.source import ModelSource
 from disagg.model.spec import ModelSpec
-from disagg.model.tp import Cut, shard_model
+from disagg.model.tp import Cut, Sharding, shard_model
 from disagg.model.weights import WeightSource
+
+log = structlog.get_logger(__name__)
 
 _BUILD_LOCK = threading.Lock()  # transformers sets the process's default dtype while it builds
 
 
 def build_model(
     source: ModelSource, spec: ModelSpec, collective: Collective, device: torch.device, dtype: torch.dtype
-) -> Any:
-    """The rank's part of the model on `device`, in eval mode, without gradients.
+) -> tuple[Any, Sharding]:
+    """The rank's part of the model on `device`, in eval mode, without gradients; and how it was split.
 
-    Raises UnsupportedModelError when it cannot use our attention or cannot be split, ConfigError when weights
-    are missing.
+    Raises UnsupportedModelError when it cannot use our attention or the ranks cannot share its heads, ConfigError
+    when weights are missing.
     """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
         shapes = _stored_shapes(model)
-        cuts = shard_model(model, spec, collective)
+        sharding = shard_model(model, spec, collective)
         _materialize(model, device)
         _initialize(model)
-        _fill(model, source.weights(set(shapes)), shapes, cuts)
+        _fill(model, source.weights(set(shapes)), shapes, sharding.cuts)
         model.tie_weights()
-    return model.eval()
+    if collective.rank == 0:
+        for part, why in sharding.whole.items():
+            log.info("held_whole_by_every_rank", model=spec.architecture, part=part, why=why)
+    return model.eval(), sharding
 
 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:

@@ -6,13 +6,16 @@ context travels as a keyword argument of the model's call, which transformers ha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from transformers import AttentionInterface
 
 from disagg.core.errors import UnsupportedModelError
-from disagg.core.ports import LayerHook
+from disagg.core.ports import Collective, LayerHook
+from disagg.core.types import Span
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.model.attention import AttentionParams, HeadMap, attend_decode, attend_prefill
 from disagg.model.batch import DecodeGroup, PrefillGroup, StepIndex
@@ -83,37 +86,65 @@ class PagedStep:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """See `AttentionContext.attend`."""
-        self._pool.write(layer, self._index.slots, k, v)
+        self._write(layer, k, v)
         if self._on_layer is not None:
             self._on_layer(layer)
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         grouped = q.view(len(q), -1, self._head_map.group, q.shape[-1])  # [T, heads, group, dim]
         for group in self._index.decodes:
-            result = self._decode(layer, grouped[group.queries], group, params)
+            result = self._decode(layer, grouped[group.queries], group, v.shape[-1], params)
             out[group.queries] = result.flatten(1, 2)
         for sequence in self._index.prefills:
             tokens = slice(sequence.first, sequence.first + sequence.count)
-            result = self._prefill(layer, grouped[tokens].permute(1, 2, 0, 3), sequence, params)
+            result = self._prefill(layer, grouped[tokens].permute(1, 2, 0, 3), sequence, v.shape[-1], params)
             out[tokens] = result.permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
+    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Heads of K or V that are smaller than the pool's are filled up with zeros."""
+        wide = self._pool.head_dim
+        k, v = (nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (k, v))
+        self._pool.write(layer, self._index.slots, k, v)
+
     def _decode(
-        self, layer: int, q: torch.Tensor, group: DecodeGroup, params: AttentionParams
+        self, layer: int, q: torch.Tensor, group: DecodeGroup, v_dim: int, params: AttentionParams
     ) -> torch.Tensor:
-        k, v = self._context(layer, group.slots, q.dtype)
+        k, v = self._context(layer, group.slots, q, v_dim)
         return attend_decode(q, k, v, group.positions, params)
 
     def _prefill(
-        self, layer: int, q: torch.Tensor, sequence: PrefillGroup, params: AttentionParams
+        self, layer: int, q: torch.Tensor, sequence: PrefillGroup, v_dim: int, params: AttentionParams
     ) -> torch.Tensor:
-        k, v = self._context(layer, sequence.slots, q.dtype)
+        k, v = self._context(layer, sequence.slots, q, v_dim)
         return attend_prefill(q, k, v, sequence.start, params)
 
     def _context(
-        self, layer: int, slots: torch.Tensor, dtype: torch.dtype
+        self, layer: int, slots: torch.Tensor, q: torch.Tensor, v_dim: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        k, v = self._pool.read(layer, slots, dtype)
-        return self._head_map.expand(k), self._head_map.expand(v)
+        k, v = self._pool.read(layer, slots, q.dtype)
+        return self._head_map.expand(k[..., : q.shape[-1]]), self._head_map.expand(v[..., :v_dim])
+
+
+class SharedHeads:
+    """The context of a rank whose projections are whole: attends with its own heads, then sums over the ranks."""
+
+    def __init__(self, own: AttentionContext, queries: Span, heads: Span, collective: Collective) -> None:
+        self._own = own
+        self._queries, self._heads = slice(queries.start, queries.stop), slice(heads.start, heads.stop)
+        self._collective = collective
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`; all heads go in and come out, on every rank."""
+        sinks = None if params.sinks is None else params.sinks[self._queries]
+        part = self._own.attend(
+            layer, q[:, self._queries], k[:, self._heads], v[:, self._heads], replace(params, sinks=sinks)
+        )
+        whole = part.new_zeros(*q.shape[:-1], v.shape[-1])
+        whole[:, self._queries] = part
+        self._collective.all_reduce(whole)
+        return whole
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from disagg.core.errors import UnsupportedModelError
-from disagg.core.types import Shard
 from disagg.model.attention import AttentionParams
 from disagg.model.spec import ModelSpec
 
@@ -35,17 +34,17 @@ class ShapeProbe:
         self.windows[layer] = params.window_tokens
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
-    def require(self, spec: ModelSpec, shard: Shard, config: Any) -> None:
-        """Raises UnsupportedModelError, one line, unless each layer called once with the K and V we store."""
+    def require(self, spec: ModelSpec, heads: int, config: Any) -> None:
+        """Raises UnsupportedModelError, one line, unless each layer called once with K and V of `heads` heads."""
         layers = spec.layout.layers
         if self.calls != layers or set(self.shapes) != set(range(layers)):
             raise _refuse(
                 spec, f"{self.calls} attention calls of layers {sorted(self.shapes)}, not one of {layers}"
             )
-        expected = (1, len(shard.heads), spec.layout.head_dim)
+        expected = (1, heads, spec.k_dim), (1, heads, spec.v_dim)
         for layer, shapes in self.shapes.items():
-            if shapes != (expected, expected):
-                raise _refuse(spec, f"layer {layer} has K and V of {shapes}, not both {expected}")
+            if shapes != expected:
+                raise _refuse(spec, f"layer {layer} has K and V of {shapes}, not {expected}")
         wanted = [self._wants_window(layer, config) for layer in range(layers)]
         if any(want and self.windows[layer] is None for layer, want in enumerate(wanted)):
             raise _refuse(spec, "it has a sliding window that its attention call does not name")

@@ -12,7 +12,7 @@ from disagg.model.attention import HeadMap
 from disagg.model.batch import StepBatch, build_index, upload
 from disagg.model.build import build_model
 from disagg.model.collective import SingleCollective
-from disagg.model.paged import AttentionContext, PagedStep
+from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
 from disagg.model.probe import ShapeProbe
 from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
@@ -55,10 +55,16 @@ class ModelRunner:
                 f"max_tokens {max_tokens} is beyond the model's context of {self.spec.context_tokens} tokens"
             )
         layout = self.spec.layout
-        queries = query_span(self.spec, collective.rank, collective.size)
+        self._collective = collective
+        self._queries = query_span(self.spec, collective.rank, collective.size)
         self.shard = shard_of(layout, collective.rank, collective.size)
-        self._model = build_model(source, self.spec, collective, self.device, dtype)
-        self._head_map = HeadMap(queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device)
+        self._model, sharding = build_model(source, self.spec, collective, self.device, dtype)
+        self._whole_attention = sharding.whole_attention
+        self.held_whole = set(sharding.whole)
+        """Parts of the model that every rank of the group holds whole, because they cannot be split."""
+        self._head_map = HeadMap(
+            self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
+        )
         self._probe()
         slots = self.pages * page_size
         self.pool = MHATokenToKVPool(
@@ -75,7 +81,9 @@ class ModelRunner:
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
         index = build_index(batch, self.req_to_token)
-        context = PagedStep(self.pool, self._head_map, index, on_layer)
+        context: AttentionContext = PagedStep(self.pool, self._head_map, index, on_layer)
+        if self._whole_attention:
+            context = SharedHeads(context, self._queries, self.shard.heads, self._collective)
         return self._run(index.input_ids, index.positions, index.last, context)
 
     def _run(
@@ -104,7 +112,8 @@ class ModelRunner:
         finally:
             for row, collective in zip(rows, collectives, strict=True):
                 row.collective = collective
-        probe.require(self.spec, self.shard, self._model.config)
+        heads = self.spec.layout.kv_heads if self._whole_attention else len(self.shard.heads)
+        probe.require(self.spec, heads, self._model.config)
         if tuple(logits.shape) != (1, self.spec.vocab_size):
             raise UnsupportedModelError(
                 f"{self.spec.architecture} is not supported: logits of a token are {tuple(logits.shape)} "

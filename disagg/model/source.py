@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -114,15 +115,7 @@ def _generation_eos_ids(directory: Path | None) -> tuple[int, ...] | None:
 
 
 def _with_eos(spec: ModelSpec, ids: tuple[int, ...]) -> ModelSpec:
-    return ModelSpec(
-        spec.architecture,
-        spec.fingerprint,
-        spec.layout,
-        spec.q_heads,
-        spec.vocab_size,
-        spec.context_tokens,
-        ids,
-    )
+    return msgspec.structs.replace(spec, eos_ids=ids)
 
 
 def _config_digest(config: Any) -> Any:

@@ -22,6 +22,9 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Hash over configuration and weights: equal on two groups that serve the same model."""
     layout: KVLayout
     q_heads: int
+    k_dim: int
+    """Elements of a head of K; `layout.head_dim` is the larger of it and `v_dim`."""
+    v_dim: int
     vocab_size: int
     context_tokens: int
     """Longest prompt plus answer that the model was made for."""
@@ -46,21 +49,30 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
     """The spec of a transformers configuration. Raises UnsupportedModelError as `require_supported` does."""
     require_supported(config)
     q_heads = config.num_attention_heads
-    layout = KVLayout(
-        layers=config.num_hidden_layers,
-        kv_heads=getattr(config, "num_key_value_heads", None) or q_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // q_heads,
-        dtype=kv_dtype,
-    )
+    kv_heads, k_dim, v_dim = _heads(config)
+    layout = KVLayout(config.num_hidden_layers, kv_heads, max(k_dim, v_dim), kv_dtype)
     return ModelSpec(
         architecture=architecture_of(config),
         fingerprint=fingerprint,
         layout=layout,
         q_heads=q_heads,
+        k_dim=k_dim,
+        v_dim=v_dim,
         vocab_size=config.vocab_size,
         context_tokens=config.max_position_embeddings,
         eos_ids=eos_ids(config.eos_token_id),
     )
+
+
+def _heads(config: Any) -> tuple[int, int, int]:
+    """KV heads, elements of a head of K, elements of a head of V."""
+    q_heads = config.num_attention_heads
+    if getattr(
+        config, "kv_lora_rank", None
+    ):  # latent attention: what it expands for each query head is cached
+        return q_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
+    return getattr(config, "num_key_value_heads", None) or q_heads, head_dim, head_dim
 
 
 def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -88,8 +100,6 @@ def _unsupported(config: Any) -> str | None:
         return "it has an encoder; only decoder-only models are served"
     if config.get_text_config() is not config:
         return "it is multimodal; only text models are served"
-    if getattr(config, "kv_lora_rank", None):
-        return "it uses latent attention (MLA), whose cache is not K and V heads"
     if getattr(config, "quantization_config", None):
         return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
     if getattr(config, "use_bidirectional_attention", None):

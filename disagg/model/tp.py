@@ -2,12 +2,16 @@
 
 Column-parallel layers keep some output rows (query heads, KV heads, a part of the MLP), row-parallel ones the
 matching input columns, and then sum over the ranks. Idea: Megatron-LM (Shoeybi et al., 2019). Embedding and
-output head are kept whole. A plan that cannot be honoured exactly is refused.
+output head are kept whole, and so is every part whose plan or shape cannot be split exactly: each rank then
+computes it alike. Of attention that is kept whole (fused projections, latent attention, norms over all heads) the
+KV cache and the attention itself are still split by heads, see `disagg.model.paged.SharedHeads`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -61,14 +65,30 @@ def query_span(spec: ModelSpec, rank: int, size: int) -> Span:
     return Span(rank * heads // size, (rank + 1) * heads // size)
 
 
-def shard_model(model: Any, spec: ModelSpec, collective: Collective) -> dict[str, Cut]:
-    """Shrinks `model`, on the meta device, to the rank's slices; returns the cut of each shrunk parameter.
+@dataclass(frozen=True)
+class Sharding:
+    """What was split, and what was not."""
 
-    Raises UnsupportedModelError, one line, for a plan or a shape that cannot be split exactly.
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """By the name of each shrunk parameter."""
+    whole_attention: bool = False
+    """Attention layers get and give all heads, on every rank."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Parts that every rank holds whole, and why."""
+
+
+def shard_model(model: Any, spec: ModelSpec, collective: Collective) -> Sharding:
+    """Shrinks `model`, on the meta device, to the rank's slices.
+
+    Raises UnsupportedModelError when the ranks cannot share the query heads.
     """
     if collective.size == 1:
-        return {}
+        return Sharding()
     return _Sharder(model, spec, collective).run()
+
+
+class _UnsplittableError(Exception):
+    """A part must be kept whole; the message says why."""
 
 
 class _Sharder:
@@ -79,19 +99,30 @@ class _Sharder:
         self._queries = query_span(spec, collective.rank, collective.size)
         self._cuts: dict[str, Cut] = {}
 
-    def run(self) -> dict[str, Cut]:
-        for parent, plan in self._planned().items():
-            if set(_QKV) <= plan.keys():
-                self._cut_attention(parent, plan)
+    def run(self) -> Sharding:
+        whole: dict[str, str] = {}
+        planned = self._planned()
+        attention = {parent: plan for parent, plan in planned.items() if self._is_attention(parent)}
+        try:
+            rows = {parent: self._check_attention(parent, plan) for parent, plan in attention.items()}
+            self._check_layers(attention)
+        except _UnsplittableError as why:
+            whole["attention"] = str(why)
+        else:
+            for parent, row in rows.items():
+                self._cut_attention(parent, row)
+        for parent in planned.keys() - attention.keys():
+            try:
+                columns, row = self._check_mlp(parent, planned[parent])
+            except _UnsplittableError as why:
+                whole[_pattern(parent)] = str(why)
             else:
-                self._cut_mlp(parent, plan)
-        return self._cuts
+                self._cut_mlp(parent, columns, row)
+        return Sharding(self._cuts, "attention" in whole, whole)
 
     def _planned(self) -> dict[str, dict[str, str]]:
         """Style of each planned module that exists, by the parent's name and the child's."""
-        styles = getattr(self._model.config, "base_model_tp_plan", None)
-        if not styles:
-            raise self._refuse("it comes without a tensor-parallel plan")
+        styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
         prefix = self._model.base_model_prefix
         names = [name for name, _ in self._model.named_modules()]
         names += [name for name, _ in self._model.named_parameters()]
@@ -101,31 +132,52 @@ class _Sharder:
                 if fnmatchcase(name, f"{prefix}.{pattern}"):
                     parent, _, child = name.rpartition(".")
                     planned.setdefault(parent, {})[child] = style
-        layers = {parent.removesuffix(".self_attn") for parent in planned if parent.endswith("self_attn")}
-        if len(layers) != self._spec.layout.layers:
-            raise self._refuse(
-                f"its plan covers {len(layers)} of {self._spec.layout.layers} attention layers"
-            )
         return planned
 
-    def _cut_attention(self, parent: str, plan: dict[str, str]) -> None:
-        spec, dim = self._spec, self._spec.layout.head_dim
-        heads = kv_span(self._collective.rank, self._collective.size, spec.layout.kv_heads)
-        rows = self._rest(parent, plan, allowed=set(_QKV))
-        self._cut_columns(parent, "q_proj", spec.q_heads * dim, _scale(self._queries, dim))
-        self._cut_columns(parent, "k_proj", spec.layout.kv_heads * dim, _scale(heads, dim))
-        self._cut_columns(parent, "v_proj", spec.layout.kv_heads * dim, _scale(heads, dim))
-        self._cut_row(parent, rows, spec.q_heads * dim, _scale(self._queries, dim))
+    def _is_attention(self, parent: str) -> bool:
+        return (
+            "attn" in parent
+            or "attention" in parent
+            or hasattr(self._model.get_submodule(parent), "layer_idx")
+        )
 
-    def _cut_mlp(self, parent: str, plan: dict[str, str]) -> None:
-        columns = {child for child, style in plan.items() if style == "colwise"}
-        row = self._rest(parent, plan, allowed=columns)
+    def _check_layers(self, attention: Iterable[str]) -> None:
+        count, layers = len(list(attention)), self._spec.layout.layers
+        if count != layers:
+            raise _UnsplittableError(f"its plan covers {count} of {layers} attention layers")
+
+    def _check_attention(self, parent: str, plan: dict[str, str]) -> str:
+        """The name of its row-parallel layer."""
+        spec, dim = self._spec, self._spec.layout.head_dim
+        row = self._rest(parent, plan, allowed=set(_QKV))
+        for child, heads in zip(_QKV, (spec.q_heads, *[spec.layout.kv_heads] * 2), strict=True):
+            self._check_width(parent, child, "out_features", heads * dim)
+        self._check_width(parent, row, "in_features", spec.q_heads * dim)
+        return row
+
+    def _cut_attention(self, parent: str, row: str) -> None:
+        dim = self._spec.layout.head_dim
+        heads = kv_span(self._collective.rank, self._collective.size, self._spec.layout.kv_heads)
+        self._cut_columns(parent, "q_proj", _scale(self._queries, dim))
+        self._cut_columns(parent, "k_proj", _scale(heads, dim))
+        self._cut_columns(parent, "v_proj", _scale(heads, dim))
+        self._cut_row(parent, row, _scale(self._queries, dim))
+
+    def _check_mlp(self, parent: str, plan: dict[str, str]) -> tuple[list[str], str]:
+        """The names of its column-parallel layers and of the row-parallel one."""
+        columns = sorted(child for child, style in plan.items() if style == "colwise")
+        row = self._rest(parent, plan, allowed=set(columns))
+        for child in columns:
+            self._check_width(parent, child, "out_features", self._linear(parent, row).in_features)
+        return columns, row
+
+    def _cut_mlp(self, parent: str, columns: list[str], row: str) -> None:
         width = self._linear(parent, row).in_features
         rank, size = self._collective.rank, self._collective.size
         span = Span(rank * width // size, (rank + 1) * width // size)
-        for child in sorted(columns):
-            self._cut_columns(parent, child, width, span)
-        self._cut_row(parent, row, width, span)
+        for child in columns:
+            self._cut_columns(parent, child, span)
+        self._cut_row(parent, row, span)
 
     def _rest(self, parent: str, plan: dict[str, str], allowed: set[str]) -> str:
         """The one row-parallel child, when everything else in `parent` is understood."""
@@ -133,31 +185,30 @@ class _Sharder:
         for child, style in plan.items():
             known = (child in allowed and style == "colwise") or style in ("rowwise", _PER_HEAD)
             if not known:
-                raise self._refuse(f"its plan has '{style}' for {parent}.{child}")
+                raise _UnsplittableError(f"its plan has '{style}' for {child}")
         if len(rows) != 1:
-            raise self._refuse(f"{parent} has {len(rows)} row-parallel layers, not one")
+            raise _UnsplittableError(f"it has {len(rows)} row-parallel layers, not one")
         for name, parameter in self._model.get_submodule(parent).named_parameters():
             child = name.split(".")[0]
             whole = child not in plan or plan[child] == _PER_HEAD
             if whole and tuple(parameter.shape) != (self._spec.layout.head_dim,):
-                raise self._refuse(f"{parent}.{name} {tuple(parameter.shape)} is neither split nor per head")
+                raise _UnsplittableError(f"its {name} {tuple(parameter.shape)} is neither split nor per head")
         return rows[0]
 
-    def _cut_columns(self, parent: str, child: str, width: int, span: Span) -> None:
+    def _check_width(self, parent: str, child: str, side: str, width: int) -> None:
+        found = getattr(self._linear(parent, child), side)
+        if found != width:
+            raise _UnsplittableError(f"its {child} has {found} {side} where {width} can be split")
+
+    def _cut_columns(self, parent: str, child: str, span: Span) -> None:
         linear = self._linear(parent, child)
-        if linear.out_features != width:
-            raise self._refuse(
-                f"{parent}.{child} has {linear.out_features} outputs where {width} can be split"
-            )
         self._cut(parent, child, linear, "weight", Cut(0, span))
         if linear.bias is not None:
             self._cut(parent, child, linear, "bias", Cut(0, span))
         linear.out_features = len(span)
 
-    def _cut_row(self, parent: str, child: str, width: int, span: Span) -> None:
+    def _cut_row(self, parent: str, child: str, span: Span) -> None:
         linear = self._linear(parent, child)
-        if linear.in_features != width:
-            raise self._refuse(f"{parent}.{child} has {linear.in_features} inputs where {width} can be split")
         swapped = RowParallelLinear(
             len(span),
             linear.out_features,
@@ -175,15 +226,15 @@ class _Sharder:
         self._cuts[f"{parent}.{child}.{leaf}"] = cut
 
     def _linear(self, parent: str, child: str) -> nn.Linear:
-        module = self._model.get_submodule(parent).get_submodule(child)
+        module = getattr(self._model.get_submodule(parent), child, None)
         if type(module) is not nn.Linear:
-            raise self._refuse(f"{parent}.{child} is a {type(module).__name__}, not a plain linear layer")
+            raise _UnsplittableError(f"its {child} is a {type(module).__name__}, not a plain linear layer")
         return module
 
-    def _refuse(self, why: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{self._spec.architecture} cannot be split over {self._collective.size} ranks: {why}; use 1 rank"
-        )
+
+def _pattern(name: str) -> str:
+    """`model.layers.*.mlp` for `model.layers.7.mlp`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _scale(span: Span, by: int) -> Span:

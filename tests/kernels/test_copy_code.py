@@ -15,7 +15,6 @@ from kernels.gather import _gather_kernel
 from kernels.layout import _TILE_WORDS
 from kernels.scatter import _scatter_kernel
 
-
 _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
 
 

@@ -1,4 +1,4 @@
-"""What cannot be served exactly is refused at start with one clear line; what can be on one rank, is."""
+"""What cannot be served exactly is refused at start with one clear line; what cannot be split is held whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_helpers import load_plain, make_runner, plain_greedy, prompts
+from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
@@ -18,6 +18,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen3NextConfig,
@@ -25,7 +26,7 @@ from transformers import (
 )
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
-from disagg.core.types import SamplingParams, Shard, Span
+from disagg.core.types import SamplingParams
 from disagg.model.attention import AttentionParams
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective import ThreadCollective
@@ -49,7 +50,15 @@ SIZES: dict[str, Any] = {
     "pad_token_id": 258,
 }
 ENCODER = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "head_dim")}
-MLA = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MLA = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 8,
+}
 
 
 def save(config: PreTrainedConfig, directory: Path) -> Path:
@@ -69,7 +78,6 @@ def save(config: PreTrainedConfig, directory: Path) -> Path:
         (T5Config(vocab_size=259, d_model=64, num_layers=1, num_heads=4, d_ff=64), "not a decoder-only"),
         (MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1), "linear_attention"),
         (Qwen3NextConfig(**SIZES, num_experts=4, num_experts_per_tok=2), "linear_attention"),
-        (DeepseekV3Config(**SIZES, **MLA, n_routed_experts=8, moe_intermediate_size=32), "MLA"),
         (
             FalconConfig(vocab_size=259, hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
             "cannot be built with our attention",
@@ -98,24 +106,31 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
         ModelSource.from_directory(tmp_path)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("config", "match"),
+    ("config", "whole"),
     [
-        (Phi3Config(**SIZES), "colwise_gather_output"),
-        (MixtralConfig(**SIZES, num_local_experts=4), "packed_colwise"),
-        (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), "tensor-parallel plan|plan has"),
+        (Phi3Config(**SIZES), {"attention", "model.layers.*.mlp"}),
+        (Olmo2Config(**SIZES), {"attention"}),
+        (MixtralConfig(**SIZES, num_local_experts=4), {"model.layers.*.mlp.experts"}),
+        (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), {"attention"}),
+        (DeepseekV3Config(**SIZES | MLA, n_routed_experts=8, moe_intermediate_size=32), {"attention"}),
     ],
-    ids=["fused qkv", "experts", "sinks"],
+    ids=["fused qkv", "norms over all heads", "experts", "sinks", "latent attention"],
 )
-def test_what_cannot_be_split_runs_on_one_rank(config: Any, match: str, tmp_path: Path) -> None:
+def test_what_cannot_be_split_is_held_whole(config: Any, whole: set[str], size: int, tmp_path: Path) -> None:
     directory = save(config, tmp_path)
-    with pytest.raises(UnsupportedModelError, match=match) as caught:
-        make_runner(directory, ThreadCollective.group(2)[0])
-    assert "use 1 rank" in str(caught.value)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
-    answers = generate_unsplit(make_runner(directory), prompts(), params, chunk_tokens=13)
+
+    def work(collective: ThreadCollective) -> tuple[set[str], list[list[int]]]:
+        runner = make_runner(directory, collective if size > 1 else None)
+        return runner.held_whole, generate_unsplit(runner, prompts(), params, chunk_tokens=13)
+
+    found = run_ranks(size, work)
     plain = load_plain(directory)
-    assert answers == [plain_greedy(plain, prompt, 8) for prompt in prompts()]
+    expected = [plain_greedy(plain, prompt, 8) for prompt in prompts()]
+    assert all(answers == expected for _, answers in found)
+    assert all(whole <= parts if size > 1 else not parts for parts, _ in found)
 
 
 @pytest.mark.parametrize("size", [5, 8, 24])
@@ -136,7 +151,7 @@ def test_a_context_beyond_the_model_and_a_pool_too_small_are_refused() -> None:
 
 def test_the_probe_sees_what_a_configuration_hides() -> None:
     spec = ModelSource.random_init("tiny-mistral").spec(torch.float32)
-    config, shard = ModelSource.random_init("tiny-mistral").config, Shard(0, Span(0, 2), Span(0, 6))
+    config, heads = ModelSource.random_init("tiny-mistral").config, 6
     q, kv, plain = torch.ones(1, 12, 8), torch.ones(1, 6, 8), AttentionParams(1.0, window_tokens=32)
 
     def probed(*calls: tuple[int, torch.Tensor, AttentionParams]) -> ShapeProbe:
@@ -145,7 +160,7 @@ def test_the_probe_sees_what_a_configuration_hides() -> None:
             probe.attend(layer, q, kv, v, params)
         return probe
 
-    probed((0, kv, plain), (1, kv, plain)).require(spec, shard, config)
+    probed((0, kv, plain), (1, kv, plain)).require(spec, heads, config)
     for match, probe in {
         "1 attention calls": probed((0, kv, plain)),
         "3 attention calls": probed((0, kv, plain), (1, kv, plain), (1, kv, plain)),
@@ -153,7 +168,7 @@ def test_the_probe_sees_what_a_configuration_hides() -> None:
         "sliding window": probed((0, kv, plain), (1, kv, AttentionParams(1.0))),
     }.items():
         with pytest.raises(UnsupportedModelError, match=match):
-            probe.require(spec, shard, config)
+            probe.require(spec, heads, config)
 
 
 def test_attention_refuses_what_it_cannot_honour() -> None:

@@ -24,7 +24,7 @@ HEAD_DIM = 4
 def fake_spec(layers: int, kv_heads: int) -> ModelSpec:
     """What ranks must know of the model."""
     layout = KVLayout(layers, kv_heads, HEAD_DIM, "float32")
-    return ModelSpec("Fake", "fake", layout, 12, VOCAB, 256, ())
+    return ModelSpec("Fake", "fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
 
 
 def next_token(tokens: Sequence[int]) -> int:
