@@ -12,6 +12,7 @@ from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestErr
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.model.sampler import sample
+from disagg.model.spec import ModelSpec
 from disagg.node.leader import Leader, Send, check_prompt
 from disagg.node.plan import StepPlan
 from transport import messages as m
@@ -33,12 +34,12 @@ class DecodeLeader(Leader):
         self,
         scheduler: DecodeScheduler,
         eos_ids: Sequence[int],
-        vocab_size: int,
+        spec: ModelSpec,
         send: Send,
         to_self: Callable[[m.Message], None],
         clock: Clock,
     ) -> None:
-        super().__init__(vocab_size, send, to_self, clock)
+        super().__init__(spec, send, to_self, clock)
         self._scheduler = scheduler
         self._eos_ids = tuple(eos_ids)
         self._prefill_leaders: dict[str, str] = {}
@@ -142,7 +143,7 @@ class DecodeLeader(Leader):
                 raise PeerLostError(
                     f"prefill group {message.prefill_group!r} is not linked to this decode group"
                 )
-            check_prompt(message.prompt, message.sampling.max_tokens, self._vocab_size)
+            check_prompt(message.prompt, message.sampling.max_tokens, self._spec)
             request = self._scheduler.reserve(
                 message.key,
                 len(message.prompt),

@@ -36,9 +36,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             # Not from 0: what an earlier life of this group left on the wire must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
         )
-        return DecodeLeader(
-            scheduler, spec.eos_ids, spec.vocab_size, self.control.send, self._to_self, self.clock
-        )
+        return DecodeLeader(scheduler, spec.eos_ids, spec, self.control.send, self._to_self, self.clock)
 
     def _make_agent(self, transport: Transport) -> SegmentReceiver:
         transfer = self.config.transfer

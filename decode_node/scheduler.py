@@ -182,7 +182,13 @@ class DecodeScheduler:
         request.joined = request.in_step = True
         position = request.prompt_tokens + len(request.tokens) - 1
         return Work(
-            request.key, request.ticket.number, request.holding.row, position, request.tokens[-1:], pages
+            request.key,
+            request.ticket.number,
+            request.holding.row,
+            position,
+            request.tokens[-1:],
+            request.prompt_tokens,
+            pages,
         )
 
     def _settle(self, request: DecodeRequest) -> None:

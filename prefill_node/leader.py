@@ -11,6 +11,7 @@ from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_f
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.sampler import sample
+from disagg.model.spec import ModelSpec
 from disagg.node.leader import Leader, LedRequest, Send, check_prompt
 from disagg.node.plan import StepPlan
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
@@ -25,12 +26,12 @@ class PrefillLeader(Leader):
     def __init__(
         self,
         scheduler: PrefillScheduler,
-        vocab_size: int,
+        spec: ModelSpec,
         send: Send,
         to_self: Callable[[m.Message], None],
         clock: Clock,
     ) -> None:
-        super().__init__(vocab_size, send, to_self, clock)
+        super().__init__(spec, send, to_self, clock)
         self._scheduler = scheduler
         self._decode_leaders: dict[str, str] = {}
 
@@ -111,7 +112,7 @@ class PrefillLeader(Leader):
                 raise PeerLostError(
                     f"decode group {message.ticket.group!r} is not linked to this prefill group"
                 )
-            check_prompt(message.prompt, message.sampling.max_tokens, self._vocab_size)
+            check_prompt(message.prompt, message.sampling.max_tokens, self._spec)
             self._scheduler.submit(request)
         except DisaggError as error:
             self._refuse(router, message.key, error)

@@ -36,9 +36,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             max_context_tokens=min(group.max_context_tokens, self.runner.spec.context_tokens),
             max_waiting=MAX_WAITING,
         )
-        return PrefillLeader(
-            scheduler, self.runner.spec.vocab_size, self.control.send, self._to_self, self.clock
-        )
+        return PrefillLeader(scheduler, self.runner.spec, self.control.send, self._to_self, self.clock)
 
     def _make_agent(self, transport: Transport) -> SegmentSender:
         transfer = self.config.transfer

@@ -183,6 +183,7 @@ class PrefillScheduler:
             request.holding.row,
             start,
             request.prompt[start : start + take],
+            len(request.prompt),
             request.holding.pages if start == 0 else [],
         )
 

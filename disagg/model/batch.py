@@ -24,6 +24,8 @@ class SequenceSlice:
     row: int
     start: int
     tokens: tuple[int, ...]
+    prompt_tokens: int = 0
+    """Length of the request's whole prompt, when it is longer than `stop`; asked for by some rotary embeddings."""
 
     @property
     def stop(self) -> int:

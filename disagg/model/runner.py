@@ -14,6 +14,7 @@ from disagg.model.build import build_model
 from disagg.model.collective import SingleCollective
 from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
 from disagg.model.probe import ShapeProbe
+from disagg.model.rope import long_tokens, wrap_ropes
 from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
 from disagg.model.tp import RowParallelLinear, query_span
@@ -65,6 +66,7 @@ class ModelRunner:
         self._head_map = HeadMap(
             self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
         )
+        self._ropes = wrap_ropes(self._model, self.spec.rope_switch_tokens)
         self._probe()
         slots = self.pages * page_size
         self.pool = MHATokenToKVPool(
@@ -81,6 +83,10 @@ class ModelRunner:
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
         index = build_index(batch, self.req_to_token)
+        if self._ropes:
+            long = upload(long_tokens(batch, self.spec.rope_switch_tokens), self.device).bool()[None]
+            for rope in self._ropes:
+                rope.long = long
         context: AttentionContext = PagedStep(self.pool, self._head_map, index, on_layer)
         if self._whole_attention:
             context = SharedHeads(context, self._queries, self.shard.heads, self._collective)

@@ -6,11 +6,10 @@ from typing import Any
 
 import msgspec
 
-from disagg.core.errors import UnsupportedModelError
+from disagg.core.errors import PromptTooLongError, UnsupportedModelError
 from disagg.core.types import KVLayout, Shard, Span
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -30,6 +29,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Longest prompt plus answer that the model was made for."""
     eos_ids: tuple[int, ...]
     """Tokens that end an answer."""
+    rope_switch_tokens: int = 0
+    """Requests longer than it use another rotary embedding (`longrope`); 0 when there is only one."""
 
 
 def kv_span(rank: int, size: int, kv_heads: int) -> Span:
@@ -61,7 +62,22 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
         vocab_size=config.vocab_size,
         context_tokens=config.max_position_embeddings,
         eos_ids=eos_ids(config.eos_token_id),
+        rope_switch_tokens=_rope_switch_tokens(config),
     )
+
+
+def require_one_rope(spec: ModelSpec, prompt_tokens: int, max_tokens: int) -> None:
+    """Raises PromptTooLongError for a request that would change its rotary embedding in the middle of its answer.
+
+    All its cached keys would have to be computed again.
+    """
+    switch = spec.rope_switch_tokens
+    if switch and prompt_tokens <= switch < prompt_tokens + max_tokens - 1:
+        raise PromptTooLongError(
+            f"{prompt_tokens} prompt tokens and an answer of up to {max_tokens} pass {switch} tokens, where "
+            f"{spec.architecture} changes its rotary embedding: ask for at most {switch + 1 - prompt_tokens} tokens, "
+            f"or give a prompt of more than {switch}"
+        )
 
 
 def _heads(config: Any) -> tuple[int, int, int]:
@@ -104,8 +120,6 @@ def _unsupported(config: Any) -> str | None:
         return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
     if getattr(config, "use_bidirectional_attention", None):
         return "its attention is bidirectional"
-    if _rope_types(config) & _LENGTH_DEPENDENT_ROPE:
-        return "its rotary embedding depends on the longest sequence of a batch (dynamic or longrope scaling)"
     other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
     if other:
         return f"it has layers other than full or sliding attention: {', '.join(sorted(other))}"
@@ -116,7 +130,13 @@ def _unsupported(config: Any) -> str | None:
     return None
 
 
-def _rope_types(config: Any) -> set[str]:
+def _rope_switch_tokens(config: Any) -> int:
+    # `dynamic` scaling begins beyond the context that we serve, so it never changes anything here.
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]  # one entry per layer type
-    return {str(entry.get("rope_type")) for entry in [parameters, *nested]}
+    switches = {
+        int(entry["original_max_position_embeddings"])
+        for entry in [parameters, *nested]
+        if entry.get("rope_type") == "longrope"
+    }
+    return switches.pop() if switches else 0

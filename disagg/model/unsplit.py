@@ -13,6 +13,7 @@ from disagg.kv.pages import TokenToKVPoolAllocator, pages_for, slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.runner import ModelRunner
 from disagg.model.sampler import sample
+from disagg.model.spec import require_one_rope
 
 
 @dataclass
@@ -82,6 +83,7 @@ class _Engine:
     def _require_fits(self, request: _Request) -> None:
         total = len(request.prompt) + request.params.max_tokens
         room = min(self._runner.req_to_token.max_tokens, self._allocator.free_pages * self._runner.page_size)
+        require_one_rope(self._runner.spec, len(request.prompt), request.params.max_tokens)
         if not request.prompt or total > room:
             raise PromptTooLongError(
                 f"request {request.index}: {len(request.prompt)} prompt and {request.params.max_tokens} "
@@ -108,7 +110,7 @@ class _Engine:
             if count:
                 budget -= count
                 tokens = request.tokens[request.computed : request.computed + count]
-                slices.append(SequenceSlice(request.row, request.computed, tokens))
+                slices.append(SequenceSlice(request.row, request.computed, tokens, len(request.prompt)))
                 chosen.append(request)
         if not slices:
             raise InvariantError(f"nothing to run of {len(self._running)} running requests")

@@ -38,7 +38,9 @@ class StepExecutor:
                 limit = Span(0, self._runner.req_to_token.max_tokens)
                 slots = slots_of(work.pages, self._runner.page_size, span.intersect(limit))
                 self._runner.req_to_token.set_slots(work.row, 0, slots)
-        slices = tuple(SequenceSlice(work.row, work.start, tuple(work.tokens)) for work in plan.work)
+        slices = tuple(
+            SequenceSlice(work.row, work.start, tuple(work.tokens), work.prompt_tokens) for work in plan.work
+        )
         return self._runner.forward(StepBatch(slices), on_layer)
 
 

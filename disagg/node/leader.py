@@ -17,6 +17,7 @@ import structlog
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestError, RequestTimeoutError
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
+from disagg.model.spec import ModelSpec, require_one_rope
 from disagg.node.plan import StepPlan
 from transport import messages as m
 
@@ -28,14 +29,20 @@ IDLE_S = 0.25
 Send = Callable[[str, m.Message], None]
 
 
-def check_prompt(prompt: Sequence[int], max_tokens: int, vocab_size: int) -> None:
-    """Raises `RequestError` for what would fail in the middle of a step, and take the whole group with it."""
+def check_prompt(prompt: Sequence[int], max_tokens: int, spec: ModelSpec) -> None:
+    """Raises `RequestError` or `PromptTooLongError` for what would fail, or be wrong, in the middle of a request.
+
+    A step that fails takes the whole group with it.
+    """
     if not prompt or max_tokens < 1:
         raise RequestError(
             f"a prompt of {len(prompt)} tokens and an answer of up to {max_tokens}: each needs 1 or more"
         )
-    if not 0 <= min(prompt) <= max(prompt) < vocab_size:
-        raise RequestError(f"the prompt has a token outside the model's vocabulary of {vocab_size} tokens")
+    if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
+        raise RequestError(
+            f"the prompt has a token outside the model's vocabulary of {spec.vocab_size} tokens"
+        )
+    require_one_rope(spec, len(prompt), max_tokens)
 
 
 class LedRequest(Protocol):
@@ -52,9 +59,9 @@ class Leader(ABC):
     """Base of `PrefillLeader` and `DecodeLeader`."""
 
     def __init__(
-        self, vocab_size: int, send: Send, to_self: Callable[[m.Message], None], clock: Clock
+        self, spec: ModelSpec, send: Send, to_self: Callable[[m.Message], None], clock: Clock
     ) -> None:
-        self._vocab_size = vocab_size
+        self._spec = spec
         self._send = send
         self._to_self = to_self
         self._clock = clock

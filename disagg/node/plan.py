@@ -19,6 +19,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     row: int
     start: int
     tokens: list[int]
+    prompt_tokens: int
+    """Length of the request's whole prompt."""
     pages: list[int] = []
     """All the request's pages, in the request's first work only."""
 

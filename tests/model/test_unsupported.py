@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from architectures import ENCODER, MLA, SIZES, save
 from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
 from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
     BertConfig,
     DeepseekV3Config,
     FalconConfig,
@@ -35,42 +34,6 @@ from disagg.model.probe import ShapeProbe
 from disagg.model.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 259,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "bos_token_id": 256,
-    "eos_token_id": 257,
-    "pad_token_id": 258,
-}
-ENCODER = {key: SIZES[key] for key in SIZES if key not in ("num_key_value_heads", "head_dim")}
-MLA = {
-    "head_dim": 8,
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 8,
-}
-
-
-def save(config: PreTrainedConfig, directory: Path) -> Path:
-    torch.manual_seed(0)
-    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = auto.from_config(config)
-    for name, parameter in model.named_parameters():
-        if name.endswith("sinks"):
-            parameter.data.normal_()
-    model.save_pretrained(directory)
-    return directory
-
 
 @pytest.mark.parametrize(
     ("config", "match"),
@@ -83,10 +46,6 @@ def save(config: PreTrainedConfig, directory: Path) -> Path:
             "cannot be built with our attention",
         ),
         (BertConfig(**ENCODER), "is_causal=False"),
-        (
-            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
-            "rotary",
-        ),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )

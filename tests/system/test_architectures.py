@@ -1,0 +1,46 @@
+"""Models that are not split like a Llama, through the whole system: parts held whole, MLA, long rotary tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import LONGROPE, MLA, SIZES, save
+from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
+from transformers import DeepseekV3Config, MixtralConfig, Phi3Config
+
+from disagg.core.errors import PromptTooLongError
+from disagg.core.types import SamplingParams
+from disagg.model.source import ModelSource
+from disagg.router.session import Router
+
+CONFIGS = {
+    "phi3": lambda: Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=40),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
+    "deepseek": lambda: DeepseekV3Config(**SIZES | MLA, n_routed_experts=8, moe_intermediate_size=32),
+}
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2), (4, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_generate(
+    name: str, tp: tuple[int, int], checkpoints: Checkpoints, tmp_path: Path
+) -> None:
+    source = ModelSource.from_directory(save(CONFIGS[name](), tmp_path))
+    prompts = random_prompts(5, 33, 41, 90)  # Phi-3's tables change beyond 40 tokens
+    with local_groups(small_config(*tp, pool_tokens=256), source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=8))
+    assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
+
+
+def test_an_answer_that_would_change_its_rotary_table_is_refused(tmp_path: Path) -> None:
+    source = ModelSource.from_directory(save(CONFIGS["phi3"](), tmp_path))
+    with local_groups(small_config(1, 1, pool_tokens=256), source) as groups:
+
+        async def work(router: Router) -> Any:
+            with pytest.raises(PromptTooLongError, match="changes its rotary embedding"):
+                await ask(router, "crosses", random_prompts(38)[0], SamplingParams(max_tokens=8))
+            return await ask(router, "stays", random_prompts(38)[0], SamplingParams(max_tokens=3))
+
+        assert len(groups.serve(work).tokens) == 3
