@@ -19,10 +19,11 @@ from disagg.core.types import Span
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _VECTOR_BYTES = 16  # widest access of one thread
-# One 16-byte access of each thread: of all tiles from 2 to 64 KiB the smallest came closest to a plain copy on an
-# H200 (`disagg bench kernels`); a multiprocessor holds so many programs that memory latency is hidden by them.
+# Of all tiles from 2 to 64 KiB the smallest came closest to a plain copy on an H200 (`disagg bench kernels`): a
+# multiprocessor holds so many programs that they hide each other's memory latency. A row is not cut below 4 KiB.
 _TILE_WORDS = 256
-_WARPS = 4
+_MAX_BLOCK_WORDS = 512
+_WARPS = 2
 _INT32_MAX = 2**31 - 1
 
 
@@ -186,19 +187,20 @@ def tile(  # type: ignore[no-untyped-def]
     return pool_row[:, None] + word[None, :], staged_row[:, None] + word[None, :], mask
 
 
+def tile_shape(row_words: int) -> tuple[int, int]:
+    """Words and tokens of one program's tile, both powers of two."""
+    block_words = min(1 << (row_words - 1).bit_length(), _MAX_BLOCK_WORDS)
+    return block_words, max(1, _TILE_WORDS // block_words)
+
+
 def launch(kernel: Any, copy: Copy) -> None:
     """Runs a copy kernel for all planes in one launch, on the current stream; never waits for it.
 
     `kernel(pool, slots, staged, tokens, plane_words, <constexprs of tile>)`. What differs from call to call
     (tokens, layers, heads' start) is no constexpr, so that only a new row width compiles anew.
     """
-    block_words = min(triton.next_power_of_2(copy.row_words), _TILE_WORDS)
-    block_tokens = _TILE_WORDS // block_words
-    grid = (
-        triton.cdiv(copy.tokens, block_tokens),
-        copy.planes,
-        triton.cdiv(copy.row_words, block_words),
-    )
+    block_words, block_tokens = tile_shape(copy.row_words)
+    grid = (-(-copy.tokens // block_tokens), copy.planes, -(-copy.row_words // block_words))
     constants = (copy.token_words, copy.row_words, copy.vector_words, block_tokens, block_words)
     if copy.pool.device.type != "cuda":  # the interpreter
         sizes = (copy.tokens, copy.plane_words)

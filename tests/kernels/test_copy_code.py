@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gather import _gather_kernel
-from kernels.layout import _TILE_WORDS
+from kernels.layout import _WARPS, tile_shape
 from kernels.scatter import _scatter_kernel
 
 _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
@@ -20,12 +20,12 @@ _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
 
 def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_words: int) -> set[str]:
     """Widths of the global accesses in Hopper's PTX, such as `v2.b64`, without the slot look-up (b32)."""
-    block_words = triton.next_power_of_2(row_words)
+    block_words, block_tokens = tile_shape(row_words)
     constants = {
         "TOKEN_WORDS": token_words,
         "ROW_WORDS": row_words,
         "VECTOR_WORDS": vector_words,
-        "BLOCK_TOKENS": _TILE_WORDS // block_words,
+        "BLOCK_TOKENS": block_tokens,
         "BLOCK_WORDS": block_words,
     }
     pointers = {"pool": f"*{word}", "slots": "*i32", "staged": f"*{word}"}
@@ -37,7 +37,7 @@ def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_wo
         constexprs=constants,
         attrs=aligned,
     )
-    options = {"num_warps": 4, "enable_fp_fusion": False}
+    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return set(re.findall(_ACCESS, compiled.asm["ptx"])) - {"b32"}
 
@@ -47,6 +47,7 @@ def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_wo
     ("word", "row_words", "token_words", "vector_words", "expected"),
     [
         ("i64", 32, 128, 2, {"v2.b64"}),
+        ("i64", 512, 512, 2, {"v2.b64"}),
         ("i64", 96, 96, 2, {"v2.b64"}),  # a row that is no power of two
         ("i64", 3, 9, 1, {"b64"}),
         ("u8", 5, 15, 1, {"b8"}),
