@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -47,6 +47,71 @@ def kernels(
     with _progress() as tell:
         results = run(bench, tell)
     _show("kernels", f"gather and scatter of {nbytes >> 20} MiB on {_name(where)}", results, out)
+
+
+@app.command()
+def transfer(
+    prefill_tp: Annotated[int, typer.Option("--prefill-tp", min=1, help="Ranks that send.")] = 1,
+    decode_tp: Annotated[int, typer.Option("--decode-tp", min=1, help="Ranks that receive.")] = 1,
+    kv_heads: Annotated[int, typer.Option("--kv-heads", min=1, help="Of the whole model.")] = 8,
+    layers: Annotated[int, typer.Option("--layers", min=1)] = 32,
+    head_dim: Annotated[int, typer.Option("--head-dim", min=1)] = 128,
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Element type of the KV, by torch's name.")
+    ] = "bfloat16",
+    tokens: Annotated[
+        str | None,
+        typer.Option("--tokens", help="Sizes of requests, comma-separated [128,4096; 128 on a CPU]."),
+    ] = None,
+    prefill_page_size: Annotated[int, typer.Option("--prefill-page-size", min=1)] = 16,
+    decode_page_size: Annotated[int, typer.Option("--decode-page-size", min=1)] = 16,
+    in_flight: Annotated[
+        int, typer.Option("--in-flight", min=2, help="Requests under way at once, back to back.")
+    ] = 8,
+    layer_groups: Annotated[int, typer.Option("--layer-groups", min=1, help="As transfer.layer_groups.")] = 4,
+    ring_bytes: Annotated[
+        str, typer.Option("--ring-bytes", metavar="SIZE", help="Of each decode rank.")
+    ] = "256MiB",
+    staging_bytes: Annotated[
+        str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank.")
+    ] = "256MiB",
+    transport: Annotated[str, typer.Option("--transport", help="Backend of the data plane.")] = "ucx",
+    repeats: RepeatsFlag = 9,
+    device: DeviceFlag = "auto",
+    out: OutFlag = None,
+) -> None:
+    """KV pool to KV pool between two groups of ranks, as a share of a plain copy between their devices."""
+    from disagg.bench.transfer import TransferBench, run
+    from disagg.core.config import Config, TransferConfig, TransportConfig
+    from disagg.core.types import DTYPE_BYTES, KVLayout
+
+    if dtype not in DTYPE_BYTES:
+        raise ConfigError(f"--dtype {dtype}: give one of {', '.join(DTYPE_BYTES)}")
+    where = _device(device)
+    bench = TransferBench(
+        layout=KVLayout(layers, kv_heads, head_dim, dtype),
+        tokens=_numbers("--tokens", tokens or ("128,4096" if where.type == "cuda" else "128")),
+        in_flight=in_flight,
+        repeats=repeats,
+        cuda=where.type == "cuda",
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_page_size=prefill_page_size,
+        decode_page_size=decode_page_size,
+        config=Config(
+            transfer=TransferConfig(
+                ring_bytes=parse_bytes(ring_bytes),
+                staging_bytes=parse_bytes(staging_bytes),
+                layer_groups=layer_groups,
+            ),
+            transport=TransportConfig(backend=cast("Any", transport)),
+        ),
+    )
+    with _progress() as tell:
+        results = run(bench, tell)
+    _show(
+        "transfer", f"pool to pool, TP {prefill_tp} -> {decode_tp}, {dtype} on {_name(where)}", results, out
+    )
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:

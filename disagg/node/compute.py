@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -13,8 +14,10 @@ from disagg.core.ports import LayerHook
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.runner import ModelRunner
 from disagg.node.plan import StepPlan
+
+if TYPE_CHECKING:
+    from disagg.model.runner import ModelRunner  # it brings transformers, which a rank without a model spares
 
 log = structlog.get_logger(__name__)
 

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import structlog
 import torch
@@ -21,7 +21,6 @@ from disagg.core.config import Config, GroupConfig
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
-from disagg.model.runner import ModelRunner
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.leader import Leader
 from disagg.node.links import Link
@@ -30,6 +29,9 @@ from disagg.node.transfer_loop import TransferAgent, TransferLoop
 from transport import messages as m
 from transport.base import Transport
 from transport.control import ControlChannel
+
+if TYPE_CHECKING:
+    from disagg.model.runner import ModelRunner  # it brings transformers, which a rank without a model spares
 
 log = structlog.get_logger(__name__)
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from disagg.core.types import Shard, Span
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.runner import ModelRunner
 from kernels.gather import gather
 from kernels.layout import segment_bytes
 from kernels.scatter import scatter
 from staging.routes import Route
+
+if TYPE_CHECKING:
+    from disagg.model.runner import ModelRunner  # it brings transformers, which a rank without a model spares
 
 TOKENS = 8
 

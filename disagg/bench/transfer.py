@@ -1,0 +1,273 @@
+"""KV pool to KV pool between two groups of ranks, through the real senders and receivers; there is no model.
+
+This process takes the leaders' part: it opens requests, says when their KV is computed, and hears when it landed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from disagg.bench.measure import copy_rate
+from disagg.bench.noise import check_layout
+from disagg.bench.processes import Processes, Remote, call_all, visible_gpus
+from disagg.bench.ranks import DecodeHost, PrefillHost, RankOptions
+from disagg.bench.raw_ucx import raw_rates
+from disagg.bench.report import Label, Measurement, Result
+from disagg.core.config import Config
+from disagg.core.errors import ConfigError
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RequestKey, Span, Ticket
+from disagg.kv.pages import pages_for
+from staging.shards import make_shards
+from transport import messages as m
+from transport.keys import make_keys
+
+MIB = 1 << 20
+COMPUTE_S = 0.005
+"""A step of a model takes so long at least: leases are asked for before it, KV is there after it."""
+RAW_SIZES = tuple(MIB // 16 << 2 * step for step in range(7))
+"""64 KiB to 256 MiB."""
+
+
+@dataclass(frozen=True)
+class TransferBench:
+    """What to measure."""
+
+    layout: KVLayout
+    tokens: tuple[int, ...]
+    """Sizes of requests."""
+    in_flight: int
+    """Requests under way at once where they go back to back."""
+    repeats: int
+    cuda: bool
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_page_size: int = 16
+    decode_page_size: int = 16
+    config: Config = field(default_factory=Config)
+    """Its `transfer`, `transport` and `control`."""
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout)
+        if not self.tokens or min(self.tokens) < 1:
+            raise ConfigError(f"requests of {self.tokens} tokens: give 1 or more")
+        if self.config.transport.backend == "inproc":
+            raise ConfigError(
+                "transport inproc does not leave a process; ranks of the benchmark are processes"
+            )
+
+    @property
+    def ceiling_bytes(self) -> int:
+        """Of a plain copy, and the most that one measurement of the wire moves."""
+        return 1024 * MIB if self.cuda else 32 * MIB
+
+    def cases(self) -> tuple[Case, ...]:
+        """For each size: one at a time, the same without leases asked for ahead, and back to back."""
+        found: list[Case] = []
+        for tokens in self.tokens:
+            nbytes = tokens * self.layout.token_bytes
+            few = min(16, max(1, self.ceiling_bytes // 4 // nbytes))
+            many = max(2 * self.in_flight, min(8 * self.in_flight, self.ceiling_bytes // nbytes))
+            found += [
+                Case(tokens, few, 1),
+                Case(tokens, few, 1, ahead=False),
+                Case(tokens, many, self.in_flight),
+            ]
+        return tuple(found)
+
+    def pool_slots(self, page_size: int) -> int:
+        """Room for the largest case, and the trash page."""
+        return page_size * (1 + max(case.count * pages_for(case.tokens, page_size) for case in self.cases()))
+
+    def landed_bytes(self, tokens: int) -> int:
+        """Bytes that one request brings to all decode ranks; replicated heads count on each."""
+        shards = make_shards(self.layout.layers, self.layout.kv_heads, self.decode_tp)
+        heads = sum(len(shard.heads) for shard in shards)
+        return tokens * self.layout.token_bytes // self.layout.kv_heads * heads
+
+
+@dataclass(frozen=True)
+class Case:
+    """A round: so many requests, checked together."""
+
+    tokens: int
+    count: int
+    in_flight: int
+    ahead: bool = True
+    """Leases are asked for before the KV is computed, as in a real step."""
+
+    def pages(self, page_size: int, slots: int) -> list[list[int]]:
+        """Pages of each request, in no order."""
+        each = pages_for(self.tokens, page_size)
+        drawn = random.Random(self.tokens).sample(range(1, slots // page_size), each * self.count)
+        return [drawn[i : i + each] for i in range(0, len(drawn), each)]
+
+
+def run(bench: TransferBench, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
+    """Requests, then the wire, then copies. Raises `InvariantError` when bytes came wrong or went astray."""
+    tell("copies")
+    gpus = visible_gpus() if bench.cuda else []
+    copies = _copies(bench, len(gpus))
+    ceiling = copies[-1]
+    tell("raw UCX")
+    raw = raw_rates(
+        tuple(size for size in RAW_SIZES if size <= bench.ceiling_bytes // 4),
+        (gpus[0], gpus[1 % len(gpus)]) if gpus else (None, None),
+        bench.config.transport.error_handling,
+        bench.ceiling_bytes,
+        bench.repeats,
+    )
+    results: list[Result] = []
+    with Processes() as processes:
+        groups = Groups(bench, processes, gpus)
+        for case in bench.cases():
+            tell(f"requests of {case.tokens} tokens, {case.in_flight} in flight")
+            results.extend(_results(bench, case, groups.measure(case), ceiling))
+    for size, rate in raw.items():
+        results.append(Result(f"raw UCX, messages of {_size(size)}", rate, ceiling, {"bytes": size}))
+    return [*results, *(Result(f"{copy.name}, {_size(bench.ceiling_bytes)}", copy) for copy in copies)]
+
+
+def _copies(bench: TransferBench, gpus: int) -> list[Measurement]:
+    """Plain copies in GB/s moved; the last is what a transfer is compared with."""
+    here = torch.device("cuda", 0) if bench.cuda else torch.device("cpu")
+    both_ways = copy_rate(here, here, bench.ceiling_bytes, bench.repeats)
+    found = [Measurement("device copy", "GB/s", tuple(rate / 2 for rate in both_ways.values))]
+    if gpus > 1:
+        found.append(copy_rate(here, torch.device("cuda", 1), bench.ceiling_bytes, bench.repeats))
+    if bench.cuda:
+        torch.cuda.empty_cache()
+    return found
+
+
+def _results(
+    bench: TransferBench, case: Case, seconds: Sequence[float], ceiling: Measurement
+) -> Iterator[Result]:
+    nbytes = bench.landed_bytes(case.tokens)
+    transfer = bench.config.transfer
+    labels: dict[str, Label] = {
+        "tokens": case.tokens,
+        "bytes": nbytes,
+        "in_flight": case.in_flight,
+        "leases_ahead": case.ahead,
+        "requests": case.count,
+        "prefill_tp": bench.prefill_tp,
+        "decode_tp": bench.decode_tp,
+        "prefill_page_size": bench.prefill_page_size,
+        "decode_page_size": bench.decode_page_size,
+        "dtype": bench.layout.dtype,
+        "layers": bench.layout.layers,
+        "kv_heads": bench.layout.kv_heads,
+        "head_dim": bench.layout.head_dim,
+        "transport": bench.config.transport.backend,
+        "layer_groups": transfer.layer_groups,
+        "ring_bytes": transfer.ring_bytes,
+        "staging_bytes": transfer.staging_bytes,
+    }
+    moved = nbytes if case.in_flight == 1 else nbytes * case.count
+    name = f"{case.tokens} tokens ({_size(nbytes)})"
+    rate = Measurement("pool to pool", "GB/s", tuple(moved / s / 1e9 for s in seconds))
+    latency = Measurement("pool to pool", "us", tuple(s * 1e6 for s in seconds))
+    if case.in_flight > 1:
+        yield Result(f"{name}, {case.in_flight} in flight", rate, ceiling, labels)
+    elif case.ahead:
+        yield Result(f"{name}, one at a time", rate, ceiling, labels)
+        yield Result(f"{name}, time of one", latency, None, labels)
+    else:
+        yield Result(f"{name}, time of one and its leases", latency, None, labels)
+
+
+class Groups:
+    """The two groups, seen from their leaders."""
+
+    def __init__(self, bench: TransferBench, processes: Processes, gpus: Sequence[str]) -> None:
+        self._bench = bench
+        self._tickets = itertools.count(1)
+        sizes = (bench.prefill_page_size, bench.decode_page_size)
+        self._page_sizes, self._slots = sizes, tuple(bench.pool_slots(size) for size in sizes)
+        keys = make_keys()
+
+        def start(kind: type[PrefillHost | DecodeHost], tp: int, side: int, first_gpu: int) -> list[Remote]:
+            shape = (sizes[side], self._slots[side], bench.config, keys, bench.cuda)
+            return [
+                processes.start(
+                    f"{kind.role} rank {rank}",
+                    gpus[(first_gpu + rank) % len(gpus)] if gpus else None,
+                    kind,
+                    RankOptions(rank, tp, bench.layout, *shape),
+                )
+                for rank in range(tp)
+            ]
+
+        self._prefill = start(PrefillHost, bench.prefill_tp, 0, 0)
+        self._decode = start(DecodeHost, bench.decode_tp, 1, bench.prefill_tp)
+        call_all([*self._prefill, *self._decode], "link", self._group("prefill", 0), self._group("decode", 1))
+
+    def measure(self, case: Case) -> tuple[float, ...]:
+        """Seconds from 'computed' to 'landed', of each request one at a time or of a whole round."""
+        pages = [case.pages(size, slots) for size, slots in zip(self._page_sizes, self._slots, strict=True)]
+        call_all(self._prefill, "fill", pages[0], case.tokens)
+        call_all(self._decode, "poison")
+        found: list[float] = []
+        for number in range(self._bench.repeats + 1):
+            seconds = self._round(case, pages)
+            call_all(self._decode, "check", pages[1], case.tokens)
+            if number:  # the first one opens connections and maps memory
+                found.extend(seconds)
+        return tuple(found)
+
+    def _round(self, case: Case, pages: Sequence[Sequence[list[int]]]) -> list[float]:
+        tickets = [self._ticket(case.tokens) for _ in range(case.count)]
+        everyone = (*self._prefill, *self._decode)
+        receives = [m.OpenReceive(t, owned, "prefill") for t, owned in zip(tickets, pages[1], strict=True)]
+        sends = [m.OpenSend(t.key, t, owned) for t, owned in zip(tickets, pages[0], strict=True)]
+        call_all((self._prefill[0], self._decode[0]), "clear")
+        call_all(self._decode, "open", receives)
+        self._decode[0].call("wait", "RankOpened", len(tickets) * len(self._decode))
+        call_all(self._prefill, "open", sends)
+        keys = [ticket.key for ticket in tickets]
+        batches = [keys] if case.in_flight > 1 else [[key] for key in keys]
+        landed = itertools.accumulate(len(batch) for batch in batches)
+        seconds = [self._move(case, batch, count) for batch, count in zip(batches, landed, strict=True)]
+        call_all(everyone, "shut", [m.CloseTransfer(t.key, t.number, "measured") for t in tickets])
+        for group in (self._prefill, self._decode):
+            group[0].call("wait", "RankClosed", len(tickets) * len(group))
+        return seconds
+
+    def _move(self, case: Case, keys: list[RequestKey], landed: int) -> float:
+        start_at_s = time.monotonic() + COMPUTE_S
+        self._decode[0].ask("wait", "Landed", landed * len(self._decode))
+        started_s = call_all(self._prefill, "send", keys, case.tokens, case.in_flight, case.ahead, start_at_s)
+        landed_s: float = self._decode[0].answer()
+        first_s: float = min(started_s)
+        return landed_s - first_s
+
+    def _ticket(self, tokens: int) -> Ticket:
+        number = next(self._tickets)
+        return Ticket(RequestKey(f"bench-{number}"), number, "decode", Span(0, tokens))
+
+    def _group(self, role: str, side: int) -> GroupInfo:
+        ranks = call_all(self._decode if side else self._prefill, "start")
+        bench = self._bench
+        return GroupInfo(
+            name=role,
+            role=role,
+            protocol_version=PROTOCOL_VERSION,
+            fingerprint="noise",
+            layout=bench.layout,
+            page_size=self._page_sizes[side],
+            transport=bench.config.transport.backend,
+            ranks=tuple(ranks),
+        )
+
+
+def _size(nbytes: int) -> str:
+    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << scale:
+            return f"{nbytes / (1 << scale):.4g} {unit}"
+    return f"{nbytes} B"
