@@ -30,7 +30,7 @@ _SCRATCH_BYTES = 64
 _PROGRESS_STEPS = 64
 """Most progress calls in one `progress`, so that a steady stream cannot keep the owner thread inside."""
 _MAX_IDLE_WAKEUPS = 100
-_NAP_S = 0.001
+_NAP_S = 0.0006
 
 
 @dataclass(slots=True, eq=False)
@@ -74,8 +74,6 @@ class UcxTransport(Transport):
         self._poll = select.poll()
         self._poll.register(self._wake_fd, select.POLLIN)
         self._poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
-        self._wake_poll = select.poll()
-        self._wake_poll.register(self._wake_fd, select.POLLIN)
         self._idle_wakeups = 0
         self._closed = False
 
@@ -226,13 +224,13 @@ class UcxTransport(Transport):
         """Sleeps until UCX or `wake` has something, on an armed worker.
 
         While a TCP connection waits for a peer that does not answer, UCX's descriptor stays readable with
-        nothing to do; after some such wake-ups in a row only `wake` is listened to, for a moment at a time.
+        nothing to do; after some such wake-ups in a row the thread sleeps for a moment at a time.
         """
         if self._idle_wakeups < _MAX_IDLE_WAKEUPS:
             events = self._poll.poll(timeout_s * 1000)
             by_ucx = any(fd != self._wake_fd for fd, _ in events)
         else:
-            self._wake_poll.poll(min(timeout_s, _NAP_S) * 1000)
+            time.sleep(min(timeout_s, _NAP_S))  # polling descriptors takes whole milliseconds
             by_ucx = True
         if by_ucx:
             self._idle_wakeups = 0 if self._worker.progress_once() else self._idle_wakeups + 1

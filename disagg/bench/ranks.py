@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -23,7 +24,7 @@ from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import Marker, mark
 from disagg.node.links import make_link
-from disagg.node.rank import aligned
+from disagg.node.rank import SWITCH_INTERVAL_S, aligned
 from disagg.node.transfer_loop import TransferLoop
 from prefill_node.sender import SegmentSender
 from staging.shards import make_shards
@@ -123,7 +124,9 @@ class RankHost(ABC):
             transport.backend, error_handling=transport.error_handling, gpu=options.cuda
         )
         self._agent: Any = self._make_agent()
-        self._loop = TransferLoop(f"{self.role} r{options.rank}", self._transport, self._agent)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        spin_s = options.config.transfer.spin_s if options.cuda else 0.0
+        self._loop = TransferLoop(f"{self.role} r{options.rank}", self._transport, self._agent, spin_s=spin_s)
 
     def start(self) -> RankInfo:
         """Starts the control and the transfer thread."""

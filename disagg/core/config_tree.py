@@ -148,13 +148,15 @@ class TransferConfig(Section, frozen=True):
     """Watermarks are sent again this often, also when nothing changed."""
     max_segment_bytes: int = 0
     """Largest unit of transfer; 0 takes `segment_limit_bytes`' default."""
+    spin_s: float = 0.005
+    """A rank on a GPU polls for so long after the last traffic before it sleeps: to be woken takes up to 1 ms."""
     drain_timeout_s: float = 10.0
     """How long a shutdown waits for transfers under way before it aborts them."""
 
     def __post_init__(self) -> None:
         self._at_least(4096, "ring_bytes", "staging_bytes")
         self._at_least(1, "layer_groups")
-        self._at_least(0, "max_segment_bytes")
+        self._at_least(0, "max_segment_bytes", "spin_s")
         self._positive("lease_timeout_s", "watermark_interval_s", "drain_timeout_s")
         smaller = min(self.ring_bytes, self.staging_bytes)
         self._needs(

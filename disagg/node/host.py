@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +17,7 @@ from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
-from disagg.node.rank import RankNode
+from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.warm import warm_model
 from transport.control_zmq import make_control
 from transport.keys import ControlKeys
@@ -56,6 +57,7 @@ class RankHost:
 
     def start(self, rendezvous: Rendezvous) -> Started:
         """Meets the other ranks, loads the model, opens the channels. Raises `DisaggError`."""
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         group = self.group_config
         device = resolve_device(group.device)
         if device.type == "cuda":

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+SWITCH_INTERVAL_S = 0.0002
+"""A rank's threads ask each other for the interpreter this often; Python's 5 ms would hold up whole transfers."""
 ALIGNMENT_BYTES = 256
 """Rings and staging buffers are whole multiples of it."""
 
@@ -85,7 +87,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._executor = StepExecutor(runner, group_config.max_requests)
         self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
         self._agent: AgentT = self._make_agent(transport)
-        self._loop = TransferLoop(self.lane, transport, self._agent, self._on_broken)
+        spin_s = config.transfer.spin_s if runner.device.type == "cuda" else 0.0
+        self._loop = TransferLoop(self.lane, transport, self._agent, self._on_broken, spin_s)
         next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
         self._compute = ComputeThread(self.lane, next_plan, self._step, self._on_broken, runner.device)
 

@@ -45,9 +45,13 @@ class TransferLoop:
         transport: Transport,
         agent: TransferAgent,
         broken: Callable[[Exception], None] = lambda error: None,
+        spin_s: float = 0.0,
     ) -> None:
-        """`broken` hears, on the thread itself, what the transport raised: nothing can be moved after it."""
-        self._broken = broken
+        """`broken` hears, on the thread itself, what the transport raised: nothing can be moved after it.
+
+        For `spin_s` after the last traffic the thread polls; only then it sleeps until it is woken.
+        """
+        self._broken, self._spin_s = broken, spin_s
         self._transport = transport
         self._agent = agent
         self._inbox: deque[Callable[[], None]] = deque()
@@ -95,10 +99,16 @@ class TransferLoop:
 
     def _run(self) -> None:
         try:
+            spin_until_s = 0.0
             while not self._stopping.is_set():
                 busy = self._turn()
-                timeout_s = self._guarded(lambda: self._agent.poll(time.monotonic()), IDLE_WAIT_S)
-                if not busy and not self._inbox and timeout_s > 0:
+                now_s = time.monotonic()
+                timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
+                if busy or timeout_s <= 0:
+                    spin_until_s = now_s + self._spin_s
+                elif now_s < spin_until_s:
+                    time.sleep(0)  # lets go of the interpreter: others need it to post, and to compute
+                elif not self._inbox:
                     self._transport.wait(min(timeout_s, IDLE_WAIT_S))
             while self._inbox:
                 self._guarded(self._inbox.popleft(), None)
