@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -61,7 +62,21 @@ class Incoming:
     """By (source rank, segment index)."""
     ended: set[int] = field(default_factory=set)
     """Source ranks that will send nothing more; what they sent before is in `expected`."""
+    lost: set[int] = field(default_factory=set)
+    """Source ranks that were given up: what they say afterwards is void."""
     asked_to_stop: set[int] = field(default_factory=set)
+    writers: set[int] = field(default_factory=set)
+    """Source ranks that may write straight into the pool."""
+    written: set[tuple[int, int]] = field(default_factory=set)
+    """(source rank, segment index) of what they wrote."""
+    early: list[Segment] = field(default_factory=list)
+    """Written, but one before them is not yet known to be: its notice is late, or will never come."""
+    awaited: set[tuple[int, int]] = field(default_factory=set)
+    """What a source that has ended still writes."""
+    barred_until_s: float = 0.0
+    """A lost writer's last launch may still run until then; later ones find the fence closed."""
+    landed_from: Counter[int] = field(default_factory=Counter)
+    """Bytes, by source rank."""
     landed_bytes: int = 0
     landed: bool = False
     closing: bool = False
@@ -71,6 +86,11 @@ class Incoming:
     def key(self) -> RequestKey:
         """The request's key."""
         return self.ticket.key
+
+    def unproven_writers(self) -> set[int]:
+        """Writers that neither have written all of theirs nor have said that they write no more."""
+        done = {src for src in self.writers if self.landed_from[src] == self.coverage.bytes_from(src)}
+        return self.writers - done - (self.ended - {src for src, _ in self.awaited})
 
     def held(self, src_rank: int | None = None) -> Iterator[Item]:
         """Items that hold a lease, of one source rank or of all."""
@@ -89,7 +109,14 @@ class Coverage:
     def __init__(self, routes: tuple[Route, ...], tokens: Span, layout: KVLayout) -> None:
         self._routes, self._tokens, self._layout = routes, tokens, layout
         self._next = {route: [tokens.start] * len(route.layers) for route in routes}
-        self.total_bytes = sum(self._bytes(route.layers, route.heads, tokens) for route in routes)
+        self._from: Counter[int] = Counter()
+        for route in routes:
+            self._from[route.src_rank] += self._bytes(route.layers, route.heads, tokens)
+        self.total_bytes = self._from.total()
+
+    def bytes_from(self, src_rank: int) -> int:
+        """What one source rank has to bring."""
+        return self._from[src_rank]
 
     def add(self, segment: Segment) -> None:
         """Takes a segment in. Raises `ProtocolError`, changing nothing, when it is not the next of its route."""
@@ -102,6 +129,12 @@ class Coverage:
             raise ProtocolError(f"{segment} overlaps an earlier one or leaves a gap")
         for row in rows:
             ahead[row] = segment.tokens.stop
+
+    def is_early(self, segment: Segment) -> bool:
+        """True when another one of its route must come first. Raises `ProtocolError` when it is on no route."""
+        route = self._route_of(segment)
+        ahead = self._next[route]
+        return any(ahead[row] < segment.tokens.start for row in segment.layers.shift(-route.layers.start))
 
     def _route_of(self, segment: Segment) -> Route:
         for route in self._routes:

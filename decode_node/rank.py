@@ -46,6 +46,8 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             pool=self.runner.pool,
             page_size=self.group_config.page_size,
             ring_bytes=self._ring_bytes(),
+            rows=self.group_config.max_requests if self.config.transport.peer_memory else 0,
+            quarantine_s=2 * self.config.control.peer_timeout_s,
             lease_timeout_s=transfer.lease_timeout_s,
             watermark_interval_s=transfer.watermark_interval_s,
             transport=transport,
@@ -74,6 +76,8 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
                 return partial(self._agent.on_lease_request, peer, message)
             case m.SenderEnded():
                 return partial(self._agent.on_sender_ended, peer, message)
+            case m.PoolRefused():
+                return partial(self._agent.on_pool_refused, peer, message)
         return None
 
     def _step(self, plan: StepPlan) -> None:

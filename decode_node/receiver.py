@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from decode_node.fences import FenceWords
 from decode_node.incoming import Coverage, Incoming, Item, State, local
 from disagg.core.errors import DisaggError, InvariantError, PeerLostError, ProtocolError, TransportError
 from disagg.core.ports import Clock
@@ -28,6 +29,8 @@ from staging.allocator import StagingAllocator
 from staging.buffer import StagingBuffer
 from transport import messages as m
 from transport.base import Arrival, Operation, OperationState, Transport
+from transport.notices import NOTICE_BYTES, Notices
+from transport.peer_memory import offer
 from transport.tags import unpack
 
 log = structlog.get_logger(__name__)
@@ -64,6 +67,8 @@ class SegmentReceiver:
         pool: MHATokenToKVPool,
         page_size: int,
         ring_bytes: int,
+        rows: int,
+        quarantine_s: float,
         lease_timeout_s: float,
         watermark_interval_s: float,
         transport: Transport,
@@ -72,6 +77,7 @@ class SegmentReceiver:
         timeline: Timeline,
         clock: Clock,
     ) -> None:
+        """`rows` fence words guard the pool against its writers; 0 offers it to nobody."""
         self._rank, self._shard, self._pool, self._page_size = rank, shard, pool, page_size
         self._lease_timeout_s, self._watermark_interval_s = lease_timeout_s, watermark_interval_s
         self._transport, self._send, self._to_leader = transport, send, to_leader
@@ -81,8 +87,15 @@ class SegmentReceiver:
         self._buffer = StagingBuffer(ring_bytes, pool.buffer.device)
         self._ring = StagingAllocator(ring_bytes)
         transport.register(self._buffer.memory)
+        self._fences = FenceWords(rows, pool.buffer.device) if rows else None
+        self._quarantine_s = quarantine_s
+        """A writer that we took for dead has noticed by then, and what it launched has ended."""
+        self._writers: set[str] = set()
+        """Peers that the pool was offered to, and that did not refuse."""
+        self._notices = Notices(transport)
         self._links: dict[str, Link] = {}
         self._incoming: dict[int, Incoming] = {}
+        self._barred: deque[Incoming] = deque()
         self._untold: deque[Item] = deque()
         self._scattering: deque[Item] = deque()
         self._repeat_at_s = 0.0
@@ -98,6 +111,18 @@ class SegmentReceiver:
         with self._queue.use():
             warm_copies(link.to_rank(self._rank), self._shard, self._pool)
         self._links[link.prefill.name] = link
+        if self._fences is not None:
+            for peer in link.sources_of(self._rank):
+                self._offer(peer.control_address, self._fences)
+
+    def _offer(self, peer: str, fences: FenceWords) -> None:
+        try:
+            pool, words = offer(self._pool.buffer), offer(fences.words)
+        except TransportError as exc:
+            log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")
+            return
+        self._writers.add(peer)
+        self._send(peer, m.PoolOffer(self._rank, pool, words))
 
     # --- what the leader says
 
@@ -110,7 +135,10 @@ class SegmentReceiver:
             return
         if ticket.number not in self._incoming:
             try:
-                self._incoming[ticket.number] = self._make_incoming(message, link)
+                incoming = self._make_incoming(message, link)
+                if incoming.writers and self._fences is not None:
+                    self._fences.open(ticket.row, ticket.number)
+                self._incoming[ticket.number] = incoming
             except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
                 self._refuse(ticket, TransportError(f"cannot receive for {ticket.key}: {exc}"))
                 return
@@ -123,7 +151,8 @@ class SegmentReceiver:
             self._to_leader(m.RankClosed(message.key, message.ticket, self._rank))
             return
         incoming.closing = True
-        for src_rank in {item.segment.src_rank for item in incoming.held()} - incoming.ended:
+        senders = {item.segment.src_rank for item in incoming.held()} | incoming.unproven_writers()
+        for src_rank in senders - incoming.ended:
             self._stop_source(incoming, src_rank, message.reason)
         self._maybe_closed(incoming)
 
@@ -150,13 +179,23 @@ class SegmentReceiver:
         self._send(peer, m.LeaseGrant(request.key, request.ticket, self._rank, starts, ring_bytes, watermark))
         self._untold.extend(item for item in items if not self._ring.writable(item.lease))
 
+    def on_pool_refused(self, peer: str, message: m.PoolRefused) -> None:
+        """A peer cannot open the pool: everything of it comes through the ring."""
+        log.info("pool_refused", peer=peer, why=message.reason, how="KV comes through the ring")
+        self._writers.discard(peer)
+        for incoming in list(self._incoming.values()):
+            if incoming.peers.get(message.src_rank) == peer:
+                incoming.writers.discard(message.src_rank)
+                self._maybe_closed(incoming)
+
     def on_sender_ended(self, peer: str, message: m.SenderEnded) -> None:
         """A source sends nothing more: what it did not send will never be written.
 
         Why it ended is for the prefill group to tell the router, which then releases the request here too.
         """
         incoming = self._incoming.get(message.ticket)
-        if incoming is None or incoming.peers.get(message.src_rank) != peer:
+        src_rank = message.src_rank
+        if incoming is None or incoming.peers.get(src_rank) != peer or src_rank in incoming.lost:
             self._stale += 1
             return
         self._source_ended(incoming, message.src_rank, set(message.sent))
@@ -168,9 +207,14 @@ class SegmentReceiver:
             n for n, k in self._links.items() if peer in {r.control_address for r in k.prefill.ranks}
         ]:
             del self._links[name]
+        self._writers.discard(peer)
         fence(self._transport, peer)
         for incoming in list(self._incoming.values()):
             for src_rank in [rank for rank, address in incoming.peers.items() if address == peer]:
+                if src_rank in incoming.unproven_writers():
+                    incoming.barred_until_s = self._clock() + self._quarantine_s
+                    self._barred.append(incoming)
+                incoming.lost.add(src_rank)
                 self._source_ended(incoming, src_rank, set())
                 if not incoming.landed and not incoming.closing:
                     self._fail(incoming, PeerLostError(f"lost prefill rank {peer}"))
@@ -183,6 +227,9 @@ class SegmentReceiver:
         tag = unpack(arrival.tag)
         incoming = self._incoming.get(tag.ticket)
         item = incoming.items.get((tag.writer, tag.segment)) if incoming else None
+        if incoming is not None and item is None and tag.writer in incoming.writers:
+            self._on_notice(incoming, incoming.peers[tag.writer], arrival)
+            return
         if incoming is None or item is None or item.state is not State.LEASED:
             self._stale += 1
             self._transport.discard(item.peer if item else None, arrival)
@@ -200,6 +247,10 @@ class SegmentReceiver:
 
     def on_operation(self, operation: Operation) -> None:
         """A receive ended: its bytes go to their pages, unless the request is over."""
+        noticed = self._notices.ended(operation)
+        if isinstance(noticed, Incoming):
+            self._noticed(operation, noticed)
+            return
         item = operation.context
         if not isinstance(item, Item):
             return
@@ -219,6 +270,8 @@ class SegmentReceiver:
             self._land(self._scattering.popleft())
         if self._scattering:
             return DEVICE_POLL_S
+        while self._barred and self._barred[0].barred_until_s <= now_s:
+            self._maybe_closed(self._barred.popleft())
         if now_s >= self._repeat_at_s:
             self._repeat_at_s = now_s + self._watermark_interval_s
             self._repeat_watermarks()
@@ -232,7 +285,8 @@ class SegmentReceiver:
         slots = self._queue.upload(slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop)))
         coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout)
         peers = {rank.rank: rank.control_address for rank in link.sources_of(self._rank)}
-        return Incoming(ticket, slots, coverage, peers)
+        writers = {rank for rank, peer in peers.items() if peer in self._writers and ticket.pages}
+        return Incoming(ticket, slots, coverage, peers, writers=writers)
 
     def _lease(self, incoming: Incoming, peer: str, src_rank: int, segment: Segment) -> Item:
         known = incoming.items.get((src_rank, segment.index))
@@ -275,14 +329,53 @@ class SegmentReceiver:
         self._record("scatter", item)
         item.state = State.LANDED
         self._ring.free(item.lease.id)
-        incoming.landed_bytes += item.segment.nbytes
+        self._count(incoming, item.segment)
+        self._tell_writable()
+        self._maybe_closed(incoming)
+
+    def _on_notice(self, incoming: Incoming, peer: str, arrival: Arrival) -> None:
+        if arrival.nbytes <= NOTICE_BYTES:
+            self._notices.receive(peer, arrival, incoming)
+            return
+        self._transport.discard(peer, arrival)
+        self._fail(incoming, ProtocolError(f"a notice of {arrival.nbytes} bytes came"))
+
+    def _noticed(self, operation: Operation, incoming: Incoming) -> None:
+        """A writer has told of a segment, or cannot any more: either way it writes nothing of it from now on."""
+        tag = unpack(operation.tag)
+        name = (tag.writer, tag.segment)
+        first = name not in incoming.written
+        incoming.written.add(name)
+        incoming.awaited.discard(name)
+        try:
+            if operation.state is OperationState.FAILED:
+                raise operation.error or TransportError("a notice was not received")
+            segment = self._notices.segment(operation)
+            if first and not incoming.failed and not incoming.closing:
+                self._written(incoming, name, segment)
+        except (TransportError, ProtocolError) as exc:
+            self._fail(incoming, exc)
+        self._maybe_closed(incoming)
+
+    def _written(self, incoming: Incoming, name: tuple[int, int], segment: Segment) -> None:
+        if (segment.src_rank, segment.index) != name or segment.dst_rank != self._rank:
+            raise ProtocolError(f"a notice of {name} speaks of {segment}")
+        incoming.early.append(segment)
+        while ready := [s for s in incoming.early if not incoming.coverage.is_early(s)]:
+            for each in ready:
+                incoming.early.remove(each)
+                incoming.coverage.add(each)
+                self._count(incoming, each)
+
+    def _count(self, incoming: Incoming, segment: Segment) -> None:
+        """A segment is in its pages."""
+        incoming.landed_bytes += segment.nbytes
+        incoming.landed_from[segment.src_rank] += segment.nbytes
         self._landed += 1
-        self._landed_bytes += item.segment.nbytes
+        self._landed_bytes += segment.nbytes
         if incoming.landed_bytes == incoming.coverage.total_bytes:
             incoming.landed = True
             self._to_leader(m.Landed(incoming.key, incoming.ticket.number, self._rank))
-        self._tell_writable()
-        self._maybe_closed(incoming)
 
     def _drop(self, item: Item) -> None:
         """Frees a lease whose region nothing writes or reads any more."""
@@ -353,14 +446,22 @@ class SegmentReceiver:
 
     def _source_ended(self, incoming: Incoming, src_rank: int, sent: set[int]) -> None:
         incoming.ended.add(src_rank)
+        if src_rank in incoming.writers:
+            known = {index for rank, index in (*incoming.items, *incoming.written) if rank == src_rank}
+            others = {name for name in incoming.awaited if name[0] != src_rank}
+            incoming.awaited = others | {(src_rank, index) for index in sent - known}
         for item in list(incoming.held(src_rank)):
             if item.state is State.LEASED and item.segment.index not in sent:
                 self._drop(item)
 
     def _maybe_closed(self, incoming: Incoming) -> None:
-        if not incoming.closing or any(incoming.held()):
+        if not incoming.closing or any(incoming.held()) or incoming.unproven_writers():
+            return
+        if self._clock() < incoming.barred_until_s:
             return
         if self._incoming.pop(incoming.ticket.number, None) is not None:
+            if incoming.writers and self._fences is not None:
+                self._fences.close(incoming.ticket.row)
             self._to_leader(m.RankClosed(incoming.key, incoming.ticket.number, self._rank))
 
     # --- looking in

@@ -110,7 +110,8 @@ class DecodeScheduler:
                 f"{memory.free_rows} rows are free)"
             )
         number = next(self._numbers) % TICKET_NUMBERS
-        ticket = Ticket(key, number, self._group, Span(0, prompt_tokens))
+        tokens = Span(0, prompt_tokens)
+        ticket = Ticket(key, number, self._group, tokens, holding.row, tuple(holding.pages))
         request = DecodeRequest(
             key, ticket, prompt_tokens, sampling, router, prefill_group, deadline_s, holding
         )

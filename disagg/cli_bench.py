@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,6 +19,10 @@ app = typer.Typer(help="Measure this machine; every figure with its ceiling, eve
 
 OutFlag = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Folder for the JSON file and the chart.")
+]
+TransportFlag = Annotated[
+    Literal["auto", "ucx"],
+    typer.Option("--transport", help="ucx: always through staging and ring, also where pools can be opened."),
 ]
 DeviceFlag = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each figure.")]
@@ -75,7 +79,7 @@ def transfer(
     staging_bytes: Annotated[
         str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank.")
     ] = "256MiB",
-    transport: Annotated[str, typer.Option("--transport", help="Backend of the data plane.")] = "ucx",
+    transport: TransportFlag = "auto",
     repeats: RepeatsFlag = 9,
     device: DeviceFlag = "auto",
     out: OutFlag = None,
@@ -104,7 +108,7 @@ def transfer(
                 staging_bytes=parse_bytes(staging_bytes),
                 layer_groups=layer_groups,
             ),
-            transport=TransportConfig(backend=cast("Any", transport)),
+            transport=TransportConfig(peer_memory=transport == "auto"),
         ),
     )
     with _progress() as tell:

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from disagg.core.types import Span
 from kernels.dispatch import backend
-from kernels.layout import Copy, launch, plan_copy, tile
+from kernels.layout import Copy, plan_copy, tile
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -53,7 +53,7 @@ def gather(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, o
     if copy is None:
         return
     if backend(pool.device) == "triton":
-        launch(_gather_kernel, copy)
+        copy.launch(_gather_kernel)
     else:
         _gather_torch(copy)
 

@@ -1,4 +1,4 @@
-"""What the gather and the scatter kernel share: argument checks, the choice of word, the tile, the launch.
+"""What the copy kernels share: argument checks, the choice of word, the tile.
 
 A pool is one contiguous tensor `[layers, 2, slots, heads, head_dim]` (the second axis is K, V). A segment in
 staging is contiguous bytes `[layer, k|v, token, head, head_dim]`. The heads of one token stand side by side
@@ -16,15 +16,9 @@ import triton
 import triton.language as tl
 
 from disagg.core.types import Span
+from kernels.launch import VECTOR_BYTES, Launch
 
-_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-_VECTOR_BYTES = 16  # widest access of one thread
-# Of all tiles from 2 to 64 KiB the smallest came closest to a plain copy on an H200 (`disagg bench kernels`): a
-# multiprocessor holds so many programs that they hide each other's memory latency. A row is not cut below 4 KiB.
-_TILE_WORDS = 256
-_MAX_BLOCK_WORDS = 512
-_WARPS = 2
-_INT32_MAX = 2**31 - 1
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +56,28 @@ class Copy:
     def pool_words(self) -> torch.Tensor:
         """View `[layers, 2, slots, row_words]` of the pool: the copied layers and heads only."""
         shape = (self.pool.shape[0], 2, self.pool.shape[2], self.token_words)
-        words = self.pool.view(-1).view(_WORDS[self.word_bytes]).view(shape)
+        words = self.pool.view(-1).view(WORDS[self.word_bytes]).view(shape)
         rows = slice(self.first_words, self.first_words + self.row_words)
         return words[self.layers.start : self.layers.stop, :, :, rows]
 
     def staged_words(self) -> torch.Tensor:
         """View `[layers, 2, tokens, row_words]` of staging."""
-        return self.staged.view(_WORDS[self.word_bytes]).view(-1, 2, self.tokens, self.row_words)
+        return self.staged.view(WORDS[self.word_bytes]).view(-1, 2, self.tokens, self.row_words)
+
+    def launch(self, kernel: Any) -> None:
+        """Runs `kernel(pool, slots, staged, tokens, plane_words, <constexprs of tile>)`; see `Launch`."""
+        Launch(
+            kernel,
+            self.pool.device,
+            tensors=lambda: (self.pool_words(), self.slots, self.staged_words()),
+            addresses=(self.pool_start, self.slots.data_ptr(), self.staged.data_ptr()),
+            types=(self.word_bytes, self.slots.dtype),
+            planes=self.planes,
+            tokens=self.tokens,
+            row_words=self.row_words,
+            sizes=(self.tokens, self.plane_words),
+            constants=(self.token_words, self.row_words, self.vector_words),
+        ).run()
 
 
 def segment_bytes(pool: torch.Tensor, tokens: int, layers: Span, heads: Span) -> int:
@@ -84,8 +93,8 @@ def plan_copy(
     `name` is what the caller calls the staging tensor. Slots are trusted: reading them back would stall the
     device. Raises ValueError.
     """
-    _check_pool(pool, layers, heads)
-    _check_slots(slots, pool)
+    check_pool(pool, layers, heads)
+    check_slots(slots, pool)
     expected = segment_bytes(pool, slots.shape[0], layers, heads)
     _check_staged(staged, pool, expected, name)
     if expected == 0:
@@ -93,7 +102,7 @@ def plan_copy(
     head_bytes = pool.shape[4] * pool.element_size()
     row_bytes, token_bytes = len(heads) * head_bytes, pool.shape[3] * head_bytes
     first_bytes = heads.start * head_bytes
-    aligned = _alignment(
+    aligned = alignment(
         row_bytes,
         token_bytes,
         first_bytes,
@@ -120,15 +129,15 @@ def plan_copy(
     )
 
 
-def _alignment(*quantities: int) -> int:
+def alignment(*quantities: int) -> int:
     """Largest power of two, at most 16, that divides all the quantities (bytes, addresses)."""
-    merged = _VECTOR_BYTES
+    merged = VECTOR_BYTES
     for quantity in quantities:
         merged |= quantity
     return merged & -merged
 
 
-def _check_pool(pool: torch.Tensor, layers: Span, heads: Span) -> None:
+def check_pool(pool: torch.Tensor, layers: Span, heads: Span) -> None:
     if pool.dim() != 5 or pool.shape[1] != 2 or not pool.is_contiguous():
         raise ValueError(
             "pool must be contiguous [layers, 2, slots, heads, head_dim]; "
@@ -142,7 +151,7 @@ def _check_pool(pool: torch.Tensor, layers: Span, heads: Span) -> None:
             )
 
 
-def _check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
+def check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
     if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
         raise ValueError(
             f"slots must be contiguous int32 or int64 [tokens]; got {slots.dtype} {list(slots.shape)}"
@@ -185,63 +194,3 @@ def tile(  # type: ignore[no-untyped-def]
     staged_row = tl.multiple_of((plane * tokens + token) * ROW_WORDS, VECTOR_WORDS)
     mask = (token < tokens)[:, None] & (word < ROW_WORDS)[None, :]
     return pool_row[:, None] + word[None, :], staged_row[:, None] + word[None, :], mask
-
-
-def tile_shape(row_words: int) -> tuple[int, int]:
-    """Words and tokens of one program's tile, both powers of two."""
-    block_words = min(1 << (row_words - 1).bit_length(), _MAX_BLOCK_WORDS)
-    return block_words, max(1, _TILE_WORDS // block_words)
-
-
-def launch(kernel: Any, copy: Copy) -> None:
-    """Runs a copy kernel for all planes in one launch, on the current stream; never waits for it.
-
-    `kernel(pool, slots, staged, tokens, plane_words, <constexprs of tile>)`. What differs from call to call
-    (tokens, layers, heads' start) is no constexpr, so that only a new row width compiles anew.
-    """
-    block_words, block_tokens = tile_shape(copy.row_words)
-    grid = (-(-copy.tokens // block_tokens), copy.planes, -(-copy.row_words // block_words))
-    constants = (copy.token_words, copy.row_words, copy.vector_words, block_tokens, block_words)
-    if copy.pool.device.type != "cuda":  # the interpreter
-        sizes = (copy.tokens, copy.plane_words)
-        kernel[grid](copy.pool_words(), copy.slots, copy.staged_words(), *sizes, *constants)
-    elif copy.pool.device.index == torch.cuda.current_device():
-        _launch_on_device(kernel, copy, grid, constants)
-    else:
-        with torch.cuda.device(copy.pool.device):  # Triton launches on the current device's current stream
-            _launch_on_device(kernel, copy, grid, constants)
-
-
-_compiled: dict[tuple[object, ...], Any] = {}
-
-
-def _launch_on_device(
-    kernel: Any, copy: Copy, grid: tuple[int, int, int], constants: tuple[int, ...]
-) -> None:
-    """Triton's own launcher takes 17 us to find what it compiled before; found here, a launch takes 9."""
-    start, staged = copy.pool_start, copy.staged.data_ptr()
-    # Everything that Triton compiles apart for.
-    key = (
-        kernel,
-        copy.pool.device.index,
-        copy.word_bytes,
-        copy.slots.dtype,
-        start % _VECTOR_BYTES == 0,
-        staged % _VECTOR_BYTES == 0,
-        copy.plane_words > _INT32_MAX,
-        constants,
-    )
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[grid](start, copy.slots.data_ptr(), staged, copy.tokens, copy.plane_words, *constants)
-        return
-    _compiled[key] = kernel[grid](
-        copy.pool_words(),
-        copy.slots,
-        copy.staged_words(),
-        copy.tokens,
-        copy.plane_words,
-        *constants,
-        num_warps=_WARPS,
-        enable_fp_fusion=False,  # nothing to fuse; newer Triton warns when this is left to its default
-    )

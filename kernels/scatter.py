@@ -8,7 +8,7 @@ import triton.language as tl
 
 from disagg.core.types import Span
 from kernels.dispatch import backend
-from kernels.layout import Copy, launch, plan_copy, tile
+from kernels.layout import Copy, plan_copy, tile
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -53,7 +53,7 @@ def scatter(staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layer
     if copy is None:
         return
     if backend(pool.device) == "triton":
-        launch(_scatter_kernel, copy)
+        copy.launch(_scatter_kernel)
     else:
         _scatter_torch(copy)
 

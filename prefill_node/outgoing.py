@@ -12,6 +12,7 @@ import torch
 from disagg.core.types import RequestKey, Segment, Ticket
 from disagg.node.device import Marker
 from disagg.node.links import Link
+from prefill_node.direct import OpenPool
 from staging.allocator import Lease, is_writable
 
 
@@ -25,7 +26,7 @@ class State(enum.Enum):
     GATHERING = "gathering"
     """The gather is queued on the device."""
     SENDING = "sending"
-    """The transport reads the staging region."""
+    """The transport reads the staging region; or a kernel that writes the destination's pool is queued."""
     SENT = "sent"
     DROPPED = "dropped"
     """Its request ended before it was sent."""
@@ -40,6 +41,8 @@ class Item:
     peer: str
     """Control address of the destination rank; its name for the transport too."""
     state: State = State.PLANNED
+    direct: OpenPool | None = None
+    """The destination's pool, when it is written to without staging and ring."""
     ring_start: int | None = None
     """Position in the destination's ring; None until granted."""
     computed: bool = False
@@ -47,7 +50,8 @@ class Item:
     """What the gather waits for on the device: the layer group's KV write."""
     lease: Lease | None = None
     """Place in this rank's staging; freed when the send has ended, or instead of it."""
-    gathered: Marker = None
+    copied: Marker = None
+    """Behind its gather, or its write to the destination's pool."""
     started_s: float | None = None
     """When the device came to its gather; None before."""
     sending_s: float = 0.0
@@ -62,6 +66,10 @@ class Outgoing:
     link: Link
     slots: torch.Tensor
     """Slot of each prompt position, int32 `[tokens]`, on the pool's device."""
+    direct: dict[str, OpenPool] = field(default_factory=dict)
+    """Pools of the peers that this ticket's segments are written to; the others get them through their rings."""
+    target_slots: torch.Tensor | None = None
+    """Slot of each prompt position in those pools, int32 `[tokens]`."""
     items: dict[tuple[int, int], Item] = field(default_factory=dict)
     """By (destination rank, segment index)."""
     planned_to: int = 0
@@ -69,7 +77,7 @@ class Outgoing:
     left: int = 0
     """Items that are neither SENT nor DROPPED."""
     asked: set[str] = field(default_factory=set)
-    """Peers that were asked for leases, so that must hear of an early end."""
+    """Peers that were asked for leases, or may be written to, so that must hear of an early end."""
     messages: int = 0
     nbytes: int = 0
     finished: bool = False

@@ -74,6 +74,8 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
                 return partial(self._agent.on_watermark, peer, message)
             case m.StopSending():
                 return partial(self._agent.on_stop_sending, peer, message)
+            case m.PoolOffer():
+                return partial(self._agent.on_pool_offer, peer, message)
         return None
 
     def _step(self, plan: StepPlan) -> None:

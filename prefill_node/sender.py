@@ -24,12 +24,14 @@ from disagg.node.device import DeviceQueue, Marker, is_done
 from disagg.node.links import Link, fence, segment_limits
 from disagg.node.warm import warm_copies
 from kernels.gather import gather
+from prefill_node.direct import NO_LIMIT, OpenPools, check_pool, check_ticket, local_place, warm
 from prefill_node.outgoing import Destination, Item, Outgoing, State
 from staging.allocator import Lease, StagingAllocator
 from staging.buffer import StagingBuffer
 from staging.planner import layer_groups, plan_segments
 from transport import messages as m
 from transport.base import Arrival, Operation, OperationState, Transport
+from transport.notices import Notices
 from transport.tags import pack
 
 log = structlog.get_logger(__name__)
@@ -52,6 +54,12 @@ class SenderStatistics:
     """Staging that a lost peer may still read for a while."""
     segments_sent: int
     bytes_sent: int
+    segments_written: int
+    """Of those sent, the ones that were written straight into the destination's pool."""
+    open_pools: int
+    """Pools of decode ranks that are written to."""
+    refused_pools: int
+    """Offers that this rank could not take."""
     stale: int
     """Messages for tickets or segments that are not, or no longer, known; dropped."""
 
@@ -89,14 +97,20 @@ class SegmentSender:
         self._buffer = StagingBuffer(staging_bytes, pool.buffer.device)
         self._allocator = StagingAllocator(staging_bytes)
         transport.register(self._buffer.memory)
+        self._notices = Notices(transport)
         self._links: dict[str, Link] = {}
         self._limits: dict[str, dict[int, int]] = {}
         self._destinations: dict[str, Destination] = {}
+        self._offers: dict[str, m.PoolOffer] = {}
+        """Of decode ranks that are not linked yet."""
+        self._pools = OpenPools(pool.buffer.device)
         self._outgoing: dict[RequestKey, Outgoing] = {}
         self._steps: dict[int, list[Item]] = {}
         self._staged: deque[Item] = deque()
-        self._gathering: deque[Item] = deque()
-        self._segments_sent = self._bytes_sent = self._stale = 0
+        self._copying: deque[Item] = deque()
+        """Items whose gather or write is on the device, in the queue's order."""
+        self._segments_sent = self._bytes_sent = self._segments_written = self._stale = 0
+        self._refused_pools = 0
 
     # --- set-up
 
@@ -111,6 +125,9 @@ class SegmentSender:
         with self._queue.use():
             warm_copies(link.from_rank(self._rank), self._shard, self._pool)
         self._links[link.decode.name] = link
+        for peer in link.destinations_of(self._rank):
+            if (offer := self._offers.pop(peer.control_address, None)) is not None:
+                self.on_pool_offer(peer.control_address, offer)
 
     # --- what the leader and the compute thread say
 
@@ -126,14 +143,21 @@ class SegmentSender:
             )
             return
         try:
-            slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
-            on_device = self._queue.upload(slots)
+            self._outgoing[message.key] = self._make_outgoing(message, link)
         except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
             self._fail(message.key, ticket.number, TransportError(f"cannot send {message.key}: {exc}"))
-            return
-        self._outgoing[message.key] = Outgoing(
-            message.key, ticket, link, on_device, planned_to=ticket.tokens.start
-        )
+
+    def _make_outgoing(self, message: m.OpenSend, link: Link) -> Outgoing:
+        ticket, span = message.ticket, Span(0, message.ticket.tokens.stop)
+        slots = self._queue.upload(slots_of(message.pages, self._page_size, span))
+        outgoing = Outgoing(message.key, ticket, link, slots, planned_to=ticket.tokens.start)
+        if ticket.pages:
+            peers = (peer.control_address for peer in link.destinations_of(self._rank))
+            outgoing.direct = {peer: pool for peer in peers if (pool := self._pools.of(peer)) is not None}
+        if outgoing.direct:
+            check_ticket(ticket, link, list(outgoing.direct.values()))
+            outgoing.target_slots = self._queue.upload(slots_of(ticket.pages, link.decode.page_size, span))
+        return outgoing
 
     def plan_chunk(self, step: int, key: RequestKey, chunk: Span) -> None:
         """Step `step` is about to compute positions `chunk`: cuts them into segments and asks for leases."""
@@ -142,22 +166,28 @@ class SegmentSender:
             return
         tokens = chunk.intersect(outgoing.ticket.tokens)
         link = outgoing.link
+        peers = link.destinations_of(self._rank)
+        unstaged = {p.rank: NO_LIMIT for p in peers if p.control_address in outgoing.direct}
         segments = plan_segments(
             link.from_rank(self._rank),
             link.prefill.layout,
             tokens,
             self.groups,
-            self._limits[link.decode.name],
+            self._limits[link.decode.name] | unstaged,
             first_index=len(outgoing.items),
         )
         outgoing.planned_to = max(outgoing.planned_to, tokens.stop)
-        for peer in link.destinations_of(self._rank):
-            items = [Item(outgoing, s, peer.control_address) for s in segments if s.dst_rank == peer.rank]
+        for peer in peers:
+            name = peer.control_address
+            pool = outgoing.direct.get(name)
+            items = [Item(outgoing, s, name, direct=pool) for s in segments if s.dst_rank == peer.rank]
             if items:
                 outgoing.items.update({(peer.rank, item.segment.index): item for item in items})
                 outgoing.left += len(items)
+                outgoing.asked.add(name)
                 self._steps.setdefault(step, []).extend(items)
-                self._ask(outgoing, peer.control_address, items)
+                if pool is None:
+                    self._ask(outgoing, name, items)
         self._maybe_finished(outgoing)
 
     def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
@@ -168,7 +198,10 @@ class SegmentSender:
                 waiting.append(item)
                 continue
             item.computed, item.after = True, marker
-            self._maybe_sendable(item)
+            if item.direct is None:
+                self._maybe_sendable(item)
+            elif item.state is State.PLANNED:
+                self._try_copy(item)
         if waiting:
             self._steps[step] = waiting
         self._pump()
@@ -184,6 +217,33 @@ class SegmentSender:
         self._maybe_closed(outgoing)
 
     # --- what decode ranks say
+
+    def on_pool_offer(self, peer: str, offer: m.PoolOffer) -> None:
+        """A decode rank lets its pool be written to: tickets opened from now on are, if this rank can open it."""
+        if peer not in self._destinations:
+            self._offers[peer] = offer
+            return
+        try:
+            self._open_pool(peer, offer)
+        except (TransportError, ValueError) as exc:
+            self._pools.forget(peer)
+            self._refused_pools += 1
+            log.info("pool_not_opened", peer=peer, why=str(exc), how="KV goes through staging and its ring")
+            self._send(peer, m.PoolRefused(self._rank, str(exc)))
+
+    def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:
+        opened = self._pools.open(peer, offer)
+        link, shard = next(
+            (link, rank.shard)
+            for link in self._links.values()
+            for rank in link.destinations_of(self._rank)
+            if rank.control_address == peer
+        )
+        check_pool(opened, link.decode.layout, shard, self._pool.buffer.dtype)
+        with self._queue.use():
+            routes = tuple(r for r in link.from_rank(self._rank) if r.dst_rank == offer.dst_rank)
+            warm(routes, opened, shard, self._pool.buffer, self._shard)
+        log.info("pool_opened", peer=peer, how="this rank's kernels write straight into it")
 
     def on_grant(self, peer: str, grant: m.LeaseGrant) -> None:
         """Leases came. A repeated grant changes nothing."""
@@ -219,10 +279,13 @@ class SegmentSender:
             return
         if outgoing.closing or outgoing.finished:
             self._end_for(outgoing, peer, message.reason)
+        outgoing.asked.add(peer)  # it waits for the answer, also when nothing was to be sent to it yet
         self._stop(outgoing, message.reason)
 
     def on_peer_lost(self, peer: str) -> None:
         """A decode rank is gone: fences it; its tickets fail, their sends end failed on the next turn."""
+        self._offers.pop(peer, None)
+        self._pools.forget(peer)
         if self._destinations.pop(peer, None) is None:
             return
         for name in [
@@ -243,16 +306,13 @@ class SegmentSender:
     # --- TransferAgent
 
     def on_operation(self, operation: Operation) -> None:
-        """A send ended: its staging is free again."""
-        item = operation.context
+        """A segment or its notice has left: its staging is free again. Or it failed, and its request with it."""
+        item = self._notices.ended(operation) or operation.context
         if not isinstance(item, Item):
             return
         outgoing = item.outgoing
         if operation.state is OperationState.DONE:
-            item.state = State.SENT
-            outgoing.nbytes += item.segment.nbytes
-            self._segments_sent += 1
-            self._bytes_sent += item.segment.nbytes
+            self._left(item)
             self._timeline.record(
                 "send", self._lane, str(outgoing.key), item.sending_s, self._clock(), item.segment.nbytes
             )
@@ -263,8 +323,8 @@ class SegmentSender:
                 self._end_for(outgoing, item.peer, str(error))
             self._stop(outgoing, str(error))
             self._fail(outgoing.key, outgoing.ticket.number, error)
-            if item.peer not in self._destinations:
-                self._quarantine(item)
+            if item.peer not in self._destinations and item.lease is not None:
+                self._quarantine(item, item.lease)
         self._release(item)
         self._pump()
 
@@ -274,21 +334,20 @@ class SegmentSender:
         self._transport.discard(None, arrival)
 
     def poll(self, now_s: float) -> float:
-        """Sends what has been gathered; asks to be called again soon while a gather is on the device."""
-        for item in self._gathering:
+        """Sends what has been gathered, tells of what was written; asks to be called again soon meanwhile."""
+        for item in self._copying:
             if not self._begun(item, now_s):
                 break  # the queue runs in order: what is behind has not begun either
-        while self._gathering and is_done(self._gathering[0].gathered):
-            self._gathered(self._gathering.popleft())
+        while self._copying and is_done(self._copying[0].copied):
+            self._copied(self._copying.popleft())
         if self._quarantined and self._quarantined[0][0] <= now_s:
             self._allocator.free(self._quarantined.popleft()[1].id)
             self._pump()
-        return DEVICE_POLL_S if self._gathering else IDLE_S
+        return DEVICE_POLL_S if self._copying else IDLE_S
 
     # --- moving one segment on
 
     def _ask(self, outgoing: Outgoing, peer: str, items: Sequence[Item]) -> None:
-        outgoing.asked.add(peer)
         outgoing.messages += 1
         segments = [item.segment for item in items]
         self._send(peer, m.LeaseRequest(outgoing.key, outgoing.ticket.number, self._rank, segments))
@@ -307,56 +366,71 @@ class SegmentSender:
         while self._staged and self._may_gather(self._staged[0]):
             item = self._staged.popleft()
             if item.state is State.STAGED:
-                self._try_gather(item)
+                self._try_copy(item)
 
     def _may_gather(self, item: Item) -> bool:
         return item.lease is None or self._allocator.writable(item.lease)
 
-    def _try_gather(self, item: Item) -> None:
+    def _try_copy(self, item: Item) -> None:
         try:
-            self._gather(item)
+            with self._queue.use():
+                self._queue.after(item.after)
+                (self._gather if item.direct is None else self._write)(item)
+                item.copied = self._queue.mark()
         except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other
             item.state = State.DROPPED
-            error = TransportError(f"the gather of {item.segment} failed: {exc}")
+            error = TransportError(f"the copy of {item.segment} failed: {exc}")
             self._stop(item.outgoing, str(error))
             self._fail(item.outgoing.key, item.outgoing.ticket.number, error)
             self._release(item)
+        else:
+            self._copying.append(item)
 
     def _gather(self, item: Item) -> None:
         item.state = State.GATHERING
-        segment = item.segment
-        with self._queue.use():
-            self._queue.after(item.after)
-            gather(
-                self._pool.buffer,
-                item.outgoing.slots[segment.tokens.start : segment.tokens.stop],
-                segment.layers.shift(-self._shard.layers.start),
-                segment.heads.shift(-self._shard.heads.start),
-                self._view(item),
-            )
-        item.gathered = self._queue.mark()
-        self._gathering.append(item)
+        place = local_place(self._pool.buffer, item.outgoing.slots, item.segment, self._shard)
+        gather(place.pool, place.slots, place.layers, place.heads, self._view(item))
+
+    def _write(self, item: Item) -> None:
+        outgoing, segment = item.outgoing, item.segment
+        assert item.direct is not None, "only segments of open pools are written"
+        assert outgoing.target_slots is not None, "the ticket was opened for writes"
+        item.state, item.sending_s = State.SENDING, self._clock()
+        place = local_place(self._pool.buffer, outgoing.slots, segment, self._shard)
+        target = outgoing.target_slots[segment.tokens.start : segment.tokens.stop]
+        shard = outgoing.link.decode.ranks[segment.dst_rank].shard
+        item.direct.write(segment, outgoing.ticket, place, target, shard)
 
     def _begun(self, item: Item, now_s: float) -> bool:
-        """Whether the device has come to the item's gather; before that it computes, and nothing is moved."""
+        """Whether the device has come to the item's copy; before that it computes, and nothing is moved."""
         if item.started_s is None and is_done(item.after):
             item.started_s = now_s
             item.outgoing.begin_move(now_s)
         return item.started_s is not None
 
-    def _gathered(self, item: Item) -> None:
+    def _copied(self, item: Item) -> None:
         now_s = self._clock()
         outgoing = item.outgoing
         self._begun(item, now_s)
         started_s = now_s if item.started_s is None else item.started_s
-        self._timeline.record("gather", self._lane, str(outgoing.key), started_s, now_s, item.segment.nbytes)
-        if outgoing.closing:
+        name = "gather" if item.direct is None else "write"
+        self._timeline.record(name, self._lane, str(outgoing.key), started_s, now_s, item.segment.nbytes)
+        tag = pack(outgoing.ticket.number, self._rank, item.segment.index)
+        if item.direct is not None:  # also when its request is ending: `SenderEnded` may have promised it
+            self._notices.send(item.peer, tag, item.segment, context=item)
+        elif outgoing.closing:
             item.state = State.DROPPED
             self._release(item)
-            return
-        item.state, item.sending_s = State.SENDING, now_s
-        tag = pack(outgoing.ticket.number, self._rank, item.segment.index)
-        self._transport.send(item.peer, tag, self._view(item), context=item)
+        else:
+            item.state, item.sending_s = State.SENDING, now_s
+            self._transport.send(item.peer, tag, self._view(item), context=item)
+
+    def _left(self, item: Item) -> None:
+        item.state = State.SENT
+        item.outgoing.nbytes += item.segment.nbytes
+        self._segments_sent += 1
+        self._bytes_sent += item.segment.nbytes
+        self._segments_written += item.direct is not None
 
     def _release(self, item: Item) -> None:
         """Frees the item's staging: its send has ended, or it will not be sent."""
@@ -370,10 +444,9 @@ class SegmentSender:
         self._maybe_finished(outgoing)
         self._maybe_closed(outgoing)
 
-    def _quarantine(self, item: Item) -> None:
+    def _quarantine(self, item: Item, lease: Lease) -> None:
         """Keeps the region for a while: a peer that only was silent may still read it, and believe the bytes."""
-        assert item.lease is not None, "a segment that was being sent holds staging"
-        self._quarantined.append((self._clock() + self._quarantine_s, item.lease))
+        self._quarantined.append((self._clock() + self._quarantine_s, lease))
         item.lease = None
 
     def _view(self, item: Item) -> torch.Tensor:
@@ -442,6 +515,9 @@ class SegmentSender:
             quarantined_bytes=quarantined,
             segments_sent=self._segments_sent,
             bytes_sent=self._bytes_sent,
+            segments_written=self._segments_written,
+            open_pools=len(self._pools),
+            refused_pools=self._refused_pools,
             stale=self._stale,
         )
 

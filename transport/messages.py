@@ -12,6 +12,7 @@ import msgspec
 
 from disagg.core.errors import ProtocolError
 from disagg.core.types import RequestKey, SamplingParams, Segment, Ticket
+from transport.handles import MemoryHandle
 from transport.tags import SEGMENT_BITS, TICKET_BITS, WRITER_BITS
 
 MAX_MESSAGE_BYTES = 16 << 20
@@ -242,6 +243,21 @@ class Watermark(Message, frozen=True):
     dst_rank: Rank
     watermark: Count
     ring_bytes: Count
+
+
+class PoolOffer(Message, frozen=True):
+    """Decode rank -> prefill rank: my pool and my fence words, to be opened and written by your kernels."""
+
+    dst_rank: Rank
+    pool: MemoryHandle
+    fences: MemoryHandle
+
+
+class PoolRefused(Message, frozen=True):
+    """Prefill rank -> decode rank: I cannot open your pool, and will never write to it."""
+
+    src_rank: Rank
+    reason: str
 
 
 class SenderEnded(Message, frozen=True):

@@ -26,7 +26,7 @@ from disagg.node.device import Marker, mark
 from disagg.node.links import make_link
 from disagg.node.rank import SWITCH_INTERVAL_S, aligned
 from disagg.node.transfer_loop import TransferLoop
-from prefill_node.sender import SegmentSender
+from prefill_node.sender import SegmentSender, SenderStatistics
 from staging.shards import make_shards
 from transport import messages as m
 from transport.control_zmq import make_control
@@ -46,6 +46,8 @@ class RankOptions:
     layout: KVLayout
     page_size: int
     pool_slots: int
+    rows: int
+    """Requests that a round may hold."""
     config: Config
     keys: ControlKeys
     cuda: bool
@@ -230,6 +232,17 @@ class PrefillHost(RankHost):
         self._loop.post(partial(self._compute, in_flight))
         return started_s
 
+    def wait_for_pools(self, count: int) -> bool:
+        """Whether all `count` pools that this rank sends to are open to its writes, once that is known."""
+        deadline_s = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline_s:
+            found: list[SenderStatistics] = []
+            self._loop.call(lambda: found.append(self._agent.statistics()))  # noqa: B023 - it has run by then
+            if found[0].open_pools + found[0].refused_pools == count:
+                return found[0].open_pools == count
+            time.sleep(_SPIN_S)
+        raise TransportError("the decode ranks offered no pools")
+
     # --- on the transfer thread
 
     def _begin(self, keys: tuple[RequestKey, ...], span: Span, marker: Marker) -> None:
@@ -289,6 +302,8 @@ class PrefillHost(RankHost):
                 return partial(self._agent.on_watermark, peer, message)
             case m.StopSending():
                 return partial(self._agent.on_stop_sending, peer, message)
+            case m.PoolOffer():
+                return partial(self._agent.on_pool_offer, peer, message)
         return None
 
 
@@ -318,6 +333,8 @@ class DecodeHost(RankHost):
             pool=self._pool,
             page_size=self._options.page_size,
             ring_bytes=aligned(transfer.ring_bytes),
+            rows=self._options.rows if self._options.config.transport.peer_memory else 0,
+            quarantine_s=2 * self._options.config.control.peer_timeout_s,
             lease_timeout_s=transfer.lease_timeout_s,
             watermark_interval_s=transfer.watermark_interval_s,
             transport=self._transport,
@@ -333,6 +350,8 @@ class DecodeHost(RankHost):
                 return partial(self._agent.on_lease_request, peer, message)
             case m.SenderEnded():
                 return partial(self._agent.on_sender_ended, peer, message)
+            case m.PoolRefused():
+                return partial(self._agent.on_pool_refused, peer, message)
         return None
 
 

@@ -23,6 +23,7 @@ from disagg.core.config import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RequestKey, Span, Ticket
 from disagg.kv.pages import pages_for
+from disagg.node.links import Link, make_link
 from staging.shards import make_shards
 from transport import messages as m
 from transport.keys import make_keys
@@ -126,8 +127,8 @@ def run(bench: TransferBench, tell: Callable[[str], None] = lambda text: None) -
     with Processes() as processes:
         groups = Groups(bench, processes, gpus)
         for case in bench.cases():
-            tell(f"requests of {case.tokens} tokens, {case.in_flight} in flight")
-            results.extend(_results(bench, case, groups.measure(case), ceiling))
+            tell(f"requests of {case.tokens} tokens, {case.in_flight} in flight, by {groups.path}")
+            results.extend(_results(bench, case, groups.path, groups.measure(case), ceiling))
     for size, rate in raw.items():
         results.append(Result(f"raw UCX, messages of {_size(size)}", rate, ceiling, {"bytes": size}))
     return [*results, *(Result(f"{copy.name}, {_size(bench.ceiling_bytes)}", copy) for copy in copies)]
@@ -146,7 +147,7 @@ def _copies(bench: TransferBench, gpus: int) -> list[Measurement]:
 
 
 def _results(
-    bench: TransferBench, case: Case, seconds: Sequence[float], ceiling: Measurement
+    bench: TransferBench, case: Case, path: str, seconds: Sequence[float], ceiling: Measurement
 ) -> Iterator[Result]:
     nbytes = bench.landed_bytes(case.tokens)
     transfer = bench.config.transfer
@@ -165,12 +166,13 @@ def _results(
         "kv_heads": bench.layout.kv_heads,
         "head_dim": bench.layout.head_dim,
         "transport": bench.config.transport.backend,
+        "path": path,
         "layer_groups": transfer.layer_groups,
         "ring_bytes": transfer.ring_bytes,
         "staging_bytes": transfer.staging_bytes,
     }
     moved = nbytes if case.in_flight == 1 else nbytes * case.count
-    name = f"{case.tokens} tokens ({_size(nbytes)})"
+    name = f"{case.tokens} tokens ({_size(nbytes)}) by {path}"
     rate = Measurement("pool to pool", "GB/s", tuple(moved / s / 1e9 for s in seconds))
     latency = Measurement("pool to pool", "us", tuple(s * 1e6 for s in seconds))
     if case.in_flight > 1:
@@ -193,7 +195,8 @@ class Groups:
         keys = make_keys()
 
         def start(kind: type[PrefillHost | DecodeHost], tp: int, side: int, first_gpu: int) -> list[Remote]:
-            shape = (sizes[side], self._slots[side], bench.config, keys, bench.cuda)
+            rows = max(case.count for case in bench.cases())
+            shape = (sizes[side], self._slots[side], rows, bench.config, keys, bench.cuda)
             return [
                 processes.start(
                     f"{kind.role} rank {rank}",
@@ -206,7 +209,18 @@ class Groups:
 
         self._prefill = start(PrefillHost, bench.prefill_tp, 0, 0)
         self._decode = start(DecodeHost, bench.decode_tp, 1, bench.prefill_tp)
-        call_all([*self._prefill, *self._decode], "link", self._group("prefill", 0), self._group("decode", 1))
+        groups = self._group("prefill", 0), self._group("decode", 1)
+        call_all([*self._prefill, *self._decode], "link", *groups)
+        self.path = self._path(make_link(*groups))
+        """How KV goes: `peer memory` or `staging`."""
+
+    def _path(self, link: Link) -> str:
+        if not self._bench.config.transport.peer_memory:
+            return "staging"
+        for rank, remote in enumerate(self._prefill):
+            remote.ask("wait_for_pools", len(link.destinations_of(rank)))
+        written = [remote.answer() for remote in self._prefill]
+        return "peer memory" if all(written) else "staging" if not any(written) else "both"
 
     def measure(self, case: Case) -> tuple[float, ...]:
         """Seconds from 'computed' to 'landed', of each request one at a time or of a whole round."""
@@ -222,7 +236,7 @@ class Groups:
         return tuple(found)
 
     def _round(self, case: Case, pages: Sequence[Sequence[list[int]]]) -> list[float]:
-        tickets = [self._ticket(case.tokens) for _ in range(case.count)]
+        tickets = [self._ticket(case.tokens, row, owned) for row, owned in enumerate(pages[1])]
         everyone = (*self._prefill, *self._decode)
         receives = [m.OpenReceive(t, owned, "prefill") for t, owned in zip(tickets, pages[1], strict=True)]
         sends = [m.OpenSend(t.key, t, owned) for t, owned in zip(tickets, pages[0], strict=True)]
@@ -247,9 +261,9 @@ class Groups:
         first_s: float = min(started_s)
         return landed_s - first_s
 
-    def _ticket(self, tokens: int) -> Ticket:
+    def _ticket(self, tokens: int, row: int, pages: Sequence[int]) -> Ticket:
         number = next(self._tickets)
-        return Ticket(RequestKey(f"bench-{number}"), number, "decode", Span(0, tokens))
+        return Ticket(RequestKey(f"bench-{number}"), number, "decode", Span(0, tokens), row, tuple(pages))
 
     def _group(self, role: str, side: int) -> GroupInfo:
         ranks = call_all(self._decode if side else self._prefill, "start")

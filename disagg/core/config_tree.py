@@ -183,6 +183,8 @@ class TransportConfig(Section, frozen=True):
     backend: TransportName = "ucx"
     error_handling: bool = True
     """UCX peer error handling: a lost peer is noticed, at the price of TCP for host memory on one host."""
+    peer_memory: bool = True
+    """Prefill ranks write straight into a decode rank's pool where they can open it; else, always through staging."""
 
     def __post_init__(self) -> None:
         self._one_of("backend", TransportName)

@@ -159,6 +159,10 @@ class Ticket(msgspec.Struct, frozen=True):
     group: str
     tokens: Span
     """Prompt positions whose KV the decode group still lacks."""
+    row: int = -1
+    """Its row on every decode rank, and so the fence word that a writer's kernel must find open."""
+    pages: tuple[int, ...] = ()
+    """Where its tokens lie on every decode rank, from position 0 on."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -176,4 +180,4 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2

@@ -6,6 +6,8 @@ arrivals to its agent (the sender or the receiver). Nothing that goes wrong for 
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +22,10 @@ from transport.base import Arrival, Operation, Transport
 log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 1.0
+PAUSE_S = 5e-6
+"""Between two looks. A thread that polls without a real pause takes the interpreter from the others at every turn:
+each of their steps then waits for a whole switch interval."""
+_PR_SET_TIMERSLACK = 29
 Result = TypeVar("Result")
 
 
@@ -99,15 +105,16 @@ class TransferLoop:
 
     def _run(self) -> None:
         try:
+            _sharpen_sleeps()
             spin_until_s = 0.0
             while not self._stopping.is_set():
                 busy = self._turn()
                 now_s = time.monotonic()
                 timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
-                if busy or timeout_s <= 0:
+                if busy:
                     spin_until_s = now_s + self._spin_s
-                elif now_s < spin_until_s:
-                    time.sleep(0)  # lets go of the interpreter: others need it to post, and to compute
+                elif timeout_s <= 0 or now_s < spin_until_s:
+                    time.sleep(PAUSE_S)
                 elif not self._inbox:
                     self._transport.wait(min(timeout_s, IDLE_WAIT_S))
             while self._inbox:
@@ -138,3 +145,9 @@ class TransferLoop:
             self.faults += 1
             log.exception("transfer_fault", thread=self._thread.name)
             return otherwise
+
+
+def _sharpen_sleeps() -> None:
+    """Linux lets this thread's sleeps last 50 us longer than asked, for the battery's sake; from now on 1 us."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gather import _gather_kernel
-from kernels.layout import _WARPS, tile_shape
+from kernels.launch import Tile
 from kernels.scatter import _scatter_kernel
 
 _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
@@ -20,7 +20,7 @@ _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
 
 def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_words: int) -> set[str]:
     """Widths of the global accesses in Hopper's PTX, such as `v2.b64`, without the slot look-up (b32)."""
-    block_words, block_tokens = tile_shape(row_words)
+    block_words, block_tokens = Tile().shape(row_words)
     constants = {
         "TOKEN_WORDS": token_words,
         "ROW_WORDS": row_words,
@@ -37,7 +37,7 @@ def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_wo
         constexprs=constants,
         attrs=aligned,
     )
-    options = {"num_warps": _WARPS, "enable_fp_fusion": False}
+    options = {"num_warps": Tile().warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return set(re.findall(_ACCESS, compiled.asm["ptx"])) - {"b32"}
 

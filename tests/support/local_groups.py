@@ -21,6 +21,7 @@ from disagg.model.collective import SingleCollective, ThreadCollective
 from disagg.model.source import ModelSource
 from disagg.model.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
+from disagg.node.links import make_link
 from disagg.router.mail import MailRoom
 from disagg.router.policy import Engine
 from disagg.router.session import Output, Router, SessionReport
@@ -45,6 +46,7 @@ def small_config(
     layer_groups: int = 2,
     max_requests: int = 8,
     lease_timeout_s: float = 30.0,
+    peer_memory: bool = False,
 ) -> Config:
     """A configuration for tiny models; pools and rings are small, so that they fill up."""
     shared: dict[str, Any] = {
@@ -61,7 +63,7 @@ def small_config(
             layer_groups=layer_groups,
             lease_timeout_s=lease_timeout_s,
         ),
-        transport=TransportConfig(backend="inproc"),
+        transport=TransportConfig(backend="inproc", peer_memory=peer_memory),
     )
 
 
@@ -105,6 +107,20 @@ class LocalGroups:
             rank.join(infos[rank.role])
         for rank in self.ranks:
             rank.link(infos["decode" if rank.role == "prefill" else "prefill"])
+        if config.transport.peer_memory:
+            self.wait_for_pools()
+
+    def wait_for_pools(self) -> None:
+        """Returns when every prefill rank has opened the pools that it writes to, or refused them."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        for rank in self.prefill:
+            wanted = len(make_link(self.prefill_info, self.decode_info).destinations_of(rank.rank))
+            while True:
+                transfer = rank.statistics()["transfer"]
+                if transfer.open_pools + transfer.refused_pools == wanted:
+                    break
+                assert time.monotonic() < deadline_s, transfer
+                time.sleep(0.002)
 
     def transport(self, name: str) -> Transport:
         """The data plane of the rank `name`."""

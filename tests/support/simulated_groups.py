@@ -16,17 +16,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_model import FakeRunner, fake_spec
 from simulated_memory import Device, late_kernels, poison_pages, poison_ring
 from simulated_router import SimulatedRouter
 
 from decode_node.rank import DecodeRank
 from disagg.core.config import Config
+from disagg.core.errors import TransportError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RankInfo
 from prefill_node.rank import PrefillRank
 from transport import messages as m
 from transport.control import ControlChannel
 from transport.inproc import InprocFabric, InprocTransport
+from transport.peer_memory import MemoryHandle, open_memory
 
 ROUTER = "router"
 LOST: Any = object()
@@ -77,6 +80,7 @@ class Simulation:
             self._group(cls, group, spec)
             for cls, group in ((PrefillRank, config.prefill), (DecodeRank, config.decode))
         ]
+        patch.setattr("prefill_node.direct.open_memory", self._open_memory)
         for rank in self.ranks.values():
             rank.link(self.groups[rank.role == "prefill"])
         late_kernels({r.runner.pool.buffer.data_ptr(): self.devices[n] for n, r in self.ranks.items()}, patch)
@@ -227,6 +231,12 @@ class Simulation:
         self.computing.add(rank.role)
         rank._step(plan)
         self.computing.discard(rank.role)
+
+    def _open_memory(self, handle: MemoryHandle, device: torch.device) -> torch.Tensor:
+        """Some ranks do not see each other."""
+        if self.choose.random() < 0.1:
+            raise TransportError("it cannot be opened")
+        return open_memory(handle, device)
 
     def _between_layers(self) -> None:
         for _ in range(self.choose.choice([0, 0, 1, 5, 20])):

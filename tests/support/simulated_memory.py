@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import decode_node.receiver
+import prefill_node.direct
 import prefill_node.sender
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.node.ledger import Holding, Ledger
+from kernels.move import Place
 from staging.allocator import Lease, StagingAllocator
 
 
@@ -74,8 +76,9 @@ def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:
 
 
 def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
-    """Gathers and scatters go to the device of the pool at that address, instead of running at once."""
+    """Copies go to the device of the pool at that address (a write: of its source), instead of running at once."""
     gather, scatter = prefill_node.sender.gather, decode_node.receiver.scatter
+    move = prefill_node.direct.move
 
     def late_gather(pool: torch.Tensor, *rest: Any) -> None:
         devices[pool.data_ptr()].work.append(partial(gather, pool, *rest))
@@ -83,5 +86,9 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     def late_scatter(view: torch.Tensor, pool: torch.Tensor, *rest: Any) -> None:
         devices[pool.data_ptr()].work.append(partial(scatter, view, pool, *rest))
 
+    def late_move(source: Place, *rest: Any) -> None:
+        devices[source.pool.data_ptr()].work.append(partial(move, source, *rest))
+
+    patch.setattr("prefill_node.direct.move", late_move)
     patch.setattr("prefill_node.sender.gather", late_gather)
     patch.setattr("decode_node.receiver.scatter", late_scatter)

@@ -23,6 +23,7 @@ from disagg.core.types import (
     Ticket,
 )
 from transport import messages
+from transport.handles import IpcHandle, MemoryHandle
 from transport.handshake import check_compatible
 from transport.messages import MAX_MESSAGE_BYTES, MESSAGE_TYPES, Message, decode, encode
 from transport.tags import Tag, pack, unpack
@@ -38,7 +39,9 @@ GROUP = GroupInfo(
     transport="ucx",
     ranks=(RankInfo(0, Shard(0, Span(0, 4), Span(0, 2)), "tcp://127.0.0.1:1", b"\x00\xff", 1 << 20),),
 )
-TICKET = Ticket(KEY, 2**32 - 1, "d0", Span(16, 40))
+TICKET = Ticket(KEY, 2**32 - 1, "d0", Span(16, 40), 3, (4, 9))
+IPC = IpcHandle(b"h" * 64, 1 << 40, 512, b"counter", 3, b"event", True)
+POOL = MemoryHandle("host", 9, 1 << 47, "bfloat16", (2, 2, 64, 8, 128), IPC)
 EXAMPLES: list[Message] = [
     messages.Reserve(KEY, [1, 2, 3], SamplingParams(seed=1, stop=("x",)), 1.5, "p0"),
     messages.Reserved(KEY, TICKET),
@@ -56,6 +59,8 @@ EXAMPLES: list[Message] = [
     messages.Watermark(2, 1 << 50, 1 << 20),
     messages.SenderEnded(KEY, 7, 1, [0, 1], "done"),
     messages.StopSending(KEY, 7, "gone"),
+    messages.PoolOffer(2, POOL, MemoryHandle("host", 9, 1 << 47, "int64", (32,), None)),
+    messages.PoolRefused(1, "it is on another host"),
     messages.Prefilled(KEY, 11),
     messages.Transferred(KEY, 1 << 40, 12, 30, 0.25),
     messages.OpenSend(KEY, TICKET, [0, 3, 1]),

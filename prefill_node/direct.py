@@ -1,0 +1,118 @@
+"""Writes straight into the pools of decode ranks that this rank can open: no staging, no ring, no receive."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from disagg.core.errors import ProtocolError, TransportError
+from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
+from disagg.kv.pages import pages_for
+from kernels.move import Place, move
+from staging.routes import Route
+from transport import messages as m
+from transport.peer_memory import open_memory
+
+if TYPE_CHECKING:
+    from disagg.node.links import Link
+
+NO_TICKETS = (-2, 1 << 62)
+"""Stand in no fence word; narrow and wide, which Triton compiles apart."""
+NO_LIMIT = 1 << 62
+"""Bytes of a segment that needs no staging."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OpenPool:
+    """A decode rank's pool in this process. The mapping lives as long as anyone holds this."""
+
+    pool: torch.Tensor
+    """`[layers, 2, slots, heads, head_dim]`."""
+    fences: torch.Tensor
+    """int64 `[rows]`."""
+
+    def write(
+        self, segment: Segment, ticket: Ticket, source: Place, target_slots: torch.Tensor, shard: Shard
+    ) -> None:
+        """Launches the write of `segment`, whose local place is `source`; `shard` is the decode rank's."""
+        target = Place(
+            self.pool,
+            target_slots,
+            segment.layers.shift(-shard.layers.start),
+            segment.heads.shift(-shard.heads.start),
+        )
+        move(source, target, self.fences[ticket.row : ticket.row + 1], ticket.number)
+
+
+class OpenPools:
+    """What is open, by peer. Owned by the transfer thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pools: dict[str, OpenPool] = {}
+
+    def __len__(self) -> int:
+        return len(self._pools)
+
+    def open(self, peer: str, offer: m.PoolOffer) -> OpenPool:
+        """Opens what a decode rank offers. Raises `TransportError` when this rank cannot."""
+        pool = open_memory(offer.pool, self._device)
+        opened = self._pools[peer] = OpenPool(pool, open_memory(offer.fences, self._device))
+        return opened
+
+    def forget(self, peer: str) -> None:
+        """Nothing more is written there; what is under way keeps the mapping."""
+        self._pools.pop(peer, None)
+
+    def of(self, peer: str) -> OpenPool | None:
+        """The peer's pool, if it is open."""
+        return self._pools.get(peer)
+
+
+def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
+    """Raises `ProtocolError` when a ticket names rows or pages that the pools do not have: no kernel would notice."""
+    page_size = link.decode.page_size
+    if len(ticket.pages) < pages_for(ticket.tokens.stop, page_size):
+        raise ProtocolError(f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold its tokens")
+    for pool in pools:
+        pages = pool.pool.shape[2] // page_size
+        if not 0 < min(ticket.pages) <= max(ticket.pages) < pages:
+            raise ProtocolError(f"ticket {ticket.number}: a page is outside the pool's {pages}")
+        if not 0 <= ticket.row < pool.fences.shape[0]:
+            raise ProtocolError(f"ticket {ticket.number}: row {ticket.row} is none of {pool.fences.shape[0]}")
+
+
+def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:
+    """Raises `TransportError` unless a pool has the shape of its rank's shard."""
+    shape = opened.pool.shape
+    expected = (len(shard.layers), 2, len(shard.heads), layout.head_dim)
+    if (shape[0], shape[1], *shape[3:]) != expected or opened.pool.dtype != dtype:
+        raise TransportError(f"its pool is {list(shape)} of {opened.pool.dtype}, not {expected} of {dtype}")
+
+
+def local_place(pool: torch.Tensor, slots: torch.Tensor, segment: Segment, shard: Shard) -> Place:
+    """Where a segment lies in this rank's own pool."""
+    tokens: Span = segment.tokens
+    return Place(
+        pool,
+        slots[tokens.start : tokens.stop],
+        segment.layers.shift(-shard.layers.start),
+        segment.heads.shift(-shard.heads.start),
+    )
+
+
+def warm(
+    routes: tuple[Route, ...], opened: OpenPool, target: Shard, pool: torch.Tensor, source: Shard
+) -> None:
+    """Compiles the write for every width of row that the routes have. None is done."""
+    if pool.device.type != "cuda":
+        return
+    slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
+    for heads in {route.heads for route in routes}:
+        mine = Place(pool, slots, Span(0, 1), heads.shift(-source.heads.start))
+        theirs = Place(opened.pool, slots, Span(0, 1), heads.shift(-target.heads.start))
+        for ticket in NO_TICKETS:
+            move(mine, theirs, opened.fences[:1], ticket)
+    torch.cuda.synchronize(pool.device)

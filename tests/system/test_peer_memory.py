@@ -1,0 +1,91 @@
+"""Where a prefill rank can open a decode rank's pool, it writes there: the same tokens, the same endings, no ring."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from local_groups import Checkpoints, LocalGroups, local_groups, random_prompts, small_config
+
+from disagg.core.errors import TransportError
+from disagg.core.types import SamplingParams
+from transport import messages as m
+from transport.peer_memory import MemoryHandle
+
+TOKENS = 6
+SIZES = list(itertools.product((1, 2, 3, 4), repeat=2))
+PAGES = list(itertools.product((1, 16, 64), repeat=2))
+
+
+def written(groups: LocalGroups) -> int:
+    return sum(rank.statistics()["transfer"].segments_written for rank in groups.prefill)
+
+
+def sent(groups: LocalGroups) -> int:
+    return sum(rank.statistics()["transfer"].segments_sent for rank in groups.prefill)
+
+
+@pytest.mark.parametrize("tp", SIZES, ids=lambda tp: f"{tp[0]}to{tp[1]}")
+def test_tokens_are_exact_and_nothing_is_staged(checkpoints: Checkpoints, tp: tuple[int, int]) -> None:
+    turn = SIZES.index(tp)
+    pages, kv_heads = PAGES[turn % len(PAGES)], (1, 2, 4, 6)[turn // 2 % 4]
+    source = checkpoints.source("llama", kv_heads)
+    prompts = random_prompts(5, 61, 29, 90, seed=turn)
+    config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], chunk_tokens=23, peer_memory=True)
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+        assert written(groups) == sent(groups) > 0
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize("kind", [m.PoolOffer, m.RankSent, m.StopSending, m.SenderEnded])
+@pytest.mark.parametrize("fault", ["drop", "duplicate"])
+def test_a_message_lost_or_repeated_changes_nothing(
+    checkpoints: Checkpoints, kind: type[m.Message], fault: str
+) -> None:
+    source = checkpoints.source()
+    prompts = random_prompts(70, 55, seed=5)
+    with local_groups(small_config(2, 2, chunk_tokens=16, peer_memory=True), source) as groups:
+        getattr(groups.hub, fault)(kind, 0)
+        getattr(groups.hub, fault)(kind, 2)
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+def test_a_rank_that_cannot_open_a_pool_goes_through_the_ring(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two refuses: both ways in one request."""
+    import prefill_node.direct
+
+    opened: list[MemoryHandle] = []
+    open_memory = prefill_node.direct.open_memory
+
+    def sometimes(handle: MemoryHandle, *rest: object) -> object:
+        opened.append(handle)
+        if len(opened) == 1:
+            raise TransportError("it is on another host")
+        return open_memory(handle, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("prefill_node.direct.open_memory", sometimes)
+    source = checkpoints.source()
+    prompts = random_prompts(70, 55, seed=6)
+    with local_groups(small_config(2, 1, peer_memory=True), source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+        assert 0 < written(groups) < sent(groups)
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize(("chunk_tokens", "layer_groups"), [(16, 1), (16, 2), (64, 2)])
+def test_there_is_a_notice_for_each_group_and_chunk_and_no_message(
+    checkpoints: Checkpoints, chunk_tokens: int, layer_groups: int
+) -> None:
+    source = checkpoints.source()
+    prompt = random_prompts(50, seed=7)[0]
+    config = small_config(2, 1, chunk_tokens=chunk_tokens, layer_groups=layer_groups, peer_memory=True)
+    with local_groups(config, source) as groups:
+        answer = groups.answers([prompt], SamplingParams(max_tokens=2))[0]
+    chunks, pairs = math.ceil(len(prompt) / chunk_tokens), 2
+    assert answer.report.segments == chunks * layer_groups * pairs
+    assert answer.report.messages == 0

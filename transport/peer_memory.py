@@ -1,0 +1,105 @@
+"""Memory of another rank, opened in this process: by CUDA IPC between processes of one host, as it is within one.
+
+What is opened is written by kernels of ours, over NVLink or PCIe, with no message and no receive on the other
+side. CUDA keeps the mapping valid for as long as the opened tensor lives, also when the owner has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from disagg.core.errors import TransportError
+from transport.handles import IpcHandle, MemoryHandle
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+"""What this process has offered, by address: CUDA IPC does not open memory in the process that owns it."""
+
+
+def offer(tensor: torch.Tensor) -> MemoryHandle:
+    """A handle of a contiguous tensor for ONE other rank; its memory lives until that rank has closed it too.
+
+    Raises `TransportError` when the memory cannot be shared.
+    """
+    _own[tensor.data_ptr()] = tensor
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    ipc = _export(tensor) if tensor.is_cuda else None
+    return MemoryHandle(_host(), os.getpid(), tensor.data_ptr(), dtype, tuple(tensor.shape), ipc)
+
+
+def open_memory(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
+    """The tensor behind a handle, to be used by kernels of `device`. Raises `TransportError`, saying why not."""
+    if handle.host != _host():
+        raise TransportError("it is on another host")
+    if handle.process == os.getpid():
+        return _own_tensor(handle, device)
+    if handle.ipc is None or device.type != "cuda":
+        raise TransportError("host memory belongs to one process")
+    return _import(handle, handle.ipc, device)
+
+
+def _own_tensor(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
+    tensor = _own.get(handle.address)
+    if tensor is None or tensor.device.type != device.type:
+        raise TransportError("no such memory in this process")
+    if tensor.is_cuda and tensor.device != device:
+        raise TransportError(f"{device} and {tensor.device} of one process: peer access is not set up")
+    return tensor
+
+
+def _export(tensor: torch.Tensor) -> IpcHandle:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    assert tensor.storage_offset() == 0, "whole allocations are offered"
+    reduce: Any = reduce_tensor
+    try:
+        _, arguments = reduce(tensor)
+    except RuntimeError as exc:
+        raise TransportError(f"CUDA cannot share this memory: {exc}") from exc
+    handle, nbytes, offset = arguments[7:10]
+    counter, counter_offset, event, sync = arguments[11:15]
+    return IpcHandle(handle, nbytes, offset, counter, counter_offset, event, sync)
+
+
+def _import(handle: MemoryHandle, ipc: IpcHandle, device: torch.device) -> torch.Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    dtype = getattr(torch, handle.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TransportError(f"unknown element type {handle.dtype!r}")
+    strides = torch.empty(handle.shape, device="meta").stride()
+    rebuild: Any = rebuild_cuda_tensor
+    try:
+        # On our own device: CUDA maps the memory of GPUs that this process does not even see.
+        tensor: torch.Tensor = rebuild(
+            torch.Tensor,
+            handle.shape,
+            strides,
+            0,
+            torch.storage.TypedStorage,
+            dtype,
+            device.index or 0,
+            ipc.storage_handle,
+            ipc.storage_bytes,
+            ipc.storage_offset_bytes,
+            False,
+            ipc.counter_handle,
+            ipc.counter_offset,
+            ipc.event_handle,
+            ipc.event_sync_required,
+        )
+    except RuntimeError as exc:
+        raise TransportError(f"CUDA cannot open it: {str(exc).splitlines()[0]}") from exc
+    return tensor
+
+
+@cache
+def _host() -> str:
+    """Equal for processes that run under one kernel."""
+    return _BOOT_ID.read_text().strip()
