@@ -82,6 +82,6 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
 
     def _step(self, plan: StepPlan) -> None:
         with self.timeline.span("decode", self.lane):
-            logits = self._executor.run(plan)
+            logits = self._forward(plan)
             if self._leader is not None:
                 self._leader.commit(plan, logits)

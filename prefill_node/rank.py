@@ -91,6 +91,6 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
                 self._loop.post(partial(self._agent.layers_ready, plan.step, group, marker))
 
         with self.timeline.span("compute", self.lane):
-            logits = self._executor.run(plan, on_layer)
+            logits = self._forward(plan, on_layer)
             if self._leader is not None:
                 self._leader.commit(plan, logits)

@@ -42,10 +42,10 @@ class Remote:
         except OSError as exc:
             raise TransportError(f"the process {self.name} has ended") from exc
 
-    def answer(self) -> Any:
+    def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         """What the call returned. Raises what it raised, `TransportError` when the process ended or is silent."""
-        if not self._pipe.poll(ANSWER_TIMEOUT_S):
-            raise TransportError(f"the process {self.name} did not answer within {ANSWER_TIMEOUT_S:g} s")
+        if not self._pipe.poll(timeout_s):
+            raise TransportError(f"the process {self.name} did not answer within {timeout_s:g} s")
         try:
             failed, value = self._pipe.recv()
         except EOFError as exc:

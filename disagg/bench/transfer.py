@@ -11,13 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
-from disagg.bench.measure import copy_rate
+from disagg.bench.ceilings import Ceilings, ceiling_bytes, measure_ceilings, size_text
 from disagg.bench.noise import check_layout
 from disagg.bench.processes import Processes, Remote, call_all, visible_gpus
 from disagg.bench.ranks import DecodeHost, PrefillHost, RankOptions
-from disagg.bench.raw_ucx import raw_rates
 from disagg.bench.report import Label, Measurement, Result
 from disagg.core.config import Config
 from disagg.core.errors import ConfigError
@@ -28,11 +25,8 @@ from staging.shards import make_shards
 from transport import messages as m
 from transport.keys import make_keys
 
-MIB = 1 << 20
 COMPUTE_S = 0.005
 """A step of a model takes so long at least: leases are asked for before it, KV is there after it."""
-RAW_SIZES = tuple(MIB // 16 << 2 * step for step in range(7))
-"""64 KiB to 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +59,7 @@ class TransferBench:
     @property
     def ceiling_bytes(self) -> int:
         """Of a plain copy, and the most that one measurement of the wire moves."""
-        return 1024 * MIB if self.cuda else 32 * MIB
+        return ceiling_bytes(self.cuda)
 
     def cases(self) -> tuple[Case, ...]:
         """For each size: one at a time, the same without leases asked for ahead, and back to back."""
@@ -111,43 +105,18 @@ class Case:
 
 def run(bench: TransferBench, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Requests, then the wire, then copies. Raises `InvariantError` when bytes came wrong or went astray."""
-    tell("copies")
-    gpus = visible_gpus() if bench.cuda else []
-    copies = _copies(bench, len(gpus))
-    ceiling = copies[-1]
-    tell("raw UCX")
-    raw = raw_rates(
-        tuple(size for size in RAW_SIZES if size <= bench.ceiling_bytes // 4),
-        (gpus[0], gpus[1 % len(gpus)]) if gpus else (None, None),
-        bench.config.transport.error_handling,
-        bench.ceiling_bytes,
-        bench.repeats,
-    )
+    ceilings = measure_ceilings(bench.cuda, bench.config.transport.error_handling, bench.repeats, tell)
     results: list[Result] = []
     with Processes() as processes:
-        groups = Groups(bench, processes, gpus)
+        groups = Groups(bench, processes, visible_gpus() if bench.cuda else [])
         for case in bench.cases():
             tell(f"requests of {case.tokens} tokens, {case.in_flight} in flight, by {groups.path}")
-            results.extend(_results(bench, case, groups.path, groups.measure(case), ceiling))
-    for size, rate in raw.items():
-        results.append(Result(f"raw UCX, messages of {_size(size)}", rate, ceiling, {"bytes": size}))
-    return [*results, *(Result(f"{copy.name}, {_size(bench.ceiling_bytes)}", copy) for copy in copies)]
-
-
-def _copies(bench: TransferBench, gpus: int) -> list[Measurement]:
-    """Plain copies in GB/s moved; the last is what a transfer is compared with."""
-    here = torch.device("cuda", 0) if bench.cuda else torch.device("cpu")
-    both_ways = copy_rate(here, here, bench.ceiling_bytes, bench.repeats)
-    found = [Measurement("device copy", "GB/s", tuple(rate / 2 for rate in both_ways.values))]
-    if gpus > 1:
-        found.append(copy_rate(here, torch.device("cuda", 1), bench.ceiling_bytes, bench.repeats))
-    if bench.cuda:
-        torch.cuda.empty_cache()
-    return found
+            results.extend(_results(bench, case, groups.path, groups.measure(case), ceilings))
+    return [*results, *ceilings.results()]
 
 
 def _results(
-    bench: TransferBench, case: Case, path: str, seconds: Sequence[float], ceiling: Measurement
+    bench: TransferBench, case: Case, path: str, seconds: Sequence[float], ceilings: Ceilings
 ) -> Iterator[Result]:
     nbytes = bench.landed_bytes(case.tokens)
     transfer = bench.config.transfer
@@ -172,13 +141,13 @@ def _results(
         "staging_bytes": transfer.staging_bytes,
     }
     moved = nbytes if case.in_flight == 1 else nbytes * case.count
-    name = f"{case.tokens} tokens ({_size(nbytes)}) by {path}"
+    name = f"{case.tokens} tokens ({size_text(nbytes)}) by {path}"
     rate = Measurement("pool to pool", "GB/s", tuple(moved / s / 1e9 for s in seconds))
     latency = Measurement("pool to pool", "us", tuple(s * 1e6 for s in seconds))
     if case.in_flight > 1:
-        yield Result(f"{name}, {case.in_flight} in flight", rate, ceiling, labels)
+        yield Result(f"{name}, {case.in_flight} in flight", rate, ceilings.ceiling, labels)
     elif case.ahead:
-        yield Result(f"{name}, one at a time", rate, ceiling, labels)
+        yield Result(f"{name}, one at a time", rate, ceilings.ceiling, labels)
         yield Result(f"{name}, time of one", latency, None, labels)
     else:
         yield Result(f"{name}, time of one and its leases", latency, None, labels)
@@ -278,10 +247,3 @@ class Groups:
             transport=bench.config.transport.backend,
             ranks=tuple(ranks),
         )
-
-
-def _size(nbytes: int) -> str:
-    for unit, scale in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if nbytes >= 1 << scale:
-            return f"{nbytes / (1 << scale):.4g} {unit}"
-    return f"{nbytes} B"

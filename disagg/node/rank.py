@@ -18,7 +18,7 @@ import structlog
 import torch
 
 from disagg.core.config import Config, GroupConfig
-from disagg.core.ports import Clock
+from disagg.core.ports import Clock, LayerHook
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
@@ -204,6 +204,10 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self._to_leader(m.RankBroken(self.rank, reason))
 
     # --- for the two kinds of rank
+
+    def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
+        """A step's logits, as `StepExecutor.run`; benchmarks put their clocks around it. On the compute thread."""
+        return self._executor.run(plan, on_layer)
 
     @abstractmethod
     def _make_leader(self) -> LeaderT: ...

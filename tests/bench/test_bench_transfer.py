@@ -37,7 +37,7 @@ def test_the_command_writes_figures(
     flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rate = Measurement("raw UCX", "GB/s", (1.0,))
-    monkeypatch.setattr("disagg.bench.transfer.raw_rates", lambda *options: {4096: rate})
+    monkeypatch.setattr("disagg.bench.ceilings.raw_rates", lambda *options: {4096: rate})
     assert run(["bench", "transfer", *SMALL, *RINGS, *flags, "--out", str(tmp_path)]) == 0
     assert "one at a time" in capsys.readouterr().out
     lines = json.loads((tmp_path / "bench_transfer.json").read_text())["results"]
