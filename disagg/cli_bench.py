@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ TransportFlag = Annotated[
     typer.Option("--transport", help="ucx: always through staging and ring, also where pools can be opened."),
 ]
 DeviceFlag = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="For machines: print the figures as JSON.")]
 RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each figure.")]
 
 
@@ -41,6 +43,7 @@ def kernels(
     repeats: RepeatsFlag = 9,
     device: DeviceFlag = "auto",
     out: OutFlag = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Gather and scatter as a share of a plain copy on the same device."""
     from disagg.bench.kernels import KernelBench, run
@@ -50,7 +53,7 @@ def kernels(
     bench = KernelBench(where, _numbers("--rows", rows), nbytes, layers, page_size, repeats)
     with _progress() as tell:
         results = run(bench, tell)
-    _show("kernels", f"gather and scatter of {nbytes >> 20} MiB on {_name(where)}", results, out)
+    _show("kernels", f"gather and scatter of {nbytes >> 20} MiB on {_name(where)}", results, out, as_json)
 
 
 @app.command()
@@ -83,6 +86,7 @@ def transfer(
     repeats: RepeatsFlag = 9,
     device: DeviceFlag = "auto",
     out: OutFlag = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """KV pool to KV pool between two groups of ranks, as a share of a plain copy between their devices."""
     from disagg.bench.transfer import TransferBench, run
@@ -113,9 +117,87 @@ def transfer(
     )
     with _progress() as tell:
         results = run(bench, tell)
-    _show(
-        "transfer", f"pool to pool, TP {prefill_tp} -> {decode_tp}, {dtype} on {_name(where)}", results, out
+    title = f"pool to pool, TP {prefill_tp} -> {decode_tp}, {dtype} on {_name(where)}"
+    _show("transfer", title, results, out, as_json)
+
+
+@app.command()
+def handoff(
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint.")
+    ] = None,
+    random_init: Annotated[
+        str | None,
+        typer.Option(
+            "--random-init", metavar="NAME", help="Random weights [llama-3.1-8b; a small one on a CPU]."
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    prefill_tp: Annotated[int, typer.Option("--prefill-tp", min=1, help="Ranks that prefill.")] = 1,
+    decode_tp: Annotated[int, typer.Option("--decode-tp", min=1, help="Ranks that decode.")] = 1,
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, help="Of a prompt [8192; 512 on a CPU].")
+    ] = None,
+    answer_tokens: Annotated[
+        int, typer.Option("--answer-tokens", min=2, help="Compared of each prompt.")
+    ] = 8,
+    chunk_tokens: Annotated[
+        int | None, typer.Option("--chunk-tokens", min=1, help="Of one prefill step [2048; 128 on a CPU].")
+    ] = None,
+    decoders: Annotated[
+        int, typer.Option("--decoders", min=1, help="Requests that decode while others arrive.")
+    ] = 4,
+    decoder_tokens: Annotated[
+        int | None, typer.Option("--decoder-tokens", min=1, help="Of their prompts [1024; 64 on a CPU].")
+    ] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=2, help="Tokens that each of them decodes [512; 256 on a CPU]."),
+    ] = None,
+    layer_groups: Annotated[int, typer.Option("--layer-groups", min=1, help="As transfer.layer_groups.")] = 4,
+    ring_bytes: Annotated[
+        str, typer.Option("--ring-bytes", metavar="SIZE", help="Of each decode rank.")
+    ] = "256MiB",
+    staging_bytes: Annotated[
+        str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank.")
+    ] = "256MiB",
+    repeats: RepeatsFlag = 5,
+    device: DeviceFlag = "auto",
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """A real model, prefilled by one group and decoded by another: what the transfer costs, answers compared."""
+    from disagg.bench.handoff import HandoffBench, run
+    from disagg.core.config import Config, ModelConfig, TransferConfig
+
+    where = _device(device)
+    cuda = where.type == "cuda"
+    if cuda and not model:
+        random_init = random_init or "llama-3.1-8b"
+    bench = HandoffBench.of(
+        Config(
+            model=ModelConfig(path=model, random_init=random_init, dtype=cast("Any", dtype)),
+            transfer=TransferConfig(
+                ring_bytes=parse_bytes(ring_bytes),
+                staging_bytes=parse_bytes(staging_bytes),
+                layer_groups=layer_groups,
+            ),
+        ),
+        cuda=cuda,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        tokens=tokens or (8192 if cuda else 512),
+        answer_tokens=answer_tokens,
+        chunk_tokens=chunk_tokens or (2048 if cuda else 128),
+        decoders=decoders,
+        decoder_tokens=decoder_tokens or (1024 if cuda else 64),
+        steps=steps or (512 if cuda else 256),
+        repeats=repeats,
     )
+    with _progress() as tell:
+        results = run(bench, tell)
+    title = f"hand-over of {bench.sizes.tokens} tokens, TP {prefill_tp} -> {decode_tp}, on {_name(where)}"
+    _show("handoff", title, results, out, as_json)
 
 
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
@@ -151,14 +233,20 @@ def _progress() -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(f"measuring: {text}")
 
 
-def _show(name: str, title: str, results: Sequence[Result], out: Path | None) -> None:
+def _show(name: str, title: str, results: Sequence[Result], out: Path | None, print_json: bool) -> None:
     from rich.console import Console
 
-    from disagg.bench.report import results_table, write_chart, write_json
+    from disagg.bench.report import as_json, definition_lines, results_table, write_chart
 
-    Console().print(results_table(title, results))
+    if print_json:
+        print(as_json(results))
+    else:
+        Console().print(results_table(title, results))
+        for line in definition_lines(results):
+            print(f"- {line}")
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_json(out / f"bench_{name}.json", results)
+        (out / f"bench_{name}.json").write_text(as_json(results) + "\n")
         write_chart(out / f"bench_{name}.png", title, results)
-        print(f"figures: {out / f'bench_{name}.json'}, chart: {out / f'bench_{name}.png'}")
+        where = sys.stderr if print_json else sys.stdout
+        print(f"figures: {out / f'bench_{name}.json'}, chart: {out / f'bench_{name}.png'}", file=where)

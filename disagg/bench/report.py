@@ -1,4 +1,4 @@
-"""What a benchmark found: a table, a JSON file and a chart of it. Pure but for the two files."""
+"""What a benchmark found: a table, a JSON file and a chart of it. Pure but for the chart's file."""
 
 from __future__ import annotations
 
@@ -56,6 +56,8 @@ class Result:
     """What the hardware gives at best, of the same unit, measured in the same run; None for a latency."""
     labels: dict[str, Label] = field(default_factory=dict)
     """What was varied."""
+    definition: str = ""
+    """What exactly was measured, where the title does not say it."""
 
     @property
     def share(self) -> float | None:
@@ -79,7 +81,12 @@ def results_table(title: str, results: Sequence[Result]) -> Table:
     return table
 
 
-def write_json(path: Path, results: Sequence[Result]) -> None:
+def definition_lines(results: Sequence[Result]) -> list[str]:
+    """'title: definition' of each result that has one."""
+    return [f"{result.title}: {result.definition}" for result in results if result.definition]
+
+
+def as_json(results: Sequence[Result]) -> str:
     """Everything, with the command, the machine and the time."""
     content = {
         "command": "disagg " + " ".join(sys.argv[1:]),
@@ -87,7 +94,7 @@ def write_json(path: Path, results: Sequence[Result]) -> None:
         "machine": machine(),
         "results": [_as_dict(result) for result in results],
     }
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    return json.dumps(content, indent=2)
 
 
 def write_chart(path: Path, title: str, results: Sequence[Result]) -> None:
@@ -145,6 +152,8 @@ def _draw(axis: Any, results: Sequence[Result]) -> None:
 
 def _as_dict(result: Result) -> dict[str, Any]:
     found: dict[str, Any] = {"title": result.title, "labels": result.labels, **_numbers(result.measured)}
+    if result.definition:
+        found["definition"] = result.definition
     if result.ceiling is not None:
         found |= {"ceiling": {"name": result.ceiling.name, **_numbers(result.ceiling)}, "share": result.share}
     return found

@@ -1,0 +1,176 @@
+"""Real ranks in processes of the benchmark, with clocks around their forward passes and a look at their KV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from decode_node.rank import DecodeRank
+from disagg.core.ports import LayerHook
+from disagg.core.types import SamplingParams
+from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.unsplit import generate_unsplit
+from disagg.node.assemble import Rendezvous
+from disagg.node.host import RankHost, Started
+from disagg.node.plan import StepPlan
+from disagg.node.rank import RankNode
+from prefill_node.rank import PrefillRank
+
+cuda: Any = torch.cuda  # its events carry no types
+Moment = Any
+"""A CUDA event; on a CPU, `time.monotonic()` itself."""
+
+
+class StepTime(NamedTuple):
+    """One forward pass on one rank's device, from `begin_s` to `end_s` (`time.monotonic()`)."""
+
+    begin_s: float
+    kv_s: float
+    """When the last layer had written its KV; `end_s` on a rank that does not look."""
+    end_s: float
+    requests: int
+
+
+class DeviceClock:
+    """Moments of the compute stream as `time.monotonic()` seconds. Between two `restart`s the device may drift by
+    some parts in a million: restart before each measurement.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._zero: Moment = None
+        self._zero_s = 0.0
+
+    def restart(self) -> None:
+        """Sets the two clocks by each other. Nothing must be running on the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self._zero = self.now()
+            self._zero.synchronize()
+            self._zero_s = time.monotonic()
+
+    def now(self) -> Moment:
+        """The moment at which the device will have done what the calling thread has queued so far."""
+        if self._device.type != "cuda":
+            return time.monotonic()
+        event = cuda.Event(enable_timing=True)
+        event.record(cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, moment: Moment) -> float:
+        """`time.monotonic()` at the moment; waits until it has come."""
+        if self._device.type != "cuda":
+            return float(moment)
+        moment.synchronize()
+        return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
+
+
+class TimedRank(RankNode[Any, Any]):
+    """Notes when each forward pass began and ended on the device."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._device_clock = DeviceClock(self.runner.device)
+        self._moments: list[tuple[Moment, Moment, Moment, int]] = []
+
+    def restart(self) -> None:
+        """Forgets what was noted. No request is under way."""
+        self._moments.clear()
+        self.timeline.drain()
+        self._device_clock.restart()
+
+    def step_times(self) -> list[StepTime]:
+        """The forward passes since `restart`, in order. No request is under way."""
+        at = self._device_clock.seconds
+        return [StepTime(at(begin), at(kv), at(end), count) for begin, kv, end, count in self._moments]
+
+    def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
+        clock, written = self._device_clock, []
+
+        def noting(layer: int) -> None:
+            assert on_layer is not None, "only passed on where there is a hook"
+            if layer == len(self.runner.shard.layers) - 1:
+                written.append(clock.now())
+            on_layer(layer)
+
+        begin = clock.now()
+        logits = super()._forward(plan, noting if on_layer else None)
+        end = clock.now()
+        self._moments.append((begin, written[0] if written else end, end, len(plan.work)))
+        return logits
+
+
+class TimedPrefillRank(TimedRank, PrefillRank):
+    """See `TimedRank`."""
+
+
+class TimedDecodeRank(TimedRank, DecodeRank):
+    """See `TimedRank`."""
+
+
+class TimedHost(RankHost):
+    """What the benchmark asks of a rank, beside what a cluster does. No request is under way at any question."""
+
+    def start(self, rendezvous: Rendezvous) -> Started:
+        """As `RankHost.start`. On a CPU a rank has one thread, as under Ray: ranks share the cores."""
+        if self.group_config.device == "cpu":
+            torch.set_num_threads(1)
+        return super().start(rendezvous)
+
+    def restart(self) -> None:
+        """A measurement begins."""
+        self._timed().restart()
+
+    def step_times(self) -> list[StepTime]:
+        """Forward passes since `restart`."""
+        return self._timed().step_times()
+
+    def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
+        """The answer of this group's engine when it prefills and decodes itself, and the seconds it took.
+
+        All ranks of the group together. Chunks are as long as those of a prefill step.
+        """
+        runner = self._timed().runner
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        chunk_tokens = self.group_config.chunk_tokens
+        with _own_rows(runner.req_to_token):
+            started_s = time.monotonic()
+            answers = generate_unsplit(runner, [prompt], sampling, chunk_tokens=chunk_tokens)
+            return answers[0], time.monotonic() - started_s
+
+    def close(self) -> None:
+        """Ends threads and connections."""
+        self.stop(0.0)
+
+    def _timed(self) -> TimedRank:
+        node = self._running()
+        assert isinstance(node, TimedRank), "benchmark hosts make timed ranks"
+        return node
+
+
+class TimedPrefillHost(TimedHost):
+    """A prefill rank."""
+
+    node_class: ClassVar[type[RankNode[Any, Any]]] = TimedPrefillRank
+
+
+class TimedDecodeHost(TimedHost):
+    """A decode rank."""
+
+    node_class: ClassVar[type[RankNode[Any, Any]]] = TimedDecodeRank
+
+
+@contextmanager
+def _own_rows(table: ReqToTokenPool) -> Iterator[None]:
+    """Rows for another engine on the same table: the leader, which holds all of them, uses none now."""
+    for row in range(table.rows):
+        table.free(row)
+    try:
+        yield
+    finally:
+        for _ in range(table.rows):
+            table.alloc()

@@ -1,0 +1,139 @@
+"""What `disagg bench handoff` reports: each figure with its definition. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from disagg.bench.handoff_figures import percentile
+from disagg.bench.handoff_measure import Found, HandOver
+from disagg.bench.report import Label, Measurement, Result
+
+_PERCENTS = (50, 99)
+_BESIDE = {
+    "quiet": "nothing beside it",
+    "prefill": "the prefill group computing a prompt that it does not send beside it",
+    "arriving": "another request's KV arriving in this group (first receive's begin to last scatter's end)",
+}
+
+
+def results_of(found: Found, labels: dict[str, Label], ceiling: Measurement) -> list[Result]:
+    """A result for each figure; one value for each repeat."""
+    lines = [*_transfer(found, ceiling), *_prefill(found), *_decode(found), *_first_tokens(found)]
+    counted: dict[str, Label] = {
+        f"steps_{kind}": sum(len(getattr(steps, kind)) for steps in found.rounds) for kind in _BESIDE
+    }
+    return [
+        Result(title, figure, limit, labels | counted, definition)
+        for title, figure, limit, definition in lines
+    ]
+
+
+Line = tuple[str, Measurement, Measurement | None, str]
+
+
+def _transfer(found: Found, ceiling: Measurement) -> Iterator[Line]:
+    def line(title: str, unit: str, value: Callable[[HandOver], float], definition: str) -> Line:
+        return title, _figure("transfer", unit, map(value, found.handovers)), None, definition
+
+    yield line(
+        "transfer, exposed share",
+        "%",
+        lambda one: 100 * one.exposed_s / one.moved.whole.seconds,
+        "exposed time over the whole transfer's time",
+    )
+    yield line(
+        "transfer, exposed share of moving",
+        "%",
+        lambda one: 100 * one.exposed_s / one.moved.moving_s,
+        "exposed time over the time in which at least one segment was gathered, sent, received or scattered",
+    )
+    yield line(
+        "transfer, exposed",
+        "ms",
+        lambda one: 1e3 * one.exposed_s,
+        "from the end of the prompt's last forward pass on the prefill device (all layers and the last position's "
+        "logits) to the end of the last scatter on a decode rank",
+    )
+    yield line(
+        "transfer, after the last KV",
+        "ms",
+        lambda one: 1e3 * one.after_kv_s,
+        "from when the last layer had written the last chunk's KV to the end of the last scatter; what of it is not "
+        "exposed passes under that layer's attention and all that follows",
+    )
+    yield line(
+        "transfer, whole",
+        "ms",
+        lambda one: 1e3 * one.moved.whole.seconds,
+        "from the begin of the first gather to the end of the last scatter; while it streams, most of it is compute",
+    )
+    rates = (one.moved.nbytes / one.moved.moving_s / 1e9 for one in found.handovers)
+    definition = "bytes landed, over the time in which at least one segment was moving"
+    yield "transfer, rate while moving", _figure("transfer", "GB/s", rates), ceiling, definition
+
+
+def _prefill(found: Found) -> Iterator[Line]:
+    whole = "from the first chunk's begin to the last one's end on the device, over all ranks"
+    times = {
+        "sending": ([one.prefill_sending_s for one in found.handovers], f"{whole}; its KV is sent meanwhile"),
+        "only": ([one.prefill_only_s for one in found.handovers], f"{whole}; same prompt, nothing is sent"),
+    }
+    slower = [one.prefill_sending_s / one.prefill_only_s for one in found.handovers]
+    definition = "prefill while sending over prefill only, of the same prompt on the same ranks"
+    yield "prefill, sending / only", _figure("prefill", "x", slower), None, definition
+    for name, (seconds, definition) in times.items():
+        yield f"prefill, {name}", _figure("prefill", "ms", (1e3 * s for s in seconds)), None, definition
+
+
+def _decode(found: Found) -> Iterator[Line]:
+    for percent in _PERCENTS:
+        times = {
+            kind: [percentile(getattr(steps, kind), percent) for steps in found.rounds] for kind in _BESIDE
+        }
+        for base in ("quiet", "prefill"):
+            slower = (a / b for a, b in zip(times["arriving"], times[base], strict=True))
+            yield (
+                f"decode p{percent}, arriving / {base}",
+                _figure("decode", "x", slower),
+                None,
+                f"p{percent} of a round's steps with an arrival over p{percent} of those with {_BESIDE[base]}",
+            )
+        for kind, seconds in times.items():
+            yield (
+                f"decode p{percent}, {kind}",
+                _figure("decode", "ms", (1e3 * s for s in seconds)),
+                None,
+                f"p{percent} of a round's steps, from the plan to the sampled tokens, all decoders in it, with "
+                f"{_BESIDE[kind]}",
+            )
+
+
+def _first_tokens(found: Found) -> Iterator[Line]:
+    for index, name in enumerate(("first", "second")):
+        split = [one.split_s[index] for one in found.handovers]
+        unsplit = [one.unsplit_s[index] for one in found.handovers]
+        slower = (a / b for a, b in zip(split, unsplit, strict=True))
+        yield (
+            f"{name} token, split / unsplit",
+            _figure("latency", "x", slower),
+            None,
+            "the two times below, of the same prompt",
+        )
+        for title, seconds, definition in (
+            (
+                "split",
+                split,
+                "from the request's begin at the router to the token's arrival there; nothing else is served",
+            ),
+            (
+                "unsplit",
+                unsplit,
+                "the prefill group's engine with the same chunks, called directly, which decodes too: no router",
+            ),
+        ):
+            figure = _figure("latency", "ms", (1e3 * s for s in seconds))
+            yield f"{name} token, {title}", figure, None, definition
+
+
+def _figure(name: str, unit: str, values: Iterable[float]) -> Measurement:
+    return Measurement(name, unit, tuple(values))

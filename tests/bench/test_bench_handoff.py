@@ -1,0 +1,151 @@
+"""The hand-over benchmark: real ranks on a CPU, answers compared, and the arithmetic of its figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from disagg.bench.handoff_figures import Window, arrival, moved, percentile, sort_steps, union_s
+from disagg.bench.handoff_groups import Groups, spread_gpus
+from disagg.bench.report import Measurement
+from disagg.cli import run
+from disagg.core.timeline import TimelineSpan
+
+SMALL = ["--device", "cpu", "--random-init", "tiny-llama", "--repeats", "1", "--tokens", "96"]
+SHORT = ["--decoders", "2", "--decoder-tokens", "8", "--steps", "300", "--answer-tokens", "3"]
+
+
+@pytest.fixture(autouse=True)
+def _no_wire(monkeypatch: pytest.MonkeyPatch) -> None:
+    rate = Measurement("raw UCX", "GB/s", (1.0,))
+    monkeypatch.setattr("disagg.bench.ceilings.raw_rates", lambda *options: {4096: rate})
+
+
+def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--prefill-tp", "2", "--decode-tp", "1", "--chunk-tokens", "40", "--layer-groups", "2"]
+    assert run(["bench", "handoff", *SMALL, *SHORT, *sizes, "--out", str(tmp_path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    found = json.loads((tmp_path / "bench_handoff.json").read_text())
+    assert found["results"] == said["results"]
+    lines = {line["title"]: line for line in found["results"]}
+    for title in (
+        "transfer, exposed share",
+        "prefill, sending / only",
+        "decode p50, arriving / quiet",
+        "decode p99, arriving / quiet",
+        "first token, split / unsplit",
+    ):
+        assert lines[title]["definition"]
+        assert lines[title]["low"] <= lines[title]["median"] <= lines[title]["high"]
+        assert lines[title]["labels"]["prefill_tp"] == 2
+    assert lines["transfer, rate while moving"]["ceiling"]["measured"] == "device copy"
+    assert 0 <= lines["transfer, exposed share"]["median"] <= 100
+    assert lines["decode p99, quiet"]["labels"]["steps_quiet"] > 0
+    assert {"raw UCX, messages of 4 KiB", "device copy, 32 MiB"} <= set(lines)
+    assert (tmp_path / "bench_handoff.png").stat().st_size > 1000
+
+
+def test_another_answer_is_no_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = Groups.unsplit
+
+    def wrong(groups: Groups, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
+        tokens, seconds = real(groups, prompt, max_tokens)
+        return [*tokens[:-1], tokens[-1] ^ 1], seconds
+
+    monkeypatch.setattr(Groups, "unsplit", wrong)
+    assert run(["bench", "handoff", *SMALL, *SHORT]) == 1
+    assert "token 2 of 3 differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--tokens", "5000"], "exceed the model's context of 1024"),
+        (["--steps", "1020"], "--decoder-tokens with --steps"),
+        (["--random-init", "nothing"], "no architecture named"),
+        (["--dtype", "float64"], "dtype"),
+        (["--prefill-tp", "5"], "prefill.tp = 5"),
+    ],
+)
+def test_bad_input(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "handoff", *SMALL, *flags]) == 2
+    assert said in capsys.readouterr().err
+
+
+def _span(name: str, start_s: float, stop_s: float, request: str = "a#0", nbytes: int = 0) -> TimelineSpan:
+    return TimelineSpan(name, "lane", request, start_s, stop_s, nbytes)
+
+
+SPANS = [
+    _span("compute", 0.0, 10.0, ""),
+    _span("gather", 1.0, 2.0, nbytes=5),
+    _span("send", 2.0, 3.0, nbytes=5),
+    _span("receive", 2.5, 3.5, nbytes=5),
+    _span("scatter", 3.5, 4.0, nbytes=5),
+    _span("gather", 8.0, 8.5, nbytes=7),
+    _span("scatter", 8.5, 11.0, nbytes=7),
+    _span("scatter", 20.0, 21.0, "b#0", nbytes=9),
+]
+
+
+def test_a_transfer_is_exposed_after_its_prompt() -> None:
+    found = moved(SPANS, "a#0")
+    assert found.whole == Window(1.0, 11.0)
+    assert found.moving_s == 6.0
+    assert found.nbytes == 12
+    assert found.exposed_s(10.0) == 1.0
+    assert found.exposed_s(12.0) == 0.0
+    assert found.exposed_s(0.0) == 10.0
+    assert arrival(SPANS, "a#0") == Window(2.5, 11.0)
+
+
+@pytest.mark.parametrize("figure", [moved, arrival])
+def test_what_never_landed_is_no_figure(figure: object) -> None:
+    with pytest.raises(ValueError, match="no span of c#0"):
+        figure(SPANS, "c#0")  # type: ignore[operator]
+
+
+def test_union_counts_a_moment_once() -> None:
+    assert union_s([]) == 0.0
+    assert union_s([Window(5.0, 6.0), Window(0.0, 4.0), Window(1.0, 2.0), Window(3.0, 5.0)]) == 6.0
+
+
+def test_percentiles_are_values() -> None:
+    values = [float(i) for i in range(100, 0, -1)]
+    assert [percentile(values, percent) for percent in (0, 50, 99, 100)] == [1.0, 50.0, 99.0, 100.0]
+    assert percentile([3.0], 99) == 3.0
+    with pytest.raises(ValueError, match="no values"):
+        percentile([], 50)
+
+
+def test_steps_are_sorted_by_what_happens_beside_them() -> None:
+    steps = [Window(i, i + 0.5) for i in range(6)]
+    found = sort_steps(
+        steps,
+        arrivals=[Window(1.2, 2.2)],
+        prefills=[Window(4.4, 5.0)],
+        others=[Window(0.9, 2.9), Window(3.4, 3.6)],
+    )
+    assert (len(found.quiet), len(found.prefill), len(found.arriving)) == (2, 1, 2)
+    assert set(found.quiet) == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tps", "places"),
+    [
+        ("", (2, 1), ([None, None], [None])),
+        ("0", (2, 1), (["0", "0"], ["0"])),
+        ("01", (2, 1), (["0", "0"], ["1"])),
+        ("0123", (2, 2), (["0", "1"], ["2", "3"])),
+        ("0123", (4, 2), (["0", "1", "0", "1"], ["2", "3"])),
+        ("01", (1, 4), (["0"], ["1", "1", "1", "1"])),
+    ],
+)
+def test_groups_share_gpus_by_the_placement_rule(
+    gpus: str, tps: tuple[int, int], places: tuple[list[str | None], list[str | None]]
+) -> None:
+    assert spread_gpus(list(gpus), *tps) == places
