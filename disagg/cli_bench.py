@@ -166,7 +166,11 @@ def handoff(
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """A real model, prefilled by one group and decoded by another: what the transfer costs, answers compared."""
+    """A real model, prefilled by one group and decoded by another: what the transfer costs, answers compared.
+
+    In 16 bits on GPUs, groups of different sizes round differently: their answers are compared in the first token
+    only, the KV that was moved in every byte. With --dtype float32 all tokens are compared.
+    """
     from disagg.bench.handoff import HandoffBench, run
     from disagg.core.config import Config, ModelConfig, TransferConfig
 

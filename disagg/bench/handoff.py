@@ -15,8 +15,9 @@ import torch
 
 from disagg.bench.ceilings import measure_ceilings
 from disagg.bench.handoff_groups import Groups, client_of
-from disagg.bench.handoff_measure import Found, Sizes, Tell, measure
+from disagg.bench.handoff_measure import Found, measure
 from disagg.bench.handoff_results import results_of
+from disagg.bench.handoff_sizes import Sizes, Tell
 from disagg.bench.processes import Processes, visible_gpus
 from disagg.bench.report import Label, Result
 from disagg.core.config import Config, GroupConfig, LogConfig
@@ -63,8 +64,18 @@ class HandoffBench:
                 f"prompt and answer of {longest} tokens (--tokens, --decoder-tokens with --steps) exceed the "
                 f"model's context of {spec.context_tokens}"
             )
-        exact = not cuda or dtype == torch.float32
-        sizes = Sizes(tokens, answer_tokens, decoders, decoder_tokens, steps, repeats, spec.vocab_size, exact)
+        rounds = cuda and dtype != torch.float32
+        sizes = Sizes(
+            tokens,
+            answer_tokens,
+            decoders,
+            decoder_tokens,
+            steps,
+            repeats,
+            spec.vocab_size,
+            batch_matters=rounds,
+            tp_matters=rounds and prefill_tp != decode_tp,
+        )
         config = msgspec.structs.replace(
             config,
             prefill=_group(prefill_tp, cuda, sizes, chunk_tokens),
@@ -79,6 +90,8 @@ class HandoffBench:
             "decode_tp": decode_tp,
             "tokens": tokens,
             "bytes": tokens * spec.layout.token_bytes,
+            "answer_tokens": answer_tokens,
+            "compared_tokens": sizes.compared,
             "chunk_tokens": chunk_tokens,
             "decoders": decoders,
             "decoder_tokens": decoder_tokens,
@@ -92,7 +105,7 @@ class HandoffBench:
 
 
 def run(bench: HandoffBench, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Ceilings, then hand-overs. Raises `MismatchError` when an answer is not that of the unsplit engine."""
+    """Ceilings, then hand-overs. Raises what `measure` raises for wrong answers and wrong KV."""
     sizes, transport = bench.sizes, bench.config.transport
     ceilings = measure_ceilings(bench.cuda, transport.error_handling, sizes.repeats, tell)
     tell("starting the ranks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple, TypeVar
@@ -12,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from disagg.bench.handoff_ranks import StepTime, TimedDecodeHost, TimedHost, TimedPrefillHost
 from disagg.bench.processes import Processes, Remote, call_all
 from disagg.core.config import Config
-from disagg.core.errors import PeerLostError, error_from_code
+from disagg.core.errors import InvariantError, PeerLostError, error_from_code
 from disagg.core.timeline import TimelineSpan
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RequestKey, SamplingParams, Span, Ticket
 from disagg.node.assemble import make_source
@@ -95,6 +96,24 @@ class Groups:
         answers: list[tuple[list[int], float]] = call_all(self.prefill, "unsplit", prompt, max_tokens)
         return answers[0]
 
+    def check_kv(self, key: RequestKey, tokens: int) -> None:
+        """Raises `InvariantError` unless every decode rank holds what a prefill rank computed for the prompt.
+
+        `tokens` are the prompt's. No request has come since this one, which has ended.
+        """
+        computed: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+        for found in call_all(self.prefill, "kv_digests", key, tokens):
+            for place, digest in found.items():
+                computed[place].add(digest)
+        for rank, found in enumerate(call_all(self.decode, "kv_digests", key, tokens)):
+            wrong = sorted(place for place, digest in found.items() if digest not in computed[place])
+            if wrong:
+                layer, head = wrong[0]
+                raise InvariantError(
+                    f"decode rank {rank} has wrong KV in {len(wrong)} of {len(found)} heads of {key}; the first: "
+                    f"layer {layer}, head {head}"
+                )
+
     def check(self) -> None:
         """Raises `InvariantError` when a structure of any rank finds its books wrong."""
         call_all([*self.prefill, *self.decode], "check")
@@ -117,8 +136,8 @@ class Groups:
 class Served(NamedTuple):
     """One answer, with times on this process' `time.monotonic()`."""
 
-    request: str
-    """Its name in timeline spans."""
+    key: RequestKey
+    """As a string, its name in timeline spans."""
     began_s: float
     """It was handed to the router."""
     tokens: list[int]
@@ -151,7 +170,7 @@ class Client:
             tokens += output.tokens
             if running is not None and len(tokens) > 1:
                 running.set()
-        return Served(str(RequestKey(name)), began_s, tokens, times_s, time.monotonic())
+        return Served(RequestKey(name), began_s, tokens, times_s, time.monotonic())
 
     async def prefill_only(self, prompt: Sequence[int]) -> Served:
         """The prompt through the prefill group, with a ticket that lacks no position: so nothing is sent."""
@@ -165,7 +184,7 @@ class Client:
             came_s = time.monotonic()
             self._mail.send(leader, m.Release(key, "measured"))
             await _first(box, m.Released)
-        return Served(str(key), began_s, [token], [came_s], time.monotonic())
+        return Served(key, began_s, [token], [came_s], time.monotonic())
 
 
 @asynccontextmanager

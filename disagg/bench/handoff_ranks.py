@@ -10,8 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from decode_node.rank import DecodeRank
+from disagg.bench.noise import words
 from disagg.core.ports import LayerHook
-from disagg.core.types import SamplingParams
+from disagg.core.types import RequestKey, SamplingParams, Shard, Span
+from disagg.kv.pages import slots_of
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import Rendezvous
@@ -19,6 +21,7 @@ from disagg.node.host import RankHost, Started
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
 from prefill_node.rank import PrefillRank
+from transport import messages as m
 
 cuda: Any = torch.cuda  # its events carry no types
 Moment = Any
@@ -76,10 +79,12 @@ class TimedRank(RankNode[Any, Any]):
         super().__init__(**arguments)
         self._device_clock = DeviceClock(self.runner.device)
         self._moments: list[tuple[Moment, Moment, Moment, int]] = []
+        self._pages: dict[RequestKey, list[int]] = {}
 
     def restart(self) -> None:
         """Forgets what was noted. No request is under way."""
         self._moments.clear()
+        self._pages.clear()
         self.timeline.drain()
         self._device_clock.restart()
 
@@ -87,6 +92,22 @@ class TimedRank(RankNode[Any, Any]):
         """The forward passes since `restart`, in order. No request is under way."""
         at = self._device_clock.seconds
         return [StepTime(at(begin), at(kv), at(end), count) for begin, kv, end, count in self._moments]
+
+    def on_message(self, peer: str, message: m.Message) -> None:
+        """As `RankNode.on_message`; remembers where each request's KV lies."""
+        if isinstance(message, m.OpenSend):
+            self._pages[message.key] = message.pages
+        elif isinstance(message, m.OpenReceive):
+            self._pages[message.ticket.key] = message.pages
+        super().on_message(peer, message)
+
+    def kv_digests(self, key: RequestKey, tokens: int) -> dict[tuple[int, int], tuple[int, int]]:
+        """Of this rank's KV of positions `0 .. tokens`, for each (layer, head) of the model: K's and V's digest.
+
+        For a request since `restart`, of which nothing has been overwritten: none came after it.
+        """
+        slots = slots_of(self._pages[key], self.runner.page_size, Span(0, tokens))
+        return digests(self.runner.pool.buffer, slots.long().to(self.runner.device), self.runner.shard)
 
     def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
         clock, written = self._device_clock, []
@@ -129,6 +150,10 @@ class TimedHost(RankHost):
         """Forward passes since `restart`."""
         return self._timed().step_times()
 
+    def kv_digests(self, key: RequestKey, tokens: int) -> dict[tuple[int, int], tuple[int, int]]:
+        """See `TimedRank.kv_digests`."""
+        return self._timed().kv_digests(key, tokens)
+
     def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
         """The answer of this group's engine when it prefills and decodes itself, and the seconds it took.
 
@@ -162,6 +187,23 @@ class TimedDecodeHost(TimedHost):
     """A decode rank."""
 
     node_class: ClassVar[type[RankNode[Any, Any]]] = TimedDecodeRank
+
+
+def digests(pool: torch.Tensor, slots: torch.Tensor, shard: Shard) -> dict[tuple[int, int], tuple[int, int]]:
+    """For each global (layer, head) of `shard`, K's and V's digest over `slots`, int64 `[tokens]`, in their order.
+
+    `pool`: `[layers, 2, slots, heads, head_dim]`. One byte that differs always gives another digest, any
+    other difference but for a negligible chance.
+    """
+    head_bytes = pool.shape[-1] * pool.element_size()
+    weights = (words(len(slots) * head_bytes, pool.device) | 1).view(len(slots), 1, head_bytes)
+    # A layer at a time: as int64 it is eight times as large.
+    sums = [(layer[:, slots].view(torch.uint8) * weights).sum(dim=(1, 3)).tolist() for layer in pool]
+    return {
+        (layer, head): (k, v)
+        for layer, (keys, values) in zip(shard.layers, sums, strict=True)
+        for head, k, v in zip(shard.heads, keys, values, strict=True)
+    }
 
 
 @contextmanager

@@ -103,8 +103,8 @@ def _decode(found: Found) -> Iterator[Line]:
                 f"decode p{percent}, {kind}",
                 _figure("decode", "ms", (1e3 * s for s in seconds)),
                 None,
-                f"p{percent} of a round's steps, from the plan to the sampled tokens, all decoders in it, with "
-                f"{_BESIDE[kind]}",
+                f"p{percent} of a round's steps on the leader, from the plan to the sampled tokens, of the decoders "
+                f"alone, with {_BESIDE[kind]}",
             )
 
 

@@ -103,9 +103,11 @@ def write_chart(path: Path, title: str, results: Sequence[Result]) -> None:
 
     figure = Figure(figsize=(9, 1.2 + 0.34 * len(results)), layout="constrained")
     units = sorted({result.measured.unit for result in results})
-    axes = figure.subplots(len(units), 1, squeeze=False)[:, 0]
-    for axis, unit in zip(axes, units, strict=True):
-        _draw(axis, [result for result in results if result.measured.unit == unit])
+    shown = [[result for result in results if result.measured.unit == unit] for unit in units]
+    heights = [1 + len(lines) for lines in shown]
+    axes = figure.subplots(len(units), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, unit, lines in zip(axes, units, shown, strict=True):
+        _draw(axis, lines)
         axis.set_xlabel(unit)
     axes[0].set_title(title, loc="left", fontsize=11)
     figure.savefig(path, dpi=140)

@@ -6,12 +6,28 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from disagg.bench.handoff_figures import Window, arrival, moved, percentile, sort_steps, union_s
+from disagg.bench.handoff_figures import (
+    Moved,
+    Sorted,
+    Window,
+    arrival,
+    moved,
+    percentile,
+    sort_steps,
+    union_s,
+)
 from disagg.bench.handoff_groups import Groups, spread_gpus
+from disagg.bench.handoff_measure import Found, HandOver
+from disagg.bench.handoff_ranks import digests
+from disagg.bench.handoff_results import results_of
+from disagg.bench.handoff_sizes import MismatchError, compare
 from disagg.bench.report import Measurement
 from disagg.cli import run
+from disagg.core.errors import InvariantError
 from disagg.core.timeline import TimelineSpan
+from disagg.core.types import RequestKey, Shard, Span
 
 SMALL = ["--device", "cpu", "--random-init", "tiny-llama", "--repeats", "1", "--tokens", "96"]
 SHORT = ["--decoders", "2", "--decoder-tokens", "8", "--steps", "300", "--answer-tokens", "3"]
@@ -58,7 +74,7 @@ def test_another_answer_is_no_figure(
 
     monkeypatch.setattr(Groups, "unsplit", wrong)
     assert run(["bench", "handoff", *SMALL, *SHORT]) == 1
-    assert "token 2 of 3 differs" in capsys.readouterr().err
+    assert "not the unsplit engine's: token 3 of 3 is" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -149,3 +165,76 @@ def test_groups_share_gpus_by_the_placement_rule(
     gpus: str, tps: tuple[int, int], places: tuple[list[str | None], list[str | None]]
 ) -> None:
     assert spread_gpus(list(gpus), *tps) == places
+
+
+def test_figures_are_of_each_repeat() -> None:
+    one = HandOver(
+        Moved(Window(1.0, 3.0), 0.5, 1000),
+        exposed_s=0.1,
+        after_kv_s=0.2,
+        prefill_sending_s=2.2,
+        prefill_only_s=2.0,
+        split_s=(3.0, 3.3),
+        unsplit_s=(2.0, 2.2),
+    )
+    steps = Sorted(quiet=[1.0, 2.0], prefill=[4.0], arriving=[1.5, 3.0])
+    ceiling = Measurement("peer copy", "GB/s", (1e-5,))
+    found = {r.title: r for r in results_of(Found([one], [steps]), {"tokens": 7}, ceiling)}
+    expected = {
+        "transfer, exposed share": 5.0,
+        "transfer, exposed share of moving": 20.0,
+        "transfer, exposed": 100.0,
+        "transfer, after the last KV": 200.0,
+        "transfer, whole": 2000.0,
+        "transfer, rate while moving": 2e-6,
+        "prefill, sending / only": 1.1,
+        "decode p50, arriving / quiet": 1.5,
+        "decode p99, arriving / quiet": 1.5,
+        "decode p99, arriving / prefill": 0.75,
+        "decode p50, arriving": 1500.0,
+        "first token, split / unsplit": 1.5,
+        "second token, split": 3300.0,
+    }
+    assert {title: found[title].measured.median for title in expected} == pytest.approx(expected)
+    assert found["transfer, rate while moving"].share == pytest.approx(0.2)
+    assert all(result.definition for result in found.values())
+    assert found["decode p50, quiet"].labels == {
+        "tokens": 7,
+        "steps_quiet": 2,
+        "steps_prefill": 1,
+        "steps_arriving": 2,
+    }
+
+
+def test_answers_are_compared_as_far_as_they_must_agree() -> None:
+    compare([1, 2, 3], [1, 2, 9], 2)
+    with pytest.raises(MismatchError, match="token 3 of 3 is 3, not 9"):
+        compare([1, 2, 3], [1, 2, 9], 3)
+
+
+def test_digests_of_parts_are_those_of_the_whole() -> None:
+    pool = torch.randn(2, 2, 6, 4, 8).bfloat16()
+    slots = torch.tensor([5, 0, 3])
+    whole = digests(pool, slots, Shard(0, Span(0, 2), Span(0, 4)))
+    elsewhere = torch.zeros(1, 2, 9, 2, 8).bfloat16()
+    elsewhere[:, :, [1, 7, 2]] = pool[1:, :, slots, 1:3]
+    part = digests(elsewhere, torch.tensor([1, 7, 2]), Shard(1, Span(1, 2), Span(1, 3)))
+    assert part == {place: whole[place] for place in ((1, 1), (1, 2))}
+    assert digests(pool, slots.flip(0), Shard(0, Span(0, 2), Span(0, 4))) != whole
+
+
+def test_wrong_kv_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = object.__new__(Groups)
+    groups.prefill, groups.decode = [], []
+    computed = [
+        {(0, 0): (1, 2), (0, 1): (3, 4)},
+        {(0, 1): (5, 4)},
+    ]  # two ranks may round a shared head otherwise
+    for held, right in (([{(0, 1): (5, 4)}, {(0, 0): (1, 2)}], True), ([{(0, 1): (1, 2)}], False)):
+        answers = iter((computed, held))
+        monkeypatch.setattr("disagg.bench.handoff_groups.call_all", lambda *asked, a=answers: next(a))
+        if right:
+            groups.check_kv(RequestKey("x"), 1)
+        else:
+            with pytest.raises(InvariantError, match=r"rank 0 has wrong KV in 1 of 1 heads.*layer 0, head 1"):
+                groups.check_kv(RequestKey("x"), 1)

@@ -1,0 +1,125 @@
+"""Rounds of decoding, by turns beside nothing, a prompt that is prefilled only, and a request that arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+
+from disagg.bench.handoff_figures import Sorted, Window, arrival, sort_steps
+from disagg.bench.handoff_groups import Client, Groups, Served
+from disagg.bench.handoff_sizes import Sizes, Tell, compare
+from disagg.core.errors import DisaggError
+from disagg.core.timeline import TimelineSpan
+
+TRIES = 8
+"""On a busy machine one turn may outlast all decoding; the next try goes on with the next turn."""
+
+
+@dataclass
+class _Beside:
+    """Answers of one try."""
+
+    decoders: list[Served] = field(default_factory=list)
+    arrivals: list[Served] = field(default_factory=list)
+    prefills: list[Served] = field(default_factory=list)
+
+
+async def decode_rounds(
+    client: Client, groups: Groups, sizes: Sizes, answers: Sequence[list[int]], tell: Tell
+) -> list[Sorted]:
+    """A round for each repeat; `answers[i]` is the unsplit engine's to prompt `i`, which arrives in round `i`.
+
+    Raises `MismatchError`, and `DisaggError` when a round has no step of one kind.
+    """
+    tell("answers of the decoders, to compare with")
+    prompts = [sizes.prompt(-1 - i, sizes.decoder_tokens) for i in range(sizes.decoders)]
+    compared = 1 if sizes.batch_matters or sizes.tp_matters else sizes.steps
+    expected = [groups.unsplit(prompt, compared)[0] for prompt in prompts]
+    rounds: list[Sorted] = []
+    for repeat in range(1, sizes.repeats + 1):
+        tell(f"decode beside arrivals, round {repeat} of {sizes.repeats}")
+        turns, found = cycle(("arrival", "pause", "prefill", "pause")), Sorted([], [], [])
+        for _ in range(TRIES):
+            beside = await _try(client, groups, sizes, prompts, repeat, turns)
+            for served, answer in zip(beside.decoders, expected, strict=True):
+                compare(served.tokens, answer, compared)
+            for served in (*beside.arrivals, *beside.prefills):
+                compare(served.tokens, answers[repeat], min(compared, len(served.tokens)))
+            for steps, more in zip(found, _sort(groups, sizes, beside), strict=True):
+                steps += more
+            if all(found):
+                break
+        rounds.append(_require_all(found))
+    return rounds
+
+
+async def _try(
+    client: Client,
+    groups: Groups,
+    sizes: Sizes,
+    prompts: Sequence[list[int]],
+    repeat: int,
+    turns: Iterator[str],
+) -> _Beside:
+    groups.restart()
+    try:
+        return await _beside(client, sizes, prompts, sizes.prompt(repeat, sizes.tokens), turns)
+    except ExceptionGroup as error:  # the first one ended the others
+        raise error.exceptions[0] from error
+
+
+async def _beside(
+    client: Client, sizes: Sizes, prompts: Sequence[list[int]], other: list[int], turns: Iterator[str]
+) -> _Beside:
+    """All of `prompts` decode; meanwhile `other` arrives, or is prefilled only, or nothing happens for as long."""
+    found = _Beside()
+    async with asyncio.TaskGroup() as group:
+        decoders: list[asyncio.Task[Served]] = []
+        for prompt in prompts:
+            running = asyncio.Event()
+            decoders.append(group.create_task(client.ask(prompt, sizes.steps, running)))
+            await running.wait()
+        pause_s: float | None = None  # a try that begins with a pause has no other turn
+        while not any(task.done() for task in decoders):
+            turn = next(turns)
+            if turn == "pause":
+                await asyncio.wait(decoders, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+                continue
+            # Two tokens: the second one comes from the KV that arrived.
+            one = await (client.ask(other, 2) if turn == "arrival" else client.prefill_only(other))
+            (found.arrivals if turn == "arrival" else found.prefills).append(one)
+            pause_s = one.ended_s - one.began_s
+    found.decoders = [task.result() for task in decoders]
+    return found
+
+
+def _sort(groups: Groups, sizes: Sizes, beside: _Beside) -> Sorted:
+    """The steps in which the decoders took part, all of them and nothing else."""
+    spans = groups.spans()
+    arrivals = [arrival(spans, str(served.key)) for served in beside.arrivals]
+    prefills, others = (
+        [Window(one.began_s, one.ended_s) for one in kind] for kind in (beside.prefills, beside.arrivals)
+    )
+    return sort_steps(_full_steps(spans, groups, sizes.decoders), arrivals, prefills, others)
+
+
+def _full_steps(spans: Sequence[TimelineSpan], groups: Groups, decoders: int) -> list[Window]:
+    """Steps of the decode leader, from the plan's start to the sampled tokens, of so many requests."""
+    lane = sorted((s for s in spans if s.name == "decode" and s.lane == "decode r0"), key=lambda s: s.start_s)
+    passes = groups.step_times(groups.decode[:1])[0]
+    return [
+        Window(span.start_s, span.stop_s)
+        for span, step in zip(lane, passes, strict=True)
+        if step.requests == decoders
+    ]
+
+
+def _require_all(found: Sorted) -> Sorted:
+    if not all(found):
+        raise DisaggError(
+            f"{len(found.quiet)} decode steps had nothing beside them, {len(found.prefill)} a prefill, "
+            f"{len(found.arriving)} an arrival: give more --steps, or fewer --tokens"
+        )
+    return found
