@@ -168,8 +168,8 @@ def handoff(
 ) -> None:
     """A real model, prefilled by one group and decoded by another: what the transfer costs, answers compared.
 
-    In 16 bits on GPUs, groups of different sizes round differently: their answers are compared in the first token
-    only, the KV that was moved in every byte. With --dtype float32 all tokens are compared.
+    In 16 bits, groups of different sizes, or of more than two ranks, round differently: their answers are compared in
+    the first token only, the KV that was moved in every byte. With --dtype float32 all tokens are compared.
     """
     from disagg.bench.handoff import HandoffBench, run
     from disagg.core.config import Config, ModelConfig, TransferConfig

@@ -64,7 +64,9 @@ class HandoffBench:
                 f"prompt and answer of {longest} tokens (--tokens, --decoder-tokens with --steps) exceed the "
                 f"model's context of {spec.context_tokens}"
             )
-        rounds = cuda and dtype != torch.float32
+        rounds = dtype != torch.float32
+        # Two ranks' sums are the same in either order; those of more depend on where the ranks are.
+        same_sums = prefill_tp == decode_tp <= 2
         sizes = Sizes(
             tokens,
             answer_tokens,
@@ -74,7 +76,7 @@ class HandoffBench:
             repeats,
             spec.vocab_size,
             batch_matters=rounds,
-            tp_matters=rounds and prefill_tp != decode_tp,
+            tp_matters=rounds and not same_sums,
         )
         config = msgspec.structs.replace(
             config,
