@@ -245,7 +245,10 @@ def _show(name: str, title: str, results: Sequence[Result], out: Path | None, pr
     if print_json:
         print(as_json(results))
     else:
-        Console().print(results_table(title, results))
+        console = Console()
+        if not console.is_terminal:  # a log has room for every column
+            console = Console(width=140)
+        console.print(results_table(title, results))
         for line in definition_lines(results):
             print(f"- {line}")
     if out is not None:

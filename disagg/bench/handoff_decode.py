@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
-from disagg.bench.handoff_figures import Sorted, Window, arrival, sort_steps
+from disagg.bench.handoff_figures import Sorted, Window, arrival, sort_steps, with_a_moment
 from disagg.bench.handoff_groups import Client, Groups, Served
 from disagg.bench.handoff_sizes import Sizes, Tell, compare
 from disagg.core.errors import DisaggError
-from disagg.core.timeline import TimelineSpan
 
 TRIES = 8
 """On a busy machine one turn may outlast all decoding; the next try goes on with the next turn."""
@@ -102,18 +101,10 @@ def _sort(groups: Groups, sizes: Sizes, beside: _Beside) -> Sorted:
     prefills, others = (
         [Window(one.began_s, one.ended_s) for one in kind] for kind in (beside.prefills, beside.arrivals)
     )
-    return sort_steps(_full_steps(spans, groups, sizes.decoders), arrivals, prefills, others)
-
-
-def _full_steps(spans: Sequence[TimelineSpan], groups: Groups, decoders: int) -> list[Window]:
-    """Steps of the decode leader, from the plan's start to the sampled tokens, of so many requests."""
-    lane = sorted((s for s in spans if s.name == "decode" and s.lane == "decode r0"), key=lambda s: s.start_s)
     passes = groups.step_times(groups.decode[:1])[0]
-    return [
-        Window(span.start_s, span.stop_s)
-        for span, step in zip(lane, passes, strict=True)
-        if step.requests == decoders
-    ]
+    full = [(one.begin_s + one.end_s) / 2 for one in passes if one.requests == sizes.decoders]
+    steps = [Window(s.start_s, s.stop_s) for s in spans if s.name == "decode" and s.lane == "decode r0"]
+    return sort_steps(with_a_moment(steps, full), arrivals, prefills, others)
 
 
 def _require_all(found: Sorted) -> Sorted:

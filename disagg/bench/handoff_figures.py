@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
@@ -66,6 +67,12 @@ def union_s(windows: Iterable[Window]) -> float:
         total_s += max(0.0, window.stop_s - max(window.start_s, reached_s))
         reached_s = max(reached_s, window.stop_s)
     return total_s
+
+
+def with_a_moment(windows: Iterable[Window], moments_s: Iterable[float]) -> list[Window]:
+    """The windows in which one of the moments lies."""
+    ordered = [*sorted(moments_s), math.inf]
+    return [window for window in windows if ordered[bisect_left(ordered, window.start_s)] <= window.stop_s]
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

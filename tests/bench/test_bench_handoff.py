@@ -17,6 +17,7 @@ from disagg.bench.handoff_figures import (
     percentile,
     sort_steps,
     union_s,
+    with_a_moment,
 )
 from disagg.bench.handoff_groups import Groups, spread_gpus
 from disagg.bench.handoff_measure import Found, HandOver
@@ -128,6 +129,12 @@ def test_what_never_landed_is_no_figure(figure: object) -> None:
 def test_union_counts_a_moment_once() -> None:
     assert union_s([]) == 0.0
     assert union_s([Window(5.0, 6.0), Window(0.0, 4.0), Window(1.0, 2.0), Window(3.0, 5.0)]) == 6.0
+
+
+def test_windows_are_chosen_by_moments() -> None:
+    windows = [Window(0.0, 1.0), Window(1.5, 2.0), Window(3.0, 4.0)]
+    assert with_a_moment(windows, [3.5, 0.5, 2.5, 9.0]) == [windows[0], windows[2]]
+    assert with_a_moment(windows, []) == []
 
 
 def test_percentiles_are_values() -> None:
