@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,21 +78,25 @@ class TimedRank(RankNode[Any, Any]):
 
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)
+        self.computing = threading.Lock()
+        """Held by a forward pass: a rank that follows ends its last one after its leader has answered."""
         self._device_clock = DeviceClock(self.runner.device)
         self._moments: list[tuple[Moment, Moment, Moment, int]] = []
         self._pages: dict[RequestKey, list[int]] = {}
 
     def restart(self) -> None:
         """Forgets what was noted. No request is under way."""
-        self._moments.clear()
-        self._pages.clear()
-        self.timeline.drain()
-        self._device_clock.restart()
+        with self.computing:
+            self._moments.clear()
+            self._pages.clear()
+            self.timeline.drain()
+            self._device_clock.restart()
 
     def step_times(self) -> list[StepTime]:
         """The forward passes since `restart`, in order. No request is under way."""
         at = self._device_clock.seconds
-        return [StepTime(at(begin), at(kv), at(end), count) for begin, kv, end, count in self._moments]
+        with self.computing:
+            return [StepTime(at(begin), at(kv), at(end), count) for begin, kv, end, count in self._moments]
 
     def on_message(self, peer: str, message: m.Message) -> None:
         """As `RankNode.on_message`; remembers where each request's KV lies."""
@@ -118,10 +123,11 @@ class TimedRank(RankNode[Any, Any]):
                 written.append(clock.now())
             on_layer(layer)
 
-        begin = clock.now()
-        logits = super()._forward(plan, noting if on_layer else None)
-        end = clock.now()
-        self._moments.append((begin, written[0] if written else end, end, len(plan.work)))
+        with self.computing:
+            begin = clock.now()
+            logits = super()._forward(plan, noting if on_layer else None)
+            end = clock.now()
+            self._moments.append((begin, written[0] if written else end, end, len(plan.work)))
         return logits
 
 
@@ -159,12 +165,12 @@ class TimedHost(RankHost):
 
         All ranks of the group together. Chunks are as long as those of a prefill step.
         """
-        runner = self._timed().runner
+        node = self._timed()
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         chunk_tokens = self.group_config.chunk_tokens
-        with _own_rows(runner.req_to_token):
+        with node.computing, _own_rows(node.runner.req_to_token):
             started_s = time.monotonic()
-            answers = generate_unsplit(runner, [prompt], sampling, chunk_tokens=chunk_tokens)
+            answers = generate_unsplit(node.runner, [prompt], sampling, chunk_tokens=chunk_tokens)
             return answers[0], time.monotonic() - started_s
 
     def close(self) -> None:
