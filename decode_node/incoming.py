@@ -54,7 +54,7 @@ class Incoming:
 
     ticket: Ticket
     slots: torch.Tensor
-    """Slot of each position of the prompt, int32 `[tokens]`, on the pool's device."""
+    """Slot of each of the ticket's positions, int32 `[tokens]`, on the pool's device."""
     coverage: Coverage
     peers: dict[int, str]
     """Control address of each source rank."""

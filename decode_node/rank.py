@@ -35,6 +35,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
             # Not from 0: what an earlier life of this group left on the wire must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
+            state_tokens=spec.state_tokens,
         )
         return DecodeLeader(scheduler, spec.eos_ids, spec, self.control.send, self._to_self, self.clock)
 

@@ -71,12 +71,15 @@ class DecodeScheduler:
         max_batch: int,
         max_context_tokens: int,
         first_ticket: int,
+        state_tokens: int = 0,
     ) -> None:
+        """`state_tokens`: a recurrent state lands in the answer's place, as if it were this many tokens."""
         self._ledger = ledger
         self._group = group
         self._ranks = ranks
         self._max_batch = max_batch
         self._max_tokens = min(max_context_tokens, ledger.capacity_tokens)
+        self._state_tokens = state_tokens
         self._numbers = itertools.count(first_ticket)
         self._step = 0
         self.requests: dict[RequestKey, DecodeRequest] = {}
@@ -102,6 +105,14 @@ class DecodeScheduler:
                 f"group, which takes {self._max_tokens} in all: raise decode.max_context_tokens or "
                 f"decode.pool_tokens, or shorten them"
             )
+        landing = prompt_tokens + self._state_tokens
+        if landing > self._ledger.capacity_tokens:
+            raise PromptTooLongError(
+                f"prompt of {prompt_tokens} tokens, with the {self._state_tokens} that its recurrent state takes, "
+                f"does not fit the decode group's pool of {self._ledger.capacity_tokens}: raise decode.pool_tokens, "
+                f"or shorten it"
+            )
+        total = max(total, landing)
         holding = self._ledger.reserve(total)
         if holding is None:
             memory = self._ledger.statistics()
@@ -110,7 +121,7 @@ class DecodeScheduler:
                 f"{memory.free_rows} rows are free)"
             )
         number = next(self._numbers) % TICKET_NUMBERS
-        tokens = Span(0, prompt_tokens)
+        tokens = Span(0, landing)
         ticket = Ticket(key, number, self._group, tokens, holding.row, tuple(holding.pages))
         request = DecodeRequest(
             key, ticket, prompt_tokens, sampling, router, prefill_group, deadline_s, holding

@@ -113,6 +113,11 @@ class PrefillLeader(Leader):
                     f"decode group {message.ticket.group!r} is not linked to this prefill group"
                 )
             check_prompt(message.prompt, message.sampling.max_tokens, self._spec)
+            if message.ticket.tokens.stop != len(message.prompt) + self._spec.state_tokens:
+                raise RequestError(
+                    f"the ticket of {message.key} ends at {message.ticket.tokens.stop}: a prompt of "
+                    f"{len(message.prompt)} tokens needs {self._spec.state_tokens} more for its recurrent state"
+                )
             self._scheduler.submit(request)
         except DisaggError as error:
             self._refuse(router, message.key, error)

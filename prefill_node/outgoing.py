@@ -65,15 +65,15 @@ class Outgoing:
     ticket: Ticket
     link: Link
     slots: torch.Tensor
-    """Slot of each prompt position, int32 `[tokens]`, on the pool's device."""
+    """Slot of each of the ticket's positions, int32 `[tokens]`, on the pool's device."""
     direct: dict[str, OpenPool] = field(default_factory=dict)
     """Pools of the peers that this ticket's segments are written to; the others get them through their rings."""
     target_slots: torch.Tensor | None = None
-    """Slot of each prompt position in those pools, int32 `[tokens]`."""
+    """Slot of each of them in those pools, int32 `[tokens]`."""
     items: dict[tuple[int, int], Item] = field(default_factory=dict)
     """By (destination rank, segment index)."""
     planned_to: int = 0
-    """Prompt positions below it have been cut into segments."""
+    """Positions below it have been cut into segments."""
     left: int = 0
     """Items that are neither SENT nor DROPPED."""
     asked: set[str] = field(default_factory=set)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from disagg.core.types import GroupInfo, RankInfo
+from disagg.core.types import GroupInfo, RankInfo, Span
 from disagg.node.device import mark
 from disagg.node.ledger import Ledger
 from disagg.node.links import Link, make_link
-from disagg.node.plan import StepPlan
+from disagg.node.plan import StepPlan, Work
 from disagg.node.rank import RankNode, aligned
 from prefill_node.leader import PrefillLeader
 from prefill_node.scheduler import PrefillScheduler
@@ -35,6 +35,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             chunk_tokens=group.chunk_tokens,
             max_context_tokens=min(group.max_context_tokens, self.runner.spec.context_tokens),
             max_waiting=MAX_WAITING,
+            whole_prompts=self.runner.spec.whole_prompts,
         )
         return PrefillLeader(scheduler, self.runner.spec, self.control.send, self._to_self, self.clock)
 
@@ -79,9 +80,17 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
         return None
 
     def _step(self, plan: StepPlan) -> None:
-        """Leases are asked for before the step, so that they are there when the first layers are."""
+        """Leases are asked for before the step, so that they are there when the first layers are.
+
+        A recurrent state follows the prompt like one chunk more, which has a step number of its own: below 0.
+        """
+        state_tokens = self.runner.spec.state_tokens
+        ended = [work for work in plan.work if state_tokens and work.span.stop == work.prompt_tokens]
         for work in plan.work:
             self._loop.post(partial(self._agent.plan_chunk, plan.step, work.key, work.span))
+        for work in ended:
+            state = Span(work.prompt_tokens, work.prompt_tokens + state_tokens)
+            self._loop.post(partial(self._agent.plan_chunk, -plan.step, work.key, state))
         first_layer, ends = self.runner.shard.layers.start, {g.stop: g for g in self._agent.groups}
 
         def on_layer(layer: int) -> None:
@@ -92,5 +101,14 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
 
         with self.timeline.span("compute", self.lane):
             logits = self._forward(plan, on_layer)
+            if ended:
+                self._send_states(plan.step, ended)
             if self._leader is not None:
                 self._leader.commit(plan, logits)
+
+    def _send_states(self, step: int, ended: Sequence[Work]) -> None:
+        assert self.runner.states is not None, "a model with state tokens has states"
+        for work in ended:
+            self.runner.states.store(work.row, work.prompt_tokens)
+        marker = mark(self.runner.device)
+        self._loop.post(partial(self._agent.layers_ready, -step, self.runner.shard.layers, marker))

@@ -62,13 +62,22 @@ class PrefillScheduler:
     """First come, first served; prompts are cut into chunks that share one step's token budget."""
 
     def __init__(
-        self, ledger: Ledger, *, ranks: int, chunk_tokens: int, max_context_tokens: int, max_waiting: int
+        self,
+        ledger: Ledger,
+        *,
+        ranks: int,
+        chunk_tokens: int,
+        max_context_tokens: int,
+        max_waiting: int,
+        whole_prompts: bool = False,
     ) -> None:
+        """`whole_prompts`: a prompt is never cut, even when it is longer than `chunk_tokens`."""
         self._ledger = ledger
         self._ranks = ranks
         self._chunk_tokens = chunk_tokens
         self._max_tokens = min(max_context_tokens, ledger.capacity_tokens)
         self._max_waiting = max_waiting
+        self._whole_prompts = whole_prompts
         self._step = 0
         self.requests: dict[RequestKey, PrefillRequest] = {}
 
@@ -88,6 +97,13 @@ class PrefillScheduler:
                 f"prompt of {len(request.prompt)} tokens does not fit the prefill group, which takes up to "
                 f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
             )
+        state_tokens = request.ticket.tokens.stop - len(request.prompt)
+        if request.ticket.tokens.stop > self._ledger.capacity_tokens:
+            raise PromptTooLongError(
+                f"prompt of {len(request.prompt)} tokens, with the {state_tokens} that its recurrent state takes, "
+                f"does not fit the prefill group's pool of {self._ledger.capacity_tokens}: raise "
+                f"prefill.pool_tokens, or shorten it"
+            )
         waiting = sum(not r.admitted for r in self.requests.values())
         if waiting >= self._max_waiting:
             raise BusyError(f"the prefill group has {waiting} requests waiting already", retry_after_s=0.5)
@@ -99,7 +115,7 @@ class PrefillScheduler:
         for request in self.requests.values():
             if request.admitted or request.closing:
                 continue
-            request.holding = self._ledger.reserve(len(request.prompt))
+            request.holding = self._ledger.reserve(max(len(request.prompt), request.ticket.tokens.stop))
             if request.holding is None:
                 break  # first come, first served: a shorter one behind does not overtake
             request.admitted = True
@@ -114,9 +130,9 @@ class PrefillScheduler:
             left = len(request.prompt) - request.planned_tokens
             if request.closing or not request.admitted or left == 0:
                 continue
-            work.append(self._chunk(request, min(budget, left)))
+            work.append(self._chunk(request, left if self._whole_prompts else min(budget, left)))
             budget -= len(work[-1].tokens)
-            if budget == 0:
+            if budget <= 0:
                 break
         if not work:
             return None

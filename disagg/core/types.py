@@ -158,7 +158,7 @@ class Ticket(msgspec.Struct, frozen=True):
     number: int
     group: str
     tokens: Span
-    """Prompt positions whose KV the decode group still lacks."""
+    """Positions that the decode group still lacks: the prompt's KV, and behind it a recurrent state if any."""
     row: int = -1
     """Its row on every decode rank, and so the fence word that a writer's kernel must find open."""
     pages: tuple[int, ...] = ()

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.ports import Collective
+from disagg.model.layers import recurrent_layers
 from disagg.model.paged import ATTENTION_NAME
 from disagg.model.source import ModelSource
 from disagg.model.spec import ModelSpec
@@ -59,9 +60,12 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
         raise UnsupportedModelError(
             f"{spec.architecture} cannot be built with our attention: {exc!r}"
         ) from exc
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(f"{spec.architecture} is not supported: it keeps recurrent state")
-    if not getattr(model, "_supports_attention_backend", False):
+    if getattr(model, "_is_stateful", False) and not recurrent_layers(config):
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: it keeps state that its layer types do not name"
+        )
+    # Hybrid models do not set this flag, whether or not it is so; the runner looks at their attention calls.
+    if not (getattr(model, "_supports_attention_backend", False) or recurrent_layers(config)):
         raise UnsupportedModelError(f"{spec.architecture} is not supported: its attention cannot be replaced")
     return model
 
@@ -94,10 +98,24 @@ def _initialize(model: Any) -> None:
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
         if any(tensor is not None for tensor in own) and not isinstance(module, nn.Linear):
-            try:
-                model._init_weights(module)
-            except AttributeError as exc:
-                raise UnsupportedModelError(f"{type(model).__name__} cannot be set up: {exc}") from exc
+            _init_weights(model, module)
+    # A buffer that no checkpoint holds may be set by a module further up (the multipliers of Falcon-H1).
+    stored = model.state_dict(keep_vars=True)
+    unset = {name for name, buffer in model.named_buffers() if name not in stored and not _is_set(buffer)}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) and any(buffer.startswith(f"{name}.") for buffer in unset):
+            _init_weights(model, module)
+
+
+def _init_weights(model: Any, module: nn.Module) -> None:
+    try:
+        model._init_weights(module)
+    except AttributeError as exc:
+        raise UnsupportedModelError(f"{type(model).__name__} cannot be set up: {exc}") from exc
+
+
+def _is_set(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
 
 
 def _fill(
@@ -115,7 +133,7 @@ def _fill(
         elif not bool(torch.isfinite(empty).all()):
             raise UnsupportedModelError(f"{type(model).__name__} is not supported: nothing sets its {name}")
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and not bool(torch.isfinite(buffer).all()):
+        if not _is_set(buffer):
             raise UnsupportedModelError(
                 f"{type(model).__name__} is not supported: its buffer {name} stays unset"
             )

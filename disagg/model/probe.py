@@ -5,6 +5,8 @@ refused at start.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,10 @@ import torch
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.model.attention import AttentionParams
+from disagg.model.collective import SingleCollective
+from disagg.model.layers import attention_layers
 from disagg.model.spec import ModelSpec
+from disagg.model.tp import RowParallelLinear
 
 
 @dataclass
@@ -20,9 +25,9 @@ class ShapeProbe:
     """An attention context that records each call and answers zeros."""
 
     shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Shapes of K and V by layer."""
+    """Shapes of K and V by layer of the KV pool."""
     windows: dict[int, int | None] = field(default_factory=dict)
-    """Sliding window by layer."""
+    """Sliding window by layer of the KV pool."""
     calls: int = 0
 
     def attend(
@@ -54,8 +59,22 @@ class ShapeProbe:
             return False
         types = getattr(config, "layer_types", None)
         if types:
-            return bool(types[layer] == "sliding_attention")
+            return bool(types[attention_layers(config)[layer]] == "sliding_attention")
         return getattr(config, "use_sliding_window", True) is not False
+
+
+@contextmanager
+def alone(model: Any) -> Iterator[None]:
+    """The rank runs its part of `model` without the other ranks: shapes are right, numbers are not."""
+    rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
+    collectives = [row.collective for row in rows]
+    for row in rows:
+        row.collective = SingleCollective()
+    try:
+        yield
+    finally:
+        for row, collective in zip(rows, collectives, strict=True):
+            row.collective = collective
 
 
 def _refuse(spec: ModelSpec, why: str) -> UnsupportedModelError:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import msgspec
 import torch
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
@@ -11,13 +15,14 @@ from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
 from disagg.model.batch import StepBatch, build_index, upload
 from disagg.model.build import build_model
-from disagg.model.collective import SingleCollective
+from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
-from disagg.model.probe import ShapeProbe
+from disagg.model.probe import ShapeProbe, alone
+from disagg.model.recurrent import PoolLayers, RequestCache, RowStates, StateMover, ignores_state
 from disagg.model.rope import long_tokens, wrap_ropes
 from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
-from disagg.model.tp import RowParallelLinear, query_span
+from disagg.model.tp import query_span
 
 
 class ModelRunner:
@@ -67,12 +72,17 @@ class ModelRunner:
             self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
         )
         self._ropes = wrap_ropes(self._model, self.spec.rope_switch_tokens)
-        self._probe()
+        sample = self._probe()
         slots = self.pages * page_size
         self.pool = MHATokenToKVPool(
             layout.layers, slots, len(self.shard.heads), layout.head_dim, kv_dtype or dtype, self.device
         )
-        self.req_to_token = ReqToTokenPool(rows, max_tokens, self.device)
+        self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
+        self.states: RowStates | None = None
+        """Recurrent state by row; None for a model that has none."""
+        if sample is not None:
+            mover = StateMover(sample, self.pool, self.spec, collective)
+            self.states = RowStates(source.config, mover, self.req_to_token, self.spec.state_tokens)
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """Runs one step; float32 `[sequences, vocab]`, the logits after each sequence's last token.
@@ -82,6 +92,20 @@ class ModelRunner:
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
+        if self.states is None:
+            return self._forward(batch, on_layer, None)
+        # A recurrent layer takes one request at a time. The KV of the step is complete with its last request.
+        hooks = [None] * (len(batch.sequences) - 1) + [on_layer]
+        return torch.cat(
+            [
+                self._forward(StepBatch((one,)), hook, self.states.before(one))
+                for one, hook in zip(batch.sequences, hooks, strict=True)
+            ]
+        )
+
+    def _forward(
+        self, batch: StepBatch, on_layer: LayerHook | None, cache: RequestCache | None
+    ) -> torch.Tensor:
         index = build_index(batch, self.req_to_token)
         if self._ropes:
             long = upload(long_tokens(batch, self.spec.rope_switch_tokens), self.device).bool()[None]
@@ -90,41 +114,64 @@ class ModelRunner:
         context: AttentionContext = PagedStep(self.pool, self._head_map, index, on_layer)
         if self._whole_attention:
             context = SharedHeads(context, self._queries, self.shard.heads, self._collective)
-        return self._run(index.input_ids, index.positions, index.last, context)
+        return self._run(index.input_ids, index.positions, index.last, context, cache)
 
     def _run(
-        self, ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor, context: AttentionContext
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        last: torch.Tensor,
+        context: AttentionContext,
+        cache: RequestCache | None,
     ) -> torch.Tensor:
+        more: dict[str, Any] = {}
+        if cache is not None:
+            context = PoolLayers(context, cache, attention_layers(self._model.config))
+            more["past_key_values"] = cache
         with torch.inference_mode():
             output = self._model(
                 input_ids=ids,
                 position_ids=positions,
-                use_cache=False,
+                use_cache=cache is not None,
                 logits_to_keep=last,
                 paged_context=context,
+                **more,
             )
             logits: torch.Tensor = output.logits[0].float()
         return logits
 
-    def _probe(self) -> None:
-        """One token through the model with no cache, no other rank, and attention that only looks."""
-        probe, zero = ShapeProbe(), upload([0], self.device)
-        rows = [module for module in self._model.modules() if isinstance(module, RowParallelLinear)]
-        collectives = [row.collective for row in rows]
-        for row in rows:
-            row.collective = SingleCollective()
+    def _probe(self) -> RequestCache | None:
+        """One token through the model with no other rank, and attention that only looks. Completes `spec`.
+
+        Returns the recurrent state after it, of a model that has one.
+        """
+        probe, config = ShapeProbe(), self._model.config
+        cache = RequestCache(config) if recurrent_layers(config) else None
+        with alone(self._model):
+            logits = self._look(probe, cache)
+            heads = self.spec.layout.kv_heads if self._whole_attention else len(self.shard.heads)
+            probe.require(self.spec, heads, config)
+            if tuple(logits.shape) != (1, self.spec.vocab_size):
+                raise UnsupportedModelError(
+                    f"{self.spec.architecture} is not supported: logits of a token are {tuple(logits.shape)} "
+                    f"for a vocabulary of {self.spec.vocab_size}"
+                )
+            if cache is not None:
+                cache.require(self.spec.architecture, recurrent_layers(config))
+                self.spec = msgspec.structs.replace(
+                    self.spec,
+                    state_tokens=-(-cache.nbytes // self.spec.layout.token_bytes),
+                    whole_prompts=ignores_state(partial(self._look, ShapeProbe()), config),
+                )
+        return cache
+
+    def _look(self, probe: ShapeProbe, cache: RequestCache | None, tokens: int = 1) -> torch.Tensor:
+        ids = upload([0] * tokens, self.device)[None]
+        positions = upload(list(range(tokens)), self.device)[None]
         try:
-            logits = self._run(zero[None], zero[None], zero, probe)
-        finally:
-            for row, collective in zip(rows, collectives, strict=True):
-                row.collective = collective
-        heads = self.spec.layout.kv_heads if self._whole_attention else len(self.shard.heads)
-        probe.require(self.spec, heads, self._model.config)
-        if tuple(logits.shape) != (1, self.spec.vocab_size):
-            raise UnsupportedModelError(
-                f"{self.spec.architecture} is not supported: logits of a token are {tuple(logits.shape)} "
-                f"for a vocabulary of {self.spec.vocab_size}"
-            )
+            return self._run(ids, positions, upload([tokens - 1], self.device), probe, cache)
+        except ValueError as exc:  # what models say of a cache that they do not take
+            raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
 
 
 def _whole_pages(pool_tokens: int, page_size: int) -> int:

@@ -8,8 +8,7 @@ import msgspec
 
 from disagg.core.errors import PromptTooLongError, UnsupportedModelError
 from disagg.core.types import KVLayout, Shard, Span
-
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
+from disagg.model.layers import attention_layers, unknown_types
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -31,6 +30,10 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Tokens that end an answer."""
     rope_switch_tokens: int = 0
     """Requests longer than it use another rotary embedding (`longrope`); 0 when there is only one."""
+    state_tokens: int = 0
+    """Tokens of KV that are as large as a request's recurrent state; 0 without one. Known to a runner only."""
+    whole_prompts: bool = False
+    """A prompt must be computed in one step. Known to a runner only."""
 
 
 def kv_span(rank: int, size: int, kv_heads: int) -> Span:
@@ -51,7 +54,7 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
     require_supported(config)
     q_heads = config.num_attention_heads
     kv_heads, k_dim, v_dim = _heads(config)
-    layout = KVLayout(config.num_hidden_layers, kv_heads, max(k_dim, v_dim), kv_dtype)
+    layout = KVLayout(len(attention_layers(config)), kv_heads, max(k_dim, v_dim), kv_dtype)
     return ModelSpec(
         architecture=architecture_of(config),
         fingerprint=fingerprint,
@@ -120,11 +123,12 @@ def _unsupported(config: Any) -> str | None:
         return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
     if getattr(config, "use_bidirectional_attention", None):
         return "its attention is bidirectional"
-    other = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_LAYERS
-    if other:
-        return f"it has layers other than full or sliding attention: {', '.join(sorted(other))}"
     if any(getattr(config, name, None) is None for name in ("num_hidden_layers", "num_attention_heads")):
         return "its configuration names no layers or no attention heads"
+    if other := unknown_types(config):
+        return f"it has layers of other types than attention and recurrent ones: {', '.join(other)}"
+    if not attention_layers(config):
+        return "it has no attention layers; purely recurrent models are not served"
     if getattr(config, "max_position_embeddings", None) is None:
         return "its configuration names no context length (max_position_embeddings)"
     return None

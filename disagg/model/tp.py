@@ -21,6 +21,7 @@ from torch import nn
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.ports import Collective
 from disagg.core.types import Span
+from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.spec import ModelSpec, kv_span
 
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -98,6 +99,8 @@ class _Sharder:
         self._collective = collective
         self._queries = query_span(spec, collective.rank, collective.size)
         self._cuts: dict[str, Cut] = {}
+        config = model.config
+        self._recurrent = set(recurrent_layers(config)) - set(attention_layers(config))
 
     def run(self) -> Sharding:
         whole: dict[str, str] = {}
@@ -135,11 +138,10 @@ class _Sharder:
         return planned
 
     def _is_attention(self, parent: str) -> bool:
-        return (
-            "attn" in parent
-            or "attention" in parent
-            or hasattr(self._model.get_submodule(parent), "layer_idx")
-        )
+        layer = getattr(self._model.get_submodule(parent), "layer_idx", None)
+        if layer in self._recurrent:
+            return False  # linear attention is called attention too
+        return "attn" in parent or "attention" in parent or layer is not None
 
     def _check_layers(self, attention: Iterable[str]) -> None:
         count, layers = len(list(attention)), self._spec.layout.layers

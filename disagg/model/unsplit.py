@@ -82,7 +82,8 @@ class _Engine:
 
     def _require_fits(self, request: _Request) -> None:
         total = len(request.prompt) + request.params.max_tokens
-        room = min(self._runner.req_to_token.max_tokens, self._allocator.free_pages * self._runner.page_size)
+        longest = self._runner.req_to_token.max_tokens - self._runner.spec.state_tokens
+        room = min(longest, self._allocator.free_pages * self._runner.page_size)
         require_one_rope(self._runner.spec, len(request.prompt), request.params.max_tokens)
         if not request.prompt or total > room:
             raise PromptTooLongError(
@@ -106,7 +107,9 @@ class _Engine:
         slices, budget = [], self._chunk_tokens
         chosen = []
         for request in sorted(self._running, key=lambda r: len(r.tokens) - r.computed):  # decodes first
-            count = min(len(request.tokens) - request.computed, max(budget, 0))
+            left = len(request.tokens) - request.computed
+            whole = self._runner.spec.whole_prompts and budget > 0
+            count = left if whole else min(left, max(budget, 0))
             if count:
                 budget -= count
                 tokens = request.tokens[request.computed : request.computed + count]

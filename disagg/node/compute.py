@@ -41,6 +41,8 @@ class StepExecutor:
                 limit = Span(0, self._runner.req_to_token.max_tokens)
                 slots = slots_of(work.pages, self._runner.page_size, span.intersect(limit))
                 self._runner.req_to_token.set_slots(work.row, 0, slots)
+                if self._runner.states is not None:
+                    self._runner.states.forget(work.row)
         slices = tuple(
             SequenceSlice(work.row, work.start, tuple(work.tokens), work.prompt_tokens) for work in plan.work
         )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ENCODER, MLA, SIZES, save
+from architectures import ENCODER, MLA, RECURRENT, SIZES, save
 from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
 from transformers import (
     BertConfig,
@@ -16,11 +16,12 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     MambaConfig,
+    MiniMaxConfig,
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
-    Qwen3NextConfig,
+    RecurrentGemmaConfig,
     T5Config,
 )
 
@@ -39,8 +40,14 @@ from disagg.model.unsplit import generate_unsplit
     ("config", "match"),
     [
         (T5Config(vocab_size=259, d_model=64, num_layers=1, num_heads=4, d_ff=64), "not a decoder-only"),
-        (MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1), "linear_attention"),
-        (Qwen3NextConfig(**SIZES, num_experts=4, num_experts_per_tok=2), "linear_attention"),
+        (MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1), "no attention heads"),
+        (MiniMaxConfig(**SIZES, num_local_experts=2, block_size=16), "cache of its own"),
+        (
+            RecurrentGemmaConfig(
+                **RECURRENT | {"num_hidden_layers": 3}, lru_width=64, attention_window_size=16
+            ),
+            "outside of the cache",
+        ),
         (
             FalconConfig(vocab_size=259, hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
             "cannot be built with our attention",

@@ -68,6 +68,7 @@ class FakeRunner:
         )
         self.pool.poison()
         self.req_to_token = ReqToTokenPool(rows, spec.context_tokens)
+        self.states = None
         self.between_layers: Callable[[], None] = lambda: None
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:

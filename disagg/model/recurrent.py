@@ -1,0 +1,244 @@
+"""Recurrent state (convolutions, state space models, linear attention): one cache for each running request.
+
+transformers keeps such a state in its cache, by layer, and of a size that does not grow with the request. Here a
+cache keeps that state only: K and V pass through it to the paged pool.
+
+To move a request, its state is written into the KV pool as if it were `state_tokens` tokens more after the prompt,
+each rank its own heads of them: planner, ring and copies move it as they move anything else. The rank that reads it
+back needs all of it, and gets the heads that it does not have from the other ranks of its group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+
+from disagg.core.errors import InvariantError, UnsupportedModelError
+from disagg.core.ports import Collective
+from disagg.core.types import Span
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.attention import AttentionParams
+from disagg.model.batch import SequenceSlice
+from disagg.model.layers import attention_layers, recurrent_layers
+from disagg.model.paged import AttentionContext
+from disagg.model.spec import ModelSpec, shard_of
+
+
+class StatePlace(NamedTuple):
+    """Which of a cache's tensors."""
+
+    layer: int
+    number: int
+    """Of several states of one layer."""
+    kind: str
+    """`conv` or `recurrent`."""
+
+
+class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
+    """The attention part of a layer: hands on the K and V it is given."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing is kept."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The arguments."""
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Of the new tokens alone."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Positions are always given to the model: it need not derive them from here."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+
+class _StateAndPassedKV(LinearAttentionLayer, _PassedKV):  # type: ignore[misc]
+    """A layer with a recurrent state and attention."""
+
+    def __init__(self, number_of_states: int) -> None:
+        _PassedKV.__init__(self)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+
+class RequestCache(Cache):  # type: ignore[misc]
+    """The recurrent state of one request, as transformers' models want it."""
+
+    def __init__(self, config: Any) -> None:
+        attention, recurrent = set(attention_layers(config)), set(recurrent_layers(config))
+        count = getattr(config, "number_of_conv_states", 1)
+        layers: list[Any] = []
+        for layer in range(config.num_hidden_layers):
+            if layer in recurrent:
+                kind = _StateAndPassedKV if layer in attention else LinearAttentionLayer
+                layers.append(kind(number_of_states=count))
+            else:
+                layers.append(_PassedKV() if layer in attention else DummyLayer())
+        super().__init__(layers=layers)
+        self.layer = -1
+        """The layer whose K and V passed last."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V as they are; `layer_idx` is remembered."""
+        self.layer = layer_idx
+        return key_states, value_states
+
+    def states(self) -> list[tuple[StatePlace, torch.Tensor]]:
+        """The state's tensors, in a fixed order."""
+        found = []
+        for index, layer in enumerate(self.layers):
+            for number in range(getattr(layer, "number_of_states", 0)):
+                for kind in ("conv", "recurrent"):
+                    tensor = getattr(layer, f"{kind}_states")[number]
+                    if tensor is not None:
+                        found.append((StatePlace(index, number, kind), tensor))
+        return found
+
+    def form(self) -> list[tuple[StatePlace, tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each of `states`."""
+        return [(place, tuple(tensor.shape), tensor.dtype) for place, tensor in self.states()]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the state."""
+        return sum(tensor.nbytes for _, tensor in self.states())
+
+    def require(self, architecture: str, layers: tuple[int, ...]) -> None:
+        """Raises UnsupportedModelError, one line, unless each of the recurrent `layers` keeps its state here."""
+        missing = set(layers) - {place.layer for place, _ in self.states()}
+        if missing:
+            raise UnsupportedModelError(
+                f"{architecture} is not supported: layers {sorted(missing)} keep their state outside of the cache"
+            )
+
+    def restore(self, place: StatePlace, tensor: torch.Tensor) -> None:
+        """Puts a tensor of another cache's `states` in its place."""
+        layer = self.layers[place.layer]
+        getattr(layer, f"update_{place.kind}_state")(tensor, place.number)
+        layer.has_previous_state[place.number] = True
+
+
+class PoolLayers:
+    """The context of a step of a hybrid model: passes attention on under the layer's number in the KV pool.
+
+    A module's own layer number will not do: a block that several layers share has none.
+    """
+
+    def __init__(self, own: AttentionContext, cache: RequestCache, layers: tuple[int, ...]) -> None:
+        self._own, self._cache = own, cache
+        self._places = {layer: place for place, layer in enumerate(layers)}
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        return self._own.attend(self._places[self._cache.layer], q, k, v, params)
+
+
+class StateMover:
+    """Writes a state into the KV pool and reads it back. Owned by the rank's compute thread."""
+
+    def __init__(
+        self, sample: RequestCache, pool: MHATokenToKVPool, spec: ModelSpec, collective: Collective
+    ) -> None:
+        """`sample` is a state of the shapes that all have; `spec.state_tokens` was made from it too."""
+        self._form = sample.form()
+        self._pool, self._collective = pool, collective
+        layout = spec.layout
+        self._shape = (layout.layers, 2, spec.state_tokens, layout.kv_heads, layout.head_bytes)
+        self._padding = spec.state_tokens * layout.token_bytes - sample.nbytes
+        self._heads = shard_of(layout, collective.rank, collective.size).heads
+        below = shard_of(layout, collective.rank - 1, collective.size).heads.stop if collective.rank else 0
+        self._given = slice(max(self._heads.start, below), max(self._heads.stop, below))
+        """Heads that no lower rank has too: what this rank gives to the others."""
+
+    def write(self, cache: RequestCache, slots: torch.Tensor) -> None:
+        """Stores the rank's heads of the state at `slots` (int64 `[state_tokens]`).
+
+        Raises InvariantError when the state has other shapes than the sample's.
+        """
+        if cache.form() != self._form:
+            raise InvariantError(
+                f"a recurrent state has changed its shapes: {cache.form()}, not {self._form}"
+            )
+        parts = [tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in cache.states()]
+        whole = torch.cat([*parts, parts[0].new_zeros(self._padding)]).view(self._shape)
+        own = whole[:, :, :, self._heads.start : self._heads.stop]
+        self._pool.buffer.view(torch.uint8).index_copy_(2, slots, own)
+
+    def read(self, cache: RequestCache, slots: torch.Tensor) -> None:
+        """Fills a new cache with the state at `slots`. All ranks of a group must do it together."""
+        own = self._pool.buffer.view(torch.uint8).index_select(2, slots)
+        whole = own.new_zeros(self._shape)
+        first = self._heads.start
+        whole[:, :, :, self._given] = own[:, :, :, self._given.start - first : self._given.stop - first]
+        self._collective.all_reduce(whole)  # of each head's bytes, all ranks but one give zeros
+        flat, start = whole.view(-1), 0
+        for place, shape, dtype in self._form:
+            nbytes = math.prod(shape) * dtype.itemsize
+            cache.restore(place, flat[start : start + nbytes].clone().view(dtype).view(shape))
+            start += nbytes
+
+
+class RowStates:
+    """The recurrent state of the request at each row, after the last step that computed it.
+
+    It is kept until the row's next request begins.
+    """
+
+    def __init__(self, config: Any, mover: StateMover, table: ReqToTokenPool, state_tokens: int) -> None:
+        self._config, self._mover, self._table, self._tokens = config, mover, table, state_tokens
+        self._caches: dict[int, RequestCache] = {}
+
+    def before(self, one: SequenceSlice) -> RequestCache:
+        """The state that the slice continues: none at position 0, the row's own, else what its pages hold."""
+        if one.start == 0:
+            self._caches[one.row] = RequestCache(self._config)
+        elif one.row not in self._caches:
+            self._caches[one.row] = RequestCache(self._config)
+            with torch.inference_mode():
+                self._mover.read(self._caches[one.row], self._slots(one.row, one.start))
+        return self._caches[one.row]
+
+    def store(self, row: int, position: int) -> None:
+        """Writes the state of the request at `row` into the pool, at positions `position ..`, and drops it."""
+        with torch.inference_mode():
+            self._mover.write(self._caches.pop(row), self._slots(row, position))
+
+    def forget(self, row: int) -> None:
+        """Another request begins at `row`."""
+        self._caches.pop(row, None)
+
+    def _slots(self, row: int, position: int) -> torch.Tensor:
+        return self._table.slots(row, Span(position, position + self._tokens)).long()
+
+
+def ignores_state(compute: Callable[[RequestCache, int], object], config: Any) -> bool:
+    """Whether several tokens at once forget what came before: then a prompt must be computed in one piece.
+
+    So it is with transformers' selective scan (Mamba 1). `compute(cache, tokens)` runs the model. Two states that
+    differ go in; one and the same comes out when the model never looked at them.
+    """
+    caches = [RequestCache(config), RequestCache(config)]
+    for number, cache in enumerate(caches):
+        compute(cache, 1)
+        with torch.inference_mode():
+            for place, tensor in cache.states():
+                if place.kind == "recurrent":
+                    tensor += number
+        compute(cache, 2)
+    one, other = ([tensor for place, tensor in c.states() if place.kind == "recurrent"] for c in caches)
+    return bool(one) and torch.equal(one[0], other[0])

@@ -1,0 +1,29 @@
+"""Models with recurrent layers, through the whole system: their state moves with the KV, and tokens stay exact."""
+
+from __future__ import annotations
+
+import pytest
+from architectures import HYBRIDS, save
+from local_groups import Checkpoints, local_groups, random_prompts, small_config
+
+from disagg.core.types import SamplingParams
+from disagg.model.source import ModelSource
+
+
+@pytest.fixture(scope="module")
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
+    return ModelSource.from_directory(save(HYBRIDS[request.param](), tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.mark.parametrize(
+    ("tp", "pages"), [((1, 1), (16, 4)), ((2, 1), (4, 16)), ((1, 2), (1, 8)), ((2, 2), (16, 16))], ids=str
+)
+@pytest.mark.parametrize("source", HYBRIDS, indirect=True)
+def test_tokens_are_those_of_generate(
+    source: ModelSource, tp: tuple[int, int], pages: tuple[int, int], checkpoints: Checkpoints
+) -> None:
+    config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], max_requests=3)
+    prompts = random_prompts(5, 1, 41, 24, 90)  # more than there are rows: rows are used again
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=8))
+    assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
