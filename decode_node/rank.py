@@ -36,6 +36,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             # Not from 0: what an earlier life of this group left on the wire must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
             state_tokens=spec.state_tokens,
+            has_kv=spec.has_attention,
         )
         return DecodeLeader(scheduler, spec.eos_ids, spec, self.control.send, self._to_self, self.clock)
 

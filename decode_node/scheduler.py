@@ -72,14 +72,19 @@ class DecodeScheduler:
         max_context_tokens: int,
         first_ticket: int,
         state_tokens: int = 0,
+        has_kv: bool = True,
     ) -> None:
-        """`state_tokens`: a recurrent state lands in the answer's place, as if it were this many tokens."""
+        """`state_tokens`: a recurrent state lands in the answer's place, as if it were this many tokens.
+
+        Without KV (`has_kv`) nothing else lands.
+        """
         self._ledger = ledger
         self._group = group
         self._ranks = ranks
         self._max_batch = max_batch
         self._max_tokens = min(max_context_tokens, ledger.capacity_tokens)
         self._state_tokens = state_tokens
+        self._has_kv = has_kv
         self._numbers = itertools.count(first_ticket)
         self._step = 0
         self.requests: dict[RequestKey, DecodeRequest] = {}
@@ -121,7 +126,7 @@ class DecodeScheduler:
                 f"{memory.free_rows} rows are free)"
             )
         number = next(self._numbers) % TICKET_NUMBERS
-        tokens = Span(0, landing)
+        tokens = Span(0 if self._has_kv else prompt_tokens, landing)
         ticket = Ticket(key, number, self._group, tokens, holding.row, tuple(holding.pages))
         request = DecodeRequest(
             key, ticket, prompt_tokens, sampling, router, prefill_group, deadline_s, holding

@@ -41,7 +41,7 @@ class ShapeProbe:
 
     def require(self, spec: ModelSpec, heads: int, config: Any) -> None:
         """Raises UnsupportedModelError, one line, unless each layer called once with K and V of `heads` heads."""
-        layers = spec.layout.layers
+        layers = spec.layout.layers if spec.has_attention else 0
         if self.calls != layers or set(self.shapes) != set(range(layers)):
             raise _refuse(
                 spec, f"{self.calls} attention calls of layers {sorted(self.shapes)}, not one of {layers}"

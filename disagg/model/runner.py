@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,8 @@ class ModelRunner:
             self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
         )
         self._ropes = wrap_ropes(self._model, self.spec.rope_switch_tokens)
+        forward = inspect.signature(self._model.forward)
+        self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
         sample = self._probe()
         slots = self.pages * page_size
         self.pool = MHATokenToKVPool(
@@ -127,7 +130,7 @@ class ModelRunner:
         more: dict[str, Any] = {}
         if cache is not None:
             context = PoolLayers(context, cache, attention_layers(self._model.config))
-            more["past_key_values"] = cache
+            more[self._cache_name] = cache
         with torch.inference_mode():
             output = self._model(
                 input_ids=ids,

@@ -10,6 +10,13 @@ from disagg.core.errors import PromptTooLongError, UnsupportedModelError
 from disagg.core.types import KVLayout, Shard, Span
 from disagg.model.layers import attention_layers, unknown_types
 
+# A model without attention has no KV, but its state moves in a KV pool. Heads of this size hold it in few tokens.
+_STATE_HEADS = 8
+_STATE_HEAD_DIM = 1024
+_NO_LIMIT_TOKENS = (
+    1 << 20
+)  # the context of a model that names none because nothing of it grows with a request
+
 
 class ModelSpec(msgspec.Struct, frozen=True):
     """A model as the scheduler and the planner see it. Can cross the wire."""
@@ -21,7 +28,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     layout: KVLayout
     q_heads: int
     k_dim: int
-    """Elements of a head of K; `layout.head_dim` is the larger of it and `v_dim`."""
+    """Elements of a head of K; `layout.head_dim` is the larger of it and `v_dim`. 0 without attention."""
     v_dim: int
     vocab_size: int
     context_tokens: int
@@ -34,6 +41,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Tokens of KV that are as large as a request's recurrent state; 0 without one. Known to a runner only."""
     whole_prompts: bool = False
     """A prompt must be computed in one step. Known to a runner only."""
+
+    @property
+    def has_attention(self) -> bool:
+        """False for a model of recurrent layers alone: its pool holds nothing but states on their way."""
+        return self.k_dim > 0
 
 
 def kv_span(rank: int, size: int, kv_heads: int) -> Span:
@@ -52,9 +64,13 @@ def shard_of(layout: KVLayout, rank: int, size: int) -> Shard:
 def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
     """The spec of a transformers configuration. Raises UnsupportedModelError as `require_supported` does."""
     require_supported(config)
-    q_heads = config.num_attention_heads
-    kv_heads, k_dim, v_dim = _heads(config)
-    layout = KVLayout(len(attention_layers(config)), kv_heads, max(k_dim, v_dim), kv_dtype)
+    if layers := len(attention_layers(config)):
+        q_heads = config.num_attention_heads
+        kv_heads, k_dim, v_dim = _heads(config)
+        layout = KVLayout(layers, kv_heads, max(k_dim, v_dim), kv_dtype)
+    else:
+        q_heads, k_dim, v_dim = _STATE_HEADS, 0, 0
+        layout = KVLayout(1, _STATE_HEADS, _STATE_HEAD_DIM, kv_dtype)
     return ModelSpec(
         architecture=architecture_of(config),
         fingerprint=fingerprint,
@@ -63,7 +79,7 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
         k_dim=k_dim,
         v_dim=v_dim,
         vocab_size=config.vocab_size,
-        context_tokens=config.max_position_embeddings,
+        context_tokens=getattr(config, "max_position_embeddings", None) or _NO_LIMIT_TOKENS,
         eos_ids=eos_ids(config.eos_token_id),
         rope_switch_tokens=_rope_switch_tokens(config),
     )
@@ -123,12 +139,14 @@ def _unsupported(config: Any) -> str | None:
         return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
     if getattr(config, "use_bidirectional_attention", None):
         return "its attention is bidirectional"
-    if any(getattr(config, name, None) is None for name in ("num_hidden_layers", "num_attention_heads")):
-        return "its configuration names no layers or no attention heads"
+    if getattr(config, "num_hidden_layers", None) is None:
+        return "its configuration names no layers"
     if other := unknown_types(config):
         return f"it has layers of other types than attention and recurrent ones: {', '.join(other)}"
     if not attention_layers(config):
-        return "it has no attention layers; purely recurrent models are not served"
+        return None
+    if getattr(config, "num_attention_heads", None) is None:
+        return "its configuration names no attention heads"
     if getattr(config, "max_position_embeddings", None) is None:
         return "its configuration names no context length (max_position_embeddings)"
     return None

@@ -99,11 +99,10 @@ class _Sharder:
         self._collective = collective
         self._queries = query_span(spec, collective.rank, collective.size)
         self._cuts: dict[str, Cut] = {}
-        config = model.config
-        self._recurrent = set(recurrent_layers(config)) - set(attention_layers(config))
+        self._recurrent = set(recurrent_layers(model.config))
 
     def run(self) -> Sharding:
-        whole: dict[str, str] = {}
+        whole = {"recurrent layers": "each rank keeps the whole state"} if self._recurrent else {}
         planned = self._planned()
         attention = {parent: plan for parent, plan in planned.items() if self._is_attention(parent)}
         try:
@@ -139,12 +138,12 @@ class _Sharder:
 
     def _is_attention(self, parent: str) -> bool:
         layer = getattr(self._model.get_submodule(parent), "layer_idx", None)
-        if layer in self._recurrent:
+        if layer in self._recurrent - set(attention_layers(self._model.config)):
             return False  # linear attention is called attention too
         return "attn" in parent or "attention" in parent or layer is not None
 
     def _check_layers(self, attention: Iterable[str]) -> None:
-        count, layers = len(list(attention)), self._spec.layout.layers
+        count, layers = len(list(attention)), self._spec.layout.layers if self._spec.has_attention else 0
         if count != layers:
             raise _UnsplittableError(f"its plan covers {count} of {layers} attention layers")
 

@@ -15,13 +15,13 @@ from transformers import (
     FalconConfig,
     GptOssConfig,
     LlamaConfig,
-    MambaConfig,
     MiniMaxConfig,
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     RecurrentGemmaConfig,
+    RwkvConfig,
     T5Config,
 )
 
@@ -40,7 +40,7 @@ from disagg.model.unsplit import generate_unsplit
     ("config", "match"),
     [
         (T5Config(vocab_size=259, d_model=64, num_layers=1, num_heads=4, d_ff=64), "not a decoder-only"),
-        (MambaConfig(vocab_size=259, hidden_size=32, num_hidden_layers=1), "no attention heads"),
+        (RwkvConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2), "no attention heads"),
         (MiniMaxConfig(**SIZES, num_local_experts=2, block_size=16), "cache of its own"),
         (
             RecurrentGemmaConfig(

@@ -10,12 +10,23 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    BailingHybridConfig,
+    BambaConfig,
     FalconH1Config,
+    FalconMambaConfig,
+    GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
+    Mamba2Config,
+    MambaConfig,
+    NemotronHConfig,
+    OlmoHybridConfig,
     PreTrainedConfig,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
     Zamba2Config,
+    ZambaConfig,
 )
 
 SIZES: dict[str, Any] = {
@@ -73,6 +84,12 @@ _DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
+_NO_ATTENTION = {
+    key: RECURRENT[key]
+    for key in RECURRENT
+    if key
+    not in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "max_position_embeddings")
+}
 _MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_d_head": 16,
@@ -99,6 +116,61 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         layers_block_type=["linear_attention", "hybrid"] * 2,
         num_mem_blocks=1,
     ),
+    "mamba2": lambda: Mamba2Config(
+        **_NO_ATTENTION, num_heads=8, head_dim=16, state_size=16, n_groups=1, chunk_size=16
+    ),
 }
 """Small models with recurrent layers of every kind: delta rule, Mamba 2 beside attention, convolution, Mamba 1,
-and attention that several layers share."""
+attention that several layers share, and no attention at all."""
+
+_NO_EXPERT = {key: RECURRENT[key] for key in RECURRENT if key != "num_hidden_layers"}
+_MLA = RECURRENT | MLA
+_MLA_EXPERTS = {
+    "layer_types": _MIXED,
+    "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
+MORE_HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3.5": lambda: Qwen3_5TextConfig(**RECURRENT, **_DELTA, head_dim=16, layer_types=_MIXED),
+    "bamba": lambda: BambaConfig(**RECURRENT, **_MAMBA2, attn_layer_indices=[1, 3]),
+    "granite": lambda: GraniteMoeHybridConfig(
+        **RECURRENT, **_MAMBA2, layer_types=_MIXED, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "nemotron-h": lambda: NemotronHConfig(
+        **_NO_EXPERT,
+        head_dim=16,
+        layers_block_type=["linear_attention", "full_attention", "mlp", "linear_attention", "moe"],
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=1,
+        chunk_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    ),
+    "zamba": lambda: ZambaConfig(
+        **RECURRENT | {"num_key_value_heads": 4, "num_hidden_layers": 6},
+        mamba_d_state=8,
+        mamba_dt_rank=8,
+        layers_block_type=["linear_attention", "hybrid"] * 3,
+    ),
+    "olmo-hybrid": lambda: OlmoHybridConfig(
+        **RECURRENT, layer_types=_MIXED, linear_key_head_dim=8, linear_value_head_dim=8
+    ),
+    "kimi-linear": lambda: KimiLinearConfig(
+        **{key: _MLA[key] for key in _MLA if key != "head_dim"} | {"q_lora_rank": None},
+        **_MLA_EXPERTS,
+        linear_head_dim=8,
+        linear_num_heads=4,
+    ),
+    "bailing": lambda: BailingHybridConfig(**_MLA | {"head_dim": 16}, **_MLA_EXPERTS, group_norm_size=1),
+    "mamba": lambda: MambaConfig(**_NO_ATTENTION, state_size=8),
+    "falcon-mamba": lambda: FalconMambaConfig(**_NO_ATTENTION, state_size=8),
+}
+"""More of the same kinds."""

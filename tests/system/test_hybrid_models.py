@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from architectures import HYBRIDS, save
-from local_groups import Checkpoints, local_groups, random_prompts, small_config
+from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
 
+from disagg.core.errors import PromptTooLongError
 from disagg.core.types import SamplingParams
 from disagg.model.source import ModelSource
+from disagg.router.session import Router
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +30,32 @@ def test_tokens_are_those_of_generate(
     with local_groups(config, source) as groups:
         answers = groups.answers(prompts, SamplingParams(max_tokens=8))
     assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
+
+
+@pytest.mark.parametrize("source", ["falcon-h1"], indirect=True)
+def test_a_state_goes_through_a_ring_smaller_than_itself(
+    source: ModelSource, checkpoints: Checkpoints
+) -> None:
+    config = small_config(2, 1, ring_bytes=1 << 12)
+    prompts = random_prompts(30, 12)
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=4))
+    assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 4) for p in prompts]
+
+
+@pytest.mark.parametrize("small", ["prefill", "decode"])
+@pytest.mark.parametrize("source", ["falcon-h1"], indirect=True)
+def test_a_pool_without_room_for_the_state_says_so(source: ModelSource, small: str) -> None:
+    config = small_config(1, 1)
+    group = msgspec.structs.replace(getattr(config, small), pool_tokens=64, max_context_tokens=64)
+    config = msgspec.structs.replace(config, **{small: group})
+
+    async def work(router: Router) -> None:
+        with pytest.raises(PromptTooLongError, match=f"recurrent state takes.*{small}.pool_tokens"):
+            await ask(router, "long", random_prompts(40)[0], SamplingParams(max_tokens=4))
+        assert (
+            len((await ask(router, "short", random_prompts(9)[0], SamplingParams(max_tokens=4))).tokens) == 4
+        )
+
+    with local_groups(config, source) as groups:
+        groups.serve(work)

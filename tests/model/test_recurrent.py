@@ -1,0 +1,85 @@
+"""Recurrent layers: chunks, requests that take turns, and a state that moves between groups of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import HYBRIDS, MORE_HYBRIDS, save
+from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
+from transformers import PreTrainedConfig
+
+from disagg.core.errors import InvariantError
+from disagg.core.types import SamplingParams, Span
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.collective import ThreadCollective
+from disagg.model.recurrent import RequestCache
+from disagg.model.unsplit import generate_unsplit
+
+TOKENS = 8
+ALL: dict[str, Callable[[], PreTrainedConfig]] = HYBRIDS | MORE_HYBRIDS
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_chunked_and_split_answers_are_those_of_generate(name: str, tmp_path: Path) -> None:
+    directory = save(ALL[name](), tmp_path)
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+
+    def work(collective: ThreadCollective) -> tuple[bool, set[str], list[list[int]]]:
+        runner = make_runner(directory, collective)
+        answers = generate_unsplit(runner, prompts(), params, chunk_tokens=13)
+        return runner.spec.whole_prompts, runner.held_whole, answers
+
+    plain = load_plain(directory)
+    expected = [plain_greedy(plain, prompt, TOKENS) for prompt in prompts()]
+    assert len({token for answer in expected for token in answer}) > TOKENS, "a model that says something"
+    for whole_prompts, held_whole, answers in run_ranks(2, work):
+        assert answers == expected
+        assert "recurrent layers" in held_whole
+        assert whole_prompts == (name in ("jamba", "zamba", "mamba", "falcon-mamba"))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 4), (4, 1), (4, 2)])
+def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_path: Path) -> None:
+    directory = save(HYBRIDS["qwen3-next"](), tmp_path)  # 2 KV heads: 4 ranks hold each of them twice
+    prompt = tuple(prompts()[1])
+
+    def write(collective: ThreadCollective) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        runner, row = _runner_with_row(directory, collective)
+        assert runner.states is not None
+        runner.forward(StepBatch((SequenceSlice(row, 0, prompt),)))
+        state = [tensor.clone() for _, tensor in runner.states.before(_next(row)).states()]
+        runner.states.store(row, len(prompt))
+        return runner.pool.buffer, state
+
+    def read(collective: ThreadCollective) -> list[torch.Tensor]:
+        runner, row = _runner_with_row(directory, collective)
+        assert runner.states is not None
+        runner.pool.buffer.copy_(whole[:, :, :, runner.shard.heads.start : runner.shard.heads.stop])
+        return [tensor for _, tensor in runner.states.before(_next(row)).states()]
+
+    def _next(row: int) -> SequenceSlice:
+        return SequenceSlice(row, len(prompt), (1,))
+
+    written = run_ranks(writers, write)
+    whole = torch.cat([buffer for buffer, _ in written][:: max(1, writers // 2)], dim=3)
+    for state in run_ranks(readers, read):
+        assert all(torch.equal(one, other) for one, other in zip(state, written[0][1], strict=True))
+
+
+def test_a_state_of_another_shape_is_not_stored(tmp_path: Path) -> None:
+    runner, row = _runner_with_row(save(HYBRIDS["lfm2"](), tmp_path), None)
+    assert runner.states is not None
+    runner.states._caches[row] = RequestCache(runner._model.config)
+    with pytest.raises(InvariantError, match="changed its shapes"):
+        runner.states.store(row, 1)
+
+
+def _runner_with_row(directory: Path, collective: ThreadCollective | None) -> tuple[Any, int]:
+    runner = make_runner(directory, collective)
+    row = runner.req_to_token.alloc()
+    runner.req_to_token.set_slots(row, 0, list(Span(16, 80)))
+    return runner, row
