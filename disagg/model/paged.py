@@ -48,9 +48,10 @@ def paged_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function that transformers calls: `query`, `key`, `value` are `[1, heads, T, dim]`.
+    """The function that transformers calls: `query`, `key`, `value` are `[rows, heads, T / rows, dim]`.
 
-    Returns `[1, T, query heads, dim]`. Raises UnsupportedModelError for what it cannot honour exactly.
+    Returns `[rows, T / rows, query heads, dim]`; rows are the step's tokens in order.
+    Raises UnsupportedModelError for what it cannot honour exactly.
     """
     if paged_context is None:
         raise UnsupportedModelError(
@@ -67,8 +68,9 @@ def paged_attention(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     params = AttentionParams(scale, sliding_window, softcap, s_aux)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return paged_context.attend(module.layer_idx, q, k, v, params)[None], None
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out = paged_context.attend(module.layer_idx, q, k, v, params)
+    return out.view(len(query), -1, *out.shape[1:]), None
 
 
 class PagedStep:

@@ -11,7 +11,8 @@ back needs all of it, and gets the heads that it does not have from the other ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from disagg.core.types import Span
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import AttentionParams
-from disagg.model.batch import SequenceSlice
+from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.paged import AttentionContext
 from disagg.model.spec import ModelSpec, shard_of
@@ -203,8 +204,25 @@ class RowStates:
         self._config, self._mover, self._table, self._tokens = config, mover, table, state_tokens
         self._caches: dict[int, RequestCache] = {}
 
-    def before(self, one: SequenceSlice) -> RequestCache:
-        """The state that the slice continues: none at position 0, the row's own, else what its pages hold."""
+    @contextmanager
+    def of(self, ones: Sequence[SequenceSlice]) -> Iterator[RequestCache]:
+        """The states that the slices continue, as one batch to run the model with; kept up at the end."""
+        caches = [self._before(one) for one in ones]
+        if len(caches) == 1:
+            yield caches[0]
+            return
+        joined = RequestCache(self._config)
+        with torch.inference_mode():
+            for same in zip(*(cache.states() for cache in caches), strict=True):
+                joined.restore(same[0][0], torch.cat([tensor for _, tensor in same]))
+        yield joined
+        with torch.inference_mode():
+            for index, cache in enumerate(caches):
+                for (_, tensor), (_, new) in zip(cache.states(), joined.states(), strict=True):
+                    tensor.copy_(new[index : index + 1])
+
+    def _before(self, one: SequenceSlice) -> RequestCache:
+        """None at position 0, the row's own, else what the request's pages hold."""
         if one.start == 0:
             self._caches[one.row] = RequestCache(self._config)
         elif one.row not in self._caches:
@@ -224,6 +242,13 @@ class RowStates:
 
     def _slots(self, row: int, position: int) -> torch.Tensor:
         return self._table.slots(row, Span(position, position + self._tokens)).long()
+
+
+def recurrent_parts(batch: StepBatch) -> list[list[int]]:
+    """Indices of the sequences that recurrent layers can take together: all that go on by one token, others alone."""
+    single = [i for i, one in enumerate(batch.sequences) if one.start > 0 and len(one.tokens) == 1]
+    alone = [[i] for i in range(len(batch.sequences)) if i not in single]
+    return [*alone, single] if single else alone
 
 
 def ignores_state(compute: Callable[[RequestCache, int], object], config: Any) -> bool:

@@ -19,7 +19,14 @@ from disagg.model.build import build_model
 from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
 from disagg.model.probe import ShapeProbe, alone
-from disagg.model.recurrent import PoolLayers, RequestCache, RowStates, StateMover, ignores_state
+from disagg.model.recurrent import (
+    PoolLayers,
+    RequestCache,
+    RowStates,
+    StateMover,
+    ignores_state,
+    recurrent_parts,
+)
 from disagg.model.rope import long_tokens, wrap_ropes
 from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
@@ -96,34 +103,36 @@ class ModelRunner:
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
         if self.states is None:
-            return self._forward(batch, on_layer, None)
-        # A recurrent layer takes one request at a time. The KV of the step is complete with its last request.
-        hooks = [None] * (len(batch.sequences) - 1) + [on_layer]
-        return torch.cat(
-            [
-                self._forward(StepBatch((one,)), hook, self.states.before(one))
-                for one, hook in zip(batch.sequences, hooks, strict=True)
-            ]
-        )
+            return self._forward(batch, on_layer, 1, None)
+        logits: dict[int, torch.Tensor] = {}
+        parts = recurrent_parts(batch)
+        for number, part in enumerate(parts):
+            ones = tuple(batch.sequences[index] for index in part)
+            hook = on_layer if number == len(parts) - 1 else None  # only then is the KV of the step complete
+            with self.states.of(ones) as cache:
+                found = self._forward(StepBatch(ones), hook, len(ones), cache)
+            logits.update(zip(part, found, strict=True))
+        return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
     def _forward(
-        self, batch: StepBatch, on_layer: LayerHook | None, cache: RequestCache | None
+        self, batch: StepBatch, on_layer: LayerHook | None, rows: int, cache: RequestCache | None
     ) -> torch.Tensor:
         index = build_index(batch, self.req_to_token)
         if self._ropes:
-            long = upload(long_tokens(batch, self.spec.rope_switch_tokens), self.device).bool()[None]
+            long = upload(long_tokens(batch, self.spec.rope_switch_tokens), self.device).bool()
             for rope in self._ropes:
-                rope.long = long
+                rope.long = long.view(rows, -1)
         context: AttentionContext = PagedStep(self.pool, self._head_map, index, on_layer)
         if self._whole_attention:
             context = SharedHeads(context, self._queries, self.shard.heads, self._collective)
-        return self._run(index.input_ids, index.positions, index.last, context, cache)
+        ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)
+        return self._run(ids, positions, index.last if cache is None else 1, context, cache)
 
     def _run(
         self,
         ids: torch.Tensor,
         positions: torch.Tensor,
-        last: torch.Tensor,
+        last: torch.Tensor | int,
         context: AttentionContext,
         cache: RequestCache | None,
     ) -> torch.Tensor:
@@ -140,7 +149,7 @@ class ModelRunner:
                 paged_context=context,
                 **more,
             )
-            logits: torch.Tensor = output.logits[0].float()
+            logits: torch.Tensor = output.logits.flatten(0, 1).float()
         return logits
 
     def _probe(self) -> RequestCache | None:
@@ -172,7 +181,7 @@ class ModelRunner:
         ids = upload([0] * tokens, self.device)[None]
         positions = upload(list(range(tokens)), self.device)[None]
         try:
-            return self._run(ids, positions, upload([tokens - 1], self.device), probe, cache)
+            return self._run(ids, positions, 1, probe, cache)
         except ValueError as exc:  # what models say of a cache that they do not take
             raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
 

@@ -16,7 +16,7 @@ from disagg.core.errors import InvariantError
 from disagg.core.types import SamplingParams, Span
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective import ThreadCollective
-from disagg.model.recurrent import RequestCache
+from disagg.model.recurrent import RequestCache, recurrent_parts
 from disagg.model.unsplit import generate_unsplit
 
 TOKENS = 8
@@ -51,7 +51,8 @@ def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_p
         runner, row = _runner_with_row(directory, collective)
         assert runner.states is not None
         runner.forward(StepBatch((SequenceSlice(row, 0, prompt),)))
-        state = [tensor.clone() for _, tensor in runner.states.before(_next(row)).states()]
+        with runner.states.of([_next(row)]) as cache:
+            state = [tensor.clone() for _, tensor in cache.states()]
         runner.states.store(row, len(prompt))
         return runner.pool.buffer, state
 
@@ -59,7 +60,8 @@ def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_p
         runner, row = _runner_with_row(directory, collective)
         assert runner.states is not None
         runner.pool.buffer.copy_(whole[:, :, :, runner.shard.heads.start : runner.shard.heads.stop])
-        return [tensor for _, tensor in runner.states.before(_next(row)).states()]
+        with runner.states.of([_next(row)]) as cache:
+            return [tensor for _, tensor in cache.states()]
 
     def _next(row: int) -> SequenceSlice:
         return SequenceSlice(row, len(prompt), (1,))
@@ -68,6 +70,13 @@ def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_p
     whole = torch.cat([buffer for buffer, _ in written][:: max(1, writers // 2)], dim=3)
     for state in run_ranks(readers, read):
         assert all(torch.equal(one, other) for one, other in zip(state, written[0][1], strict=True))
+
+
+def test_answers_go_on_together_and_prompts_alone() -> None:
+    prompt, first, later = (SequenceSlice(0, 0, (1, 2)), SequenceSlice(1, 0, (3,)), SequenceSlice(2, 7, (4,)))
+    chunk, last = SequenceSlice(3, 5, (5, 6)), SequenceSlice(4, 2, (7,))
+    batch = StepBatch((prompt, later, first, last, chunk))
+    assert recurrent_parts(batch) == [[0], [2], [4], [1, 3]]
 
 
 def test_a_state_of_another_shape_is_not_stored(tmp_path: Path) -> None:
