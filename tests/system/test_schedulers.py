@@ -254,3 +254,21 @@ def test_requests_beyond_the_batch_take_turns() -> None:
         served += [work.key for work in plan.work]
         scheduler.commit(plan)
     assert sorted(served) == sorted([key_of(n) for n in range(5)] * 2)
+
+
+def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step_and_keeps_room_for_its_state() -> None:
+    ledger = Ledger(pool_tokens=64, page_size=4, rows=3)
+    scheduler = PrefillScheduler(
+        ledger, ranks=1, chunk_tokens=7, max_context_tokens=40, max_waiting=3, whole_prompts=True
+    )
+    for number, tokens in enumerate((5, 20, 3)):
+        ticket = Ticket(key_of(number), number, "decode", Span(0, tokens + 8))
+        scheduler.submit(
+            PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), ticket, "router", 0.0)
+        )
+    assert [len(request.holding.pages) for request in scheduler.admit() if request.holding] == [4, 7, 3]
+    first, second = scheduler.next_step(), scheduler.next_step()
+    assert first is not None
+    assert [len(work.tokens) for work in first.work] == [5, 20]
+    assert second is not None
+    assert [len(work.tokens) for work in second.work] == [3]
