@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -161,6 +161,7 @@ def handoff(
     staging_bytes: Annotated[
         str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank.")
     ] = "256MiB",
+    transport: TransportFlag = "auto",
     repeats: RepeatsFlag = 5,
     device: DeviceFlag = "auto",
     out: OutFlag = None,
