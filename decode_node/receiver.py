@@ -37,6 +37,8 @@ log = structlog.get_logger(__name__)
 
 DEVICE_POLL_S = 0.0
 IDLE_S = 1.0
+ARRIVAL_POLL_S = 50e-6
+"""On a GPU, while a ticket waits for its KV: to be woken by what arrives takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,7 @@ class SegmentReceiver:
         self._notices = Notices(transport)
         self._links: dict[str, Link] = {}
         self._incoming: dict[int, Incoming] = {}
+        self._polls = pool.buffer.is_cuda
         self._barred: deque[Incoming] = deque()
         self._untold: deque[Item] = deque()
         self._scattering: deque[Item] = deque()
@@ -103,6 +106,10 @@ class SegmentReceiver:
         self._landed = self._landed_bytes = self._watermarks = self._repeats = self._stale = self._expired = 0
 
     # --- set-up
+
+    def adopt_thread(self) -> None:
+        """The calling thread is the transfer thread, and launches on this agent's queue only."""
+        self._queue.adopt()
 
     def link(self, link: Link) -> None:
         """Connects to the prefill ranks that send to this rank. Raises `TransportError`."""
@@ -276,6 +283,8 @@ class SegmentReceiver:
             self._repeat_at_s = now_s + self._watermark_interval_s
             self._repeat_watermarks()
             self._expire(now_s)
+        if self._polls and any(not incoming.landed for incoming in self._incoming.values()):
+            return ARRIVAL_POLL_S
         return self._repeat_at_s - now_s if self._ring.oldest() else IDLE_S
 
     # --- moving one segment on
@@ -365,6 +374,8 @@ class SegmentReceiver:
             for each in ready:
                 incoming.early.remove(each)
                 incoming.coverage.add(each)
+                now_s = self._clock()
+                self._timeline.record("land", self._lane, str(incoming.key), now_s, now_s, each.nbytes)
                 self._count(incoming, each)
 
     def _count(self, incoming: Incoming, segment: Segment) -> None:

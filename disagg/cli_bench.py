@@ -173,7 +173,7 @@ def handoff(
     the first token only, the KV that was moved in every byte. With --dtype float32 all tokens are compared.
     """
     from disagg.bench.handoff import HandoffBench, run
-    from disagg.core.config import Config, ModelConfig, TransferConfig
+    from disagg.core.config import Config, ModelConfig, TransferConfig, TransportConfig
 
     where = _device(device)
     cuda = where.type == "cuda"
@@ -187,6 +187,7 @@ def handoff(
                 staging_bytes=parse_bytes(staging_bytes),
                 layer_groups=layer_groups,
             ),
+            transport=TransportConfig(peer_memory=transport == "auto"),
         ),
         cuda=cuda,
         prefill_tp=prefill_tp,

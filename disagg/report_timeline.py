@@ -17,6 +17,8 @@ KIND_COLORS = {
     "send": "#e8590c",
     "receive": "#12b886",
     "scatter": "#0b7285",
+    "write": "#d6336c",
+    "land": "#0ca678",
     "decode": "#ae3ec9",
 }
 """In the order in which a request meets them; other kinds are grey, below these."""

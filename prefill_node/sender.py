@@ -114,6 +114,10 @@ class SegmentSender:
 
     # --- set-up
 
+    def adopt_thread(self) -> None:
+        """The calling thread is the transfer thread, and launches on this agent's queue only."""
+        self._queue.adopt()
+
     def link(self, link: Link) -> None:
         """Connects to the decode ranks that this rank sends to. Raises `ConfigError`, `TransportError`."""
         self._limits[link.decode.name] = segment_limits(

@@ -7,6 +7,7 @@ send it can write that memory, so it is trusted no less than the bytes it speaks
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -39,11 +40,11 @@ class Notices:
 
     def send(self, peer: str, tag: int, segment: Segment, context: object) -> None:
         """Its operation ends like any other; `ended` gives `context` back then."""
-        body = bytearray(_ENCODER.encode(segment))
+        body = _ENCODER.encode(segment)
         notice = Notice(self._slot(), context)
-        view = notice.slot[: len(body)]
-        view.copy_(torch.frombuffer(body, dtype=torch.uint8))
-        self._transport.send(peer, tag, view, context=notice)
+        memory: Any = notice.slot.numpy()
+        memoryview(memory)[: len(body)] = body
+        self._transport.send(peer, tag, notice.slot[: len(body)], context=notice)
 
     def receive(self, peer: str, arrival: Arrival, context: object) -> None:
         """The arrival is of `NOTICE_BYTES` at most."""

@@ -9,6 +9,11 @@ from typing import NamedTuple
 
 from disagg.core.timeline import TimelineSpan
 
+LANDINGS = ("scatter", "land")
+"""Spans at whose end bytes are in their pages: through the ring, and written there."""
+ARRIVALS = ("receive", "scatter", "write", "land")
+"""Spans in which a decode rank's memory is being written."""
+
 
 class Window(NamedTuple):
     """A stretch of time, `time.monotonic()` seconds."""
@@ -30,9 +35,9 @@ class Moved(NamedTuple):
     """One request's transfer, over all ranks."""
 
     whole: Window
-    """From the first gather's begin on a device to the last scatter's end."""
+    """From the first gather's or write's begin on a device to the last landing."""
     moving_s: float
-    """How long of it at least one segment was gathered, sent, received or scattered."""
+    """How long of it at least one segment was gathered, sent, received, scattered or written."""
     nbytes: int
     """Bytes that landed; heads that several decode ranks hold count on each."""
 
@@ -44,7 +49,7 @@ class Moved(NamedTuple):
 def moved(spans: Iterable[TimelineSpan], request: str) -> Moved:
     """The transfer of the request named so in the spans of all ranks. Raises `ValueError` when none landed."""
     ours = [span for span in spans if span.request == request]
-    landed = [span for span in ours if span.name == "scatter"]
+    landed = [span for span in ours if span.name in LANDINGS]
     if not landed:
         raise ValueError(f"no span of {request} says that anything landed")
     whole = Window(min(span.start_s for span in ours), max(span.stop_s for span in landed))
@@ -53,8 +58,8 @@ def moved(spans: Iterable[TimelineSpan], request: str) -> Moved:
 
 
 def arrival(spans: Iterable[TimelineSpan], request: str) -> Window:
-    """From the first receive's begin to the last scatter's end. Raises `ValueError` when nothing came."""
-    ours = [span for span in spans if span.request == request and span.name in ("receive", "scatter")]
+    """From the first receive's or write's begin to the last landing. Raises `ValueError` when nothing came."""
+    ours = [span for span in spans if span.request == request and span.name in ARRIVALS]
     if not ours:
         raise ValueError(f"no span of {request} says that anything arrived")
     return Window(min(span.start_s for span in ours), max(span.stop_s for span in ours))

@@ -12,7 +12,7 @@ _PERCENTS = (50, 99)
 _BESIDE = {
     "quiet": "nothing beside it",
     "prefill": "the prefill group computing a prompt that it does not send beside it",
-    "arriving": "another request's KV arriving in this group (first receive's begin to last scatter's end)",
+    "arriving": "another request's KV arriving in this group (first receive's or write's begin to last landing)",
 }
 
 
@@ -52,20 +52,20 @@ def _transfer(found: Found, ceiling: Measurement) -> Iterator[Line]:
         "ms",
         lambda one: 1e3 * one.exposed_s,
         "from the end of the prompt's last forward pass on the prefill device (all layers and the last position's "
-        "logits) to the end of the last scatter on a decode rank",
+        "logits) to the end of the last landing on a decode rank",
     )
     yield line(
         "transfer, after the last KV",
         "ms",
         lambda one: 1e3 * one.after_kv_s,
-        "from when the last layer had written the last chunk's KV to the end of the last scatter; what of it is not "
+        "from when the last layer had written the last chunk's KV to the end of the last landing; what of it is not "
         "exposed passes under that layer's attention and all that follows",
     )
     yield line(
         "transfer, whole",
         "ms",
         lambda one: 1e3 * one.moved.whole.seconds,
-        "from the begin of the first gather to the end of the last scatter; while it streams, most of it is compute",
+        "from the begin of the first gather to the end of the last landing; while it streams, most of it is compute",
     )
     rates = (one.moved.nbytes / one.moved.moving_s / 1e9 for one in found.handovers)
     definition = "bytes landed, over the time in which at least one segment was moving"

@@ -136,6 +136,7 @@ class RankHost(ABC):
         self._loop.start()
         if self._options.cuda:
             self._loop.call(partial(torch.cuda.set_device, self._device))
+            self._loop.call(self._agent.adopt_thread)
         ring_bytes = aligned(self._options.config.transfer.ring_bytes) if self.role == "decode" else 0
         address = self._transport.address
         return RankInfo(self._options.rank, self._shard, self._control.address, address, ring_bytes)

@@ -36,10 +36,20 @@ class DeviceQueue:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        self._adopted = False
+
+    def adopt(self) -> None:
+        """From now on all that the calling thread launches goes to this queue: `use` costs nothing there any more.
+
+        That thread must be the only one to use the queue.
+        """
+        if self._stream is not None:
+            cuda.set_stream(self._stream)
+            self._adopted = True
 
     def use(self) -> AbstractContextManager[object]:
         """Work launched inside goes to this queue."""
-        return nullcontext() if self._stream is None else cuda.stream(self._stream)
+        return nullcontext() if self._stream is None or self._adopted else cuda.stream(self._stream)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """`host` on the device, in the order of this queue. Pinned on the way: else the copy, and with it the

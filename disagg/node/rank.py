@@ -44,6 +44,9 @@ ALIGNMENT_BYTES = 256
 class Agent(TransferAgent, Protocol):
     """A transfer agent as its rank sees it. All methods run on the transfer thread."""
 
+    def adopt_thread(self) -> None:
+        """The calling thread is the transfer thread."""
+
     def link(self, link: Link) -> None:
         """Connects to the link's other side."""
 
@@ -100,6 +103,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._loop.start()
         if self.runner.device.type == "cuda":
             self._loop.call(partial(torch.cuda.set_device, self.runner.device))
+            self._loop.call(self._agent.adopt_thread)
         address = self._transport.address
         return RankInfo(self.rank, self.runner.shard, self.control.address, address, self._ring_bytes())
 

@@ -25,6 +25,8 @@ IDLE_WAIT_S = 1.0
 PAUSE_S = 5e-6
 """Between two looks. A thread that polls without a real pause takes the interpreter from the others at every turn:
 each of their steps then waits for a whole switch interval."""
+LONGEST_NAP_S = 100e-6
+"""Shorter waits are slept through: listening to the transport and being woken by it takes as long."""
 _PR_SET_TIMERSLACK = 29
 Result = TypeVar("Result")
 
@@ -113,8 +115,8 @@ class TransferLoop:
                 timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
                 if busy:
                     spin_until_s = now_s + self._spin_s
-                elif timeout_s <= 0 or now_s < spin_until_s:
-                    time.sleep(PAUSE_S)
+                elif timeout_s < LONGEST_NAP_S or now_s < spin_until_s:
+                    time.sleep(max(PAUSE_S, timeout_s) if timeout_s < LONGEST_NAP_S else PAUSE_S)
                 elif not self._inbox:
                     self._transport.wait(min(timeout_s, IDLE_WAIT_S))
             while self._inbox:
