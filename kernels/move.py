@@ -7,7 +7,9 @@ the same launch that writes: what was launched late, for a request that is over,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -70,13 +72,17 @@ def move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> None
     on the current stream of the source's device, no synchronization; the caller keeps all tensors alive until an
     event recorded after this call has completed. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
+    prepare_move(source, target, fence, ticket)()
+
+
+def prepare_move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> Callable[[], None]:
+    """`move` to be called later, with all that can be done before already done. Raises as it does."""
     row_bytes = _check(source, target, fence)
     if not row_bytes:
-        return
+        return lambda: None
     if backend(source.pool.device) == "triton":
-        _launch(source, target, fence, ticket, row_bytes)
-    else:
-        _move_torch(source, target, fence, ticket, row_bytes)
+        return _launch(source, target, fence, ticket, row_bytes).run
+    return partial(_move_torch, source, target, fence, ticket, row_bytes)
 
 
 def move_reference(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> None:
@@ -158,11 +164,11 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + to_row[:, None] + word[None, :], words, mask=mask, cache_modifier=".cs")
 
 
-def _launch(source: Place, target: Place, fence: torch.Tensor, ticket: int, row_bytes: int) -> None:
+def _launch(source: Place, target: Place, fence: torch.Tensor, ticket: int, row_bytes: int) -> Launch:
     aligned = _word_bytes(source, target, row_bytes)
     word_bytes = min(aligned, 8)
     row_words = row_bytes // word_bytes
-    Launch(
+    return Launch(
         _move_kernel,
         source.pool.device,
         tensors=lambda: (
@@ -196,7 +202,7 @@ def _launch(source: Place, target: Place, fence: torch.Tensor, ticket: int, row_
             row_words,
             aligned // word_bytes,
         ),
-    ).run()
+    )
 
 
 def _move_torch(source: Place, target: Place, fence: torch.Tensor, ticket: int, row_bytes: int) -> None:

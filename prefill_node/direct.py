@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for
-from kernels.move import Place, move
+from kernels.move import Place, move, prepare_move
 from staging.routes import Route
 from transport import messages as m
 from transport.peer_memory import open_memory
@@ -33,17 +34,17 @@ class OpenPool:
     fences: torch.Tensor
     """int64 `[rows]`."""
 
-    def write(
+    def prepare(
         self, segment: Segment, ticket: Ticket, source: Place, target_slots: torch.Tensor, shard: Shard
-    ) -> None:
-        """Launches the write of `segment`, whose local place is `source`; `shard` is the decode rank's."""
+    ) -> Callable[[], None]:
+        """What launches the write of `segment`, whose local place is `source`; `shard` is the decode rank's."""
         target = Place(
             self.pool,
             target_slots,
             segment.layers.shift(-shard.layers.start),
             segment.heads.shift(-shard.heads.start),
         )
-        move(source, target, self.fences[ticket.row : ticket.row + 1], ticket.number)
+        return prepare_move(source, target, self.fences[ticket.row : ticket.row + 1], ticket.number)
 
 
 class OpenPools:

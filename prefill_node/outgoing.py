@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import heapq
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,8 +42,8 @@ class Item:
     peer: str
     """Control address of the destination rank; its name for the transport too."""
     state: State = State.PLANNED
-    direct: OpenPool | None = None
-    """The destination's pool, when it is written to without staging and ring."""
+    write: Callable[[], None] | None = None
+    """Launches the write to the destination's pool, where that is open: without staging and ring."""
     ring_start: int | None = None
     """Position in the destination's ring; None until granted."""
     computed: bool = False

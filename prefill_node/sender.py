@@ -24,7 +24,7 @@ from disagg.node.device import DeviceQueue, Marker, is_done
 from disagg.node.links import Link, fence, segment_limits
 from disagg.node.warm import warm_copies
 from kernels.gather import gather
-from prefill_node.direct import NO_LIMIT, OpenPools, check_pool, check_ticket, local_place, warm
+from prefill_node.direct import NO_LIMIT, OpenPool, OpenPools, check_pool, check_ticket, local_place, warm
 from prefill_node.outgoing import Destination, Item, Outgoing, State
 from staging.allocator import Lease, StagingAllocator
 from staging.buffer import StagingBuffer
@@ -181,10 +181,11 @@ class SegmentSender:
             first_index=len(outgoing.items),
         )
         outgoing.planned_to = max(outgoing.planned_to, tokens.stop)
+        written: list[tuple[list[Item], OpenPool, Shard]] = []
         for peer in peers:
             name = peer.control_address
             pool = outgoing.direct.get(name)
-            items = [Item(outgoing, s, name, direct=pool) for s in segments if s.dst_rank == peer.rank]
+            items = [Item(outgoing, s, name) for s in segments if s.dst_rank == peer.rank]
             if items:
                 outgoing.items.update({(peer.rank, item.segment.index): item for item in items})
                 outgoing.left += len(items)
@@ -192,6 +193,10 @@ class SegmentSender:
                 self._steps.setdefault(step, []).extend(items)
                 if pool is None:
                     self._ask(outgoing, name, items)
+                else:
+                    written.append((items, pool, peer.shard))
+        for each in written:
+            self._prepare(*each)
         self._maybe_finished(outgoing)
 
     def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
@@ -202,7 +207,7 @@ class SegmentSender:
                 waiting.append(item)
                 continue
             item.computed, item.after = True, marker
-            if item.direct is None:
+            if item.write is None:
                 self._maybe_sendable(item)
             elif item.state is State.PLANNED:
                 self._try_copy(item)
@@ -379,7 +384,10 @@ class SegmentSender:
         try:
             with self._queue.use():
                 self._queue.after(item.after)
-                (self._gather if item.direct is None else self._write)(item)
+                if item.write is None:
+                    self._gather(item)
+                else:
+                    self._write(item, item.write)
                 item.copied = self._queue.mark()
         except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other
             item.state = State.DROPPED
@@ -395,15 +403,24 @@ class SegmentSender:
         place = local_place(self._pool.buffer, item.outgoing.slots, item.segment, self._shard)
         gather(place.pool, place.slots, place.layers, place.heads, self._view(item))
 
-    def _write(self, item: Item) -> None:
-        outgoing, segment = item.outgoing, item.segment
-        assert item.direct is not None, "only segments of open pools are written"
-        assert outgoing.target_slots is not None, "the ticket was opened for writes"
+    def _write(self, item: Item, write: Callable[[], None]) -> None:
         item.state, item.sending_s = State.SENDING, self._clock()
-        place = local_place(self._pool.buffer, outgoing.slots, segment, self._shard)
-        target = outgoing.target_slots[segment.tokens.start : segment.tokens.stop]
-        shard = outgoing.link.decode.ranks[segment.dst_rank].shard
-        item.direct.write(segment, outgoing.ticket, place, target, shard)
+        write()
+
+    def _prepare(self, items: Sequence[Item], pool: OpenPool, shard: Shard) -> None:
+        """Before the compute is done: then a launch is all that is left to do."""
+        outgoing = items[0].outgoing
+        assert outgoing.target_slots is not None, "the ticket was opened for writes"
+        try:
+            for item in items:
+                tokens = item.segment.tokens
+                place = local_place(self._pool.buffer, outgoing.slots, item.segment, self._shard)
+                target = outgoing.target_slots[tokens.start : tokens.stop]
+                item.write = pool.prepare(item.segment, outgoing.ticket, place, target, shard)
+        except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
+            error = TransportError(f"the write of {outgoing.key} cannot be prepared: {exc}")
+            self._stop(outgoing, str(error))
+            self._fail(outgoing.key, outgoing.ticket.number, error)
 
     def _begun(self, item: Item, now_s: float) -> bool:
         """Whether the device has come to the item's copy; before that it computes, and nothing is moved."""
@@ -417,10 +434,10 @@ class SegmentSender:
         outgoing = item.outgoing
         self._begun(item, now_s)
         started_s = now_s if item.started_s is None else item.started_s
-        name = "gather" if item.direct is None else "write"
+        name = "gather" if item.write is None else "write"
         self._timeline.record(name, self._lane, str(outgoing.key), started_s, now_s, item.segment.nbytes)
         tag = pack(outgoing.ticket.number, self._rank, item.segment.index)
-        if item.direct is not None:  # also when its request is ending: `SenderEnded` may have promised it
+        if item.write is not None:  # also when its request is ending: `SenderEnded` may have promised it
             self._notices.send(item.peer, tag, item.segment, context=item)
         elif outgoing.closing:
             item.state = State.DROPPED
@@ -434,7 +451,7 @@ class SegmentSender:
         item.outgoing.nbytes += item.segment.nbytes
         self._segments_sent += 1
         self._bytes_sent += item.segment.nbytes
-        self._segments_written += item.direct is not None
+        self._segments_written += item.write is not None
 
     def _release(self, item: Item) -> None:
         """Frees the item's staging: its send has ended, or it will not be sent."""

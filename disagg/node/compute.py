@@ -85,6 +85,8 @@ class ComputeThread:
         self._next_plan, self._step, self._broken, self._device = next_plan, step, broken, device
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"compute-{name}", daemon=True)
+        self.busy = False
+        """Whether a step runs. For any thread to look at."""
 
     def start(self) -> None:
         """Starts the thread. Once."""
@@ -107,7 +109,9 @@ class ComputeThread:
             try:
                 plan = self._next_plan()
                 if plan is not None:
+                    self.busy = True
                     self._step(plan)
+                    self.busy = False
             except Exception as exc:
                 if not self._stopping.is_set():
                     log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)

@@ -35,7 +35,8 @@ class DeviceQueue:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = cuda.Stream(device) if device.type == "cuda" else None
+        # Before a step's kernels, whose blocks fill the GPU for as long as there are any: a copy is short.
+        self._stream = cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._adopted = False
 
     def adopt(self) -> None:

@@ -91,7 +91,9 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
         self._agent: AgentT = self._make_agent(transport)
         spin_s = config.transfer.spin_s if runner.device.type == "cuda" else 0.0
-        self._loop = TransferLoop(self.lane, transport, self._agent, self._on_broken, spin_s)
+        self._loop = TransferLoop(
+            self.lane, transport, self._agent, self._on_broken, spin_s, lambda: self._compute.busy
+        )
         next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
         self._compute = ComputeThread(self.lane, next_plan, self._step, self._on_broken, runner.device)
 

@@ -26,7 +26,9 @@ PAUSE_S = 5e-6
 """Between two looks. A thread that polls without a real pause takes the interpreter from the others at every turn:
 each of their steps then waits for a whole switch interval."""
 LONGEST_NAP_S = 100e-6
-"""Shorter waits are slept through: listening to the transport and being woken by it takes as long."""
+"""Between two looks at the device while a step is launched; shorter waits than this are no reason to sleep."""
+SHORTEST_WAIT_S = 1e-3
+"""Finer than the transports' clocks."""
 _PR_SET_TIMERSLACK = 29
 Result = TypeVar("Result")
 
@@ -54,12 +56,14 @@ class TransferLoop:
         agent: TransferAgent,
         broken: Callable[[Exception], None] = lambda error: None,
         spin_s: float = 0.0,
+        computing: Callable[[], bool] = lambda: False,
     ) -> None:
         """`broken` hears, on the thread itself, what the transport raised: nothing can be moved after it.
 
-        For `spin_s` after the last traffic the thread polls; only then it sleeps until it is woken.
+        For `spin_s` after the last traffic the thread polls; only then it sleeps until it is woken. It does not
+        poll while `computing` says that another thread needs the interpreter to launch a step.
         """
-        self._broken, self._spin_s = broken, spin_s
+        self._broken, self._spin_s, self._computing = broken, spin_s, computing
         self._transport = transport
         self._agent = agent
         self._inbox: deque[Callable[[], None]] = deque()
@@ -115,10 +119,12 @@ class TransferLoop:
                 timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
                 if busy:
                     spin_until_s = now_s + self._spin_s
-                elif timeout_s < LONGEST_NAP_S or now_s < spin_until_s:
-                    time.sleep(max(PAUSE_S, timeout_s) if timeout_s < LONGEST_NAP_S else PAUSE_S)
+                elif timeout_s <= 0:  # the device, of which nothing wakes us
+                    time.sleep(LONGEST_NAP_S if self._computing() else PAUSE_S)
+                elif (timeout_s < LONGEST_NAP_S or now_s < spin_until_s) and not self._computing():
+                    time.sleep(PAUSE_S)
                 elif not self._inbox:
-                    self._transport.wait(min(timeout_s, IDLE_WAIT_S))
+                    self._transport.wait(min(max(timeout_s, SHORTEST_WAIT_S), IDLE_WAIT_S))
             while self._inbox:
                 self._guarded(self._inbox.popleft(), None)
         except Exception as exc:

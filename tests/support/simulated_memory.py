@@ -78,7 +78,7 @@ def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:
 def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     """Copies go to the device of the pool at that address (a write: of its source), instead of running at once."""
     gather, scatter = prefill_node.sender.gather, decode_node.receiver.scatter
-    move = prefill_node.direct.move
+    prepare_move = prefill_node.direct.prepare_move
 
     def late_gather(pool: torch.Tensor, *rest: Any) -> None:
         devices[pool.data_ptr()].work.append(partial(gather, pool, *rest))
@@ -86,9 +86,10 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     def late_scatter(view: torch.Tensor, pool: torch.Tensor, *rest: Any) -> None:
         devices[pool.data_ptr()].work.append(partial(scatter, view, pool, *rest))
 
-    def late_move(source: Place, *rest: Any) -> None:
-        devices[source.pool.data_ptr()].work.append(partial(move, source, *rest))
+    def late_move(source: Place, *rest: Any) -> Callable[[], None]:
+        move = prepare_move(source, *rest)
+        return lambda: devices[source.pool.data_ptr()].work.append(move)
 
-    patch.setattr("prefill_node.direct.move", late_move)
+    patch.setattr("prefill_node.direct.prepare_move", late_move)
     patch.setattr("prefill_node.sender.gather", late_gather)
     patch.setattr("decode_node.receiver.scatter", late_scatter)
