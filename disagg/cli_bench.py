@@ -15,6 +15,7 @@ from disagg.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from disagg.bench.report import Result
+    from disagg.core.config import TransferConfig
 
 app = typer.Typer(help="Measure this machine; every figure with its ceiling, every byte checked.")
 
@@ -75,13 +76,15 @@ def transfer(
     in_flight: Annotated[
         int, typer.Option("--in-flight", min=2, help="Requests under way at once, back to back.")
     ] = 8,
-    layer_groups: Annotated[int, typer.Option("--layer-groups", min=1, help="As transfer.layer_groups.")] = 4,
+    layer_groups: Annotated[
+        int, typer.Option("--layer-groups", min=1, help="At most; as transfer.layer_groups.")
+    ] = 4,
     ring_bytes: Annotated[
-        str, typer.Option("--ring-bytes", metavar="SIZE", help="Of each decode rank.")
-    ] = "256MiB",
+        str, typer.Option("--ring-bytes", metavar="SIZE", help="Of each decode rank [by its memory].")
+    ] = "0",
     staging_bytes: Annotated[
-        str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank.")
-    ] = "256MiB",
+        str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank [by its memory].")
+    ] = "0",
     transport: TransportFlag = "auto",
     repeats: RepeatsFlag = 9,
     device: DeviceFlag = "auto",
@@ -90,7 +93,7 @@ def transfer(
 ) -> None:
     """KV pool to KV pool between two groups of ranks, as a share of a plain copy between their devices."""
     from disagg.bench.transfer import TransferBench, run
-    from disagg.core.config import Config, TransferConfig, TransportConfig
+    from disagg.core.config import Config, TransportConfig
     from disagg.core.types import DTYPE_BYTES, KVLayout
 
     if dtype not in DTYPE_BYTES:
@@ -107,11 +110,7 @@ def transfer(
         prefill_page_size=prefill_page_size,
         decode_page_size=decode_page_size,
         config=Config(
-            transfer=TransferConfig(
-                ring_bytes=parse_bytes(ring_bytes),
-                staging_bytes=parse_bytes(staging_bytes),
-                layer_groups=layer_groups,
-            ),
+            transfer=_transfer(where, ring_bytes, staging_bytes, layer_groups),
             transport=TransportConfig(peer_memory=transport == "auto"),
         ),
     )
@@ -154,13 +153,15 @@ def handoff(
         int | None,
         typer.Option("--steps", min=2, help="Tokens that each of them decodes [512; 256 on a CPU]."),
     ] = None,
-    layer_groups: Annotated[int, typer.Option("--layer-groups", min=1, help="As transfer.layer_groups.")] = 4,
+    layer_groups: Annotated[
+        int, typer.Option("--layer-groups", min=1, help="At most; as transfer.layer_groups.")
+    ] = 4,
     ring_bytes: Annotated[
-        str, typer.Option("--ring-bytes", metavar="SIZE", help="Of each decode rank.")
-    ] = "256MiB",
+        str, typer.Option("--ring-bytes", metavar="SIZE", help="Of each decode rank [by its memory].")
+    ] = "0",
     staging_bytes: Annotated[
-        str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank.")
-    ] = "256MiB",
+        str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank [by its memory].")
+    ] = "0",
     transport: TransportFlag = "auto",
     repeats: RepeatsFlag = 5,
     device: DeviceFlag = "auto",
@@ -173,7 +174,7 @@ def handoff(
     the first token only, the KV that was moved in every byte. With --dtype float32 all tokens are compared.
     """
     from disagg.bench.handoff import HandoffBench, run
-    from disagg.core.config import Config, ModelConfig, TransferConfig, TransportConfig
+    from disagg.core.config import Config, ModelConfig, TransportConfig
 
     where = _device(device)
     cuda = where.type == "cuda"
@@ -182,11 +183,7 @@ def handoff(
     bench = HandoffBench.of(
         Config(
             model=ModelConfig(path=model, random_init=random_init, dtype=cast("Any", dtype)),
-            transfer=TransferConfig(
-                ring_bytes=parse_bytes(ring_bytes),
-                staging_bytes=parse_bytes(staging_bytes),
-                layer_groups=layer_groups,
-            ),
+            transfer=_transfer(where, ring_bytes, staging_bytes, layer_groups),
             transport=TransportConfig(peer_memory=transport == "auto"),
         ),
         cuda=cuda,
@@ -211,6 +208,16 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError as exc:
         raise ConfigError(f"{flag} {text}: give whole numbers separated by commas") from exc
+
+
+def _transfer(device: Any, ring_bytes: str, staging_bytes: str, layer_groups: int) -> TransferConfig:
+    """As a rank on `device` would have it."""
+    from disagg.core.config import TransferConfig
+    from disagg.node.device import memory_bytes
+
+    ring, staging = parse_bytes(ring_bytes), parse_bytes(staging_bytes)
+    config = TransferConfig(ring_bytes=ring, staging_bytes=staging, layer_groups=layer_groups)
+    return config.sized(memory_bytes(device))
 
 
 def _device(name: str) -> Any:

@@ -49,6 +49,8 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             staging_bytes=aligned(transfer.staging_bytes),
             segment_bytes=transfer.segment_limit_bytes,
             groups=transfer.layer_groups,
+            segment_overhead_s=transfer.segment_overhead_s or 0.0,
+            wire_bytes_per_s=transfer.wire_bytes_per_s,
             quarantine_s=2 * self.config.control.peer_timeout_s,
             transport=transport,
             send=self.control.send,

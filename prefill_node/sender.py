@@ -24,11 +24,12 @@ from disagg.node.device import DeviceQueue, Marker, is_done
 from disagg.node.links import Link, fence, segment_limits
 from disagg.node.warm import warm_copies
 from kernels.gather import gather
+from kernels.layout import segment_bytes
 from prefill_node.direct import NO_LIMIT, OpenPool, OpenPools, check_pool, check_ticket, local_place, warm
 from prefill_node.outgoing import Destination, Item, Outgoing, State
 from staging.allocator import Lease, StagingAllocator
 from staging.buffer import StagingBuffer
-from staging.planner import layer_groups, plan_segments
+from staging.planner import group_count, layer_groups, plan_segments
 from transport import messages as m
 from transport.base import Arrival, Operation, OperationState, Transport
 from transport.notices import Notices
@@ -77,6 +78,8 @@ class SegmentSender:
         staging_bytes: int,
         segment_bytes: int,
         groups: int,
+        segment_overhead_s: float,
+        wire_bytes_per_s: float,
         quarantine_s: float,
         transport: Transport,
         send: Callable[[str, m.Message], None],
@@ -87,6 +90,8 @@ class SegmentSender:
         self._rank, self._shard, self._pool, self._page_size = rank, shard, pool, page_size
         self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
         self.groups: tuple[Span, ...] = layer_groups(shard.layers, groups)
+        """The finest that chunks are sent in: after each, the device's progress is marked."""
+        self._segment_overhead_s, self._wire_bytes_per_s = segment_overhead_s, wire_bytes_per_s
         self._transport, self._send, self._to_leader = transport, send, to_leader
         self._timeline, self._clock = timeline, clock
         self._quarantine_s = quarantine_s
@@ -176,7 +181,7 @@ class SegmentSender:
             link.from_rank(self._rank),
             link.prefill.layout,
             tokens,
-            self.groups,
+            self._groups_for(tokens),
             self._limits[link.decode.name] | unstaged,
             first_index=len(outgoing.items),
         )
@@ -199,11 +204,16 @@ class SegmentSender:
             self._prepare(*each)
         self._maybe_finished(outgoing)
 
+    def _groups_for(self, tokens: Span) -> tuple[Span, ...]:
+        nbytes = segment_bytes(self._pool.buffer, len(tokens), self._shard.layers, self._shard.heads)
+        most, costs = len(self.groups), (self._segment_overhead_s, self._wire_bytes_per_s)
+        return layer_groups(self._shard.layers, group_count(nbytes, most, *costs))
+
     def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
         """The KV of `layers` (global) of step `step` is written once `marker` is done on the device."""
         waiting: list[Item] = []
         for item in self._steps.pop(step, []):
-            if not layers.covers(item.segment.layers):
+            if item.segment.layers.stop > layers.stop:  # layers are computed in order
                 waiting.append(item)
                 continue
             item.computed, item.after = True, marker
@@ -322,9 +332,10 @@ class SegmentSender:
         outgoing = item.outgoing
         if operation.state is OperationState.DONE:
             self._left(item)
-            self._timeline.record(
-                "send", self._lane, str(outgoing.key), item.sending_s, self._clock(), item.segment.nbytes
-            )
+            if item.lease is not None:  # what a notice tells of has been recorded as written
+                self._timeline.record(
+                    "send", self._lane, str(outgoing.key), item.sending_s, self._clock(), item.segment.nbytes
+                )
         else:
             item.state = State.DROPPED
             error = operation.error or PeerLostError("the send failed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
@@ -19,6 +20,17 @@ def layer_groups(layers: Span, count: int) -> tuple[Span, ...]:
     if count < 1:
         raise ConfigError(f"the number of layer groups must be at least 1; got {count}")
     return split(layers, min(count, len(layers))) if layers else ()
+
+
+def group_count(nbytes: int, most: int, overhead_s: float, bytes_per_s: float) -> int:
+    """In how many layer groups, of at most `most`, a chunk of `nbytes` to one destination is best sent.
+
+    What is exposed is the last group's time on the wire, `nbytes / bytes_per_s / count`; each group costs
+    `overhead_s` more. Their sum is least at the root of the quotient: small chunks go in one piece.
+    """
+    if overhead_s <= 0:
+        return most
+    return max(1, min(most, round(math.sqrt(nbytes / bytes_per_s / overhead_s))))
 
 
 def smallest_ring_bytes(layout: KVLayout, routes: Sequence[Route]) -> int:

@@ -22,7 +22,7 @@ from disagg.core.timeline import Timeline
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
-from disagg.node.device import Marker, mark
+from disagg.node.device import Marker, mark, memory_bytes
 from disagg.node.links import make_link
 from disagg.node.rank import SWITCH_INTERVAL_S, aligned
 from disagg.node.transfer_loop import TransferLoop
@@ -121,6 +121,7 @@ class RankHost(ABC):
         self._noisy = NoisyPool(self._pool, self._shard, self._layout)
         self._books, self._leader = Books(), ""
         transport = options.config.transport
+        self._transfer = options.config.transfer.sized(memory_bytes(self._device))
         self._control = make_control(options.config.control, options.keys)
         self._transport = make_transport(
             transport.backend, error_handling=transport.error_handling, gpu=options.cuda
@@ -137,7 +138,7 @@ class RankHost(ABC):
         if self._options.cuda:
             self._loop.call(partial(torch.cuda.set_device, self._device))
             self._loop.call(self._agent.adopt_thread)
-        ring_bytes = aligned(self._options.config.transfer.ring_bytes) if self.role == "decode" else 0
+        ring_bytes = aligned(self._transfer.ring_bytes) if self.role == "decode" else 0
         address = self._transport.address
         return RankInfo(self._options.rank, self._shard, self._control.address, address, ring_bytes)
 
@@ -278,7 +279,7 @@ class PrefillHost(RankHost):
         super()._to_leader(message)
 
     def _make_agent(self) -> SegmentSender:
-        transfer = self._options.config.transfer
+        transfer = self._transfer
         return SegmentSender(
             rank=self._options.rank,
             shard=self._shard,
@@ -287,6 +288,8 @@ class PrefillHost(RankHost):
             staging_bytes=aligned(transfer.staging_bytes),
             segment_bytes=transfer.segment_limit_bytes,
             groups=transfer.layer_groups,
+            segment_overhead_s=transfer.segment_overhead_s or 0.0,
+            wire_bytes_per_s=transfer.wire_bytes_per_s,
             quarantine_s=2 * self._options.config.control.peer_timeout_s,
             transport=self._transport,
             send=self._control.send,
@@ -327,7 +330,7 @@ class DecodeHost(RankHost):
         self._settle()
 
     def _make_agent(self) -> SegmentReceiver:
-        transfer = self._options.config.transfer
+        transfer = self._transfer
         return SegmentReceiver(
             rank=self._options.rank,
             shard=self._shard,

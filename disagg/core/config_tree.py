@@ -136,12 +136,17 @@ class GroupConfig(Section, frozen=True):
 class TransferConfig(Section, frozen=True):
     """How KV crosses from prefill to decode ranks."""
 
-    ring_bytes: int = 32 * MIB
-    """Receive ring of each decode rank."""
-    staging_bytes: int = 32 * MIB
-    """Send staging buffer of each prefill rank."""
+    ring_bytes: int = 0
+    """Receive ring of each decode rank; 0 chooses by the device, see `sized`."""
+    staging_bytes: int = 0
+    """Send staging buffer of each prefill rank; 0 chooses by the device, see `sized`."""
     layer_groups: int = 4
-    """Groups a model's layers are sent in: a group leaves while the next one computes."""
+    """Most groups that a model's layers are sent in: a group leaves while the next one computes."""
+    segment_overhead_s: float | None = None
+    """What one more segment costs, on the host and until it has landed; chunks are sent in fewer groups for its
+    sake (`staging.planner.group_count`). None: 100 us on a GPU (measured), 0 on a CPU."""
+    wire_bytes_per_s: float = 350e9
+    """What the wire carries between two ranks, for the same choice. NVLink 4 unless told."""
     lease_timeout_s: float = 30.0
     """A ring lease not written by then is taken back (once no write can still land)."""
     watermark_interval_s: float = 0.25
@@ -154,13 +159,17 @@ class TransferConfig(Section, frozen=True):
     """How long a shutdown waits for transfers under way before it aborts them."""
 
     def __post_init__(self) -> None:
-        self._at_least(4096, "ring_bytes", "staging_bytes")
+        for name in ("ring_bytes", "staging_bytes"):
+            if getattr(self, name) != 0:
+                self._at_least(4096, name)
         self._at_least(1, "layer_groups")
         self._at_least(0, "max_segment_bytes", "spin_s")
-        self._positive("lease_timeout_s", "watermark_interval_s", "drain_timeout_s")
+        if self.segment_overhead_s is not None:
+            self._at_least(0, "segment_overhead_s")
+        self._positive("lease_timeout_s", "watermark_interval_s", "drain_timeout_s", "wire_bytes_per_s")
         smaller = min(self.ring_bytes, self.staging_bytes)
         self._needs(
-            self.max_segment_bytes <= smaller,
+            self.max_segment_bytes <= smaller or smaller == 0,
             "max_segment_bytes",
             f"at most the smaller of ring_bytes and staging_bytes ({smaller})",
         )
@@ -168,6 +177,20 @@ class TransferConfig(Section, frozen=True):
             self.watermark_interval_s < self.lease_timeout_s,
             "watermark_interval_s",
             f"less than lease_timeout_s ({self.lease_timeout_s:g})",
+        )
+
+    def sized(self, gpu_memory_bytes: int) -> TransferConfig:
+        """With the choices made that depend on the device: its memory, or 0 on a CPU.
+
+        A ring and a staging buffer take 1/128 of a GPU's memory, from 64 MiB to 1 GiB; 32 MiB on a CPU.
+        """
+        automatic = max(64 * MIB, min(gpu_memory_bytes // 128, 1024 * MIB)) if gpu_memory_bytes else 32 * MIB
+        overhead_s = self.segment_overhead_s
+        return msgspec.structs.replace(
+            self,
+            ring_bytes=self.ring_bytes or automatic,
+            staging_bytes=self.staging_bytes or automatic,
+            segment_overhead_s=(1e-4 if gpu_memory_bytes else 0.0) if overhead_s is None else overhead_s,
         )
 
     @property

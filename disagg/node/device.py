@@ -25,6 +25,11 @@ def mark(device: torch.device) -> Marker:
     return event
 
 
+def memory_bytes(device: torch.device) -> int:
+    """The memory of a GPU; 0 of a CPU."""
+    return int(cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
+
+
 def is_done(marker: Marker) -> bool:
     """True when the work before the marker has completed. Never blocks."""
     return marker is None or bool(marker.query())

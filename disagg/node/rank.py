@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+import msgspec
 import structlog
 import torch
 
@@ -22,6 +23,7 @@ from disagg.core.ports import Clock, LayerHook
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
+from disagg.node.device import memory_bytes
 from disagg.node.leader import Leader
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
@@ -80,7 +82,9 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         transport: Transport,
         clock: Clock = time.monotonic,
     ) -> None:
-        self.rank, self.config, self.group_config = rank, config, group_config
+        transfer = config.transfer.sized(memory_bytes(runner.device))
+        self.rank, self.group_config = rank, group_config
+        self.config = msgspec.structs.replace(config, transfer=transfer)
         self.runner, self.control, self.clock = runner, control, clock
         self.timeline = Timeline()
         self.lane = f"{self.role} r{rank}"

@@ -27,8 +27,8 @@ PAUSE_S = 5e-6
 each of their steps then waits for a whole switch interval."""
 LONGEST_NAP_S = 100e-6
 """Between two looks at the device while a step is launched; shorter waits than this are no reason to sleep."""
-SHORTEST_WAIT_S = 1e-3
-"""Finer than the transports' clocks."""
+SHORTEST_WAIT_S = 10e-3
+"""For an agent that would be asked more often, but must not take the interpreter from a step."""
 _PR_SET_TIMERSLACK = 29
 Result = TypeVar("Result")
 

@@ -25,8 +25,12 @@ def test_defaults_are_the_documented_ones() -> None:
     config = load_config()
     assert config == Config()
     assert (config.prefill.tp, config.decode.tp) == (None, None), "chosen from what the machine has"
-    assert config.transfer.ring_bytes == config.transfer.staging_bytes == 32 << 20
-    assert config.transfer.segment_limit_bytes == 8 << 20
+    on_cpu, on_h200 = config.transfer.sized(0), config.transfer.sized(141 << 30)
+    assert on_cpu.ring_bytes == on_cpu.staging_bytes == 32 << 20
+    assert on_cpu.segment_limit_bytes == 8 << 20
+    assert on_h200.ring_bytes == on_h200.staging_bytes == 1 << 30
+    assert (on_cpu.segment_overhead_s, on_h200.segment_overhead_s) == (0.0, 1e-4)
+    assert on_h200.sized(0) == on_h200, "what is chosen stays"
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.toml", TOML), ("a.yaml", YAML), ("a.yml", YAML)])
@@ -116,7 +120,11 @@ FLAG_MISTAKES = [
     ({"transfer.ring_bytes": "12Q"}, "flag transfer.ring_bytes: transfer.ring_bytes = '12Q' is not a size"),
     ({"transfer.ring_bytes": "1K"}, "it must be at least 4096"),
     (
-        {"transfer.max_segment_bytes": "33MiB"},
+        {
+            "transfer.max_segment_bytes": "33MiB",
+            "transfer.ring_bytes": "32MiB",
+            "transfer.staging_bytes": "64MiB",
+        },
         "at most the smaller of ring_bytes and staging_bytes (33554432)",
     ),
     ({"transfer.watermark_interval_s": 30}, "it must be less than lease_timeout_s (30)"),
@@ -168,11 +176,10 @@ def test_the_tree_is_frozen() -> None:
 
 
 def test_segment_limit() -> None:
-    assert TransferConfig(ring_bytes=1 << 20).segment_limit_bytes == 1 << 18, (
-        "a quarter of the smaller buffer"
-    )
-    assert TransferConfig(staging_bytes=1 << 16).segment_limit_bytes == 1 << 14
-    assert TransferConfig(max_segment_bytes=5000).segment_limit_bytes == 5000
+    quarter = TransferConfig(ring_bytes=1 << 20).sized(0).segment_limit_bytes
+    assert quarter == 1 << 18, "of the smaller buffer"
+    assert TransferConfig(staging_bytes=1 << 16).sized(0).segment_limit_bytes == 1 << 14
+    assert TransferConfig(max_segment_bytes=5000).sized(0).segment_limit_bytes == 5000
     assert GroupConfig(page_size=32).pool_pages == 512
 
 

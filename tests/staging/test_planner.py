@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import KVLayout, Segment, Span
-from staging.planner import layer_groups, plan_segments, segment_count_bound, smallest_ring_bytes
+from staging.planner import group_count, layer_groups, plan_segments, segment_count_bound, smallest_ring_bytes
 from staging.routes import Route, plan_routes
 from staging.shards import make_shards
 
@@ -164,3 +164,15 @@ def test_layer_groups() -> None:
     assert layer_groups(Span(4, 4), 5) == ()
     with pytest.raises(ConfigError, match="at least 1; got 0"):
         layer_groups(Span(0, 2), 0)
+
+
+def test_chunks_are_sent_in_as_many_groups_as_pay() -> None:
+    wire = 350e9
+    chunks = (1, 16 << 20, 64 << 20, 256 << 20, 512 << 20, 1 << 30)
+    assert [group_count(nbytes, 8, 1e-4, wire) for nbytes in chunks] == [1, 1, 1, 3, 4, 6]
+    assert group_count(1 << 40, 8, 1e-4, wire) == 8, "no more than there are"
+    assert group_count(1, 8, 0.0, wire) == 8, "where a segment costs nothing, all"
+    for nbytes in chunks[1:]:  # no neighbour would be better, but for the rounding of the root
+        count = group_count(nbytes, 64, 1e-4, wire)
+        cost = {n: nbytes / wire / n + n * 1e-4 for n in (count - 1, count, count + 1) if n}
+        assert cost[count] <= 1.07 * min(cost.values())
