@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -56,7 +56,14 @@ DecodePageFlag = Annotated[
     int | None, typer.Option("--decode-page-size", help="Tokens in one page of the decode pool [16].")
 ]
 RingBytesFlag = Annotated[
-    str | None, typer.Option("--ring-bytes", metavar="SIZE", help="Receive ring of a decode rank [32MiB].")
+    str | None,
+    typer.Option("--ring-bytes", metavar="SIZE", help="Receive ring of a decode rank [by its memory]."),
+]
+TransportFlag = Annotated[
+    Literal["auto", "ucx"] | None,
+    typer.Option(
+        "--transport", help="ucx: always through staging and ring, also where pools can be opened [auto]."
+    ),
 ]
 TemperatureFlag = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopKFlag = Annotated[int, typer.Option("--top-k", help="Choose among the k likeliest tokens; 0 is off.")]
@@ -95,6 +102,7 @@ def demo(
     prefill_page_size: PrefillPageFlag = None,
     decode_page_size: DecodePageFlag = None,
     ring_bytes: RingBytesFlag = None,
+    transport: TransportFlag = None,
 ) -> None:
     """Serve a few prompts on this machine and check the answers."""
     given = dict(locals())  # the flags by parameter name, before anything else is assigned
@@ -128,6 +136,7 @@ def generate(
     prefill_page_size: PrefillPageFlag = None,
     decode_page_size: DecodePageFlag = None,
     ring_bytes: RingBytesFlag = None,
+    transport: TransportFlag = None,
 ) -> None:
     """Answer prompts and print the answers."""
     given = dict(locals())  # the flags by parameter name, before anything else is assigned
@@ -154,6 +163,8 @@ def _configuration(given: Mapping[str, Any]) -> Config:
     # A flag with a name of its own wins over --set of the same key.
     for name, keys in FLAG_KEYS.items():
         overrides.update({key: given[name] for key in keys if given[name] is not None})
+    if given["transport"] is not None:
+        overrides["transport.peer_memory"] = given["transport"] == "auto"
     return load_config(given["config"], os.environ, overrides)
 
 

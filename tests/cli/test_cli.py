@@ -58,7 +58,7 @@ def test_demo_flags(calls: Calls, tmp_path: Path) -> None:
     flags = (
         f"demo --model /m --dtype float32 --prefill-tp 4 --decode-tp 3 --device cpu --prompt one --prompt two "
         f"--max-tokens 5 --config {path} --set transfer.layer_groups=2 --set prefill.tp=9 --out {tmp_path} "
-        f"--chunk-tokens 64 --prefill-page-size 32 --decode-page-size 8 --ring-bytes 64MiB"
+        f"--chunk-tokens 64 --prefill-page-size 32 --decode-page-size 8 --ring-bytes 64MiB --transport ucx"
     )
     assert cli.run(flags.split()) == 0
     [(_, config, options)] = calls
@@ -70,6 +70,7 @@ def test_demo_flags(calls: Calls, tmp_path: Path) -> None:
     assert config.prefill.max_requests == 9
     assert config.transfer.ring_bytes == 64 << 20
     assert config.transfer.layer_groups == 2, "--set beats the file"
+    assert not config.transport.peer_memory
     assert options.prompts == ("one", "two")
     assert options.sampling.max_tokens == 5
     assert options.out_dir == str(tmp_path)
