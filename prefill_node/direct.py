@@ -104,16 +104,19 @@ def local_place(pool: torch.Tensor, slots: torch.Tensor, segment: Segment, shard
     )
 
 
-def warm(
-    routes: tuple[Route, ...], opened: OpenPool, target: Shard, pool: torch.Tensor, source: Shard
-) -> None:
-    """Compiles the write for every width of row that the routes have. None is done."""
+def warm(routes: tuple[Route, ...], target: Shard, pool: torch.Tensor, source: Shard) -> None:
+    """Compiles the writes to a rank that owns `target`, for every width of row that the routes have.
+
+    Before its pool is open: else the first requests would wait for the compiler. Writes nothing.
+    """
     if pool.device.type != "cuda":
         return
+    like = pool.new_empty((1, 2, 1, len(target.heads), pool.shape[4]))
     slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
+    shut = torch.zeros(1, dtype=torch.int64, device=pool.device)
     for heads in {route.heads for route in routes}:
         mine = Place(pool, slots, Span(0, 1), heads.shift(-source.heads.start))
-        theirs = Place(opened.pool, slots, Span(0, 1), heads.shift(-target.heads.start))
+        theirs = Place(like, slots, Span(0, 1), heads.shift(-target.heads.start))
         for ticket in NO_TICKETS:
-            move(mine, theirs, opened.fences[:1], ticket)
+            move(mine, theirs, shut, ticket)
     torch.cuda.synchronize(pool.device)

@@ -78,6 +78,7 @@ class SegmentSender:
         staging_bytes: int,
         segment_bytes: int,
         groups: int,
+        peer_memory: bool,
         segment_overhead_s: float,
         wire_bytes_per_s: float,
         quarantine_s: float,
@@ -106,6 +107,7 @@ class SegmentSender:
         self._links: dict[str, Link] = {}
         self._limits: dict[str, dict[int, int]] = {}
         self._destinations: dict[str, Destination] = {}
+        self._peer_memory = peer_memory
         self._offers: dict[str, m.PoolOffer] = {}
         """Of decode ranks that are not linked yet."""
         self._pools = OpenPools(pool.buffer.device)
@@ -133,6 +135,9 @@ class SegmentSender:
             self._destinations[peer.control_address] = Destination()
         with self._queue.use():
             warm_copies(link.from_rank(self._rank), self._shard, self._pool)
+            for peer in link.destinations_of(self._rank) if self._peer_memory else ():
+                routes = tuple(r for r in link.from_rank(self._rank) if r.dst_rank == peer.rank)
+                warm(routes, peer.shard, self._pool.buffer, self._shard)
         self._links[link.decode.name] = link
         for peer in link.destinations_of(self._rank):
             if (offer := self._offers.pop(peer.control_address, None)) is not None:
@@ -251,6 +256,8 @@ class SegmentSender:
             self._send(peer, m.PoolRefused(self._rank, str(exc)))
 
     def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:
+        if not self._peer_memory:
+            raise TransportError("peer memory is switched off here")
         opened = self._pools.open(peer, offer)
         link, shard = next(
             (link, rank.shard)
@@ -259,9 +266,6 @@ class SegmentSender:
             if rank.control_address == peer
         )
         check_pool(opened, link.decode.layout, shard, self._pool.buffer.dtype)
-        with self._queue.use():
-            routes = tuple(r for r in link.from_rank(self._rank) if r.dst_rank == offer.dst_rank)
-            warm(routes, opened, shard, self._pool.buffer, self._shard)
         log.info("pool_opened", peer=peer, how="this rank's kernels write straight into it")
 
     def on_grant(self, peer: str, grant: m.LeaseGrant) -> None:

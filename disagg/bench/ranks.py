@@ -288,6 +288,7 @@ class PrefillHost(RankHost):
             staging_bytes=aligned(transfer.staging_bytes),
             segment_bytes=transfer.segment_limit_bytes,
             groups=transfer.layer_groups,
+            peer_memory=self._options.config.transport.peer_memory,
             segment_overhead_s=transfer.segment_overhead_s or 0.0,
             wire_bytes_per_s=transfer.wire_bytes_per_s,
             quarantine_s=2 * self._options.config.control.peer_timeout_s,
