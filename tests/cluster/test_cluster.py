@@ -144,6 +144,12 @@ def test_a_dead_rank_ends_requests_with_a_clear_error(ray_session: None, checkpo
     assert not any(psutil.pid_exists(pid) for pid in pids), "the survivors were stopped with the cluster"
 
 
+def ray_processes() -> dict[int, str]:
+    """Command line of each of Ray's workers; those that end meanwhile have none."""
+    lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
+    return {pid: line for pid, line in lines.items() if "ray::" in line}
+
+
 def test_a_ring_too_small_is_refused_at_start_and_nothing_is_left(
     ray_session: None, checkpoint: Path
 ) -> None:
@@ -151,12 +157,12 @@ def test_a_ring_too_small_is_refused_at_start_and_nothing_is_left(
     wide = make_tiny_checkpoint(
         checkpoint.parent / "wide", layers=1, hidden=96, q_heads=4, kv_heads=4, head_dim=256
     )
-    before = {process.pid for process in psutil.process_iter() if "ray::" in " ".join(process.cmdline())}
+    before = set(ray_processes())
     config = msgspec.structs.replace(config, model=ModelConfig(path=str(wide)))
     with pytest.raises(ConfigError, match="needs 8192"), running(config):
         pass
-    after = {p.pid for p in psutil.process_iter() if "ray::" in " ".join(p.cmdline()) and p.pid not in before}
-    assert not {pid for pid in after if "Actor" in " ".join(psutil.Process(pid).cmdline())}
+    after = {pid: name for pid, name in ray_processes().items() if pid not in before}
+    assert not [name for name in after.values() if "Actor" in name]
 
 
 def test_a_rank_that_fails_to_start_is_reported_as_itself(ray_session: None, checkpoint: Path) -> None:
