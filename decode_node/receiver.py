@@ -98,7 +98,8 @@ class SegmentReceiver:
         self._links: dict[str, Link] = {}
         self._incoming: dict[int, Incoming] = {}
         self._polls = pool.buffer.is_cuda
-        self._barred: deque[Incoming] = deque()
+        self._overdue: deque[tuple[float, Incoming]] = deque()
+        """When to stop waiting for what a writer owes: by then it has written, or finds the fence shut."""
         self._untold: deque[Item] = deque()
         self._scattering: deque[Item] = deque()
         self._repeat_at_s = 0.0
@@ -220,7 +221,7 @@ class SegmentReceiver:
             for src_rank in [rank for rank, address in incoming.peers.items() if address == peer]:
                 if src_rank in incoming.unproven_writers():
                     incoming.barred_until_s = self._clock() + self._quarantine_s
-                    self._barred.append(incoming)
+                    self._overdue.append((incoming.barred_until_s, incoming))
                 incoming.lost.add(src_rank)
                 self._source_ended(incoming, src_rank, set())
                 if not incoming.landed and not incoming.closing:
@@ -277,8 +278,10 @@ class SegmentReceiver:
             self._land(self._scattering.popleft())
         if self._scattering:
             return DEVICE_POLL_S
-        while self._barred and self._barred[0].barred_until_s <= now_s:
-            self._maybe_closed(self._barred.popleft())
+        while self._overdue and self._overdue[0][0] <= now_s:
+            _, incoming = self._overdue.popleft()
+            incoming.awaited.clear()
+            self._maybe_closed(incoming)
         if now_s >= self._repeat_at_s:
             self._repeat_at_s = now_s + self._watermark_interval_s
             self._repeat_watermarks()
@@ -461,6 +464,8 @@ class SegmentReceiver:
             known = {index for rank, index in (*incoming.items, *incoming.written) if rank == src_rank}
             others = {name for name in incoming.awaited if name[0] != src_rank}
             incoming.awaited = others | {(src_rank, index) for index in sent - known}
+            if incoming.awaited:
+                self._overdue.append((self._clock() + self._quarantine_s, incoming))
         for item in list(incoming.held(src_rank)):
             if item.state is State.LEASED and item.segment.index not in sent:
                 self._drop(item)

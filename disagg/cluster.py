@@ -110,7 +110,7 @@ class Cluster:
 
     def control(self) -> ControlChannel:
         """A control channel for a router of this cluster; the caller starts and closes it."""
-        return make_control(self.config.control, self._keys)
+        return make_control(self.config.control, self._keys, self.config.control.router_port)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Calls back with the control address of every rank that dies."""

@@ -21,6 +21,7 @@ from disagg.placement import Placement, choose_placement
 from disagg.router.mail import MailRoom
 from disagg.router.policy import Engine
 from disagg.router.session import Router
+from transport.control_zmq import make_control
 from transport.keys import load_keys, make_keys
 
 CACHE = Path("~/.cache/disagg")
@@ -70,6 +71,9 @@ def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
     """Ray and both groups, ready to serve; all gone at the end. A TP size of None is chosen from the machine."""
     source = make_source(config)
     placement = place(config)
+    make_control(
+        config.control, None, config.control.router_port
+    ).close()  # in use? Said before all is loaded.
     progress(f"placement: {placement.why}")
     check_split(source, placement)
     progress("starting Ray")
@@ -80,8 +84,14 @@ def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
 
 
 def place(config: Config) -> Placement:
-    """Where both groups run on this machine."""
-    device = "cpu" if "cpu" in (config.prefill.device, config.decode.device) else config.prefill.device
+    """Where both groups run on this machine. Raises `ConfigError` when one must have a GPU and the other must not."""
+    devices = {config.prefill.device, config.decode.device}
+    if devices == {"cpu", "cuda"}:
+        raise ConfigError(
+            f"prefill.device = {config.prefill.device} and decode.device = {config.decode.device}: both groups run "
+            f"on the same kind of device; set both to one, or one to auto"
+        )
+    device = (devices - {"auto"} or {"auto"}).pop()
     return choose_placement(
         torch.cuda.device_count(),
         config.prefill.tp,

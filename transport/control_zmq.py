@@ -184,7 +184,8 @@ class ZmqControl(ThreadedControl):
         self._context.term()
 
 
-def make_control(config: ControlConfig, keys: ControlKeys | None) -> ZmqControl:
-    """A channel as configured, on a free port. Raises `ConfigError` when it cannot listen."""
+def make_control(config: ControlConfig, keys: ControlKeys | None, port: int = 0) -> ZmqControl:
+    """A channel as configured; 0 takes a free port. Raises `ConfigError` when it cannot listen."""
     options = ReliableOptions(peer_timeout_s=config.peer_timeout_s, heartbeat_s=config.heartbeat_s)
-    return ZmqControl(config.host, keys=keys, options=options, max_message_bytes=config.max_message_bytes)
+    largest = config.max_message_bytes
+    return ZmqControl(config.host, port, keys=keys, options=options, max_message_bytes=largest)

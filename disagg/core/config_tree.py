@@ -218,6 +218,8 @@ class ControlConfig(Section, frozen=True):
 
     host: str = "127.0.0.1"
     """Address to listen on and to be reached at."""
+    router_port: int = 0
+    """Port on which a router listens; 0 takes a free one, as ranks always do."""
     key_file: str | None = None
     """CURVE keys (`disagg keys`); None makes fresh ones that only this process' children know."""
     peer_timeout_s: float = 10.0
@@ -229,6 +231,7 @@ class ControlConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         self._needs(bool(self.host), "host", "an address or a host name")
         self._positive("peer_timeout_s", "heartbeat_s")
+        self._needs(0 <= self.router_port < 1 << 16, "router_port", "from 0 to 65535")
         self._at_least(1024, "max_message_bytes")
         self._needs(
             self.heartbeat_s * 2 <= self.peer_timeout_s,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,15 +18,16 @@ import psutil
 import pytest
 import torch
 
+from disagg import cli
 from disagg.cluster import Cluster, local_ray, start_cluster
-from disagg.core.config import Config, GroupConfig, ModelConfig, TransferConfig
+from disagg.core.config import Config, GroupConfig, ModelConfig, TransferConfig, load_config
 from disagg.core.errors import ConfigError, PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.model.tiny import make_tiny_checkpoint
 from disagg.placement import choose_placement
 from disagg.reference import reference_answers
 from disagg.router.session import SessionReport
-from disagg.serve_local import local_router
+from disagg.serve_local import local_router, place
 from transport.keys import make_keys
 
 pytestmark = pytest.mark.filterwarnings(
@@ -197,3 +199,36 @@ def test_without_ray_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ConfigError, match="Ray is not installed: pip install"), local_ray(2):
         pass
     assert ConfigError.exit_code == 2
+
+
+def test_a_port_in_use_is_one_line_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.run(["generate", "hi", "--device", "cpu", "--set", f"control.router_port={port}"]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in error
+    assert error.count("disagg: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "chosen"),
+    [("auto", "auto", "auto"), ("cpu", "auto", "cpu"), ("auto", "cpu", "cpu"), ("auto", "cuda", "cuda")],
+)
+def test_one_kind_of_device_for_both_groups(
+    prefill: str, decode: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def choose(gpus: int, prefill_tp: int | None, decode_tp: int | None, device: str) -> None:
+        asked.append(device)
+
+    monkeypatch.setattr("disagg.serve_local.choose_placement", choose)
+    place(load_config(None, {}, {"prefill.device": prefill, "decode.device": decode}))
+    assert asked == [chosen]
+
+
+def test_two_kinds_of_device_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"prefill.device = cuda and decode.device = cpu: both groups"):
+        place(load_config(None, {}, {"prefill.device": "cuda", "decode.device": "cpu"}))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 
+import msgspec
 import pytest
-from local_groups import Checkpoints, LocalGroups, local_groups, random_prompts, small_config
+from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
-from disagg.core.errors import TransportError
+from disagg.core.errors import RequestTimeoutError, TransportError
 from disagg.core.types import SamplingParams
+from disagg.router.session import Router
 from transport import messages as m
 from transport.peer_memory import MemoryHandle
 
@@ -89,3 +91,46 @@ def test_there_is_a_notice_for_each_group_and_chunk_and_no_message(
     chunks, pairs = math.ceil(len(prompt) / chunk_tokens), 2
     assert answer.report.segments == chunks * layer_groups * pairs
     assert answer.report.messages == 0
+
+
+def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was promised before its request was ended, and then the wire lost it."""
+    from decode_node.receiver import SegmentReceiver
+    from prefill_node.sender import SegmentSender
+    from transport.base import Arrival, Transport
+    from transport.tags import unpack
+
+    lost: list[int] = []
+    on_notice = SegmentReceiver._on_notice
+
+    def lose_one(self: SegmentReceiver, incoming: object, peer: str, arrival: Arrival) -> None:
+        if lost:
+            on_notice(self, incoming, peer, arrival)  # type: ignore[arg-type]
+            return
+        lost.append(arrival.tag)
+        transport: Transport = self._transport
+        transport.discard(peer, arrival)
+
+    def promise(self: SegmentSender, peer: str, message: m.StopSending) -> None:
+        index = unpack(lost[0]).segment
+        self._send(peer, m.SenderEnded(message.key, message.ticket, 0, [index], "it has left"))
+
+    monkeypatch.setattr(SegmentReceiver, "_on_notice", lose_one)
+    monkeypatch.setattr(SegmentSender, "on_stop_sending", promise)
+    source = checkpoints.source()
+    prompts = random_prompts(70, 55, seed=8)
+    config = small_config(1, 1, peer_memory=True)
+    control = msgspec.structs.replace(config.control, peer_timeout_s=0.2, heartbeat_s=0.1)
+    config = msgspec.structs.replace(config, control=control)
+
+    async def work(router: Router) -> None:
+        with pytest.raises(RequestTimeoutError):
+            await ask(router, "victim", prompts[0], SamplingParams(max_tokens=TOKENS), timeout_s=1.0)
+
+    with local_groups(config, source) as groups:
+        groups.serve(work)
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+    assert lost
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
