@@ -1,0 +1,95 @@
+"""Names of memory: opened within the process that owns it, refused with a reason elsewhere; and notices."""
+
+from __future__ import annotations
+
+import gc
+
+import msgspec
+import pytest
+import torch
+
+from disagg.core.errors import ProtocolError, TransportError
+from disagg.core.types import Segment, Span
+from transport.base import Operation, OperationState
+from transport.handles import MemoryHandle
+from transport.inproc import InprocFabric, InprocTransport
+from transport.notices import NOTICE_BYTES, Notices
+from transport.peer_memory import offer, open_memory
+from transport.tags import pack
+
+CPU = torch.device("cpu")
+SEGMENT = Segment(5, 1, 2, Span(0, 1 << 20), Span(3, 1 << 16), Span(7, 1 << 40), 1 << 62)
+
+
+def test_the_owner_s_process_gets_the_memory_itself() -> None:
+    memory = torch.arange(24, dtype=torch.int64).view(2, 3, 4)
+    handle = msgspec.msgpack.decode(msgspec.msgpack.encode(offer(memory)), type=MemoryHandle)
+    opened = open_memory(handle, CPU)
+    opened[1, 2, 3] = -5
+    assert memory[1, 2, 3] == -5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"host": "elsewhere"}, "another host"), ({"process": 1}, "belongs to one process")],
+)
+def test_what_cannot_be_opened_says_why(change: dict[str, object], message: str) -> None:
+    memory = torch.zeros(4)
+    with pytest.raises(TransportError, match=message):
+        open_memory(msgspec.structs.replace(offer(memory), **change), CPU)
+
+
+def test_memory_that_is_gone_is_not_opened() -> None:
+    memory = torch.zeros(1000)
+    handle = offer(memory)
+    del memory
+    gc.collect()
+    with pytest.raises(TransportError, match="no such memory"):
+        open_memory(handle, CPU)
+
+
+def pair() -> tuple[InprocTransport, InprocTransport]:
+    fabric = InprocFabric()
+    a, b = InprocTransport(fabric, "a"), InprocTransport(fabric, "b")
+    a.connect("b", b.address)
+    b.connect("a", a.address)
+    return a, b
+
+
+def received(transport: InprocTransport, notices: Notices, context: object) -> Operation:
+    """The operation of the one notice that has come."""
+    [arrival] = transport.arrivals()
+    notices.receive("a", arrival, context)
+    while not (ended := transport.progress()):
+        pass
+    return ended[0]
+
+
+def test_a_notice_tells_of_its_segment_and_slots_come_back() -> None:
+    a, b = pair()
+    sender, receiver = Notices(a), Notices(b)
+    for turn in range(200):  # more than there are slots at first
+        sender.send("b", pack(7, 1, turn), SEGMENT, context=f"sent {turn}")
+        operation = received(b, receiver, f"came {turn}")
+        assert receiver.ended(operation) == f"came {turn}"
+        assert receiver.segment(operation) == SEGMENT
+        [sent] = a.progress()
+        assert sent.state is OperationState.DONE
+        assert sender.ended(sent) == f"sent {turn}"
+    registered = [transport.statistics().registered_bytes for transport in (a, b)]
+    assert registered == [64 * NOTICE_BYTES] * 2, "one at a time needs no more than the first slots"
+    a.close()
+    b.close()
+
+
+def test_a_notice_that_cannot_be_read_is_a_protocol_error() -> None:
+    a, b = pair()
+    memory = torch.full((16,), 0xC1, dtype=torch.uint8)
+    a.register(memory)
+    a.send("b", pack(7, 1, 0), memory)
+    notices = Notices(b)
+    operation = received(b, notices, "came")
+    with pytest.raises(ProtocolError, match="a notice of 16 bytes cannot be read"):
+        notices.segment(operation)
+    a.close()
+    b.close()
