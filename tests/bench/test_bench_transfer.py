@@ -49,6 +49,24 @@ def test_the_command_writes_figures(
     assert {line["measured"] for line in lines} == {"pool to pool", "raw UCX", "device copy"}
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("transport", "path"), [("auto", "peer memory"), ("ucx", "staging")])
+@pytest.mark.parametrize("tp", [("1", "1"), ("2", "1"), ("1", "2")], ids=" to ".join)
+def test_ranks_on_gpus_move_every_byte(
+    tp: tuple[str, str], transport: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that each see one GPU, which they share when there is only one."""
+    rate = Measurement("raw UCX", "GB/s", (1.0,))
+    monkeypatch.setattr("disagg.bench.ceilings.raw_rates", lambda *options: {4096: rate})
+    flags = ["--device", "cuda", "--layers", "4", "--tokens", "1,300", "--repeats", "2", "--in-flight", "4"]
+    sizes = ["--prefill-tp", tp[0], "--decode-tp", tp[1], "--prefill-page-size", "1"]
+    rings = ["--ring-bytes", "4MiB", "--staging-bytes", "4MiB"]
+    out = ["--transport", transport, "--out", str(tmp_path)]
+    assert run(["bench", "transfer", *flags, *sizes, *rings, *out]) == 0
+    lines = json.loads((tmp_path / "bench_transfer.json").read_text())["results"]
+    assert {line["labels"]["path"] for line in lines if line["measured"] == "pool to pool"} == {path}
+
+
 def test_the_wire_alone() -> None:
     rates = raw_rates((8, 64 << 10), (None, None), True, 1 << 20, 2)
     assert [len(rate.values) for rate in rates.values()] == [2, 2]
