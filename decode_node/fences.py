@@ -10,7 +10,7 @@ CLOSED = -1
 
 
 class FenceWords:
-    """One int64 for each row. A write that is launched after `close` has returned does nothing.
+    """One int64 for each row. A write that begins after `close` has returned does nothing.
 
     Owned by the transfer thread. On a queue of its own: a change never waits behind a scatter.
     """
@@ -26,7 +26,7 @@ class FenceWords:
         self._set(row, ticket)
 
     def close(self, row: int) -> None:
-        """Shuts them out; returns when no later launch can write."""
+        """Shuts them out; returns when no write can begin any more. One that has read its word before may go on."""
         self._set(row, CLOSED)
 
     def _set(self, row: int, value: int) -> None:

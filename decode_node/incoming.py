@@ -67,6 +67,8 @@ class Incoming:
     asked_to_stop: set[int] = field(default_factory=set)
     writers: set[int] = field(default_factory=set)
     """Source ranks that may write straight into the pool."""
+    writable: bool = False
+    """Its fence word is open."""
     written: set[tuple[int, int]] = field(default_factory=set)
     """(source rank, segment index) of what they wrote."""
     early: list[Segment] = field(default_factory=list)

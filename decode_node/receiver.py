@@ -146,6 +146,7 @@ class SegmentReceiver:
                 incoming = self._make_incoming(message, link)
                 if incoming.writers and self._fences is not None:
                     self._fences.open(ticket.row, ticket.number)
+                    incoming.writable = True
                 self._incoming[ticket.number] = incoming
             except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
                 self._refuse(ticket, TransportError(f"cannot receive for {ticket.key}: {exc}"))
@@ -159,6 +160,8 @@ class SegmentReceiver:
             self._to_leader(m.RankClosed(message.key, message.ticket, self._rank))
             return
         incoming.closing = True
+        # Before anyone is asked: a writer that has not heard of the ticket yet may, after it has answered so.
+        self._shut(incoming)
         senders = {item.segment.src_rank for item in incoming.held()} | incoming.unproven_writers()
         for src_rank in senders - incoming.ended:
             self._stop_source(incoming, src_rank, message.reason)
@@ -220,6 +223,7 @@ class SegmentReceiver:
         for incoming in list(self._incoming.values()):
             for src_rank in [rank for rank, address in incoming.peers.items() if address == peer]:
                 if src_rank in incoming.unproven_writers():
+                    self._shut(incoming)
                     incoming.barred_until_s = self._clock() + self._quarantine_s
                     self._overdue.append((incoming.barred_until_s, incoming))
                 incoming.lost.add(src_rank)
@@ -470,14 +474,18 @@ class SegmentReceiver:
             if item.state is State.LEASED and item.segment.index not in sent:
                 self._drop(item)
 
+    def _shut(self, incoming: Incoming) -> None:
+        """Whatever is launched from now on writes nothing; what has begun still may."""
+        if incoming.writable and self._fences is not None:
+            self._fences.close(incoming.ticket.row)
+            incoming.writable = False
+
     def _maybe_closed(self, incoming: Incoming) -> None:
         if not incoming.closing or any(incoming.held()) or incoming.unproven_writers():
             return
         if self._clock() < incoming.barred_until_s:
             return
         if self._incoming.pop(incoming.ticket.number, None) is not None:
-            if incoming.writers and self._fences is not None:
-                self._fences.close(incoming.ticket.row)
             self._to_leader(m.RankClosed(incoming.key, incoming.ticket.number, self._rank))
 
     # --- looking in

@@ -1,8 +1,8 @@
 """Pool to pool: writes head slices of one KV pool straight into another, over whatever joins the two GPUs.
 
 The destination may belong to another process (`transport.peer_memory`). It guards its pages with a *fence word* for
-each of its requests: the number of the ticket that may be written, or 0. The kernel reads it on the device, in
-the same launch that writes: what was launched late, for a request that is over, writes nothing.
+each of its requests: the number of the ticket that may be written, or one that no ticket has. The kernel reads it
+on the device, in the same launch that writes: what was launched late, for a request that is over, writes nothing.
 """
 
 from __future__ import annotations

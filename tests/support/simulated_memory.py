@@ -86,9 +86,12 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     def late_scatter(view: torch.Tensor, pool: torch.Tensor, *rest: Any) -> None:
         devices[pool.data_ptr()].work.append(partial(scatter, view, pool, *rest))
 
-    def late_move(source: Place, *rest: Any) -> Callable[[], None]:
-        move = prepare_move(source, *rest)
-        return lambda: devices[source.pool.data_ptr()].work.append(move)
+    def late_move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> Callable[[], None]:
+        """In two parts, as on a GPU: what has read its fence word may still write after that was closed."""
+        found = torch.empty_like(fence)
+        move = prepare_move(source, target, found, ticket)
+        work = devices[source.pool.data_ptr()].work
+        return lambda: work.extend([partial(found.copy_, fence), move])
 
     patch.setattr("prefill_node.direct.prepare_move", late_move)
     patch.setattr("prefill_node.sender.gather", late_gather)

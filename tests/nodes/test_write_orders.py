@@ -1,0 +1,101 @@
+"""Orders of events in which a page could be written after it was given back, or a ticket never end: one by one."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+import torch
+from local_groups import small_config
+from simulated_groups import LOST, ROUTER, Simulation
+
+from decode_node.fences import CLOSED
+from disagg.core.errors import TransportError
+from transport import messages as m
+from transport.peer_memory import MemoryHandle, open_memory
+
+P, D = "prefill-0", "decode-0"
+TOKENS = 40
+
+
+class Ordered(Simulation):
+    """One rank on each side; nothing happens but what the test lets happen."""
+
+    refuses = False
+
+    def deliver(self, source: str, destination: str) -> None:
+        """All that is on its way from one to the other, and what its threads do about it."""
+        while self.queues.get((source, destination)):
+            self._deliver(source, destination)
+        self.work(destination)
+
+    def work(self, name: str) -> None:
+        """The transfer thread of a rank comes to the end of its inbox."""
+        while name in self.ranks and self.ranks[name]._loop._inbox:
+            self._inbox(self.ranks[name])
+
+    def wire(self, name: str) -> None:
+        self._wire(self.ranks[name])
+
+    def reserve(self) -> None:
+        """A request has its ticket; the prefill group has not heard of it."""
+        self.router.submit(TOKENS, 1)
+        self.deliver(ROUTER, D)
+        self.deliver(D, ROUTER)
+
+    def compute(self) -> None:
+        """The prefill group hears of the request and computes it; its writes are launched, and none has begun."""
+        self._deliver(ROUTER, P)
+        self.work(P)
+        for _ in range(2):  # it is planned, then it is computed
+            self._compute(self.ranks[P])
+            self.work(P)
+
+    @property
+    def request(self) -> object:
+        return next(iter(self.router.requests.values()))
+
+    def _open_memory(self, handle: MemoryHandle, device: torch.device) -> torch.Tensor:
+        if self.refuses:
+            raise TransportError("it cannot be opened")
+        return open_memory(handle, device)
+
+    def _between_layers(self) -> None: ...
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> Ordered:
+    config = small_config(1, 1, chunk_tokens=64, layer_groups=1, peer_memory=True)
+    simulation = Ordered(config, 0, monkeypatch)
+    simulation.deliver(D, P)
+    assert simulation.ranks[P]._agent.statistics().open_pools == 1
+    return simulation
+
+
+def test_a_ticket_is_stopped_before_its_writer_has_heard_of_it(order: Ordered) -> None:
+    """The answer 'unknown here' is on its way while the writer gets the request and launches."""
+    order.reserve()
+    order.router.end(order.request, "aborted")
+    order.deliver(ROUTER, D)
+    order.deliver(D, P)
+    assert [type(message) for message in order.queues[P, D]] == [m.SenderEnded]
+    order.compute()
+    order.devices[P].step()  # has read the fence word
+    order.deliver(P, D)
+    assert not list(order.ranks[D]._leader._requests()), "the pages were given back"
+    order.devices[P].step()
+    assert order.ranks[D].runner.pool.buffer.isnan().all(), "a page was written after it was given back"
+    order.settle()
+
+
+def test_a_writer_that_was_taken_for_dead_cannot_begin_any_more(order: Ordered) -> None:
+    """However long it was stopped: what it launches when it goes on finds the fence closed."""
+    order.reserve()
+    order.queues[P, D] = deque([LOST])
+    order.deliver(P, D)
+    words = order.ranks[D]._agent._fences.words
+    assert (words == CLOSED).all()
+    order.compute()
+    while order.devices[P].work:
+        order.devices[P].step()
+    assert order.ranks[D].runner.pool.buffer.isnan().all()
