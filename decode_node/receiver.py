@@ -191,13 +191,12 @@ class SegmentReceiver:
         self._untold.extend(item for item in items if not self._ring.writable(item.lease))
 
     def on_pool_refused(self, peer: str, message: m.PoolRefused) -> None:
-        """A peer cannot open the pool: everything of it comes through the ring."""
+        """A peer cannot open the pool: tickets made from now on come through the ring.
+
+        One that is open may be written all the same, by way of an earlier offer: it is waited for as before.
+        """
         log.info("pool_refused", peer=peer, why=message.reason, how="KV comes through the ring")
         self._writers.discard(peer)
-        for incoming in list(self._incoming.values()):
-            if incoming.peers.get(message.src_rank) == peer:
-                incoming.writers.discard(message.src_rank)
-                self._maybe_closed(incoming)
 
     def on_sender_ended(self, peer: str, message: m.SenderEnded) -> None:
         """A source sends nothing more: what it did not send will never be written.

@@ -254,7 +254,7 @@ class PoolOffer(Message, frozen=True):
 
 
 class PoolRefused(Message, frozen=True):
-    """Prefill rank -> decode rank: I cannot open your pool, and will never write to it."""
+    """Prefill rank -> decode rank: I cannot open your pool; tickets opened here from now on are not written to it."""
 
     src_rank: Rank
     reason: str

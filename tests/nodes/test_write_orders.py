@@ -99,3 +99,20 @@ def test_a_writer_that_was_taken_for_dead_cannot_begin_any_more(order: Ordered) 
     while order.devices[P].work:
         order.devices[P].step()
     assert order.ranks[D].runner.pool.buffer.isnan().all()
+
+
+def test_a_pool_that_is_offered_again_and_refused_leaves_open_tickets_as_they_are(order: Ordered) -> None:
+    """They go on by writes: whoever gives up their pages must still wait for them."""
+    order.reserve()
+    order.compute()
+    order.refuses = True
+    decode = order.ranks[D]
+    decode.link(order.groups[0])
+    order.deliver(D, P)
+    order.deliver(P, D)
+    assert order.ranks[P]._agent.statistics().refused_pools == 1
+    while order.devices[P].work:
+        order.devices[P].step()
+    order.settle()
+    assert order.request.ended == "done"  # type: ignore[attr-defined]
+    assert (decode._agent._fences.words == CLOSED).all()
