@@ -249,7 +249,7 @@ class SegmentSender:
             return
         try:
             self._open_pool(peer, offer)
-        except (TransportError, ValueError) as exc:
+        except Exception as exc:  # noqa: BLE001 - whatever it is, there is another way
             self._pools.forget(peer)
             self._refused_pools += 1
             log.info("pool_not_opened", peer=peer, why=str(exc), how="KV goes through staging and its ring")

@@ -116,3 +116,21 @@ def test_a_pool_that_is_offered_again_and_refused_leaves_open_tickets_as_they_ar
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
     assert (decode._agent._fences.words == CLOSED).all()
+
+
+@pytest.mark.parametrize("error", [TransportError("no"), RuntimeError("the kernel does not compile")])
+def test_a_pool_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Whatever stands in the way: KV goes through the ring."""
+
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr("prefill_node.sender.warm", fail)
+    order = Ordered(small_config(1, 1, peer_memory=True), 0, monkeypatch)
+    order.deliver(D, P)
+    statistics = order.ranks[P]._agent.statistics()
+    assert (statistics.open_pools, statistics.refused_pools) == (0, 1)
+    order.router.submit(TOKENS, 1)
+    order.settle()
+    assert order.request.ended == "done"  # type: ignore[attr-defined]
+    assert order.ranks[P]._agent.statistics().segments_written == 0
