@@ -167,7 +167,7 @@ class TransferConfig(Section, frozen=True):
         if self.segment_overhead_s is not None:
             self._at_least(0, "segment_overhead_s")
         self._positive("lease_timeout_s", "watermark_interval_s", "drain_timeout_s", "wire_bytes_per_s")
-        smaller = min(self.ring_bytes, self.staging_bytes)
+        smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: not chosen yet
         self._needs(
             self.max_segment_bytes <= smaller or smaller == 0,
             "max_segment_bytes",

@@ -183,6 +183,13 @@ def test_segment_limit() -> None:
     assert GroupConfig(page_size=32).pool_pages == 512
 
 
+@pytest.mark.parametrize("name", ["ring_bytes", "staging_bytes"])
+def test_a_segment_larger_than_the_one_buffer_that_is_chosen(name: str) -> None:
+    """Refused when it is written down, not when a rank starts and chooses the other one."""
+    with pytest.raises(ConfigError, match="max_segment_bytes = 8192"):
+        TransferConfig(**{name: 4096}, max_segment_bytes=8192)
+
+
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [("0", 0), ("4096", 4096), ("4096B", 4096), ("64KiB", 1 << 16), ("64k", 1 << 16), (" 3 GiB ", 3 << 30)],
