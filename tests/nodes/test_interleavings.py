@@ -41,7 +41,12 @@ def config_of(choose: random.Random, peer_memory: bool) -> Config:
         max_requests=choose.choice([2, 6]),
         peer_memory=peer_memory,
     )
-    transfer = msgspec.structs.replace(config.transfer, max_segment_bytes=choose.choice([0, 256, 1024]))
+    transfer = msgspec.structs.replace(
+        config.transfer,
+        max_segment_bytes=choose.choice([0, 256, 1024]),
+        segment_overhead_s=choose.choice([0.0, 1.0]),  # with 1, in one group below 2.25 KB
+        wire_bytes_per_s=1e3,
+    )
     return msgspec.structs.replace(config, transfer=transfer)
 
 
@@ -86,7 +91,7 @@ def strike(simulation: Simulation, what: str, choose: random.Random) -> None:
 def run(seed: int, what: str, patch: pytest.MonkeyPatch) -> list[SimulatedRequest]:
     """One run: requests come and go, faults strike; then everything settles, and every answer is compared."""
     choose = random.Random(seed)
-    simulation = Simulation(config_of(choose, seed % 2 == 1), seed, patch)
+    simulation = Simulation(config_of(choose, seed % 2 == 1), seed, patch, state_tokens=seed // 2 % 2 * 7)
     add_faults(simulation, what, choose)
     if "fence" in what:
         patch.setattr(InprocTransport, "disconnect", no_fence)

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 from disagg.core.ports import LayerHook
 from disagg.core.types import KVLayout, Shard
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
-from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.batch import StepBatch
 from disagg.model.spec import ModelSpec, shard_of
 
 VOCAB = 64
 HEAD_DIM = 4
 
 
-def fake_spec(layers: int, kv_heads: int) -> ModelSpec:
+def fake_spec(layers: int, kv_heads: int, state_tokens: int = 0) -> ModelSpec:
     """What ranks must know of the model."""
     layout = KVLayout(layers, kv_heads, HEAD_DIM, "float32")
-    return ModelSpec("Fake", "fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
+    spec = ModelSpec("Fake", "fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
+    return msgspec.structs.replace(spec, state_tokens=state_tokens)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -67,12 +69,15 @@ class FakeRunner:
             spec.layout.layers, slots, len(self.shard.heads), HEAD_DIM, torch.float32
         )
         self.pool.poison()
-        self.req_to_token = ReqToTokenPool(rows, spec.context_tokens)
-        self.states = None
+        self.req_to_token = ReqToTokenPool(rows, spec.context_tokens + spec.state_tokens)
+        self.states = FakeStates(self) if spec.state_tokens else None
         self.between_layers: Callable[[], None] = lambda: None
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """float32 `[sequences, VOCAB]`."""
+        for one in batch.sequences:
+            if self.states is not None and one.start == one.prompt_tokens:
+                self.states.check(one.row, one.start)
         for layer in range(self.pool.layers):
             for one in batch.sequences:
                 tokens, positions = torch.tensor(one.tokens), torch.arange(one.start, one.stop)
@@ -83,15 +88,41 @@ class FakeRunner:
             self.between_layers()
         logits = torch.zeros(len(batch.sequences), VOCAB)
         for index, one in enumerate(batch.sequences):
-            logits[index, next_token(self._context(one))] = 1.0
+            logits[index, next_token(self.context(one.row, one.stop))] = 1.0
         return logits
 
-    def _context(self, one: SequenceSlice) -> list[int]:
-        """The tokens up to the slice's end, out of the pool; every element of their KV is compared."""
-        slots = self.req_to_token.table[one.row, : one.stop].long()
+    def context(self, row: int, stop: int) -> list[int]:
+        """The tokens below `stop`, out of the pool; every element of their KV is compared."""
+        slots = self.req_to_token.table[row, :stop].long()
         found = self.pool.buffer[:, :, slots]
         tokens = torch.nan_to_num(found[0, 0, :, 0, 0], nan=-1.0).long()
-        wanted = kv_of(tokens, torch.arange(one.stop), self.shard)
+        wanted = kv_of(tokens, torch.arange(stop), self.shard)
         wrong = (found != wanted).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
-        assert not wrong, f"row {one.row}: KV is wrong at positions {wrong} of {one.stop}"
+        assert not wrong, f"row {row}: KV is wrong at positions {wrong} of {stop}"
         return tokens.tolist()
+
+
+class FakeStates:
+    """Stands in for `RowStates`: a request's state is a number that all of its prompt decides."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self._runner = runner
+
+    def store(self, row: int, position: int) -> None:
+        """Writes it behind the prompt."""
+        slots, state = self._place(row, position)
+        self._runner.pool.buffer[:, :, slots] = state
+
+    def check(self, row: int, position: int) -> None:
+        """It is there, every element of it."""
+        slots, state = self._place(row, position)
+        assert torch.equal(self._runner.pool.buffer[:, :, slots], state), f"row {row}: its state is wrong"
+
+    def forget(self, row: int) -> None:
+        """Nothing is kept."""
+
+    def _place(self, row: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(position, position + self._runner.spec.state_tokens)
+        slots = self._runner.req_to_token.table[row, position : int(positions[-1]) + 1].long()
+        number = next_token(self._runner.context(row, position))
+        return slots, kv_of(torch.full_like(positions, number), positions, self._runner.shard)

@@ -62,7 +62,14 @@ class Channel(ControlChannel):
 class Simulation:
     """`run` a workload, then `settle`. All randomness is `choose`."""
 
-    def __init__(self, config: Config, seed: int, patch: pytest.MonkeyPatch, kv_heads: int = 3) -> None:
+    def __init__(
+        self,
+        config: Config,
+        seed: int,
+        patch: pytest.MonkeyPatch,
+        kv_heads: int = 3,
+        state_tokens: int = 0,
+    ) -> None:
         patch.setattr("disagg.node.leader.IDLE_S", 0.0)
         self.choose, self.now_s, self.config = random.Random(seed), 0.0, config
         self.fabric = InprocFabric()
@@ -75,7 +82,7 @@ class Simulation:
         self.plans: dict[str, tuple[Any, set[str]]] = {}
         """For each group, the step that its leader has planned and the followers that have not computed it."""
         self.ranks: dict[str, Any] = {}
-        spec = fake_spec(layers=3, kv_heads=kv_heads)
+        spec = fake_spec(layers=3, kv_heads=kv_heads, state_tokens=state_tokens)
         self.groups = [
             self._group(cls, group, spec)
             for cls, group in ((PrefillRank, config.prefill), (DecodeRank, config.decode))

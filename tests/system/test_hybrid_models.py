@@ -22,10 +22,17 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ("tp", "pages"), [((1, 1), (16, 4)), ((2, 1), (4, 16)), ((1, 2), (1, 8)), ((2, 2), (16, 16))], ids=str
 )
 @pytest.mark.parametrize("source", HYBRIDS, indirect=True)
+@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
 def test_tokens_are_those_of_generate(
-    source: ModelSource, tp: tuple[int, int], pages: tuple[int, int], checkpoints: Checkpoints
+    source: ModelSource,
+    tp: tuple[int, int],
+    pages: tuple[int, int],
+    peer_memory: bool,
+    checkpoints: Checkpoints,
 ) -> None:
-    config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], max_requests=3)
+    config = small_config(
+        *tp, prefill_page=pages[0], decode_page=pages[1], max_requests=3, peer_memory=peer_memory
+    )
     prompts = random_prompts(5, 1, 41, 24, 90)  # more than there are rows: rows are used again
     with local_groups(config, source) as groups:
         answers = groups.answers(prompts, SamplingParams(max_tokens=8))
