@@ -89,6 +89,11 @@ class Incoming:
         """The request's key."""
         return self.ticket.key
 
+    @property
+    def wanted(self) -> bool:
+        """KV is missing, and the request goes on."""
+        return not (self.landed or self.failed or self.closing)
+
     def unproven_writers(self) -> set[int]:
         """Writers that neither have written all of theirs nor have said that they write no more."""
         done = {src for src in self.writers if self.landed_from[src] == self.coverage.bytes_from(src)}

@@ -289,7 +289,7 @@ class SegmentReceiver:
             self._repeat_at_s = now_s + self._watermark_interval_s
             self._repeat_watermarks()
             self._expire(now_s)
-        if self._polls and any(not incoming.landed for incoming in self._incoming.values()):
+        if self._polls and any(incoming.wanted for incoming in self._incoming.values()):
             return ARRIVAL_POLL_S
         return self._repeat_at_s - now_s if self._ring.oldest() else IDLE_S
 

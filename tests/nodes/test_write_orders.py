@@ -10,6 +10,7 @@ from local_groups import small_config
 from simulated_groups import LOST, ROUTER, Simulation
 
 from decode_node.fences import CLOSED
+from decode_node.receiver import ARRIVAL_POLL_S
 from disagg.core.errors import TransportError
 from transport import messages as m
 from transport.peer_memory import MemoryHandle, open_memory
@@ -134,3 +135,17 @@ def test_a_pool_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, 
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
     assert order.ranks[P]._agent.statistics().segments_written == 0
+
+
+def test_a_receiver_does_not_poll_for_a_request_that_is_over(order: Ordered) -> None:
+    """Pages of a lost writer are barred for many seconds: nothing arrives for them that anyone waits for."""
+    agent = order.ranks[D]._agent
+    agent._polls = True  # as on a GPU
+    order.reserve()
+    assert agent.poll(order.now_s) == ARRIVAL_POLL_S
+    order.queues[P, D] = deque([LOST])
+    order.deliver(P, D)
+    order.router.end(order.request, "peer_lost")
+    order.deliver(ROUTER, D)
+    assert agent.statistics().tickets == 1, "its pages are barred"
+    assert agent.poll(order.now_s) > ARRIVAL_POLL_S
