@@ -107,7 +107,8 @@ class SegmentSender:
         self._links: dict[str, Link] = {}
         self._limits: dict[str, dict[int, int]] = {}
         self._destinations: dict[str, Destination] = {}
-        self._peer_memory = peer_memory
+        self._no_writes = "" if peer_memory else "peer memory is switched off here"
+        """Why this rank never writes into another one's pool; empty while it may."""
         self._offers: dict[str, m.PoolOffer] = {}
         """Of decode ranks that are not linked yet."""
         self._pools = OpenPools(pool.buffer.device)
@@ -135,13 +136,21 @@ class SegmentSender:
             self._destinations[peer.control_address] = Destination()
         with self._queue.use():
             warm_copies(link.from_rank(self._rank), self._shard, self._pool)
-            for peer in link.destinations_of(self._rank) if self._peer_memory else ():
-                routes = tuple(r for r in link.from_rank(self._rank) if r.dst_rank == peer.rank)
-                warm(routes, peer.shard, self._pool.buffer, self._shard)
+            self._warm_writes(link)
         self._links[link.decode.name] = link
         for peer in link.destinations_of(self._rank):
             if (offer := self._offers.pop(peer.control_address, None)) is not None:
                 self.on_pool_offer(peer.control_address, offer)
+
+    def _warm_writes(self, link: Link) -> None:
+        """Before the first request comes. What cannot be compiled is no reason not to start: there is the ring."""
+        try:
+            for peer in link.destinations_of(self._rank) if not self._no_writes else ():
+                routes = tuple(r for r in link.from_rank(self._rank) if r.dst_rank == peer.rank)
+                warm(routes, peer.shard, self._pool.buffer, self._shard)
+        except Exception as exc:
+            log.exception("writes_not_compiled", group=link.decode.name)
+            self._no_writes = f"its kernel cannot be used: {exc}"
 
     # --- what the leader and the compute thread say
 
@@ -256,8 +265,8 @@ class SegmentSender:
             self._send(peer, m.PoolRefused(self._rank, str(exc)))
 
     def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:
-        if not self._peer_memory:
-            raise TransportError("peer memory is switched off here")
+        if self._no_writes:
+            raise TransportError(self._no_writes)
         opened = self._pools.open(peer, offer)
         link, shard = next(
             (link, rank.shard)
