@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from decode_node.leader import DecodeLeader
 from decode_node.receiver import SegmentReceiver
-from decode_node.scheduler import TICKET_NUMBERS, DecodeScheduler
+from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.ledger import Ledger
 from disagg.node.links import Link, make_link
@@ -17,6 +17,7 @@ from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode, aligned
 from transport import messages as m
 from transport.base import Transport
+from transport.tags import TICKET_NUMBERS
 
 
 class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
@@ -53,6 +54,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             lease_timeout_s=transfer.lease_timeout_s,
             watermark_interval_s=transfer.watermark_interval_s,
             transport=transport,
+            address=self.control.address,
             send=self.control.send,
             to_leader=self._to_leader,
             timeline=self.timeline,
@@ -74,8 +76,6 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
                 return partial(self._agent.open, message)
             case m.CloseTransfer():
                 return partial(self._agent.close, message)
-            case m.LeaseRequest():
-                return partial(self._agent.on_lease_request, peer, message)
             case m.SenderEnded():
                 return partial(self._agent.on_sender_ended, peer, message)
             case m.PoolRefused():

@@ -29,6 +29,7 @@ from staging.allocator import StagingAllocator
 from staging.buffer import StagingBuffer
 from transport import messages as m
 from transport.base import Arrival, Operation, OperationState, Transport
+from transport.letters import Letters
 from transport.notices import NOTICE_BYTES, Notices
 from transport.peer_memory import offer
 from transport.tags import unpack
@@ -74,6 +75,7 @@ class SegmentReceiver:
         lease_timeout_s: float,
         watermark_interval_s: float,
         transport: Transport,
+        address: str,
         send: Callable[[str, m.Message], None],
         to_leader: Callable[[m.Message], None],
         timeline: Timeline,
@@ -95,6 +97,9 @@ class SegmentReceiver:
         self._writers: set[str] = set()
         """Peers that the pool was offered to, and that did not refuse."""
         self._notices = Notices(transport)
+        self._letters = Letters(
+            transport, address, {m.LeaseRequest: self.on_lease_request}, self._undelivered
+        )
         self._links: dict[str, Link] = {}
         self._incoming: dict[int, Incoming] = {}
         self._polls = pool.buffer.is_cuda
@@ -115,6 +120,7 @@ class SegmentReceiver:
     def link(self, link: Link) -> None:
         """Connects to the prefill ranks that send to this rank. Raises `TransportError`."""
         for peer in link.sources_of(self._rank):
+            self._letters.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
         with self._queue.use():
             warm_copies(link.to_rank(self._rank), self._shard, self._pool)
@@ -172,6 +178,9 @@ class SegmentReceiver:
     def on_lease_request(self, peer: str, request: m.LeaseRequest) -> None:
         """Grants ring space. Repeated: the same leases are named again."""
         incoming = self._incoming.get(request.ticket)
+        if incoming is not None and request.src_rank in incoming.ended:
+            self._stale += 1  # overtaken by the `SenderEnded` that makes it void
+            return
         if incoming is None or incoming.key != request.key or incoming.closing or incoming.failed:
             self._stale += 1
             self._send(
@@ -187,7 +196,8 @@ class SegmentReceiver:
             return
         starts = [(item.segment.index, item.lease.start) for item in items]
         watermark, ring_bytes = self._ring.watermark, self._ring.size_bytes
-        self._send(peer, m.LeaseGrant(request.key, request.ticket, self._rank, starts, ring_bytes, watermark))
+        grant = m.LeaseGrant(request.key, request.ticket, self._rank, starts, ring_bytes, watermark)
+        self._letters.send(peer, grant)
         self._untold.extend(item for item in items if not self._ring.writable(item.lease))
 
     def on_pool_refused(self, peer: str, message: m.PoolRefused) -> None:
@@ -218,6 +228,7 @@ class SegmentReceiver:
         ]:
             del self._links[name]
         self._writers.discard(peer)
+        self._letters.forget(peer)
         fence(self._transport, peer)
         for incoming in list(self._incoming.values()):
             for src_rank in [rank for rank, address in incoming.peers.items() if address == peer]:
@@ -235,6 +246,8 @@ class SegmentReceiver:
 
     def on_arrival(self, arrival: Arrival) -> None:
         """Data is here: received into its lease, or discarded when nothing (or not now) is expected under its tag."""
+        if self._letters.arrived(arrival):
+            return
         tag = unpack(arrival.tag)
         incoming = self._incoming.get(tag.ticket)
         item = incoming.items.get((tag.writer, tag.segment)) if incoming else None
@@ -258,6 +271,8 @@ class SegmentReceiver:
 
     def on_operation(self, operation: Operation) -> None:
         """A receive ended: its bytes go to their pages, unless the request is over."""
+        if self._letters.ended(operation):
+            return
         noticed = self._notices.ended(operation)
         if isinstance(noticed, Incoming):
             self._noticed(operation, noticed)
@@ -405,6 +420,12 @@ class SegmentReceiver:
         key, nbytes = str(item.incoming.key), item.segment.nbytes
         self._timeline.record(name, self._lane, key, item.started_s, self._clock(), nbytes)
 
+    def _undelivered(self, peer: str, message: m.Message, error: TransportError) -> None:
+        """A grant did not reach its rank: nothing will come. A watermark is sent again."""
+        incoming = self._incoming.get(message.ticket) if isinstance(message, m.LeaseGrant) else None
+        if incoming is not None:
+            self._fail(incoming, error)
+
     # --- watermarks and deadlines
 
     def _tell_writable(self) -> None:
@@ -418,13 +439,13 @@ class SegmentReceiver:
                 peers.add(item.peer)
         for peer in peers:
             self._watermarks += 1
-            self._send(peer, self._watermark())
+            self._letters.send(peer, self._watermark())
 
     def _repeat_watermarks(self) -> None:
         waiting = (item for incoming in self._incoming.values() for item in incoming.held())
         for peer in {i.peer for i in waiting if i.state is State.LEASED and self._ring.writable(i.lease)}:
             self._repeats += 1
-            self._send(peer, self._watermark())
+            self._letters.send(peer, self._watermark())
 
     def _watermark(self) -> m.Watermark:
         return m.Watermark(self._rank, self._ring.watermark, self._ring.size_bytes)

@@ -16,8 +16,7 @@ from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.node.ledger import Holding, Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
-
-TICKET_NUMBERS = 1 << 32
+from transport.tags import TICKET_NUMBERS
 
 
 @dataclass(slots=True, eq=False)

@@ -54,6 +54,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             wire_bytes_per_s=transfer.wire_bytes_per_s,
             quarantine_s=2 * self.config.control.peer_timeout_s,
             transport=transport,
+            address=self.control.address,
             send=self.control.send,
             to_leader=self._to_leader,
             timeline=self.timeline,
@@ -72,10 +73,6 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
                 return partial(self._agent.open, message)
             case m.CloseTransfer():
                 return partial(self._agent.close, message)
-            case m.LeaseGrant():
-                return partial(self._agent.on_grant, peer, message)
-            case m.Watermark():
-                return partial(self._agent.on_watermark, peer, message)
             case m.StopSending():
                 return partial(self._agent.on_stop_sending, peer, message)
             case m.PoolOffer():

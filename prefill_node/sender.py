@@ -32,6 +32,7 @@ from staging.buffer import StagingBuffer
 from staging.planner import group_count, layer_groups, plan_segments
 from transport import messages as m
 from transport.base import Arrival, Operation, OperationState, Transport
+from transport.letters import Letters
 from transport.notices import Notices
 from transport.tags import pack
 
@@ -83,6 +84,7 @@ class SegmentSender:
         wire_bytes_per_s: float,
         quarantine_s: float,
         transport: Transport,
+        address: str,
         send: Callable[[str, m.Message], None],
         to_leader: Callable[[m.Message], None],
         timeline: Timeline,
@@ -104,6 +106,12 @@ class SegmentSender:
         self._allocator = StagingAllocator(staging_bytes)
         transport.register(self._buffer.memory)
         self._notices = Notices(transport)
+        self._letters = Letters(
+            transport,
+            address,
+            {m.LeaseGrant: self.on_grant, m.Watermark: self.on_watermark},
+            self._undelivered,
+        )
         self._links: dict[str, Link] = {}
         self._limits: dict[str, dict[int, int]] = {}
         self._destinations: dict[str, Destination] = {}
@@ -132,6 +140,7 @@ class SegmentSender:
             link, self._rank, self._segment_bytes, self._staging_bytes
         )
         for peer in link.destinations_of(self._rank):
+            self._letters.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
             self._destinations[peer.control_address] = Destination()
         with self._queue.use():
@@ -320,6 +329,7 @@ class SegmentSender:
         self._pools.forget(peer)
         if self._destinations.pop(peer, None) is None:
             return
+        self._letters.forget(peer)
         for name in [
             n for n, link in self._links.items() if peer in {r.control_address for r in link.decode.ranks}
         ]:
@@ -339,6 +349,8 @@ class SegmentSender:
 
     def on_operation(self, operation: Operation) -> None:
         """A segment or its notice has left: its staging is free again. Or it failed, and its request with it."""
+        if self._letters.ended(operation):
+            return
         item = self._notices.ended(operation) or operation.context
         if not isinstance(item, Item):
             return
@@ -362,9 +374,10 @@ class SegmentSender:
         self._pump()
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """Nobody sends data to a prefill rank: consumed and counted."""
-        self._stale += 1
-        self._transport.discard(None, arrival)
+        """Takes letters. Nobody sends data to a prefill rank: consumed and counted."""
+        if not self._letters.arrived(arrival):
+            self._stale += 1
+            self._transport.discard(None, arrival)
 
     def poll(self, now_s: float) -> float:
         """Sends what has been gathered, tells of what was written; asks to be called again soon meanwhile."""
@@ -383,7 +396,14 @@ class SegmentSender:
     def _ask(self, outgoing: Outgoing, peer: str, items: Sequence[Item]) -> None:
         outgoing.messages += 1
         segments = [item.segment for item in items]
-        self._send(peer, m.LeaseRequest(outgoing.key, outgoing.ticket.number, self._rank, segments))
+        self._letters.send(peer, m.LeaseRequest(outgoing.key, outgoing.ticket.number, self._rank, segments))
+
+    def _undelivered(self, peer: str, message: m.Message, error: TransportError) -> None:
+        """A lease request did not reach its rank: no grant will come."""
+        outgoing = self._outgoing.get(message.key) if isinstance(message, m.LeaseRequest) else None
+        if outgoing is not None and not outgoing.closing:
+            self._stop(outgoing, str(error))
+            self._fail(outgoing.key, outgoing.ticket.number, error)
 
     def _maybe_sendable(self, item: Item) -> None:
         destination = self._destinations.get(item.peer)

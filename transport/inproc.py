@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -43,6 +44,11 @@ class InprocFabric:
         self.lock = threading.RLock()
         self.transports: dict[str, InprocTransport] = {}
         self.held: list[_Message] = []
+        self._observers: list[Callable[[str, str, int, torch.Tensor], None]] = []
+
+    def observe(self, callback: Callable[[str, str, int, torch.Tensor], None]) -> None:
+        """Calls back with source, destination, tag and bytes of every message that arrives."""
+        self._observers.append(callback)
 
     def release(self) -> None:
         """Lets every held message go on, in the order of their sends."""
@@ -60,6 +66,8 @@ class InprocFabric:
 
     def deliver(self, message: _Message) -> None:
         """Puts a message in its destination's mailbox; without a destination its send fails."""
+        for observer in self._observers:
+            observer(message.source, message.destination, message.tag, message.data)
         destination = self.transports.get(message.destination)
         if destination is not None:
             destination.accept(message)

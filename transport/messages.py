@@ -13,14 +13,14 @@ import msgspec
 from disagg.core.errors import ProtocolError
 from disagg.core.types import RequestKey, SamplingParams, Segment, Ticket
 from transport.handles import MemoryHandle
-from transport.tags import SEGMENT_BITS, TICKET_BITS, WRITER_BITS
+from transport.tags import SEGMENT_BITS, TICKET_NUMBERS, WRITER_BITS
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest encoded message: a prompt of three million tokens fits."""
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
-TicketNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << TICKET_BITS)]
+TicketNumber = Annotated[int, msgspec.Meta(ge=0, lt=TICKET_NUMBERS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << WRITER_BITS)]
 SegmentIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << SEGMENT_BITS)]
 
@@ -215,6 +215,7 @@ class RankBroken(Message, frozen=True):
 
 
 # --- transfer: prefill rank <-> decode rank -----------------------------------------------------------------
+# The first three go as letters (`transport.letters`), the others over the control channel.
 
 
 class LeaseRequest(Message, frozen=True):

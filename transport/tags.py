@@ -4,7 +4,8 @@
     ticket number (32) | writer (12) | segment (20)
 
 The ticket number is unique for the life of a decode group, so what a sender still had on the wire for an
-earlier try never matches a current reservation: it is recognised by its tag alone and discarded.
+earlier try never matches a current reservation: it is recognised by its tag alone and discarded. The largest
+number is no ticket's: under it come *letters*, with 32 bits of their sender's name (`transport.letters`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 TICKET_BITS, WRITER_BITS, SEGMENT_BITS = 32, 12, 20
+TICKET_NUMBERS = (1 << TICKET_BITS) - 1
+"""Tickets are numbered below it."""
 
 
 class Tag(NamedTuple):
@@ -43,6 +46,17 @@ def unpack(tag: int) -> Tag:
         writer=(tag >> SEGMENT_BITS) & ((1 << WRITER_BITS) - 1),
         segment=tag & ((1 << SEGMENT_BITS) - 1),
     )
+
+
+def letter_tag(sender: int) -> int:
+    """The tag of letters from `sender`, a number of 32 bits. Raises `ValueError` for one that is larger."""
+    _fits("sender", sender, WRITER_BITS + SEGMENT_BITS)
+    return TICKET_NUMBERS << (WRITER_BITS + SEGMENT_BITS) | sender
+
+
+def is_letter(tag: int) -> bool:
+    """Whether a letter came under `tag`."""
+    return tag >> (WRITER_BITS + SEGMENT_BITS) == TICKET_NUMBERS
 
 
 def _fits(name: str, value: int, bits: int) -> None:

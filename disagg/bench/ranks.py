@@ -293,6 +293,7 @@ class PrefillHost(RankHost):
             wire_bytes_per_s=transfer.wire_bytes_per_s,
             quarantine_s=2 * self._options.config.control.peer_timeout_s,
             transport=self._transport,
+            address=self._control.address,
             send=self._control.send,
             to_leader=self._to_leader,
             timeline=Timeline(),
@@ -301,10 +302,6 @@ class PrefillHost(RankHost):
 
     def _handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         match message:
-            case m.LeaseGrant():
-                return partial(self._agent.on_grant, peer, message)
-            case m.Watermark():
-                return partial(self._agent.on_watermark, peer, message)
             case m.StopSending():
                 return partial(self._agent.on_stop_sending, peer, message)
             case m.PoolOffer():
@@ -343,6 +340,7 @@ class DecodeHost(RankHost):
             lease_timeout_s=transfer.lease_timeout_s,
             watermark_interval_s=transfer.watermark_interval_s,
             transport=self._transport,
+            address=self._control.address,
             send=self._control.send,
             to_leader=self._to_leader,
             timeline=Timeline(),
@@ -351,8 +349,6 @@ class DecodeHost(RankHost):
 
     def _handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         match message:
-            case m.LeaseRequest():
-                return partial(self._agent.on_lease_request, peer, message)
             case m.SenderEnded():
                 return partial(self._agent.on_sender_ended, peer, message)
             case m.PoolRefused():

@@ -180,4 +180,4 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3

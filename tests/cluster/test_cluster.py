@@ -175,21 +175,25 @@ def test_a_rank_that_fails_to_start_is_reported_as_itself(ray_session: None, che
         pass
 
 
-def test_ctrl_c_leaves_nothing_running(checkpoint: Path) -> None:
+def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path) -> None:
+    log = tmp_path / "stderr"
     command = [sys.executable, "-m", "disagg.cli", "generate", "--model", str(checkpoint), "--device", "cpu"]
-    with subprocess.Popen(
-        [*command, "--max-tokens", "1900", "hello"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd=Path(__file__).parents[2],
-    ) as process:
+    with (
+        log.open("wb") as stderr,
+        subprocess.Popen(
+            [*command, "--max-tokens", "1900", "hello"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],
+        ) as process,
+    ):
         assert process.stdout is not None
         assert process.stdout.read(1), "an answer has begun"
         family = psutil.Process(process.pid).children(recursive=True)
         os.kill(process.pid, signal.SIGINT)
-        process.stdout.read()
-        assert process.wait(timeout=60) == 130
+        rest = process.stdout.read()
+        assert process.wait(timeout=60) == 130, f"{len(rest)} more bytes came; stderr: {log.read_text()}"
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
 

@@ -20,6 +20,7 @@ from disagg.core.config import Config
 from disagg.core.errors import TransportError
 from transport import messages as m
 from transport.inproc import InprocTransport
+from transport.tags import is_letter
 
 STEPS = 1500
 SEEDS = 40
@@ -54,13 +55,14 @@ def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None
     faults = simulation.fabric.faults
     first = choose.randrange(12)
     if "fail" in what:  # one after the other, as when a connection breaks
+        letters = "letters" in what
         for nth in range(first, first + choose.choice([1, 2, 5])):
-            faults.fail_send(nth)
+            faults.fail_send(nth, lambda source, destination, tag: is_letter(tag) == letters)
     if "repeat" in what:
         faults.duplicate(first)
         faults.duplicate(first + 3)
     if "short" in what:
-        faults.truncate(8, first)
+        faults.truncate(8, first, lambda source, destination, tag: not is_letter(tag))
 
 
 STRIKES = {"death", "host", "fence", "silence", "leaders", "router"}
@@ -124,6 +126,7 @@ ENDS = {
     "abort and repeat": {"done", "aborted"},
     "fail": {"done", "transport"},
     "abort and fail": {"done", "aborted", "transport"},
+    "letters fail": {"done", "transport"},
     "short": {"done", "protocol"},
     "death": {"done", "peer_lost"},
     "abort fail death": {"done", "aborted", "transport", "peer_lost"},

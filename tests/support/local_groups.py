@@ -26,10 +26,12 @@ from disagg.router.mail import MailRoom
 from disagg.router.policy import Engine
 from disagg.router.session import Output, Router, SessionReport
 from prefill_node.rank import PrefillRank
+from transport import messages as m
 from transport.base import Transport
 from transport.control_inproc import InprocControl, InprocHub
 from transport.inproc import InprocFabric, InprocTransport
 from transport.reliable import ReliableOptions
+from transport.tags import is_letter
 
 TIMEOUT_S = 30.0
 
@@ -121,6 +123,16 @@ class LocalGroups:
                     break
                 assert time.monotonic() < deadline_s, transfer
                 time.sleep(0.002)
+
+    def observe(self, callback: Callable[[str, str, m.Message], None]) -> None:
+        """Calls back with source, destination and message, whichever way it goes. Under a lock: must not send."""
+
+        def letter(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
+            if is_letter(tag):
+                callback(source, destination, m.decode(data.numpy().tobytes()))
+
+        self.hub.observe(callback)
+        self.fabric.observe(letter)
 
     def transport(self, name: str) -> Transport:
         """The data plane of the rank `name`."""

@@ -30,6 +30,7 @@ from transport import messages as m
 from transport.control import ControlChannel
 from transport.inproc import InprocFabric, InprocTransport
 from transport.peer_memory import MemoryHandle, open_memory
+from transport.tags import is_letter
 
 ROUTER = "router"
 LOST: Any = object()
@@ -77,6 +78,7 @@ class Simulation:
         self.dead: set[str] = set()
         self.router = SimulatedRouter(partial(self.post, ROUTER), self.choose)
         self.seen: list[m.Message] = []
+        self.fabric.observe(self._on_wire)
         self.devices: dict[str, Device] = {}
         self.computing: set[str] = set()
         self.plans: dict[str, tuple[Any, set[str]]] = {}
@@ -248,6 +250,10 @@ class Simulation:
     def _between_layers(self) -> None:
         for _ in range(self.choose.choice([0, 0, 1, 5, 20])):
             self.step()
+
+    def _on_wire(self, source: str, destination: str, tag: int, data: torch.Tensor) -> None:
+        if is_letter(tag):
+            self.seen.append(m.decode(data.numpy().tobytes()))
 
     # --- building
 

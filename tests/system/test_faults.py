@@ -15,6 +15,7 @@ from disagg.core.types import SamplingParams
 from disagg.router.session import Router
 from transport import messages as m
 from transport.reliable import ReliableOptions
+from transport.tags import is_letter
 
 SHORT = ReliableOptions(peer_timeout_s=0.8, heartbeat_s=0.1)
 VICTIM, BYSTANDER = "victim", "bystander"
@@ -28,9 +29,6 @@ KINDS = [
     m.Prefill,
     m.OpenSend,
     m.Plan,
-    m.LeaseRequest,
-    m.LeaseGrant,
-    m.Watermark,
     m.RankSent,
     m.Landed,
     m.Prefilled,
@@ -96,7 +94,7 @@ def test_a_message_lost_or_repeated_changes_nothing(
 ) -> None:
     with local_groups(tight_config(), checkpoints.source()) as groups:
         seen: list[type[m.Message]] = []
-        groups.hub.observe(lambda source, destination, message: seen.append(type(message)))
+        groups.observe(lambda source, destination, message: seen.append(type(message)))
         getattr(groups.hub, fault)(kind, 0)
         getattr(groups.hub, fault)(kind, 2)
         run = Run(groups, checkpoints)
@@ -136,7 +134,7 @@ def test_the_client_goes_at_any_moment(checkpoints: Checkpoints, kind: type[m.Me
                         loop.call_soon_threadsafe(task.cancel)
                     count[0] += 1
 
-            groups.hub.observe(observe)
+            groups.observe(observe)
 
         error = run.go(during)
         if error is None:  # the nth message may not exist, or come as the last one
@@ -187,10 +185,35 @@ def test_a_launch_that_fails_ends_its_request(
 
 
 @pytest.mark.parametrize("nth", [0, 4])
-def test_data_that_comes_twice_counts_once(checkpoints: Checkpoints, nth: int) -> None:
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_letter_that_fails_ends_its_request(checkpoints: Checkpoints, role: str, nth: int) -> None:
+    """A lease request or a grant: one of the two requests meets it. A watermark that fails is sent again."""
     with local_groups(tight_config(), checkpoints.source()) as groups:
         run = Run(groups, checkpoints)
-        groups.fabric.faults.duplicate(nth)
+        groups.fabric.faults.fail_send(nth, lambda s, d, tag: is_letter(tag) and s.startswith(role))
+
+        async def work(router: Router) -> list[Any]:
+            sampling = SamplingParams(max_tokens=TOKENS)
+            tasks = [ask(router, n, run.prompts[n], sampling, answered=run.answers[n]) for n in run.prompts]
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = dict(zip(run.prompts, groups.serve(work), strict=True))
+        failed = [name for name, result in results.items() if isinstance(result, BaseException)]
+        assert len(failed) == 1 or (not failed and role == "decode" and nth), results
+        assert all("failed on demand" in str(results[name]) for name in failed)
+        for name in set(run.prompts) - set(failed):
+            run.check(name)
+
+
+@pytest.mark.parametrize("nth", [0, 4])
+@pytest.mark.parametrize("what", ["data", "prefill letters", "decode letters"])
+def test_what_comes_twice_counts_once(checkpoints: Checkpoints, what: str, nth: int) -> None:
+    def when(source: str, destination: str, tag: int) -> bool:
+        return is_letter(tag) == (what != "data") and (what == "data" or what.startswith(source[:6]))
+
+    with local_groups(tight_config(), checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+        groups.fabric.faults.duplicate(nth, when)
         assert run.go() is None
         run.check(VICTIM)
 
@@ -216,7 +239,7 @@ def test_a_sender_that_stalls_is_ended_by_its_lease(checkpoints: Checkpoints) ->
             if isinstance(message, m.SenderEnded):
                 groups.fabric.release()
 
-        groups.hub.observe(observe)
+        groups.observe(observe)
         error = run.go()
         assert isinstance(error, TransportError)
         assert "lease_timeout_s" in str(error)
@@ -312,7 +335,7 @@ def test_a_rank_that_dies_ends_its_requests(
                 struck[0] = True
                 groups.kill(name)
 
-        groups.hub.observe(observe)
+        groups.observe(observe)
 
         async def work(router: Router) -> Any:
             sampling = SamplingParams(max_tokens=300)
@@ -352,7 +375,7 @@ def _tickets(groups: LocalGroups) -> dict[str, int]:
         if isinstance(message, m.Reserved):
             found[message.key.request_id] = message.ticket.number
 
-    groups.hub.observe(observe)
+    groups.observe(observe)
     return found
 
 
@@ -364,5 +387,5 @@ async def _seen(groups: LocalGroups, kind: type[m.Message]) -> None:
         if isinstance(message, kind):
             loop.call_soon_threadsafe(event.set)
 
-    groups.hub.observe(observe)
+    groups.observe(observe)
     await event.wait()

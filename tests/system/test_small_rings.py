@@ -70,7 +70,7 @@ def test_messages_follow_groups_and_chunks_only(
     )
     with local_groups(config, source) as groups:
         seen: Counter[type[m.Message]] = Counter()
-        groups.hub.observe(lambda _, __, message: seen.update([type(message)]))
+        groups.observe(lambda _, __, message: seen.update([type(message)]))
         [answer] = groups.answers(random_prompts(tokens), SamplingParams(max_tokens=4))
         link = make_link(groups.prefill_info, groups.decode_info)
     chunks = -(-tokens // chunk)

@@ -13,8 +13,9 @@ from disagg.core.types import Segment, Span
 from transport.base import Operation, OperationState
 from transport.handles import MemoryHandle
 from transport.inproc import InprocFabric, InprocTransport
-from transport.notices import NOTICE_BYTES, Notices
+from transport.notices import Notices
 from transport.peer_memory import offer, open_memory
+from transport.slots import SLOT_BYTES
 from transport.tags import pack
 
 CPU = torch.device("cpu")
@@ -77,7 +78,7 @@ def test_a_notice_tells_of_its_segment_and_slots_come_back() -> None:
         assert sent.state is OperationState.DONE
         assert sender.ended(sent) == f"sent {turn}"
     registered = [transport.statistics().registered_bytes for transport in (a, b)]
-    assert registered == [64 * NOTICE_BYTES] * 2, "one at a time needs no more than the first slots"
+    assert registered == [64 * SLOT_BYTES] * 2, "one at a time needs no more than the first slots"
     a.close()
     b.close()
 

@@ -1,0 +1,165 @@
+"""Letters: messages of transfer threads over the data plane."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from disagg.core.errors import TransportError
+from disagg.core.types import RequestKey, Segment, Span
+from transport import letters as module
+from transport import messages as m
+from transport.base import Arrival
+from transport.inproc import InprocFabric, InprocTransport
+from transport.letters import Letters
+from transport.slots import SLOT_BYTES
+from transport.tags import TICKET_NUMBERS, is_letter, letter_tag, pack, unpack
+
+SEGMENT = Segment(0, 1, 2, Span(0, 2), Span(0, 1), Span(0, 9), 4096)
+
+
+class Box:
+    """One rank: what came, and what could not be sent."""
+
+    def __init__(self, fabric: InprocFabric, name: str) -> None:
+        self.name, self.transport = name, InprocTransport(fabric, name)
+        self.came: list[tuple[str, m.Message]] = []
+        self.lost: list[tuple[str, m.Message, str]] = []
+        self.letters = Letters(
+            self.transport,
+            name,
+            dict.fromkeys((m.Watermark, m.LeaseRequest), self._came),
+            lambda peer, message, error: self.lost.append((peer, message, str(error))),
+        )
+
+    def _came(self, peer: str, message: m.Message) -> None:
+        self.came.append((peer, message))
+
+    def turn(self) -> list[Arrival]:
+        """One look; arrivals that are no letters."""
+        for operation in self.transport.progress():
+            assert self.letters.ended(operation)
+        return [a for a in self.transport.arrivals() if not self.letters.arrived(a)]
+
+
+@pytest.fixture
+def boxes() -> tuple[InprocFabric, Box, Box]:
+    fabric = InprocFabric()
+    a, b = Box(fabric, "a"), Box(fabric, "b")
+    for one, other in ((a, b), (b, a)):
+        one.transport.connect(other.name, other.transport.address)
+        one.letters.know(other.name)
+    return fabric, a, b
+
+
+def settle(*boxes: Box) -> None:
+    for _ in range(4):
+        for box in boxes:
+            assert not box.turn()
+
+
+def test_letters_come_whole_in_order_and_their_memory_is_used_again(
+    boxes: tuple[InprocFabric, Box, Box],
+) -> None:
+    _, a, b = boxes
+    sent: list[m.Message] = []
+    for turn in range(150):
+        size = [0, 1, 40][turn % 3]  # the last one is larger than a slot
+        sent.append(m.LeaseRequest(RequestKey(f"r{turn}"), turn, 1, [SEGMENT] * size))
+        a.letters.send("b", sent[-1])
+        if turn % 7 == 0:
+            settle(a, b)
+    settle(a, b)
+    assert b.came == [("a", message) for message in sent]
+    assert len(m.encode(sent[2])) > SLOT_BYTES
+    registered = [box.transport.statistics().registered_bytes for box in (a, b)]
+    assert registered == [64 * SLOT_BYTES] * 2, "larger ones are given back"
+    assert not a.lost
+    a.transport.check()
+
+
+def test_what_cannot_be_delivered_is_told(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    fabric, a, b = boxes
+    fabric.faults.fail_send(1)
+    messages = [m.Watermark(0, position, 1 << 20) for position in range(3)]
+    for message in messages:
+        a.letters.send("b", message)
+    settle(a, b)
+    assert [message for _, message in b.came] == [messages[0], messages[2]]
+    assert [(peer, message) for peer, message, _ in a.lost] == [("b", messages[1])]
+    b.transport.close()
+    a.letters.send("b", messages[0])
+    settle(a)
+    assert len(a.lost) == 2
+    assert "is gone" in a.lost[1][2] or "is lost" in a.lost[1][2]
+
+
+def spoil_kind(a: Box) -> None:
+    a.letters.send("b", m.StopSending(RequestKey("r"), 1, "enough"))
+
+
+def spoil_bytes(a: Box) -> None:
+    memory = torch.full((9,), 0xC1, dtype=torch.uint8)
+    a.transport.register(memory)
+    a.transport.send("b", module._tag("a"), memory)
+
+
+@pytest.mark.parametrize("spoil", [spoil_kind, spoil_bytes])
+def test_strange_letters_are_counted_and_dropped(
+    boxes: tuple[InprocFabric, Box, Box], spoil: Callable[[Box], None]
+) -> None:
+    _, a, b = boxes
+    spoil(a)
+    for arrival in b.transport.arrivals():
+        assert b.letters.arrived(arrival)
+    settle(b)
+    assert (b.letters.strange, b.came) == (1, [])
+    a.transport.progress()
+    good = m.Watermark(0, 1, 1 << 20)
+    a.letters.send("b", good)
+    settle(a, b)
+    assert b.came == [("a", good)]
+
+
+def test_a_forgotten_peer_s_letters_are_strange(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    _, a, b = boxes
+    b.letters.forget("a")
+    a.letters.send("b", m.Watermark(0, 1, 1 << 20))
+    for arrival in b.transport.arrivals():
+        assert b.letters.arrived(arrival)
+    for operation in b.transport.progress():
+        assert operation.kind == "discard"
+    assert (b.letters.strange, b.came) == (1, [])
+    assert not a.turn(), "its sender's memory is free again"
+    assert a.transport.statistics().pending == 0
+
+
+def test_data_is_nobody_s_letter(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    _, a, b = boxes
+    memory = torch.ones(9, dtype=torch.uint8)
+    a.transport.register(memory)
+    a.transport.send("b", pack(TICKET_NUMBERS - 1, 4095, (1 << 20) - 1), memory)
+    [arrival] = b.transport.arrivals()
+    assert not b.letters.arrived(arrival)
+
+
+def test_two_peers_of_one_tag_are_refused(
+    boxes: tuple[InprocFabric, Box, Box], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, a, _ = boxes
+    a.letters.know("b")  # again: nothing happens
+    monkeypatch.setattr(module, "_tag", lambda address: letter_tag(7))
+    a.letters.know("c")
+    with pytest.raises(TransportError, match="d and c have one tag"):
+        a.letters.know("d")
+
+
+def test_tags_of_letters_are_no_ticket_s() -> None:
+    tag = letter_tag(0xDEADBEEF)
+    assert is_letter(tag)
+    assert unpack(tag).ticket == TICKET_NUMBERS
+    assert not is_letter(pack(TICKET_NUMBERS - 1, 0, 0))
+    with pytest.raises(ValueError, match="sender"):
+        letter_tag(1 << 32)
