@@ -10,10 +10,12 @@ import torch
 from decode_node.scheduler import DecodeRequest, DecodeScheduler, DecodeStatistics
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
-from disagg.core.types import GroupInfo, RequestKey, SamplingParams
-from disagg.model.sampler import sample
+from disagg.core.sampling import ending_tokens
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams, TokenLogprobs
+from disagg.model.next_tokens import next_tokens
+from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
-from disagg.node.leader import Leader, Send, check_prompt
+from disagg.node.leader import Leader, Send, check_request
 from disagg.node.plan import StepPlan
 from transport import messages as m
 
@@ -22,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
     """Why the answer ends with its last token: `stop`, `length`, or None when it goes on."""
-    if tokens[-1] in sampling.stop_token_ids or (tokens[-1] in eos_ids and not sampling.ignore_eos):
+    if tokens[-1] in ending_tokens(sampling, eos_ids):
         return "stop"
     return "length" if len(tokens) >= sampling.max_tokens else None
 
@@ -66,17 +68,17 @@ class DecodeLeader(Leader):
         """
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
-            indices = [len(request.tokens) for request in requests]
-        tokens = sample(logits, [request.sampling for request in requests], indices)
+        rows = [Row(request.sampling, request.tokens, request.history) for request in requests]
+        found = next_tokens(logits, rows, self._eos_ids)
         with self._changed:
-            for request, token in zip(requests, tokens, strict=True):
+            for request, chosen in zip(requests, found, strict=True):
                 if request.closing:
                     continue
-                if isinstance(token, RequestError):
-                    self._fail(request, token)
+                if isinstance(chosen, RequestError):
+                    self._fail(request, chosen)
                 else:
-                    request.tokens.append(token)
-                    self._emit(request, len(request.tokens) - 1, [token])
+                    request.tokens.append(chosen.token)
+                    self._emit(request, len(request.tokens) - 1, [chosen.token], chosen.logprobs)
             for request in self._scheduler.commit(plan):
                 self._tell_released(request)
             self._changed.notify_all()
@@ -143,7 +145,7 @@ class DecodeLeader(Leader):
                 raise PeerLostError(
                     f"prefill group {message.prefill_group!r} is not linked to this decode group"
                 )
-            check_prompt(message.prompt, message.sampling.max_tokens, self._spec)
+            check_request(message.prompt, message.sampling, self._spec)
             request = self._scheduler.reserve(
                 message.key,
                 len(message.prompt),
@@ -155,6 +157,7 @@ class DecodeLeader(Leader):
         except DisaggError as error:
             self._refuse(router, message.key, error)
             return
+        request.history = history_of(message.prompt, message.sampling)
         assert request.holding is not None, "a new reservation holds its memory"
         self._to_ranks(m.OpenReceive(request.ticket, request.holding.pages, message.prefill_group))
 
@@ -165,9 +168,12 @@ class DecodeLeader(Leader):
             if finish is not None:
                 self._emit(request, 1, [])
 
-    def _emit(self, request: DecodeRequest, index: int, tokens: list[int]) -> None:
+    def _emit(
+        self, request: DecodeRequest, index: int, tokens: list[int], logprobs: TokenLogprobs | None = None
+    ) -> None:
         finish = finish_reason(request.tokens, request.sampling, self._eos_ids)
-        self._send(request.router, m.Tokens(request.key, index, tokens, finish))
+        told = [] if logprobs is None else [logprobs]
+        self._send(request.router, m.Tokens(request.key, index, tokens, finish, told))
         if finish is not None:
             self._close(request.key, finish)
 

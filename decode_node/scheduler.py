@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.model.penalties import TokenHistory
 from disagg.node.ledger import Holding, Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
 from transport.tags import TICKET_NUMBERS
@@ -35,6 +36,8 @@ class DecodeRequest:
     """None once freed."""
     tokens: list[int] = field(default_factory=list)
     """The answer so far; the first one comes from the prefill group."""
+    history: TokenHistory | None = None
+    """For penalties; the compute thread's. None when the request has none."""
     joined: bool = False
     """Its pages are in every rank's request-to-token table."""
     in_step: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.core.errors import ConfigError
+from disagg.core.sampling import check_sampling
 from disagg.core.types import SamplingParams
 
 DEMO_PROMPTS: tuple[str, ...] = (
@@ -31,7 +32,10 @@ DEMO_PROMPTS: tuple[str, ...] = (
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """A request for each of `prompts`, all with one `sampling`. Raises `ConfigError` for what is wrong."""
+    """A request for each of `prompts`, all with one `sampling`.
+
+    Raises `ConfigError`, or for the sampling `InvalidRequestError`, for what is wrong.
+    """
 
     prompts: tuple[str, ...] = DEMO_PROMPTS
     sampling: SamplingParams = SamplingParams()
@@ -45,18 +49,3 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
             if not prompt.strip():
                 raise ConfigError(f"prompt {number} is empty: give text with --prompt")
         check_sampling(self.sampling)
-
-
-def check_sampling(sampling: SamplingParams) -> None:
-    """Raises `ConfigError` that names the first field out of range."""
-    rules = (
-        ("max_tokens", sampling.max_tokens >= 1, "at least 1"),
-        ("temperature", 0 <= sampling.temperature < float("inf"), "0 (greedy) or more"),
-        ("top_k", sampling.top_k >= 0, "0 (off) or more"),
-        ("top_p", 0 < sampling.top_p <= 1, "more than 0 and at most 1 (off)"),
-        ("seed", sampling.seed is None or sampling.seed >= 0, "0 or more"),
-        ("stop", all(sampling.stop), "texts that are not empty"),
-    )
-    for field, holds, allowed in rules:
-        if not holds:
-            raise ConfigError(f"{field} = {getattr(sampling, field)!r} is not allowed; it must be {allowed}")

@@ -10,9 +10,10 @@ import torch
 from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
-from disagg.model.sampler import sample
+from disagg.model.next_tokens import Chosen, next_tokens
+from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
-from disagg.node.leader import Leader, LedRequest, Send, check_prompt
+from disagg.node.leader import Leader, LedRequest, Send, check_request
 from disagg.node.plan import StepPlan
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
 from transport import messages as m
@@ -48,16 +49,16 @@ class PrefillLeader(Leader):
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
         whole = [i for i, work in enumerate(plan.work) if work.span.stop == len(requests[i].prompt)]
-        params = [requests[i].sampling for i in whole]
-        tokens = sample(logits[whole], params, [0] * len(whole)) if whole else []
-        first = {plan.work[i].key: token for i, token in zip(whole, tokens, strict=True)}
+        rows = [Row(r.sampling, (), history_of(r.prompt, r.sampling)) for r in (requests[i] for i in whole)]
+        found = next_tokens(logits[whole], rows, self._spec.eos_ids) if whole else []
+        first = {plan.work[i].key: chosen for i, chosen in zip(whole, found, strict=True)}
         with self._changed:
             for request in self._scheduler.commit(plan):
-                token = first[request.key]
-                if isinstance(token, RequestError):
-                    self._fail(request, token)
+                chosen = first[request.key]
+                if isinstance(chosen, RequestError):
+                    self._fail(request, chosen)
                 else:
-                    self._hand_over(request, token)
+                    self._hand_over(request, chosen)
             for request in requests:
                 self._tell_released(request)
             self._admit()
@@ -112,7 +113,7 @@ class PrefillLeader(Leader):
                 raise PeerLostError(
                     f"decode group {message.ticket.group!r} is not linked to this prefill group"
                 )
-            check_prompt(message.prompt, message.sampling.max_tokens, self._spec)
+            check_request(message.prompt, message.sampling, self._spec)
             if message.ticket.tokens.stop != len(message.prompt) + self._spec.state_tokens:
                 raise RequestError(
                     f"the ticket of {message.key} ends at {message.ticket.tokens.stop}: a prompt of "
@@ -127,11 +128,11 @@ class PrefillLeader(Leader):
             assert request.holding is not None, "an admitted request holds its memory"
             self._to_ranks(m.OpenSend(request.key, request.ticket, request.holding.pages))
 
-    def _hand_over(self, request: PrefillRequest, token: int) -> None:
-        self._send(request.router, m.Prefilled(request.key, token))
+    def _hand_over(self, request: PrefillRequest, first: Chosen) -> None:
+        self._send(request.router, m.Prefilled(request.key, first.token, first.logprobs))
         leader = self._decode_leaders.get(request.ticket.group)
         if leader is not None:
-            self._send(leader, m.FirstToken(request.key, request.ticket.number, token))
+            self._send(leader, m.FirstToken(request.key, request.ticket.number, first.token))
 
     def _sent(self, message: m.RankSent) -> None:
         request = self._current(message.key, message.ticket)

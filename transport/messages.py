@@ -11,7 +11,7 @@ from typing import Annotated, Union
 import msgspec
 
 from disagg.core.errors import ProtocolError
-from disagg.core.types import RequestKey, SamplingParams, Segment, Ticket
+from disagg.core.types import RequestKey, SamplingParams, Segment, Ticket, TokenLogprobs
 from transport.handles import MemoryHandle
 from transport.tags import SEGMENT_BITS, TICKET_NUMBERS, WRITER_BITS
 
@@ -75,6 +75,8 @@ class Prefilled(Message, frozen=True):
 
     key: RequestKey
     first_token: Count
+    logprobs: TokenLogprobs | None = None
+    """The first token's, when the request asked for them."""
 
 
 class Transferred(Message, frozen=True):
@@ -108,6 +110,8 @@ class Tokens(Message, frozen=True):
     index: Count
     tokens: list[int]
     finish: str | None = None
+    logprobs: list[TokenLogprobs] = []
+    """One for each of `tokens` when the request asked for them, else none."""
 
 
 class Release(Message, frozen=True):

@@ -61,6 +61,13 @@ class RequestError(DisaggError):
     code = "request"
 
 
+class InvalidRequestError(RequestError):
+    """A request asks for what cannot be: its prompt or its sampling parameters are at fault."""
+
+    code = "invalid_request"
+    exit_code = 2
+
+
 class AbortedError(RequestError):
     """The request was aborted by its client or by an operator."""
 

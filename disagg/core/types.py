@@ -88,7 +88,9 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How to choose tokens. `temperature == 0` is greedy; `top_k == 0` and `top_p == 1` switch those off.
+    """How to choose tokens; the defaults are greedy and change nothing. Ranges: `core.sampling.check_sampling`.
+
+    The order is: penalties, `logit_bias`, `min_tokens`, temperature, top-k, top-p, min-p.
 
     With a `seed`, token `i` of a request is drawn from a generator seeded by (seed, i): no generator state
     has to travel from prefill to decode, and a continued request repeats itself.
@@ -96,12 +98,42 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     max_tokens: int = 16
     temperature: float = 0.0
+    """0 is greedy."""
     top_k: int = 0
+    """0 is off."""
     top_p: float = 1.0
+    """1 is off."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0
+    """Before so many tokens, nothing ends the answer: no EOS, no stop token, no stop string."""
+    min_p: float = 0.0
+    """Drops tokens whose probability is less than this share of the likeliest one's; 0 is off."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of each token that the answer has already."""
+    frequency_penalty: float = 0.0
+    """The same, once for each time that the answer has it."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that prompt or answer have are divided by it, negative ones multiplied; 1 is off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """`(token, what is added to its logit)`; of a token that is named twice, both."""
+    logprobs: int | None = None
+    """Log-probabilities to tell: None for none, 0 for the chosen token's, k for the k likeliest tokens' too."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position of an answer, of the model's own distribution.
+
+    That is before penalties, bias and temperature: natural logarithms of a softmax in float32.
+    """
+
+    token: int
+    """The token that was chosen."""
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """`(token, logprob)` of the likeliest tokens, the likeliest first; the chosen one need not be among them."""
 
 
 class RequestKey(msgspec.Struct, frozen=True, order=True, array_like=True):

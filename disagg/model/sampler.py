@@ -1,7 +1,8 @@
 """Chooses the next token of each request from its logits.
 
 Order and meaning of the filters are those of transformers' warpers: temperature, then top-k (ties with the
-k-th are kept), then top-p (the token that crosses `top_p` is kept). A draw is one uniform number through the
+k-th are kept), then top-p (the token that crosses `top_p` is kept), then min-p. What comes before them is in
+`disagg.model.penalties`. A draw is one uniform number through the
 inverse of the cumulative distribution, so a whole batch is drawn at once from one number per request.
 """
 
@@ -56,6 +57,7 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[in
     scores, order = torch.sort(logits / temperatures[:, None], dim=-1)  # ascending
     scores = _keep_top_k(scores, [p.top_k for p in params])
     scores = _keep_top_p(scores, [p.top_p for p in params])
+    scores = _keep_min_p(scores, [p.min_p for p in params])
     cumulative = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
     uniform = [_uniform(p.seed, position) for p, position in zip(params, positions, strict=True)]
     # From the top down to (0, 1]: a filtered token, of probability 0, is never reached.
@@ -79,6 +81,14 @@ def _keep_top_p(scores: torch.Tensor, top_p: list[float]) -> torch.Tensor:
     dropped = torch.softmax(scores, dim=-1).cumsum(dim=-1) <= tail[:, None]
     dropped[:, -1] = False
     return scores.masked_fill(dropped, float("-inf"))
+
+
+def _keep_min_p(scores: torch.Tensor, min_p: list[float]) -> torch.Tensor:
+    if not any(min_p):
+        return scores
+    probabilities = torch.softmax(scores, dim=-1)
+    least = torch.tensor(min_p, device=scores.device)[:, None] * probabilities[:, -1:]
+    return scores.masked_fill(probabilities < least, float("-inf"))
 
 
 def _uniform(seed: int | None, position: int) -> float:

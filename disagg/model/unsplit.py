@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from disagg.core.errors import ConfigError, InvariantError, PromptTooLongError
+from disagg.core.errors import ConfigError, InvariantError, PromptTooLongError, RequestError
+from disagg.core.sampling import ending_tokens
 from disagg.core.types import SamplingParams, Span
 from disagg.kv.pages import TokenToKVPoolAllocator, pages_for, slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.next_tokens import next_tokens
+from disagg.model.penalties import Row, TokenHistory, history_of
 from disagg.model.runner import ModelRunner
-from disagg.model.sampler import sample
 from disagg.model.spec import require_one_rope
 
 
@@ -25,6 +27,7 @@ class _Request:
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
+    history: TokenHistory | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -32,7 +35,7 @@ class _Request:
 
     def finished(self, eos_ids: tuple[int, ...]) -> bool:
         """Whether the last token ends the answer; the token itself stays part of it."""
-        stops = self.params.stop_token_ids + (() if self.params.ignore_eos else eos_ids)
+        stops = ending_tokens(self.params, eos_ids)
         return len(self.answer) >= self.params.max_tokens or (bool(self.answer) and self.answer[-1] in stops)
 
 
@@ -54,7 +57,8 @@ def generate_unsplit(
         raise ConfigError(f"{len(each)} params for {len(prompts)} prompts, chunks of {chunk_tokens} tokens")
     engine = _Engine(runner, chunk_tokens)
     requests = [
-        _Request(index, tuple(prompt), p) for index, (prompt, p) in enumerate(zip(prompts, each, strict=True))
+        _Request(index, tuple(prompt), p, history=history_of(prompt, p))
+        for index, (prompt, p) in enumerate(zip(prompts, each, strict=True))
     ]
     engine.run(requests)
     return [request.answer for request in requests]
@@ -126,13 +130,13 @@ class _Engine:
     def _sample(self, logits: torch.Tensor, requests: list[_Request]) -> None:
         if not requests:
             return
-        positions = [len(request.answer) for request in requests]
-        results = sample(logits, [request.params for request in requests], positions)
-        for request, result in zip(requests, results, strict=True):
-            if not isinstance(result, int):
-                raise result
-            request.answer.append(result)
-            if request.finished(self._runner.spec.eos_ids):
+        eos_ids = self._runner.spec.eos_ids
+        rows = [Row(request.params, request.answer, request.history) for request in requests]
+        for request, chosen in zip(requests, next_tokens(logits, rows, eos_ids), strict=True):
+            if isinstance(chosen, RequestError):
+                raise chosen
+            request.answer.append(chosen.token)
+            if request.finished(eos_ids):
                 self._release(request)
 
     def _release(self, request: _Request) -> None:

@@ -14,9 +14,10 @@ from typing import Protocol
 
 import structlog
 
-from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestError, RequestTimeoutError
+from disagg.core.errors import BusyError, DisaggError, InvalidRequestError, PeerLostError, RequestTimeoutError
 from disagg.core.ports import Clock
-from disagg.core.types import GroupInfo, RequestKey
+from disagg.core.sampling import check_sampling
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.model.spec import ModelSpec, require_one_rope
 from disagg.node.plan import StepPlan
 from transport import messages as m
@@ -29,20 +30,19 @@ IDLE_S = 0.25
 Send = Callable[[str, m.Message], None]
 
 
-def check_prompt(prompt: Sequence[int], max_tokens: int, spec: ModelSpec) -> None:
-    """Raises `RequestError` or `PromptTooLongError` for what would fail, or be wrong, in the middle of a request.
+def check_request(prompt: Sequence[int], sampling: SamplingParams, spec: ModelSpec) -> None:
+    """Raises `InvalidRequestError` or `PromptTooLongError` for what would fail, or be wrong, in mid-request.
 
     A step that fails takes the whole group with it.
     """
-    if not prompt or max_tokens < 1:
-        raise RequestError(
-            f"a prompt of {len(prompt)} tokens and an answer of up to {max_tokens}: each needs 1 or more"
-        )
+    if not prompt:
+        raise InvalidRequestError("the prompt has no tokens; it must have 1 or more")
     if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
-        raise RequestError(
+        raise InvalidRequestError(
             f"the prompt has a token outside the model's vocabulary of {spec.vocab_size} tokens"
         )
-    require_one_rope(spec, len(prompt), max_tokens)
+    check_sampling(sampling, spec.vocab_size)
+    require_one_rope(spec, len(prompt), sampling.max_tokens)
 
 
 class LedRequest(Protocol):

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, error_from_code
-from disagg.core.types import RequestKey, SamplingParams, Ticket
+from disagg.core.sampling import check_sampling
+from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.router.mail import Mail, MailRoom
 from disagg.router.policy import Engine, least_loaded
 from disagg.router.text import Decode, TextStream
@@ -46,6 +47,8 @@ class Output:
     tokens: tuple[int, ...]
     text: str
     finish: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each of `tokens` when `SamplingParams.logprobs` asked for them, else none."""
 
 
 @dataclass(slots=True)
@@ -94,9 +97,11 @@ class Router:
     ) -> AsyncGenerator[Output, None]:
         """Streams the answer to `prompt`. `decode` turns tokens into text (needed for stop strings).
 
-        Raises what ended the request: `BusyError`, `PromptTooLongError`, `RequestTimeoutError`, `PeerLostError`,
-        or any other `DisaggError`. Closing the iterator aborts the request on both sides.
+        Raises what ended the request: `InvalidRequestError`, `BusyError`, `PromptTooLongError`,
+        `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
+        on both sides.
         """
+        check_sampling(sampling)  # the leaders look again, and at the vocabulary too
         for engine in (*self._prefill, *self._decode):
             engine.lost = engine.group.leader.control_address in self._mail.lost
         session = _Session(
@@ -192,7 +197,8 @@ class _Session:
         match message:
             case m.Prefilled():
                 self.report.ttft_s = time.monotonic() - self.began_s
-                self.early[0] = m.Tokens(self.key, 0, [message.first_token])
+                told = [] if message.logprobs is None else [message.logprobs]
+                self.early[0] = m.Tokens(self.key, 0, [message.first_token], logprobs=told)
             case m.Transferred():
                 self.report.nbytes, self.report.segments = message.nbytes, message.segments
                 self.report.messages, self.report.transfer_s = message.messages, message.seconds
@@ -212,7 +218,7 @@ class _Session:
         if self.stream is not None:
             text = self.stream.push(message.tokens, last=finish is not None)
             finish = "stop" if self.stream.stopped else finish
-        return Output(index, tuple(message.tokens), text, finish)
+        return Output(index, tuple(message.tokens), text, finish, tuple(message.logprobs))
 
     async def _release(self, box: Mail) -> None:
         """Both sides free what they hold, and say so; a side that is gone holds nothing."""

@@ -108,7 +108,7 @@ BAD_INPUT = [
     ),
     ("generate a --top-p 0", "top_p = 0.0 is not allowed"),
     ("generate a --top-k -1", "top_k = -1 is not allowed"),
-    ("generate a --seed -1", "seed = -1 is not allowed"),
+    ("generate a --seed 9223372036854775808", "seed = 9223372036854775808 is not allowed"),
     ("generate a --stop=", "stop = ('',) is not allowed"),
     ("plan --kv-heads 8", "Missing option '--layers' (see disagg plan --help)"),
     ("plan --kv-heads 0 --layers 1 --prefill-tp 1 --decode-tp 1", "kv_heads = 0 is not allowed"),

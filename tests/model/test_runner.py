@@ -15,8 +15,9 @@ from disagg.core.types import SamplingParams, Span
 from disagg.model import batch, unsplit
 from disagg.model.batch import SequenceSlice, StepBatch, build_index
 from disagg.model.collective import ThreadCollective
+from disagg.model.next_tokens import next_tokens
+from disagg.model.penalties import Row
 from disagg.model.runner import ModelRunner
-from disagg.model.sampler import sample
 from disagg.model.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
 
@@ -123,11 +124,11 @@ def test_answers_end_at_stop_tokens_and_seeds_repeat(
     assert generate_unsplit(runner, prompts(), drawn, chunk_tokens=9) == first
     asked: list[list[int]] = []
 
-    def recorded(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> Any:
-        asked.append(positions)
-        return sample(logits, params, positions)
+    def recorded(logits: torch.Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Any:
+        asked.append([len(row.answer) for row in rows])
+        return next_tokens(logits, rows, eos_ids)
 
-    monkeypatch.setattr(unsplit, "sample", recorded)
+    monkeypatch.setattr(unsplit, "next_tokens", recorded)
     assert generate_unsplit(runner, [prompts()[2]], drawn) == [first[2]]
     assert asked == [[position] for position in range(12)]
     stop = first[2][3]

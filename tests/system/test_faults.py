@@ -248,8 +248,8 @@ def test_a_sender_that_stalls_is_ended_by_its_lease(checkpoints: Checkpoints) ->
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "said"),
     [
-        ([], 4, "a prompt of 0 tokens"),
-        ([65, 66], 0, "an answer of up to 0"),
+        ([], 4, "the prompt has no tokens"),
+        ([65, 66], 0, "max_tokens = 0 is not allowed"),
         ([65, 100000], 4, "outside the model's vocabulary of 259"),
         ([65, -1], 4, "outside the model's vocabulary of 259"),
         ([65] * 600, 4, "do not fit the decode group"),

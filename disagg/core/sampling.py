@@ -1,0 +1,61 @@
+"""What sampling parameters may be, and which tokens end an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disagg.core.errors import InvalidRequestError
+from disagg.core.types import SamplingParams
+
+MAX_LOGPROBS = 20
+"""Likeliest tokens told for each token of an answer, at most; OpenAI's limit."""
+MAX_BIAS = 100.0
+MAX_PENALTY = 2.0
+INFINITE = float("inf")
+SEED_LIMIT = 1 << 63
+"""Seeds are 64 bits wide, with a sign."""
+
+
+def check_sampling(sampling: SamplingParams, vocab_tokens: int | None = None) -> None:
+    """Raises `InvalidRequestError` that names the first field out of range, its value and the range.
+
+    Whether tokens are in the vocabulary is looked at by who knows it, in `vocab_tokens` tokens.
+    """
+    s = sampling
+    rules = (
+        ("max_tokens", s.max_tokens >= 1, "at least 1"),
+        ("temperature", 0 <= s.temperature < INFINITE, "0 (greedy) or more"),
+        ("top_k", s.top_k >= 0, "0 (off) or more"),
+        ("top_p", 0 < s.top_p <= 1, "more than 0 and at most 1 (off)"),
+        ("min_p", 0 <= s.min_p <= 1, "0 (off) to 1"),
+        ("seed", s.seed is None or -SEED_LIMIT <= s.seed < SEED_LIMIT, "an integer of 64 bits"),
+        ("stop", all(s.stop), "texts that are not empty"),
+        ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, f"0 to max_tokens, {s.max_tokens}"),
+        ("presence_penalty", abs(s.presence_penalty) <= MAX_PENALTY, "-2 to 2"),
+        ("frequency_penalty", abs(s.frequency_penalty) <= MAX_PENALTY, "-2 to 2"),
+        ("repetition_penalty", 0 < s.repetition_penalty < INFINITE, "more than 0; 1 is off"),
+        ("logprobs", s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or none"),
+    )
+    for field, holds, allowed in rules:
+        if not holds:
+            raise InvalidRequestError(f"{field} = {getattr(s, field)!r} is not allowed; it must be {allowed}")
+    for token, bias in s.logit_bias:
+        if not abs(bias) <= MAX_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias of token {token} = {bias!r} is not allowed; it must be -100 to 100"
+            )
+    _check_tokens("stop_token_ids", s.stop_token_ids, vocab_tokens)
+    _check_tokens("logit_bias", [token for token, _ in s.logit_bias], vocab_tokens)
+
+
+def ending_tokens(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end the answer: it has one of them as its last token, and as no other."""
+    return sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
+
+
+def _check_tokens(field: str, tokens: Sequence[int], vocab_tokens: int | None) -> None:
+    limit = INFINITE if vocab_tokens is None else vocab_tokens
+    wrong = next((token for token in tokens if not 0 <= token < limit), None)
+    if wrong is not None:
+        allowed = "0 or more" if vocab_tokens is None else f"0 to {vocab_tokens - 1}, the model's vocabulary"
+        raise InvalidRequestError(f"{field} has token {wrong}, which is not allowed; it must be {allowed}")
