@@ -31,6 +31,7 @@ from disagg.reference import Reference, depends_on_batch, reference_answers
 from disagg.report import RequestReport, answer_lines, report_table
 from disagg.report_timeline import draw_timeline
 from disagg.router.session import Router, SessionReport
+from disagg.router.text import Decode, decode_with
 from disagg.run_options import RunOptions
 from disagg.serve_local import load_tokenizer, local_cluster, local_router, with_model
 
@@ -60,14 +61,14 @@ def run_demo(config: Config, options: RunOptions) -> None:
     configure(config.log)
     console = Console()
     config = _comparable(with_model(config, console.print))
-    tokenizer, prompts = _encode(config, options)
+    decode, prompts = _encode(config, options)
     out = Path(options.out_dir or DEFAULT_OUT)
     out.mkdir(parents=True, exist_ok=True)
     with _progress(console) as progress:
         task = progress.add_task("starting", total=None)
         with local_cluster(config, lambda text: progress.update(task, description=text)) as cluster:
             progress.update(task, description=_words(cluster), total=1, completed=1)
-            answers = asyncio.run(_serve(cluster, prompts, options.sampling, tokenizer, progress))
+            answers = asyncio.run(_serve(cluster, prompts, options.sampling, decode, progress))
             spans = cluster.spans()
             placed = cluster.config
             checked = answers
@@ -76,12 +77,12 @@ def run_demo(config: Config, options: RunOptions) -> None:
                     "16-bit sums depend on the batch: each prompt is served once more alone, to compare"
                 )
                 checked = asyncio.run(
-                    _serve(cluster, prompts, options.sampling, tokenizer, progress, alone=True)
+                    _serve(cluster, prompts, options.sampling, decode, progress, alone=True)
                 )
             cluster.check()
         reference = _compare(placed, prompts, options.sampling, progress)
     exact = [a.report.tokens == b for a, b in zip(checked, reference.answers, strict=True)]
-    reports = _reports(answers, exact, tokenizer)
+    reports = _reports(answers, exact, decode)
     console.print(report_table(reports, title="Prefilled on one group, decoded on the other"))
     for line in answer_lines(reports):
         console.print(line, markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
@@ -106,14 +107,14 @@ def run_generate(config: Config, options: RunOptions) -> None:
     configure(config.log)
     console = Console(stderr=True)
     config = with_model(config, console.print)
-    tokenizer, prompts = _encode(config, options)
+    decode, prompts = _encode(config, options)
     with console.status("starting") as status, local_cluster(config, status.update) as cluster:
         status.stop()
-        asyncio.run(_stream(cluster, prompts, options.sampling, tokenizer))
+        asyncio.run(_stream(cluster, prompts, options.sampling, decode))
 
 
 async def _stream(
-    cluster: Cluster, prompts: Sequence[list[int]], sampling: SamplingParams, tokenizer: Any
+    cluster: Cluster, prompts: Sequence[list[int]], sampling: SamplingParams, decode: Decode
 ) -> None:
     async with local_router(cluster) as router:
         for number, prompt in enumerate(prompts):
@@ -122,7 +123,7 @@ async def _stream(
                 prompt,
                 sampling,
                 timeout_s=cluster.config.router.request_timeout_s,
-                decode=tokenizer.decode,
+                decode=decode,
             )
             async for output in answer:
                 sys.stdout.write(output.text)
@@ -134,7 +135,7 @@ async def _serve(
     cluster: Cluster,
     prompts: Sequence[list[int]],
     sampling: SamplingParams,
-    tokenizer: Any,
+    decode: Decode,
     progress: Progress,
     alone: bool = False,
 ) -> list[Answer]:
@@ -152,7 +153,7 @@ async def _serve(
                     prompt,
                     sampling,
                     cluster.config,
-                    tokenizer,
+                    decode,
                     _advance(progress, task),
                 )
             )
@@ -173,14 +174,12 @@ async def _one(
     prompt: list[int],
     sampling: SamplingParams,
     config: Config,
-    tokenizer: Any,
+    decode: Decode,
     advance: Callable[[int], None],
 ) -> Answer:
     report, pieces = SessionReport(), []
     timeout_s = config.router.request_timeout_s
-    answer = router.generate(
-        request_id, prompt, sampling, timeout_s=timeout_s, decode=tokenizer.decode, report=report
-    )
+    answer = router.generate(request_id, prompt, sampling, timeout_s=timeout_s, decode=decode, report=report)
     async with turns:
         async for output in answer:
             pieces.append(output.text)
@@ -188,8 +187,8 @@ async def _one(
     return Answer(prompt, "".join(pieces), report)
 
 
-def _encode(config: Config, options: RunOptions) -> tuple[Any, list[list[int]]]:
-    """The tokenizer and the prompts as tokens. Raises `PromptTooLongError` before anything is started."""
+def _encode(config: Config, options: RunOptions) -> tuple[Decode, list[list[int]]]:
+    """How tokens become text, and the prompts as tokens. Raises `PromptTooLongError` before anything is started."""
     source = make_source(config)
     tokenizer = load_tokenizer(source)
     prompts = [list(tokenizer(text)["input_ids"]) for text in options.prompts]
@@ -201,7 +200,7 @@ def _encode(config: Config, options: RunOptions) -> tuple[Any, list[list[int]]]:
                 f"it does not fit the {limit} that model and pools allow: shorten it, lower --max-tokens, or raise "
                 f"prefill/decode.max_context_tokens if the model allows"
             )
-    return tokenizer, prompts
+    return decode_with(tokenizer), prompts
 
 
 def _limit_tokens(config: Config, source: ModelSource) -> int:
@@ -220,7 +219,7 @@ def _compare(
     return reference
 
 
-def _reports(answers: Sequence[Answer], exact: Sequence[bool], tokenizer: Any) -> list[RequestReport]:
+def _reports(answers: Sequence[Answer], exact: Sequence[bool], decode: Decode) -> list[RequestReport]:
     return [
         RequestReport(
             request_id=f"demo-{number}",
@@ -233,7 +232,7 @@ def _reports(answers: Sequence[Answer], exact: Sequence[bool], tokenizer: Any) -
             control_messages=answer.report.messages,
             transfer_s=answer.report.transfer_s,
             exact=equal,
-            text=tokenizer.decode(answer.report.tokens),
+            text=decode(answer.report.tokens),
         )
         for number, (answer, equal) in enumerate(zip(answers, exact, strict=True))
     ]

@@ -95,7 +95,8 @@ class Router:
         decode: Decode | None = None,
         report: SessionReport | None = None,
     ) -> AsyncGenerator[Output, None]:
-        """Streams the answer to `prompt`. `decode` turns tokens into text (needed for stop strings).
+        """Streams the answer to `prompt`. `decode` turns tokens into text (needed for stop strings);
+        `disagg.router.text.decode_with` makes it of a tokenizer.
 
         Raises what ended the request: `InvalidRequestError`, `BusyError`, `PromptTooLongError`,
         `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
@@ -112,7 +113,7 @@ class Router:
             list(prompt),
             sampling,
             time.monotonic() + timeout_s,
-            TextStream(decode, sampling.stop) if decode else None,
+            TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None,
             report or SessionReport(),
             self._reserve_retry_s,
         )
