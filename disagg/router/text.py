@@ -55,15 +55,13 @@ class Pieces(Protocol):
 class _StreamedPieces:
     """A token costs what it takes to decode it with its neighbours.
 
-    `DecodeStream` gives text out up to the last whole character. It has no end of its own, so the tokens that it
-    still waits for, and those before them that gave text last, are kept here too: a sentence piece's leading space
-    depends on what stands before it.
+    `DecodeStream` gives text out once it ends with a whole character. It has no end of its own, so the tokens that
+    it still waits with are kept here too. A long run of bytes that are no text is decoded again for each of them.
     """
 
     def __init__(self, decode: Decode, tokenizer: Any, special: frozenset[int]) -> None:
         self._decode, self._tokenizer, self._special = decode, tokenizer, special
         self._stream = DecodeStream(skip_special_tokens=True)
-        self._before: list[int] = []
         self._waiting: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
@@ -71,14 +69,13 @@ class _StreamedPieces:
         return "".join(self._step(token) for token in tokens if token not in self._special)
 
     def rest(self) -> str:
-        before = self._decode(self._before)
-        return self._decode(self._before + self._waiting)[len(before) :]
+        return self._decode(self._waiting)
 
     def _step(self, token: int) -> str:
         self._waiting.append(token)
         text = self._next(token)
         if text:
-            self._before, self._waiting = self._waiting, []
+            self._waiting.clear()
         return text or ""
 
     def _next(self, token: int) -> str | None:

@@ -135,6 +135,14 @@ def test_no_token_costs_the_whole_answer() -> None:
     assert decode.longest < 10
 
 
+def test_an_answer_of_special_tokens_is_not_kept() -> None:
+    """As when EOS is ignored: they are no text, and nothing waits with them."""
+    decode = Counting(byte_tokenizer().backend_tokenizer)
+    pieces = decode.pieces()
+    assert pieces.push([*b"a", *[EOS_ID] * 500, 0xE6]) + pieces.rest() == "a\ufffd"
+    assert decode.longest == 1
+
+
 def test_a_slow_tokenizer_decodes_the_whole() -> None:
     class Slow:
         is_fast = False
