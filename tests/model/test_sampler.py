@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import msgspec
 import pytest
 import torch
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from disagg.core.errors import RequestError
 from disagg.core.types import SamplingParams
@@ -27,6 +28,8 @@ def plain_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.T
         scores = TopKLogitsWarper(params.top_k)(ids, scores)
     if params.top_p < 1.0:
         scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
     return torch.softmax(scores, dim=-1)[0]
 
 
@@ -46,6 +49,9 @@ def test_greedy_is_argmax_with_its_ties() -> None:
         SamplingParams(temperature=1.3, top_k=12, top_p=0.8),
         SamplingParams(temperature=1.0, top_k=500),
         SamplingParams(temperature=1.0, top_p=1e-6),
+        SamplingParams(temperature=1.4, min_p=0.1),
+        SamplingParams(temperature=1.0, min_p=1.0),
+        SamplingParams(temperature=2.0, top_k=15, top_p=0.9, min_p=0.2),
     ],
 )
 @pytest.mark.parametrize("seed", [None, 11])
@@ -54,7 +60,7 @@ def test_draws_follow_the_distribution_of_transformers(params: SamplingParams, s
     torch.manual_seed(1)
     count, logits = 4000, random_logits(1)
     logits[0, 3] = logits[0].sort().values[-4]  # a tie at the edge of top-k = 4: both stay
-    drawn = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, seed=seed)
+    drawn = msgspec.structs.replace(params, seed=seed)
     tokens = sample(logits.expand(count, VOCAB), [drawn] * count, range(count))
     counts, expected = Counter(tokens), plain_probabilities(logits[0], params) * count
     allowed = {token for token in range(VOCAB) if expected[token] > 0}
@@ -65,17 +71,19 @@ def test_draws_follow_the_distribution_of_transformers(params: SamplingParams, s
 
 
 def test_rows_with_different_params_do_not_disturb_each_other() -> None:
-    logits = random_logits(4)
+    logits = random_logits(5)
     params = [
         SamplingParams(),
         SamplingParams(temperature=1.0, seed=3),
         SamplingParams(temperature=0.7, top_k=2, seed=4),
         SamplingParams(temperature=2.0, top_p=0.5, seed=5),
+        SamplingParams(temperature=2.0, min_p=0.3, seed=6),
     ]
-    together = sample(logits, params, [0, 7, 8, 9])
-    alone = [sample(logits[i : i + 1], [params[i]], [(0, 7, 8, 9)[i]])[0] for i in range(4)]
+    positions = [0, 7, 8, 9, 10]
+    together = sample(logits, params, positions)
+    alone = [sample(logits[i : i + 1], [params[i]], [positions[i]])[0] for i in range(5)]
     assert together == alone
-    assert sample(logits, params, [0, 7, 8, 9]) == together
+    assert sample(logits, params, positions) == together
 
 
 def test_a_seed_fixes_each_position_and_positions_differ() -> None:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from decode_node.rank import DecodeRank
 from disagg.core.config import Config, GroupConfig, TransferConfig, TransportConfig
-from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams, TokenLogprobs
 from disagg.model.collective import SingleCollective, ThreadCollective
 from disagg.model.source import ModelSource
 from disagg.model.tiny import make_tiny_checkpoint
@@ -76,6 +76,7 @@ class Answered:
     tokens: list[int] = field(default_factory=list)
     finish: str | None = None
     text: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
     report: SessionReport = field(default_factory=SessionReport)
 
 
@@ -277,16 +278,24 @@ class Checkpoints:
         """The reference's answer."""
         key = (source.name, tuple(prompt), max_tokens)
         if key not in self._answers:
-            model = self._models.get(source.name)
-            if model is None:
-                model = AutoModelForCausalLM.from_pretrained(source.name, dtype=torch.float32)
-                self._models[source.name] = model
             ids = torch.tensor([list(prompt)])
-            output = model.generate(
+            output = self._model(source).generate(
                 ids, max_new_tokens=max_tokens, do_sample=False, attention_mask=torch.ones_like(ids)
             )
             self._answers[key] = output[0, len(prompt) :].tolist()
         return self._answers[key]
+
+    def logits(self, source: ModelSource, tokens: Sequence[int]) -> torch.Tensor:
+        """The reference's, float32 `[len(tokens), vocab]`."""
+        with torch.no_grad():
+            found: torch.Tensor = self._model(source)(torch.tensor([list(tokens)])).logits[0]
+        return found
+
+    def _model(self, source: ModelSource) -> Any:
+        if source.name not in self._models:
+            model = AutoModelForCausalLM.from_pretrained(source.name, dtype=torch.float32)
+            self._models[source.name] = model
+        return self._models[source.name]
 
 
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
@@ -314,6 +323,7 @@ async def ask(
     async for output in outputs:
         answered.tokens.extend(output.tokens)
         answered.text += output.text
+        answered.logprobs.extend(output.logprobs)
         answered.finish = output.finish
         on_output(output)
     return answered

@@ -21,6 +21,7 @@ from disagg.core.types import (
     Shard,
     Span,
     Ticket,
+    TokenLogprobs,
 )
 from transport import messages
 from transport.handles import IpcHandle, MemoryHandle
@@ -44,11 +45,13 @@ IPC = IpcHandle(b"h" * 64, 1 << 40, 512, b"counter", 3, b"event", True)
 POOL = MemoryHandle("host", 9, 1 << 47, "bfloat16", (2, 2, 64, 8, 128), IPC)
 EXAMPLES: list[Message] = [
     messages.Reserve(KEY, [1, 2, 3], SamplingParams(seed=1, stop=("x",)), 1.5, "p0"),
+    messages.Reserve(KEY, [4], SamplingParams(logit_bias=((7, -1.5),), logprobs=2, min_p=0.1), 1.5, "p0"),
     messages.Reserved(KEY, TICKET),
     messages.Failed(KEY, "busy", "no room", True, 0.5),
     messages.Prefill(KEY, [5], SamplingParams(), TICKET, 2.0),
     messages.FirstToken(KEY, 7, 11),
     messages.Tokens(KEY, 4, [1, 2], "stop"),
+    messages.Tokens(KEY, 4, [9], None, [TokenLogprobs(9, -0.5, ((9, -0.5), (3, float("-inf"))))]),
     messages.Release(KEY, "done"),
     messages.Released(KEY),
     messages.Plan(8, b"\x00\x01"),
@@ -62,6 +65,7 @@ EXAMPLES: list[Message] = [
     messages.PoolOffer(2, POOL, MemoryHandle("host", 9, 1 << 47, "int64", (32,), None)),
     messages.PoolRefused(1, "it is on another host"),
     messages.Prefilled(KEY, 11),
+    messages.Prefilled(KEY, 11, TokenLogprobs(11, -0.25, ())),
     messages.Transferred(KEY, 1 << 40, 12, 30, 0.25),
     messages.OpenSend(KEY, TICKET, [0, 3, 1]),
     messages.RankSent(KEY, 7, 1, 1 << 40, 12, 30, 0.25),
