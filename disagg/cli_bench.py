@@ -86,18 +86,28 @@ def transfer(
         str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank [by its memory].")
     ] = "0",
     transport: TransportFlag = "auto",
+    peer: Annotated[
+        Literal["none", "nixl"],
+        typer.Option("--peer", help="nixl: the same by NIXL's descriptors too, for comparison."),
+    ] = "none",
+    nixl_threads: Annotated[
+        int, typer.Option("--nixl-threads", min=0, help="That NIXL posts descriptors with.")
+    ] = 4,
     repeats: RepeatsFlag = 9,
     device: DeviceFlag = "auto",
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
     """KV pool to KV pool between two groups of ranks, as a share of a plain copy between their devices."""
+    from disagg.bench.nixl_peer import compare, require
     from disagg.bench.transfer import TransferBench, run
     from disagg.core.config import Config, TransportConfig
     from disagg.core.types import DTYPE_BYTES, KVLayout
 
     if dtype not in DTYPE_BYTES:
         raise ConfigError(f"--dtype {dtype}: give one of {', '.join(DTYPE_BYTES)}")
+    if peer == "nixl":
+        require()
     where = _device(device)
     bench = TransferBench(
         layout=KVLayout(layers, kv_heads, head_dim, dtype),
@@ -116,6 +126,8 @@ def transfer(
     )
     with _progress() as tell:
         results = run(bench, tell)
+        if peer == "nixl":
+            results = compare(bench, results, nixl_threads, tell)
     title = f"pool to pool, TP {prefill_tp} -> {decode_tp}, {dtype} on {_name(where)}"
     _show("transfer", title, results, out, as_json)
 

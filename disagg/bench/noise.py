@@ -36,10 +36,16 @@ def check_layout(layout: KVLayout) -> None:
 class NoisyPool:
     """A rank's pool, filled with the noise of requests or compared with it."""
 
-    def __init__(self, pool: MHATokenToKVPool, shard: Shard, layout: KVLayout) -> None:
+    def __init__(
+        self, pool: MHATokenToKVPool, shard: Shard, layout: KVLayout, part: Shard | None = None
+    ) -> None:
+        """`part`: the layers and heads of `shard` that requests have noise in, all when None."""
         check_layout(layout)
-        self._pool, self._shard, self._layout = pool, shard, layout
-        self._words = pool.buffer.view(torch.int64)
+        self._shard, self._layout = part or shard, layout
+        self._pool = pool.buffer.view(torch.int64)
+        layers = self._shard.layers.shift(-shard.layers.start)
+        heads = self._shard.heads.shift(-shard.heads.start)
+        self._words = self._pool[layers.start : layers.stop, :, :, heads.start : heads.stop]
 
     def fill(self, request: int, slots: torch.Tensor) -> None:
         """Writes the request's noise to its slots, int64 `[tokens]`."""
@@ -60,7 +66,7 @@ class NoisyPool:
 
     def check_untouched(self) -> None:
         """Raises `InvariantError` unless the whole pool is poison."""
-        if not bool((self._words == _POISON).all()):
+        if not bool((self._pool == _POISON).all()):
             raise InvariantError(f"rank {self._shard.rank}: bytes were written beside the requests' slots")
 
     def _noise(self, request: int, tokens: int) -> torch.Tensor:

@@ -19,6 +19,10 @@ ANSWER_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 15.0
 
 
+class SilentError(TransportError):
+    """A process lives, and has not answered in time."""
+
+
 class Remote:
     """One process. A question is answered before the next one is asked."""
 
@@ -43,9 +47,9 @@ class Remote:
             raise TransportError(f"the process {self.name} has ended") from exc
 
     def answer(self, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-        """What the call returned. Raises what it raised, `TransportError` when the process ended or is silent."""
+        """What the call returned. Raises what it raised, `TransportError` when the process ended, `SilentError`."""
         if not self._pipe.poll(timeout_s):
-            raise TransportError(f"the process {self.name} did not answer within {timeout_s:g} s")
+            raise SilentError(f"the process {self.name} did not answer within {timeout_s:g} s")
         try:
             failed, value = self._pipe.recv()
         except EOFError as exc:

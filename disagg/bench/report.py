@@ -58,6 +58,13 @@ class Result:
     """What was varied."""
     definition: str = ""
     """What exactly was measured, where the title does not say it."""
+    ours: Measurement | None = None
+    """For a time that another library took: ours for the same, of the same unit, measured in the same run."""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as long as ours, median by median."""
+        return None if self.ours is None else self.measured.median / self.ours.median
 
     @property
     def share(self) -> float | None:
@@ -71,13 +78,15 @@ def results_table(title: str, results: Sequence[Result]) -> Table:
     from rich.table import Table
 
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
-    for name in ("what", "median (min - max)", "ceiling", "share"):
+    compared = any(result.ours for result in results)
+    for name in ("what", "median (min - max)", "ceiling", "share", *(["against ours"] if compared else [])):
         table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
     for result in results:
         ceiling = result.ceiling
         limit = f"{ceiling.name} {_short(ceiling.median)} {ceiling.unit}" if ceiling else ""
         share = "" if result.share is None else f"{result.share:.1%}"
-        table.add_row(result.title, str(result.measured), limit, share)
+        times = [_times(result)] if compared else []
+        table.add_row(result.title, str(result.measured), limit, share, *times)
     return table
 
 
@@ -146,8 +155,18 @@ def _draw(axis: Any, results: Sequence[Result]) -> None:
     for place, result in zip(places, results, strict=True):
         if result.ceiling is not None:
             axis.plot([result.ceiling.median] * 2, [place - 0.38, place + 0.38], color="#c0392b", lw=2)
+        if result.ours is not None:
+            axis.annotate(
+                f" {_times(result)} ours",
+                (result.measured.high, place),
+                va="center",
+                fontsize=8,
+                color="#c0392b",
+            )
     axis.set_yticks(places, [result.title for result in results], fontsize=8)
     axis.invert_yaxis()
+    if any(result.ours for result in results):
+        axis.margins(x=0.15)  # room for the text behind the longest bar
     axis.set_xlim(left=0)
     axis.spines[["top", "right"]].set_visible(False)
 
@@ -158,12 +177,18 @@ def _as_dict(result: Result) -> dict[str, Any]:
         found["definition"] = result.definition
     if result.ceiling is not None:
         found |= {"ceiling": {"name": result.ceiling.name, **_numbers(result.ceiling)}, "share": result.share}
+    if result.ours is not None:
+        found |= {"ours": _numbers(result.ours), "ratio": result.ratio}
     return found
 
 
 def _numbers(found: Measurement) -> dict[str, Any]:
     numbers = {"median": found.median, "low": found.low, "high": found.high, "values": list(found.values)}
     return {"measured": found.name, "unit": found.unit, **numbers}
+
+
+def _times(result: Result) -> str:
+    return "" if result.ratio is None else f"{_short(result.ratio)} x"
 
 
 def _short(value: float) -> str:
