@@ -174,12 +174,10 @@ def _results(
     wire_s = tuple(moved.transfer_s for moved in found.moved)
     rate = Measurement("NIXL", "GB/s", tuple(nbytes / s / 1e9 for s in wire_s))
     total = found.us(lambda moved: moved.descriptors_s + moved.transfer_s)
-    yield Result(f"{name}: rate of the transfer alone", rate, ceiling, labels)
+    yield Result(f"{name}: transfer", rate, ceiling, labels)
     yield Result(f"{name}: {count} descriptors", found.us(lambda moved: moved.descriptors_s), None, labels)
     yield Result(f"{name}: transfer", found.us(lambda moved: moved.transfer_s), None, labels, "", own)
-    yield Result(
-        f"{name}: descriptors and transfer", total, None, labels, _definition(bench, pair, found), own
-    )
+    yield Result(f"{name}: in total", total, None, labels, _definition(bench, pair, found), own)
 
 
 def _definition(bench: TransferBench, pair: Pair, found: Found) -> str:

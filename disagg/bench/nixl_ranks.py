@@ -28,7 +28,9 @@ WAYS = ("prepared", "built")
 
 def load() -> ModuleType:
     """NIXL's Python module. Raises `ConfigError` when it cannot be imported."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # it would log to standard output, where --json prints
+    # Both would log to standard output, where --json prints.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")
     try:
         import nixl
     except (ImportError, OSError) as exc:

@@ -79,7 +79,7 @@ def results_table(title: str, results: Sequence[Result]) -> Table:
 
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     compared = any(result.ours for result in results)
-    for name in ("what", "median (min - max)", "ceiling", "share", *(["against ours"] if compared else [])):
+    for name in ("what", "median (min - max)", "ceiling", "share", *(["x ours"] if compared else [])):
         table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
     for result in results:
         ceiling = result.ceiling
@@ -157,7 +157,7 @@ def _draw(axis: Any, results: Sequence[Result]) -> None:
             axis.plot([result.ceiling.median] * 2, [place - 0.38, place + 0.38], color="#c0392b", lw=2)
         if result.ours is not None:
             axis.annotate(
-                f" {_times(result)} ours",
+                f" {_times(result)} x ours",
                 (result.measured.high, place),
                 va="center",
                 fontsize=8,
@@ -188,7 +188,7 @@ def _numbers(found: Measurement) -> dict[str, Any]:
 
 
 def _times(result: Result) -> str:
-    return "" if result.ratio is None else f"{_short(result.ratio)} x"
+    return "" if result.ratio is None else _short(result.ratio)
 
 
 def _short(value: float) -> str:
