@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from disagg import cli_bench, cli_run, cli_tools
+from disagg import cli_bench, cli_bench_serve, cli_run, cli_tools
 from disagg.core.errors import DisaggError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("doctor")(cli_tools.doctor)
 app.command("plan")(cli_tools.plan)
 app.command("keys")(cli_tools.keys)
 app.command("version")(cli_tools.version)
+cli_bench.app.command("serve")(cli_bench_serve.serve)
 app.add_typer(cli_bench.app, name="bench")
 
 # What typer raises for a wrong command line. The class lives in click or in typer's own copy of it, depending

@@ -43,7 +43,7 @@ class Measurement:
         return max(self.values)
 
     def __str__(self) -> str:
-        return f"{_short(self.median)} {self.unit} ({_short(self.low)} - {_short(self.high)})"
+        return f"{short(self.median)} {self.unit} ({short(self.low)} - {short(self.high)})"
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def results_table(title: str, results: Sequence[Result]) -> Table:
         table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
     for result in results:
         ceiling = result.ceiling
-        limit = f"{ceiling.name} {_short(ceiling.median)} {ceiling.unit}" if ceiling else ""
+        limit = f"{ceiling.name} {short(ceiling.median)} {ceiling.unit}" if ceiling else ""
         share = "" if result.share is None else f"{result.share:.1%}"
         times = [_times(result)] if compared else []
         table.add_row(result.title, str(result.measured), limit, share, *times)
@@ -188,8 +188,9 @@ def _numbers(found: Measurement) -> dict[str, Any]:
 
 
 def _times(result: Result) -> str:
-    return "" if result.ratio is None else _short(result.ratio)
+    return "" if result.ratio is None else short(result.ratio)
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Three digits, or all before the point."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

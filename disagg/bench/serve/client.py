@@ -1,0 +1,120 @@
+"""HTTP: sends requests, hands what comes to `Answer`, and puts failures of the connection into words."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+
+import httpx
+import msgspec
+
+from disagg.bench.serve.answer import OK, REFUSED, Answer, Row, error_message
+from disagg.bench.serve.load import Clock
+from disagg.bench.serve.workload import Asked
+from disagg.core.errors import DisaggError
+
+_KEEP_ALIVE_S = 2.0
+"""Less than servers keep idle connections (uvicorn: 5 s), else a request could meet a connection being closed, and a
+disconnect would be counted that is the client's own doing."""
+_ERROR_BYTES = 1 << 16
+"""Read of the body of an error."""
+
+
+class Client:
+    """Asks one endpoint, with as many connections as there are requests. Use with `async with`."""
+
+    def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: Clock) -> None:
+        """`url` without the slash at its end; `timeout_s` is for a whole answer."""
+        self._path = f"{url}/chat/completions" if chat else f"{url}/completions"
+        self._models = f"{url}/models"
+        self._timeout_s, self._clock = timeout_s, clock
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        if api_key is not None:
+            headers["authorization"] = f"Bearer {api_key}"
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
+        # A transport of our own: no proxy that the environment names comes between client and server.
+        transport = httpx.AsyncHTTPTransport(limits=limits)
+        self._http = httpx.AsyncClient(transport=transport, headers=headers, timeout=None)
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def model(self) -> str:
+        """The first model that the server names. Raises `DisaggError` where it names none."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                response = await self._http.get(self._models)
+        except (httpx.TransportError, TimeoutError) as exc:
+            raise DisaggError(f"{self._models} cannot be reached: {exc or 'no answer in time'}") from exc
+        if response.status_code != 200:
+            raise DisaggError(_refusal(self._models, response.status_code, error_message(response.content)))
+        try:
+            return msgspec.json.decode(response.content, type=_Models).data[0].id
+        except (msgspec.DecodeError, IndexError) as exc:
+            raise DisaggError(f"{self._models} names no model: give one with --model") from exc
+
+    async def probe(self, asked: Asked) -> None:
+        """Asks once. Raises `DisaggError` unless it is answered, or refused because the server is busy."""
+        row = await self.ask(asked, None)
+        if row.kind not in (OK, REFUSED):
+            raise DisaggError(_refusal(self._path, row.kind, row.problem))
+
+    async def ask(self, asked: Asked, due_s: float | None) -> Row:
+        """Sends a request and takes its answer; every failure of it is in the row."""
+        answer, sent_s = Answer(asked), self._clock.now()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._stream(asked, answer)
+        except TimeoutError:
+            answer.fail("timeout", f"no end of the answer within {self._timeout_s:g} s")
+        except httpx.ConnectError as exc:
+            answer.fail("connect", _words(exc))
+        except httpx.TransportError as exc:
+            answer.fail("disconnect", _words(exc))
+        return answer.row(due_s, sent_s, self._clock.now())
+
+    async def _stream(self, asked: Asked, answer: Answer) -> None:
+        async with self._http.stream("POST", self._path, content=asked.body) as response:
+            if response.status_code != 200:
+                answer.fail(f"http {response.status_code}", error_message(await _some(response)))
+                return
+            kind = response.headers.get("content-type", "")
+            if not kind.startswith("text/event-stream"):
+                answer.fail("malformed", f"no stream of events but {kind or 'no content type'}")
+                return
+            async for chunk in response.aiter_raw():
+                answer.feed(chunk, self._clock.now())
+                if answer.failed:
+                    return
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+async def _some(response: httpx.Response) -> bytes:
+    """The body, up to `_ERROR_BYTES`."""
+    body = b""
+    async for chunk in response.aiter_raw():
+        body += chunk
+        if len(body) > _ERROR_BYTES:
+            break
+    return body
+
+
+def _refusal(url: str, what: int | str, message: str) -> str:
+    hint = "; does --url end in /v1?" if what in (404, "http 404") and "/v1/" not in url else ""
+    return f"{url}: {what}, {message}{hint}"
+
+
+def _words(exc: httpx.TransportError) -> str:
+    return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__

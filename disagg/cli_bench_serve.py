@@ -1,0 +1,254 @@
+"""`disagg bench serve`: flags to a run, its progress, and what is printed and written."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from disagg.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from disagg.bench.serve.load import Counts
+    from disagg.bench.serve.report import Report
+
+_OPEN_FILES = 65536
+
+
+def serve(
+    url: Annotated[str, typer.Option("--url", help="Where the API begins.")] = "http://127.0.0.1:8000/v1",
+    model: Annotated[str, typer.Option("--model", help="[the first one that the server names]")] = "",
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Its first line is the key.")
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Text to /chat/completions, a word for each input token; else ids to /completions."
+        ),
+    ] = False,
+    rate: Annotated[
+        float | None,
+        typer.Option("--rate", help="Open loop: requests a second, sent whether others are answered or not."),
+    ] = None,
+    arrivals: Annotated[
+        Literal["poisson", "fixed", "burst"] | None,
+        typer.Option("--arrivals", help="Of an open loop [poisson]."),
+    ] = None,
+    burst_size: Annotated[
+        int, typer.Option("--burst-size", min=1, help="Requests that come at once with --arrivals burst.")
+    ] = 8,
+    concurrency: Annotated[
+        int | None,
+        typer.Option("--concurrency", min=1, help="Closed loop: so many requests are under way at any time."),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option("--requests", min=1, help="How many [100, without --duration-s].")
+    ] = None,
+    duration_s: Annotated[
+        float | None, typer.Option("--duration-s", help="How long requests are sent, instead of how many.")
+    ] = None,
+    input_tokens: Annotated[
+        str,
+        typer.Option(
+            "--input-tokens",
+            metavar="SPEC",
+            help="512, 128-1024, lognormal:MEAN,SIGMA[,MAX], or sharegpt-like: a lognormal model of such prompts.",
+        ),
+    ] = "512",
+    output_tokens: Annotated[
+        str,
+        typer.Option("--output-tokens", metavar="SPEC", help="As --input-tokens; at most, or --ignore-eos."),
+    ] = "128",
+    shared_prefix_tokens: Annotated[
+        int, typer.Option("--shared-prefix-tokens", min=0, help="In front of the input tokens.")
+    ] = 0,
+    shared_prefixes: Annotated[
+        int, typer.Option("--shared-prefixes", min=1, help="How many different ones there are.")
+    ] = 1,
+    token_ids: Annotated[
+        str,
+        typer.Option(
+            "--token-ids",
+            metavar="LOW-HIGH",
+            help="Range of random ids in prompts; by default such as every vocabulary has.",
+        ),
+    ] = "32-255",
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Every answer has exactly its output tokens, and is checked for it."
+        ),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, lengths and prompts.")] = 0,
+    slo_ttft_s: Annotated[
+        float | None, typer.Option("--slo-ttft-s", help="Goodput: first tokens within so long.")
+    ] = None,
+    slo_itl_s: Annotated[
+        float | None,
+        typer.Option(
+            "--slo-itl-s", help="Goodput: tokens after the first within so long, by an answer's mean."
+        ),
+    ] = None,
+    timeout_s: Annotated[float, typer.Option("--timeout-s", help="Of one whole answer.")] = 600.0,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 1 when any request fails, but for a 429.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder for the JSON file and the chart.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For machines: print figures and requests as JSON.")
+    ] = False,
+) -> int:
+    """Load against any OpenAI-compatible endpoint: latencies, throughput, goodput; every answer checked.
+
+    One request that is not counted comes first. Times are taken where the client is, answers at temperature 0.
+    """
+    from disagg.bench.serve.arrivals import Arrivals
+    from disagg.bench.serve.bench import ServeBench, check_url, run
+    from disagg.bench.serve.lengths import parse_lengths
+    from disagg.bench.serve.summary import Slo
+    from disagg.bench.serve.workload import Workload
+
+    _positive(
+        {
+            "--rate": rate,
+            "--duration-s": duration_s,
+            "--timeout-s": timeout_s,
+            "--slo-ttft-s": slo_ttft_s,
+            "--slo-itl-s": slo_itl_s,
+        }
+    )
+    if (rate is None) == (concurrency is None):
+        raise ConfigError("give either --rate (an open loop) or --concurrency (a closed one)")
+    if rate is None and arrivals is not None:
+        raise ConfigError(
+            f"--arrivals {arrivals} needs --rate: with --concurrency answers decide when requests go"
+        )
+    if requests is not None and duration_s is not None:
+        raise ConfigError("give either --requests or --duration-s")
+    if requests is None and duration_s is None:
+        requests = 100
+    workload = Workload(
+        model=model,
+        chat=chat,
+        input=parse_lengths("--input-tokens", input_tokens),
+        output=parse_lengths("--output-tokens", output_tokens),
+        prefix_tokens=shared_prefix_tokens,
+        prefixes=shared_prefixes,
+        token_ids=_token_ids(token_ids),
+        ignore_eos=ignore_eos,
+        seed=seed,
+    )
+    open_loop = None if rate is None else Arrivals(arrivals or "poisson", rate, burst_size, seed)
+    bench = ServeBench(
+        url=check_url(url),
+        api_key=None if api_key_file is None else _api_key(api_key_file),
+        workload=workload,
+        arrivals=open_loop,
+        concurrency=concurrency,
+        requests=requests,
+        duration_s=duration_s,
+        slo=Slo(slo_ttft_s, slo_itl_s),
+        timeout_s=timeout_s,
+        asked={
+            "url": url,
+            "chat": chat,
+            "rate": rate,
+            "arrivals": None if open_loop is None else open_loop.kind,
+            "burst_size": burst_size if arrivals == "burst" else None,
+            "concurrency": concurrency,
+            "requests": requests,
+            "duration_s": duration_s,
+            "input_tokens": input_tokens,
+            "output_tokens": output_tokens,
+            "shared_prefix_tokens": shared_prefix_tokens,
+            "shared_prefixes": shared_prefixes,
+            "token_ids": None if chat else token_ids,
+            "ignore_eos": ignore_eos,
+            "seed": seed,
+            "timeout_s": timeout_s,
+        },
+    )
+    _allow_open_files()
+    with _progress() as tell:
+        report = run(bench, tell)
+    _show(report, out, as_json)
+    return 1 if report.summary.ok == 0 or (strict and report.summary.errors) else 0
+
+
+def _positive(flags: dict[str, float | None]) -> None:
+    for flag, value in flags.items():
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"{flag} {value:g}: give a number above 0")
+
+
+def _token_ids(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)-(\d+)", text)
+    if found is None or int(found[1]) > int(found[2]):
+        raise ConfigError(f"--token-ids {text}: give the lowest and the highest id, as 32-255")
+    return int(found[1]), int(found[2])
+
+
+def _api_key(path: Path) -> str:
+    try:
+        text = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"--api-key-file {path} cannot be read: {exc}") from exc
+    if not text:
+        raise ConfigError(f"--api-key-file {path} is empty: its first line is the key")
+    return text.splitlines()[0].strip()
+
+
+def _allow_open_files() -> None:
+    """As many connections as the system lets a process have without asking: an open loop may need thousands."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Counts, int | None], None]]:
+    """A bar while requests are under way; of unknown length in a closed loop that ends by time."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def tell(counts: Counts, total: int | None) -> None:
+            words = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
+            progress.update(task, completed=counts.ended, total=total, description=words)
+
+        yield tell
+
+
+def _show(report: Report, out: Path | None, print_json: bool) -> None:
+    from rich.console import Console
+
+    from disagg.bench.serve.chart import write_serve_chart
+    from disagg.bench.serve.report import latency_table, lines, report_json
+
+    text = report_json(report) + "\n"
+    if print_json:
+        print(text, end="")
+    else:
+        Console().print(latency_table(report))
+        for line in lines(report):
+            print(line)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        figures, chart = out / "bench_serve.json", out / "bench_serve.png"
+        figures.write_text(text)
+        write_serve_chart(chart, report)
+        print(f"figures: {figures}, chart: {chart}", file=sys.stderr if print_json else sys.stdout)
