@@ -57,7 +57,13 @@ class ServeBench:
 def check_url(url: str) -> str:
     """`url` without a slash at its end. Raises `ConfigError` unless it is one of HTTP."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if (
+        parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.username
+        or parts.query
+        or parts.fragment
+    ):
         raise ConfigError(f"--url {url}: give where the API begins, such as http://127.0.0.1:8000/v1")
     return url.rstrip("/")
 

@@ -76,6 +76,7 @@ class Load:
                 asked = self._request(index)  # before it is due: drawing a long prompt takes time
                 await self._clock.until(due)
                 group.create_task(self._one(asked, due))
+                await asyncio.sleep(0)  # it is on its way before the next one is drawn
         return self._in_order()
 
     async def closed_loop(
