@@ -222,13 +222,15 @@ def _progress() -> Iterator[Callable[[Counts, int | None], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True) as progress:
+    words = TextColumn("{task.description}")
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), words, TimeElapsedColumn())
+    # Drawn twice a second only: it takes time from the client, and with it from its clock's truth.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as progress:
         task = progress.add_task("starting", total=None)
 
         def tell(counts: Counts, total: int | None) -> None:
-            words = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
-            progress.update(task, completed=counts.ended, total=total, description=words)
+            state = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
+            progress.update(task, completed=counts.ended, total=total, description=state)
 
         yield tell
 
@@ -243,7 +245,10 @@ def _show(report: Report, out: Path | None, print_json: bool) -> None:
     if print_json:
         print(text, end="")
     else:
-        Console().print(latency_table(report))
+        console = Console()
+        if not console.is_terminal:  # a log has room for every column
+            console = Console(width=140)
+        console.print(latency_table(report))
         for line in lines(report):
             print(line)
     if out is not None:

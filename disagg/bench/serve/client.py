@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import httpx
@@ -21,20 +23,23 @@ _ERROR_BYTES = 1 << 16
 
 
 class Client:
-    """Asks one endpoint, with as many connections as there are requests. Use with `async with`."""
+    """Asks one endpoint, with as many connections as there are requests. Use with `async with`.
+
+    Each request that is under way has an `httpx.AsyncClient` of its own: what one pool does for each request grows
+    with the square of its connections (httpcore 1.0), and a hundred of them made the client late.
+    """
 
     def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: Clock) -> None:
         """`url` without the slash at its end; `timeout_s` is for a whole answer."""
         self._path = f"{url}/chat/completions" if chat else f"{url}/completions"
         self._models = f"{url}/models"
         self._timeout_s, self._clock = timeout_s, clock
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
+        self._headers = {"content-type": "application/json", "accept-encoding": "identity"}
         if api_key is not None:
-            headers["authorization"] = f"Bearer {api_key}"
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEP_ALIVE_S)
-        # A transport of our own: no proxy that the environment names comes between client and server.
-        transport = httpx.AsyncHTTPTransport(limits=limits)
-        self._http = httpx.AsyncClient(transport=transport, headers=headers, timeout=None)
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._tls = httpx.create_ssl_context()
+        self._made: list[httpx.AsyncClient] = []  # all of them, closed at the end
+        self._free: list[httpx.AsyncClient] = []  # those that no request uses; the last one used is the next
 
     async def __aenter__(self) -> Client:
         return self
@@ -42,13 +47,33 @@ class Client:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
+        for http in self._made:
+            await http.aclose()
+
+    @contextmanager
+    def _connection(self) -> Iterator[httpx.AsyncClient]:
+        http = self._free.pop() if self._free else self._connect()
+        try:
+            yield http
+        finally:
+            self._free.append(
+                http
+            )  # after a failure as well: httpx has closed the connection, and opens another
+
+    def _connect(self) -> httpx.AsyncClient:
+        limits = httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)
+        # A transport of our own: no proxy that the environment names comes between client and server.
+        transport = httpx.AsyncHTTPTransport(verify=self._tls, limits=limits)
+        http = httpx.AsyncClient(transport=transport, headers=self._headers, timeout=None)
+        self._made.append(http)
+        return http
 
     async def model(self) -> str:
         """The first model that the server names. Raises `DisaggError` where it names none."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                response = await self._http.get(self._models)
+                with self._connection() as http:
+                    response = await http.get(self._models)
         except (httpx.TransportError, TimeoutError) as exc:
             raise DisaggError(f"{self._models} cannot be reached: {exc or 'no answer in time'}") from exc
         if response.status_code != 200:
@@ -69,7 +94,8 @@ class Client:
         answer, sent_s = Answer(asked), self._clock.now()
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._stream(asked, answer)
+                with self._connection() as http:
+                    await self._stream(http, asked, answer)
         except TimeoutError:
             answer.fail("timeout", f"no end of the answer within {self._timeout_s:g} s")
         except httpx.ConnectError as exc:
@@ -78,8 +104,8 @@ class Client:
             answer.fail("disconnect", _words(exc))
         return answer.row(due_s, sent_s, self._clock.now())
 
-    async def _stream(self, asked: Asked, answer: Answer) -> None:
-        async with self._http.stream("POST", self._path, content=asked.body) as response:
+    async def _stream(self, http: httpx.AsyncClient, asked: Asked, answer: Answer) -> None:
+        async with http.stream("POST", self._path, content=asked.body) as response:
             if response.status_code != 200:
                 answer.fail(f"http {response.status_code}", error_message(await _some(response)))
                 return
