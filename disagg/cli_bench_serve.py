@@ -201,9 +201,10 @@ def _api_key(path: Path) -> str:
         text = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"--api-key-file {path} cannot be read: {exc}") from exc
-    if not text:
-        raise ConfigError(f"--api-key-file {path} is empty: its first line is the key")
-    return text.splitlines()[0].strip()
+    key = text.splitlines()[0].strip() if text else ""
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"--api-key-file {path}: its first line is the key, in printable ASCII characters")
+    return key
 
 
 def _allow_open_files() -> None:

@@ -167,7 +167,9 @@ def test_the_key_is_the_first_line_of_its_file(tmp_path: Path, capsys: pytest.Ca
         (["--rate", "1", "--token-ids", "9-3"], "--token-ids 9-3"),
         (["--rate", "1", "--url", "127.0.0.1:8000"], "--url 127.0.0.1:8000"),
         (["--rate", "1", "--url", "http://a:b@host/v1"], "--url"),
-        (["--rate", "1", "--api-key-file", "/dev/null"], "is empty"),
+        (["--rate", "1", "--url", "http://[::1/v1"], "--url"),
+        (["--rate", "1", "--url", "http://host:port/v1"], "--url"),
+        (["--rate", "1", "--api-key-file", "/dev/null"], "its first line is the key"),
         (["--rate", "1", "--api-key-file", "no such file"], "cannot be read"),
     ],
 )

@@ -39,7 +39,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending to the first token."""
+        """From sending, with connecting, to the first token."""
         return None if self.first_s is None else self.first_s - self.sent_s
 
     @property

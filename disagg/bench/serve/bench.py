@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from urllib.parse import urlsplit
+
+import httpx
 
 from disagg.bench.report import Label
 from disagg.bench.serve.arrivals import Arrivals
@@ -55,15 +56,17 @@ class ServeBench:
 
 
 def check_url(url: str) -> str:
-    """`url` without a slash at its end. Raises `ConfigError` unless it is one of HTTP."""
-    parts = urlsplit(url)
-    if (
-        parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or parts.username
-        or parts.query
-        or parts.fragment
-    ):
+    """`url` without a slash at its end. Raises `ConfigError` unless it is one of HTTP, and names no password."""
+    try:
+        parts = httpx.URL(url)
+        usable = (
+            parts.scheme in ("http", "https")
+            and parts.host
+            and not (parts.userinfo or parts.query or parts.fragment)
+        )
+    except httpx.InvalidURL:
+        usable = False
+    if not usable:
         raise ConfigError(f"--url {url}: give where the API begins, such as http://127.0.0.1:8000/v1")
     return url.rstrip("/")
 

@@ -56,9 +56,8 @@ class Client:
         try:
             yield http
         finally:
-            self._free.append(
-                http
-            )  # after a failure as well: httpx has closed the connection, and opens another
+            # After a failure as well: httpx has closed the connection, and opens another.
+            self._free.append(http)
 
     def _connect(self) -> httpx.AsyncClient:
         limits = httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)
@@ -74,7 +73,7 @@ class Client:
             async with asyncio.timeout(self._timeout_s):
                 with self._connection() as http:
                     response = await http.get(self._models)
-        except (httpx.TransportError, TimeoutError) as exc:
+        except (httpx.HTTPError, TimeoutError) as exc:
             raise DisaggError(f"{self._models} cannot be reached: {exc or 'no answer in time'}") from exc
         if response.status_code != 200:
             raise DisaggError(_refusal(self._models, response.status_code, error_message(response.content)))
@@ -100,7 +99,7 @@ class Client:
             answer.fail("timeout", f"no end of the answer within {self._timeout_s:g} s")
         except httpx.ConnectError as exc:
             answer.fail("connect", _words(exc))
-        except httpx.TransportError as exc:
+        except httpx.HTTPError as exc:
             answer.fail("disconnect", _words(exc))
         return answer.row(due_s, sent_s, self._clock.now())
 
@@ -142,5 +141,5 @@ def _refusal(url: str, what: int | str, message: str) -> str:
     return f"{url}: {what}, {message}{hint}"
 
 
-def _words(exc: httpx.TransportError) -> str:
+def _words(exc: httpx.HTTPError) -> str:
     return f"{type(exc).__name__}: {exc}" if str(exc) else type(exc).__name__
