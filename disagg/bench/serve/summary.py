@@ -119,7 +119,7 @@ def notes(summary: Summary) -> list[str]:
     if late_s is not None and late_s.p99 > LATE_S:
         found.append(
             f"the client was late: it sent requests up to {1e3 * late_s.max:.0f} ms after they were due "
-            f"(p99 {1e3 * late_s.p99:.0f} ms); it was too busy for this load, and its latencies are too high"
+            f"(p99 {1e3 * late_s.p99:.0f} ms); it was too busy, and measured latencies that are too high"
         )
     per_event = summary.tokens_per_event
     if per_event is not None and abs(per_event - 1) > 0.05:
