@@ -15,6 +15,7 @@ STREAM = (
     b": a comment\r\n"
     b"event: message\r\nid: 7\r\nretry: 10\r\ndata:no space\r\n\r\n"
     b"data: two\ndata: lines\n\n"
+    b"data: three\r\ndata: more\r\ndata: lines\r\n\r\n"
     b"data\r\r"
     b"\n\n\n"
     b'data:  {"text": "\xe2\x82\xac \\n"}\r\n\r\n'
@@ -25,6 +26,7 @@ EVENTS = [
     b"first",
     b"no space",
     b"two\nlines",
+    b"three\nmore\nlines",
     b"",
     b' {"text": "\xe2\x82\xac \\n"}',
     b"[DONE]",
