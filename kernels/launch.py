@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ VECTOR_BYTES = 16
 # multiprocessor holds so many programs that they hide each other's memory latency. A row is not cut below 4 KiB.
 _MAX_BLOCK_WORDS = 512
 _INT32_MAX = 2**31 - 1
+_KEPT = 1024
+"""Launchers: one for each kernel and shape of rows; a rank has a few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,60 +33,82 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
-    """`kernel(*tensors, *sizes, *constants, BLOCK_TOKENS, BLOCK_WORDS)`, over all planes, tokens and words."""
+class Launcher:
+    """`kernel(*tensors, *sizes, *constants, BLOCK_TOKENS, BLOCK_WORDS)`, over all planes, tokens and words.
+
+    Made by `launcher`, which keeps it: what does not differ from call to call is worked out once.
+    """
 
     kernel: Any
     device: torch.device
-    tensors: Callable[[], tuple[torch.Tensor, ...]]
-    """Makes the views that the kernel is compiled for; only asked when it is not compiled yet."""
-    addresses: tuple[int, ...]
-    """Of the first elements of `tensors`."""
     types: tuple[object, ...]
-    """What tells apart element types of `tensors`."""
+    """What tells apart element types of the tensors."""
     planes: int
-    tokens: int
     row_words: int
-    sizes: tuple[int, ...]
-    """Differ from call to call; nothing is compiled anew for them."""
     constants: tuple[int, ...]
-    tile: Tile = Tile()
+    tile: Tile
+    _compiled: dict[int, Any] = field(default_factory=dict, compare=False)
+    """By what else Triton compiles apart for: alignment of addresses, width of sizes."""
 
-    def run(self) -> None:
-        """One launch on the current stream of `device`; never waits for it."""
+    def run(
+        self,
+        tokens: int,
+        addresses: tuple[int, ...],
+        sizes: tuple[int, ...],
+        tensors: Callable[[], tuple[torch.Tensor, ...]],
+    ) -> None:
+        """One launch on the current stream of `device`; never waits for it.
+
+        `tensors` makes the views that the kernel is compiled for, and is only asked when it is not compiled yet;
+        `addresses` are those of their first elements. Nothing is compiled anew for `sizes`.
+        """
         block_words, block_tokens = self.tile.shape(self.row_words)
-        grid = (-(-self.tokens // block_tokens), self.planes, -(-self.row_words // block_words))
+        grid = (-(-tokens // block_tokens), self.planes, -(-self.row_words // block_words))
         constants = (*self.constants, block_tokens, block_words)
         if self.device.type != "cuda":  # the interpreter
-            self.kernel[grid](*self.tensors(), *self.sizes, *constants)
+            self.kernel[grid](*tensors(), *sizes, *constants)
         elif self.device.index == torch.cuda.current_device():
-            self._run_on_device(grid, constants)
+            self._run_on_device(grid, addresses, sizes, constants, tensors)
         else:
             with torch.cuda.device(self.device):  # Triton launches on the current device's current stream
-                self._run_on_device(grid, constants)
+                self._run_on_device(grid, addresses, sizes, constants, tensors)
 
-    def _run_on_device(self, grid: tuple[int, int, int], constants: tuple[int, ...]) -> None:
-        """Triton's own launcher takes 17 us to find what it compiled before; found here, a launch takes 9."""
-        # Everything that Triton compiles apart for.
-        key = (
-            self.kernel,
-            self.device.index,
-            constants,
-            self.types,
-            *(address % VECTOR_BYTES == 0 for address in self.addresses),
-            *(size > _INT32_MAX for size in self.sizes),
-        )
-        compiled = _compiled.get(key)
+    def _run_on_device(
+        self,
+        grid: tuple[int, int, int],
+        addresses: tuple[int, ...],
+        sizes: tuple[int, ...],
+        constants: tuple[int, ...],
+        tensors: Callable[[], tuple[torch.Tensor, ...]],
+    ) -> None:
+        """Triton's own launcher takes 17 us to find what it compiled before."""
+        variant = 0
+        for address in addresses:
+            variant = variant << 1 | (address % VECTOR_BYTES == 0)
+        for size in sizes:
+            variant = variant << 1 | (size > _INT32_MAX)
+        compiled = self._compiled.get(variant)
         if compiled is not None:
-            compiled[grid](*self.addresses, *self.sizes, *constants)
+            compiled[grid](*addresses, *sizes, *constants)
             return
-        _compiled[key] = self.kernel[grid](
-            *self.tensors(),
-            *self.sizes,
+        self._compiled[variant] = self.kernel[grid](
+            *tensors(),
+            *sizes,
             *constants,
             num_warps=self.tile.warps,
             enable_fp_fusion=False,  # nothing to fuse; newer Triton warns when this is left to its default
         )
 
 
-_compiled: dict[tuple[object, ...], Any] = {}
+@lru_cache(maxsize=_KEPT)
+def launcher(
+    kernel: Any,
+    device: torch.device,
+    types: tuple[object, ...],
+    planes: int,
+    row_words: int,
+    constants: tuple[int, ...],
+    tile: Tile = Tile(),
+) -> Launcher:
+    """The launcher for these; see `Launcher`."""
+    return Launcher(kernel, device, types, planes, row_words, constants, tile)

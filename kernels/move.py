@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -17,16 +18,15 @@ import triton.language as tl
 
 from disagg.core.types import Span
 from kernels.dispatch import backend
-from kernels.launch import Launch, Tile
-from kernels.layout import WORDS, alignment, check_pool, check_slots
+from kernels.launch import Tile, launcher
+from kernels.rows import Rows, check_slots, rows_of, view_words
 
 # Each warp reads the fence word over the wire: of all tiles from 1 to 16 KiB a warp, the smallest within 1 % of what
 # the kernel reaches without a fence (H200, NVLink: 368 GB/s of 371; 1 KiB a warp: 300).
 _TILE = Tile(words=2048, warps=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """A rectangle of a pool: where rows are read, or where they are written."""
 
     pool: torch.Tensor
@@ -37,32 +37,30 @@ class Place:
     heads: Span
     """Both local to the pool."""
 
-    @property
-    def token_bytes(self) -> int:
-        """Distance of two slots."""
-        return self.pool.shape[3] * self.pool.shape[4] * self.pool.element_size()
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """One validated move."""
+
+    source: Place
+    target: Place
+    fence: torch.Tensor
+    ticket: int
+    rows: tuple[Rows, Rows]
+    """Of source and target."""
 
     @property
-    def plane_bytes(self) -> int:
-        """Distance of two (layer, k|v) planes."""
-        return self.pool.shape[2] * self.token_bytes
+    def aligned(self) -> int:
+        return min(rows.aligned for rows in self.rows)
 
-    @property
-    def first_bytes(self) -> int:
-        """Where a token's row begins within its slot."""
-        return self.heads.start * self.pool.shape[4] * self.pool.element_size()
-
-    @property
-    def start(self) -> int:
-        """Address of the first plane's first row."""
-        return self.pool.data_ptr() + 2 * self.layers.start * self.plane_bytes + self.first_bytes
-
-    def words(self, word_bytes: int, row_words: int) -> torch.Tensor:
-        """View `[layers, 2, slots, row_words]`: the layers and heads only."""
-        token_words, first = self.token_bytes // word_bytes, self.first_bytes // word_bytes
-        shape = (self.pool.shape[0], 2, self.pool.shape[2], token_words)
-        words = self.pool.view(-1).view(WORDS[word_bytes]).view(shape)
-        return words[self.layers.start : self.layers.stop, :, :, first : first + row_words]
+    def words(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views `[layers, 2, slots, row_words]` of source and target."""
+        word_bytes = min(self.aligned, 8)
+        source, target = (
+            view_words(place.pool, rows, place.layers, word_bytes)
+            for place, rows in zip((self.source, self.target), self.rows, strict=True)
+        )
+        return source, target
 
 
 def move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> None:
@@ -77,30 +75,30 @@ def move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> None
 
 def prepare_move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> Callable[[], None]:
     """`move` to be called later, with all that can be done before already done. Raises as it does."""
-    row_bytes = _check(source, target, fence)
-    if not row_bytes:
+    planned = _plan(source, target, fence, ticket)
+    if planned is None:
         return lambda: None
     if backend(source.pool.device) == "triton":
-        return _launch(source, target, fence, ticket, row_bytes).run
-    return partial(_move_torch, source, target, fence, ticket, row_bytes)
+        return _prepared(planned)
+    return partial(_move_torch, planned)
 
 
 def move_reference(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> None:
     """The same as `move`, in plain torch on any device; waits for the device."""
-    row_bytes = _check(source, target, fence)
-    if row_bytes:
-        _move_torch(source, target, fence, ticket, row_bytes)
+    planned = _plan(source, target, fence, ticket)
+    if planned is not None:
+        _move_torch(planned)
 
 
-def _check(source: Place, target: Place, fence: torch.Tensor) -> int:
-    """Bytes of a row; 0 when there is nothing to move."""
+def _plan(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> _Move | None:
+    """None when there is nothing to move."""
+    sizes, rows = [], []
     for place in (source, target):
-        check_pool(place.pool, place.layers, place.heads)
+        found = rows_of(place.pool, place.layers, place.heads)
         check_slots(place.slots, place.pool)
-    sizes = [
-        (len(p.layers), len(p.heads), p.slots.shape[0], p.pool.shape[4], p.pool.element_size())
-        for p in (source, target)
-    ]
+        rows.append(found)
+        head_dim, element_bytes = place.pool.shape[4], place.pool.element_size()
+        sizes.append((found.planes // 2, len(place.heads), place.slots.shape[0], head_dim, element_bytes))
     if sizes[0] != sizes[1]:
         raise ValueError(
             f"(layers, heads, tokens, head_dim, element bytes) differ: source {sizes[0]}, target {sizes[1]}"
@@ -109,17 +107,9 @@ def _check(source: Place, target: Place, fence: torch.Tensor) -> int:
         raise ValueError(
             f"fence must be int64 [1] on {source.pool.device}; got {fence.dtype} {list(fence.shape)}"
         )
-    layers, heads, tokens, head_dim, element_bytes = sizes[0]
-    return heads * head_dim * element_bytes if layers and tokens else 0
-
-
-def _word_bytes(source: Place, target: Place, row_bytes: int) -> int:
-    """Alignment of every row on both sides, in bytes, at most 16."""
-    quantities = [row_bytes]
-    for place in (source, target):
-        offset = int(place.pool.storage_offset()) * place.pool.element_size()  # for `Tensor.view(dtype)`
-        quantities += [place.token_bytes, place.first_bytes, place.pool.data_ptr(), offset]
-    return alignment(*quantities)
+    if not (rows[0].planes and rows[0].row_bytes and source.slots.shape[0]):
+        return None
+    return _Move(source, target, fence, ticket, (rows[0], rows[1]))
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -164,51 +154,38 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     tl.store(target + to_row[:, None] + word[None, :], words, mask=mask, cache_modifier=".cs")
 
 
-def _launch(source: Place, target: Place, fence: torch.Tensor, ticket: int, row_bytes: int) -> Launch:
-    aligned = _word_bytes(source, target, row_bytes)
+def _prepared(planned: _Move) -> Callable[[], None]:
+    source, target = planned.source, planned.target
+    here, there = planned.rows
+    aligned, tokens = planned.aligned, source.slots.shape[0]
     word_bytes = min(aligned, 8)
-    row_words = row_bytes // word_bytes
-    return Launch(
+    row_words = here.row_bytes // word_bytes
+    found = launcher(
         _move_kernel,
         source.pool.device,
-        tensors=lambda: (
-            source.words(word_bytes, row_words),
-            source.slots,
-            target.words(word_bytes, row_words),
-            target.slots,
-            fence,
-        ),
-        addresses=(
-            source.start,
-            source.slots.data_ptr(),
-            target.start,
-            target.slots.data_ptr(),
-            fence.data_ptr(),
-        ),
-        types=(word_bytes, source.slots.dtype, target.slots.dtype),
-        planes=2 * len(source.layers),
-        tokens=source.slots.shape[0],
-        row_words=row_words,
-        sizes=(
-            source.slots.shape[0],
-            source.plane_bytes // word_bytes,
-            target.plane_bytes // word_bytes,
-            ticket,
-        ),
-        tile=_TILE,
-        constants=(
-            source.token_bytes // word_bytes,
-            target.token_bytes // word_bytes,
-            row_words,
-            aligned // word_bytes,
-        ),
+        (word_bytes, source.slots.dtype, target.slots.dtype),
+        here.planes,
+        row_words,
+        (here.token_bytes // word_bytes, there.token_bytes // word_bytes, row_words, aligned // word_bytes),
+        _TILE,
     )
+    addresses = (
+        here.start,
+        source.slots.data_ptr(),
+        there.start,
+        target.slots.data_ptr(),
+        planned.fence.data_ptr(),
+    )
+    sizes = (tokens, here.plane_bytes // word_bytes, there.plane_bytes // word_bytes, planned.ticket)
+
+    def tensors() -> tuple[torch.Tensor, ...]:
+        mine, theirs = planned.words()
+        return mine, source.slots, theirs, target.slots, planned.fence
+
+    return partial(found.run, tokens, addresses, sizes, tensors)
 
 
-def _move_torch(source: Place, target: Place, fence: torch.Tensor, ticket: int, row_bytes: int) -> None:
-    if int(fence[0]) != ticket:
-        return
-    word_bytes = min(_word_bytes(source, target, row_bytes), 8)
-    row_words = row_bytes // word_bytes
-    rows = source.words(word_bytes, row_words).index_select(2, source.slots)
-    target.words(word_bytes, row_words).index_copy_(2, target.slots.long(), rows)
+def _move_torch(planned: _Move) -> None:
+    if int(planned.fence[0]) == planned.ticket:
+        mine, theirs = planned.words()
+        theirs.index_copy_(2, planned.target.slots.long(), mine.index_select(2, planned.source.slots))

@@ -20,6 +20,8 @@ class Ledger:
         self._arrivals = 0
         self._waiting: set[Arrival] = set()
         self._registered: dict[int, torch.Tensor] = {}
+        self._spans: dict[int, tuple[int, torch.device]] = {}
+        """Of registered memory: where it ends, by where it starts."""
         # Holding the tensor here keeps its memory alive until the operation has ended.
         self._pending: dict[Operation, torch.Tensor | None] = {}
         self._ended: list[Operation] = []
@@ -35,6 +37,7 @@ class Ledger:
         if memory.data_ptr() in self._registered:
             raise ValueError(f"register: buffer at {memory.data_ptr():#x} is registered already")
         self._registered[memory.data_ptr()] = memory
+        self._spans[memory.data_ptr()] = (memory.data_ptr() + memory.nbytes, memory.device)
 
     def deregister(self, memory: torch.Tensor) -> None:
         """Forgets a buffer. Raises `ValueError` when it is unknown or a pending operation uses it."""
@@ -43,7 +46,7 @@ class Ledger:
         users = [op for op, view in self._pending.items() if view is not None and _within(view, memory)]
         if users:
             raise ValueError(f"deregister: {len(users)} pending operations use the buffer, first {users[0]}")
-        del self._registered[memory.data_ptr()]
+        del self._registered[memory.data_ptr()], self._spans[memory.data_ptr()]
 
     def check_view(self, what: str, view: torch.Tensor, nbytes: int | None = None) -> None:
         """Raises `ValueError` unless `view` is uint8 `[n > 0]` in registered memory (of `nbytes`, if
@@ -55,7 +58,9 @@ class Ledger:
             )
         if nbytes is not None and view.numel() != nbytes:
             raise ValueError(f"{what}: expected uint8 [{nbytes}], got {_shape(view)}")
-        if not any(_within(view, memory) for memory in self._registered.values()):
+        start, device = view.data_ptr(), view.device
+        end = start + view.numel()
+        if not any(f <= start and end <= t and device == d for f, (t, d) in self._spans.items()):
             raise ValueError(f"{what}: the view lies in no registered buffer; register() its buffer")
 
     def start(

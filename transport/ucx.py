@@ -27,10 +27,29 @@ from transport.ucx_library import load, unwrap_address, wrap_address
 FENCE_TIMEOUT_S = 10.0
 """How long `disconnect` waits for UCX to confirm that nothing touches our memory any more."""
 _SCRATCH_BYTES = 64
+_KEPT_BYTES = 4096
+_KEPT = 1024
+"""Host views of so many bytes, and so many of them, are kept in the form that ucxx takes: messages come again and
+again from the same places, segments do not."""
 _PROGRESS_STEPS = 64
 """Most progress calls in one `progress`, so that a steady stream cannot keep the owner thread inside."""
 _MAX_IDLE_WAKEUPS = 100
 _NAP_S = 0.0006
+
+
+class _CudaBytes:
+    """Device memory as ucxx asks for it; torch's own answer takes it longer than all the rest of a send."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +84,8 @@ class UcxTransport(Transport):
         self._ledger = Ledger()
         self._peers: dict[str, _Peer] = {}
         self._requests: dict[Operation, Any] = {}
+        self._arrays: dict[tuple[int, int], Any] = {}
+        """By address and size, within registered host memory."""
         self._swallowed: list[Any] = []
         """Requests that consume what nobody asked for; held until UCX is done with the scratch bytes."""
         self._scratch = self._array_type(bytearray(_SCRATCH_BYTES))
@@ -122,6 +143,7 @@ class UcxTransport(Transport):
 
     def deregister(self, memory: torch.Tensor) -> None:
         self._ledger.deregister(memory)
+        self._arrays.clear()
 
     def send(self, peer: str, tag: int, view: torch.Tensor, context: object = None) -> Operation:
         self._ensure_open()
@@ -256,7 +278,16 @@ class UcxTransport(Transport):
         return [endpoint.close()]
 
     def _array(self, view: torch.Tensor) -> Any:
-        return self._array_type(view if view.is_cuda else view.numpy())
+        """What ucxx takes. What is kept is let go when memory is deregistered."""
+        if view.is_cuda:
+            return self._array_type(_CudaBytes(view.data_ptr(), view.numel()))
+        place = (view.data_ptr(), view.numel())
+        array = self._arrays.get(place)
+        if array is None:
+            array = self._array_type(view.numpy())
+            if view.numel() <= _KEPT_BYTES and len(self._arrays) < _KEPT:
+                self._arrays[place] = array
+        return array
 
     def _submit(self, operation: Operation, start: Any) -> None:
         try:

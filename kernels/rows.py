@@ -1,0 +1,102 @@
+"""Where the rows of some layers and heads lie in a pool: all that does not differ from copy to copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from disagg.core.types import Span
+from kernels.launch import VECTOR_BYTES
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_KEPT = 4096
+"""Rectangles: one for each pool, layer group and route; a rank has a few, and pools that it may write to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a rectangle: for each (layer, k|v) *plane* and each token, contiguous elements. Bytes and addresses."""
+
+    planes: int
+    start: int
+    """Address of the first plane's first row."""
+    first_bytes: int
+    """Where a token's row begins within its slot."""
+    row_bytes: int
+    """Length of a row; 0 without heads."""
+    token_bytes: int
+    """Distance of two slots."""
+    plane_bytes: int
+    """Distance of two planes."""
+    aligned: int
+    """Largest power of two, at most 16, that divides all of these (and the storage offset)."""
+
+
+def rows_of(pool: torch.Tensor, layers: Span, heads: Span) -> Rows:
+    """Of `pool`, contiguous `[layers, 2, slots, heads, head_dim]`; `layers` and `heads` are local to it.
+
+    Raises ValueError for another pool, and for layers and heads that it does not have.
+    """
+    offset_bytes = (
+        int(pool.storage_offset()) * pool.element_size()
+    )  # `Tensor.view(dtype)` demands alignment of it
+    if not pool.is_contiguous():
+        raise _shape_error(tuple(pool.shape), f", strides {list(pool.stride())}")
+    return _rows(pool.data_ptr(), offset_bytes, pool.shape, pool.element_size(), layers, heads)
+
+
+def view_words(pool: torch.Tensor, rows: Rows, layers: Span, word_bytes: int) -> torch.Tensor:
+    """View `[layers, 2, slots, words of a row]` of the pool: the rectangle's layers and heads only."""
+    token_words, first = rows.token_bytes // word_bytes, rows.first_bytes // word_bytes
+    words = pool.view(-1).view(WORDS[word_bytes]).view(pool.shape[0], 2, pool.shape[2], token_words)
+    return words[layers.start : layers.stop, :, :, first : first + rows.row_bytes // word_bytes]
+
+
+def alignment(*quantities: int) -> int:
+    """Largest power of two, at most 16, that divides all the quantities (bytes, addresses)."""
+    merged = VECTOR_BYTES
+    for quantity in quantities:
+        merged |= quantity
+    return merged & -merged
+
+
+def check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
+    """Raises ValueError unless `slots` is a list of slots beside the pool. Their values are trusted."""
+    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
+        raise ValueError(
+            f"slots must be contiguous int32 or int64 [tokens]; got {slots.dtype} {list(slots.shape)}"
+        )
+    if slots.device != pool.device:
+        raise ValueError(f"slots must be on the pool's device {pool.device}; got {slots.device}")
+
+
+@lru_cache(maxsize=_KEPT)
+def _rows(
+    address: int, offset_bytes: int, shape: tuple[int, ...], element_bytes: int, layers: Span, heads: Span
+) -> Rows:
+    if len(shape) != 5 or shape[1] != 2:
+        raise _shape_error(shape)
+    for axis, what, span in ((0, "layers", layers), (3, "heads", heads)):
+        if not Span(0, shape[axis]).covers(span):
+            raise ValueError(
+                f"{what} [{span.start}, {span.stop}) is outside the pool's {shape[axis]} {what}; "
+                "pass indices local to the pool"
+            )
+    head_bytes = shape[4] * element_bytes
+    token_bytes, first_bytes = shape[3] * head_bytes, heads.start * head_bytes
+    row_bytes, plane_bytes = len(heads) * head_bytes, shape[2] * token_bytes
+    return Rows(
+        planes=2 * len(layers),
+        start=address + 2 * layers.start * plane_bytes + first_bytes,
+        first_bytes=first_bytes,
+        row_bytes=row_bytes,
+        token_bytes=token_bytes,
+        plane_bytes=plane_bytes,
+        aligned=alignment(row_bytes, token_bytes, first_bytes, address, offset_bytes),
+    )
+
+
+def _shape_error(shape: tuple[int, ...], more: str = "") -> ValueError:
+    return ValueError(f"pool must be contiguous [layers, 2, slots, heads, head_dim]; got {list(shape)}{more}")
