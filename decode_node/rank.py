@@ -30,7 +30,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
         ledger = Ledger(pool_tokens=group.pool_tokens, page_size=group.page_size, rows=group.max_requests)
         scheduler = DecodeScheduler(
             ledger,
-            group=self.role,
+            group=self.name,
             ranks=group.ranks,
             max_batch=group.max_batch,
             max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
@@ -55,6 +55,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             watermark_interval_s=transfer.watermark_interval_s,
             transport=transport,
             address=self.control.address,
+            lane=self.lane,
             send=self.control.send,
             to_leader=self._to_leader,
             timeline=self.timeline,

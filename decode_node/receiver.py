@@ -76,6 +76,7 @@ class SegmentReceiver:
         watermark_interval_s: float,
         transport: Transport,
         address: str,
+        lane: str,
         send: Callable[[str, m.Message], None],
         to_leader: Callable[[m.Message], None],
         timeline: Timeline,
@@ -86,7 +87,7 @@ class SegmentReceiver:
         self._lease_timeout_s, self._watermark_interval_s = lease_timeout_s, watermark_interval_s
         self._transport, self._send, self._to_leader = transport, send, to_leader
         self._timeline, self._clock = timeline, clock
-        self._lane = f"decode r{rank}"
+        self._lane = lane
         self._queue = DeviceQueue(pool.buffer.device)
         self._buffer = StagingBuffer(ring_bytes, pool.buffer.device)
         self._ring = StagingAllocator(ring_bytes)

@@ -8,6 +8,7 @@ Ray places and watches; once a cluster is up, requests pass over ZMQ and KV over
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -44,6 +45,8 @@ Progress = Callable[[str], None]
 class Group:
     """One engine's actors."""
 
+    name: str
+    """Unique in the cluster."""
     role: str
     placement: GroupPlacement
     actors: list[Any]
@@ -76,19 +79,22 @@ class Cluster:
     def start(self, progress: Progress) -> None:
         """Brings both groups up and links them. Raises what a rank raised, as itself."""
         for role, where in (("prefill", self.placement.prefill), ("decode", self.placement.decode)):
-            progress(f"placing {where.tp} {role} rank{'s' * (where.tp > 1)} on {where.device}")
-            self.groups.append(self._place(role, where))
+            for number in range(1, where.groups + 1):
+                name = role if number == 1 else f"{role}-{number}"
+                progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
+                self.groups.append(self._place(name, role, where))
         progress("loading the model on every rank")
         pending = [(group, self._start_ranks(group)) for group in self.groups]
         for group, refs in pending:
             group.started = _get(refs, START_TIMEOUT_S)
             group.info = _group_info(group, self.config)
         progress("connecting the groups")
-        prefill, decode = self.groups
         for group in self.groups:
             self._all(group, "join", group.info)
-        self._all(prefill, "link", decode.info)
-        self._all(decode, "link", prefill.info)
+        pairs = itertools.product(self._of("prefill"), self._of("decode"))
+        for prefill, decode in pairs:
+            self._all(prefill, "link", decode.info)
+            self._all(decode, "link", prefill.info)
         self._watcher.start()
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:
@@ -120,13 +126,17 @@ class Cluster:
 
     @property
     def prefill(self) -> Group:
-        """The prefill group."""
-        return self.groups[0]
+        """The first prefill group."""
+        return self._of("prefill")[0]
 
     @property
     def decode(self) -> Group:
-        """The decode group."""
-        return self.groups[1]
+        """The first decode group."""
+        return self._of("decode")[0]
+
+    def infos(self, role: str) -> list[GroupInfo]:
+        """What a router must know of the groups of a kind."""
+        return [group.info for group in self._of(role) if group.info is not None]
 
     def spans(self) -> list[TimelineSpan]:
         """What happened on all ranks since the last call."""
@@ -138,16 +148,19 @@ class Cluster:
             self._all(group, "check")
 
     def statistics(self) -> dict[str, Any]:
-        """Every rank's statistics, by `role rank`."""
+        """Every rank's statistics, by `group rank`."""
         return {
-            f"{group.role} r{rank}": statistics
+            f"{group.name} r{rank}": statistics
             for group in self.groups
             for rank, statistics in enumerate(self._all(group, "statistics"))
         }
 
     # --- inside
 
-    def _place(self, role: str, where: GroupPlacement) -> Group:
+    def _of(self, role: str) -> list[Group]:
+        return [group for group in self.groups if group.role == role]
+
+    def _place(self, name: str, role: str, where: GroupPlacement) -> Group:
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -157,7 +170,7 @@ class Cluster:
         if not placed.wait(CALL_TIMEOUT_S):
             ray.util.remove_placement_group(placed)
             raise ConfigError(
-                f"the Ray cluster has no room for the {role} group: it needs {where.tp} x {bundle} on one node, "
+                f"the Ray cluster has no room for the {name} group: it needs {where.tp} x {bundle} on one node, "
                 f"free are {ray.available_resources()}"
             )
         actor_class = _actor_class(role)
@@ -167,8 +180,8 @@ class Cluster:
             options = actor_class.options(
                 num_cpus=1, num_gpus=where.gpus_per_rank, scheduling_strategy=strategy, name=None
             )
-            actors.append(options.remote(rank, self.config, self._keys))
-        return Group(role, where, actors, placed)
+            actors.append(options.remote(rank, self.config, self._keys, name))
+        return Group(name, role, where, actors, placed)
 
     def _start_ranks(self, group: Group) -> list[Any]:
         rendezvous = _get([group.actors[0].rendezvous.remote(group.placement.backend)], CALL_TIMEOUT_S)[0]
@@ -194,7 +207,7 @@ class Cluster:
 
     def _lost(self, group: Group, rank: int) -> None:
         address = group.started[rank].info.control_address
-        log.error("rank_lost", role=group.role, rank=rank, address=address)
+        log.error("rank_lost", group=group.name, rank=rank, address=address)
         group.lost.add(rank)
         for other in self.groups:
             for actor in self._alive(other):
@@ -264,7 +277,7 @@ def _with_placement(config: Config, placement: Placement) -> Config:
 def _group_info(group: Group, config: Config) -> GroupInfo:
     page_size = config.prefill.page_size if group.role == "prefill" else config.decode.page_size
     return GroupInfo(
-        name=group.role,
+        name=group.name,
         role=group.role,
         protocol_version=PROTOCOL_VERSION,
         fingerprint=group.spec.fingerprint,

@@ -9,7 +9,7 @@ from disagg.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GroupPlacement:
-    """Where one group's ranks run."""
+    """Where the ranks of one kind of group run."""
 
     tp: int
     device: str
@@ -18,6 +18,13 @@ class GroupPlacement:
     """What a rank asks of Ray: a whole GPU, a share of one, or 0 on a CPU."""
     backend: str
     """Collective among the ranks: `gloo`, or `nccl` where each has a GPU of its own."""
+    groups: int = 1
+    """Groups of this kind."""
+
+    @property
+    def ranks(self) -> int:
+        """Of all groups of this kind."""
+        return self.tp * self.groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +35,24 @@ class Placement:
     decode: GroupPlacement
     why: str
 
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.prefill.ranks + self.decode.ranks
+
 
 def choose_placement(
-    gpus: int, prefill_tp: int | None = None, decode_tp: int | None = None, device: str = "auto"
+    gpus: int,
+    prefill_tp: int | None = None,
+    decode_tp: int | None = None,
+    device: str = "auto",
+    groups: tuple[int, int] = (1, 1),
 ) -> Placement:
-    """Places both groups on a machine with `gpus` GPUs; sizes that are None are chosen.
+    """Places `groups` prefill and decode groups where there are `gpus` GPUs; sizes that are None are chosen.
 
-    Three GPUs or more, and enough for all ranks: a GPU each. Two: one for each group, whose ranks share it. One:
-    everybody shares it. None, or `device` is `cpu`: CPU. Raises `ConfigError` when GPUs are asked for and there
-    is none.
+    Three GPUs or more, and enough for all ranks: a GPU each. Two: one for each group, whose ranks share it. One, or
+    too few for several groups of a kind: everybody shares them. None, or `device` is `cpu`: CPU. Raises
+    `ConfigError` when GPUs are asked for and there is none.
     """
     if device == "cuda" and gpus == 0:
         raise ConfigError(
@@ -44,30 +60,38 @@ def choose_placement(
         )
     if device == "cpu" or gpus == 0:
         why = "on the CPU" if device == "cpu" else "no GPU here: on the CPU"
-        return _both(prefill_tp or 2, decode_tp or 1, "cpu", 0.0, 0.0, why)
-    prefill, decode = prefill_tp or (2 if gpus >= 3 else 1), decode_tp or 1
-    if prefill + decode <= gpus:
-        return _both(prefill, decode, "cuda", 1.0, 1.0, f"{gpus} GPUs: one for each rank")
-    if gpus == 1:
-        # Shares add up to at most one GPU; Ray counts in steps of 1/10000.
-        share = int(10000 / (prefill + decode)) / 10000
-        return _both(prefill, decode, "cuda", share, share, "one GPU: every rank shares it")
+        return _both(prefill_tp or 2, decode_tp or 1, groups, "cpu", 0.0, 0.0, why)
+    prefill, decode = prefill_tp or (2 if gpus >= 3 and groups == (1, 1) else 1), decode_tp or 1
+    ranks = prefill * groups[0] + decode * groups[1]
+    if ranks <= gpus:
+        return _both(prefill, decode, groups, "cuda", 1.0, 1.0, f"{gpus} GPUs: one for each rank")
+    if gpus == 1 or groups != (1, 1):
+        share = _share(ranks, gpus)
+        why = "one GPU: every rank shares it" if gpus == 1 else f"{gpus} GPUs: all ranks share them"
+        return _both(prefill, decode, groups, "cuda", share, share, why)
     if decode + 1 <= gpus:
-        share = _share(prefill, gpus - decode)
-        return _both(prefill, decode, "cuda", share, 1.0, f"{gpus} GPUs: prefill ranks share {gpus - decode}")
+        share, why = _share(prefill, gpus - decode), f"{gpus} GPUs: prefill ranks share {gpus - decode}"
+        return _both(prefill, decode, groups, "cuda", share, 1.0, why)
     share = _share(decode, gpus - 1)
-    return _both(prefill, decode, "cuda", _share(prefill, 1), share, f"{gpus} GPUs: ranks share them")
+    return _both(prefill, decode, groups, "cuda", _share(prefill, 1), share, f"{gpus} GPUs: ranks share them")
 
 
 def _share(ranks: int, gpus: int) -> float:
+    """Of a GPU, for each rank: they add up to at most one. Ray counts in steps of 1/10000."""
     ranks_per_gpu = -(-ranks // gpus)
     return int(10000 / ranks_per_gpu) / 10000
 
 
 def _both(
-    prefill: int, decode: int, device: str, prefill_gpus: float, decode_gpus: float, why: str
+    prefill: int,
+    decode: int,
+    groups: tuple[int, int],
+    device: str,
+    prefill_gpus: float,
+    decode_gpus: float,
+    why: str,
 ) -> Placement:
-    def group(tp: int, gpus: float) -> GroupPlacement:
-        return GroupPlacement(tp, device, gpus, "nccl" if gpus == 1.0 else "gloo")
+    def group(tp: int, gpus: float, count: int) -> GroupPlacement:
+        return GroupPlacement(tp, device, gpus, "nccl" if gpus == 1.0 else "gloo", count)
 
-    return Placement(group(prefill, prefill_gpus), group(decode, decode_gpus), why)
+    return Placement(group(prefill, prefill_gpus, groups[0]), group(decode, decode_gpus, groups[1]), why)

@@ -78,8 +78,7 @@ def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
     check_split(source, placement)
     progress("starting Ray")
     keys = load_keys(config.control.key_file) if config.control.key_file else make_keys()
-    ranks = placement.prefill.tp + placement.decode.tp
-    with local_ray(ranks), start_cluster(config, placement, keys, progress) as cluster:
+    with local_ray(placement.ranks), start_cluster(config, placement, keys, progress) as cluster:
         yield cluster
 
 
@@ -97,6 +96,7 @@ def place(config: Config) -> Placement:
         config.prefill.tp,
         config.decode.tp,
         device,
+        (config.prefill.groups, config.decode.groups),
     )
 
 
@@ -113,12 +113,10 @@ async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
     cluster.on_lost(lost)
     mail.start()
     try:
-        assert cluster.prefill.info is not None, "a started cluster knows its groups"
-        assert cluster.decode.info is not None, "a started cluster knows its groups"
         yield Router(
             mail,
-            [Engine(cluster.prefill.info)],
-            [Engine(cluster.decode.info)],
+            [Engine(info) for info in cluster.infos("prefill")],
+            [Engine(info) for info in cluster.infos("decode")],
             reserve_retry_s=cluster.config.router.reserve_retry_s,
         )
     finally:

@@ -55,6 +55,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             quarantine_s=2 * self.config.control.peer_timeout_s,
             transport=transport,
             address=self.control.address,
+            lane=self.lane,
             send=self.control.send,
             to_leader=self._to_leader,
             timeline=self.timeline,

@@ -85,6 +85,7 @@ class SegmentSender:
         quarantine_s: float,
         transport: Transport,
         address: str,
+        lane: str,
         send: Callable[[str, m.Message], None],
         to_leader: Callable[[m.Message], None],
         timeline: Timeline,
@@ -100,7 +101,7 @@ class SegmentSender:
         self._quarantine_s = quarantine_s
         """A peer that we took for dead has noticed by then, and reads our memory no more."""
         self._quarantined: deque[tuple[float, Lease]] = deque()
-        self._lane = f"prefill r{rank}"
+        self._lane = lane
         self._queue = DeviceQueue(pool.buffer.device)
         self._buffer = StagingBuffer(staging_bytes, pool.buffer.device)
         self._allocator = StagingAllocator(staging_bytes)

@@ -78,8 +78,10 @@ class ModelConfig(Section, frozen=True):
 
 
 class GroupConfig(Section, frozen=True):
-    """One engine: a group of ranks that hold one copy of the model."""
+    """Engines of one kind: groups of ranks that each hold one copy of the model."""
 
+    groups: int = 1
+    """How many of them."""
     tp: int | None = None
     """Tensor-parallel size: number of ranks. None lets the placement choose from what the machine has."""
     page_size: int = 16
@@ -101,7 +103,7 @@ class GroupConfig(Section, frozen=True):
         if self.tp is not None:
             self._at_least(1, "tp")
         self._at_least(1, "page_size", "pool_tokens", "max_requests", "max_context_tokens")
-        self._at_least(1, "chunk_tokens", "max_batch")
+        self._at_least(1, "chunk_tokens", "max_batch", "groups")
         self._one_of("device", Device)
         self._one_of("collective", CollectiveName)
         self._needs(

@@ -37,9 +37,10 @@ class RankHost:
 
     node_class: ClassVar[type[RankNode[Any, Any]]]
 
-    def __init__(self, rank: int, config: Config, keys: ControlKeys | None) -> None:
+    def __init__(self, rank: int, config: Config, keys: ControlKeys | None, name: str) -> None:
+        """`name` is the group's."""
         configure(config.log)
-        self._rank, self._config, self._keys = rank, config, keys
+        self._rank, self._config, self._keys, self._name = rank, config, keys, name
         self._node: RankNode[Any, Any] | None = None
         self._collective: Collective | None = None
         self._stopped = threading.Event()
@@ -71,6 +72,7 @@ class RankHost:
             rank=self._rank,
             config=self._config,
             group_config=group,
+            name=self._name,
             runner=runner,
             control=make_control(self._config.control, self._keys),
             transport=make_transport(

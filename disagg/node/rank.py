@@ -77,17 +77,20 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         rank: int,
         config: Config,
         group_config: GroupConfig,
+        name: str = "",
         runner: ModelRunner,
         control: ControlChannel,
         transport: Transport,
         clock: Clock = time.monotonic,
     ) -> None:
+        """`name` is the group's; its role when left out."""
         transfer = config.transfer.sized(memory_bytes(runner.device))
         self.rank, self.group_config = rank, group_config
         self.config = msgspec.structs.replace(config, transfer=transfer)
         self.runner, self.control, self.clock = runner, control, clock
         self.timeline = Timeline()
-        self.lane = f"{self.role} r{rank}"
+        self.name = name or self.role
+        self.lane = f"{self.name} r{rank}"
         self._transport = transport
         self._group: GroupInfo | None = None
         self._plans = PlanQueue()

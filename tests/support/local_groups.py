@@ -49,6 +49,7 @@ def small_config(
     max_requests: int = 8,
     lease_timeout_s: float = 30.0,
     peer_memory: bool = False,
+    groups: tuple[int, int] = (1, 1),
 ) -> Config:
     """A configuration for tiny models; pools and rings are small, so that they fill up."""
     shared: dict[str, Any] = {
@@ -57,8 +58,10 @@ def small_config(
         "max_requests": max_requests,
     }
     return Config(
-        prefill=GroupConfig(tp=prefill_tp, page_size=prefill_page, chunk_tokens=chunk_tokens, **shared),
-        decode=GroupConfig(tp=decode_tp, page_size=decode_page, **shared),
+        prefill=GroupConfig(
+            tp=prefill_tp, page_size=prefill_page, chunk_tokens=chunk_tokens, groups=groups[0], **shared
+        ),
+        decode=GroupConfig(tp=decode_tp, page_size=decode_page, groups=groups[1], **shared),
         transfer=TransferConfig(
             ring_bytes=ring_bytes,
             staging_bytes=max(4096, ring_bytes),
@@ -81,7 +84,11 @@ class Answered:
 
 
 class LocalGroups:
-    """Ranks of both groups as threads of this process. Use `local_groups`."""
+    """Ranks of all groups as threads of this process. Use `local_groups`.
+
+    `prefill` and `decode` are the ranks of the first group of each kind; a second prefill group is `prefill-2`, and
+    its first rank, for `kill`, `prefill-2-0`.
+    """
 
     def __init__(
         self,
@@ -96,28 +103,27 @@ class LocalGroups:
         self.device = torch.device(device)
         self.hub = InprocHub()
         self.fabric = InprocFabric()
-        self.prefill = [
-            self._rank(PrefillRank, config.prefill, r, c) for r, c in _collectives(config.prefill)
-        ]
-        self.decode = [self._rank(DecodeRank, config.decode, r, c) for r, c in _collectives(config.decode)]
-        self.ranks: list[Any] = [*self.prefill, *self.decode]
-        infos = {
-            role: self._info(role, ranks)
-            for role, ranks in (("prefill", self.prefill), ("decode", self.decode))
-        }
-        self.prefill_info, self.decode_info = infos["prefill"], infos["decode"]
+        groups = {**self._groups(PrefillRank, config.prefill), **self._groups(DecodeRank, config.decode)}
+        self.prefill, self.decode = groups["prefill"], groups["decode"]
+        self.ranks: list[Any] = [rank for ranks in groups.values() for rank in ranks]
+        self.infos = {name: self._info(name, ranks) for name, ranks in groups.items()}
+        self.prefill_info, self.decode_info = self.infos["prefill"], self.infos["decode"]
         for rank in self.ranks:
-            rank.join(infos[rank.role])
+            rank.join(self.infos[rank.name])
         for rank in self.ranks:
-            rank.link(infos["decode" if rank.role == "prefill" else "prefill"])
+            for info in self.infos.values():
+                if info.role != rank.role:
+                    rank.link(info)
         if config.transport.peer_memory:
             self.wait_for_pools()
 
     def wait_for_pools(self) -> None:
         """Returns when every prefill rank has opened the pools that it writes to, or refused them."""
         deadline_s = time.monotonic() + TIMEOUT_S
-        for rank in self.prefill:
-            wanted = len(make_link(self.prefill_info, self.decode_info).destinations_of(rank.rank))
+        decodes = [info for info in self.infos.values() if info.role == "decode"]
+        for rank in [rank for rank in self.ranks if rank.role == "prefill"]:
+            links = [make_link(self.infos[rank.name], decode) for decode in decodes]
+            wanted = sum(len(link.destinations_of(rank.rank)) for link in links)
             while True:
                 transfer = rank.statistics()["transfer"]
                 if transfer.open_pools + transfer.refused_pools == wanted:
@@ -146,7 +152,9 @@ class LocalGroups:
             mail = MailRoom(InprocControl(self.hub, "router", self._options), asyncio.get_running_loop())
             mail.start()
             try:
-                return await work(Router(mail, [Engine(self.prefill_info)], [Engine(self.decode_info)]))
+                engines = [Engine(info) for info in self.infos.values()]
+                kinds = ([e for e in engines if e.group.role == role] for role in ("prefill", "decode"))
+                return await work(Router(mail, *kinds))
             finally:
                 mail.close()
 
@@ -177,7 +185,7 @@ class LocalGroups:
 
     def _check_free(self, dead: Sequence[str]) -> None:
         for rank in self.ranks:
-            if f"{rank.role}-{rank.rank}" in dead:
+            if f"{rank.name}-{rank.rank}" in dead:
                 continue
             rank.check()
             statistics = rank.statistics()
@@ -203,25 +211,37 @@ class LocalGroups:
             for stopped in [pool.submit(rank.stop) for rank in self.ranks]:
                 stopped.result()
 
-    def _rank(self, cls: type[Any], group: GroupConfig, rank: int, collective: Any) -> Any:
+    def _groups(self, cls: type[Any], group: GroupConfig) -> dict[str, list[Any]]:
+        names = [cls.role, *(f"{cls.role}-{number}" for number in range(2, group.groups + 1))]
+        return {n: [self._rank(cls, group, n, r, c) for r, c in _collectives(group)] for n in names}
+
+    def _rank(self, cls: type[Any], group: GroupConfig, group_name: str, rank: int, collective: Any) -> Any:
         runner = make_runner(self.config, group, self.source, collective, self.device)
         runner.pool.poison()  # unwritten KV that is read turns the answer into NaN
-        name = f"{cls.role}-{rank}"
+        name = f"{group_name}-{rank}"
         self._collectives[name] = collective
         return cls(
             rank=rank,
             config=self.config,
             group_config=group,
+            name=group_name,
             runner=runner,
             control=InprocControl(self.hub, name, self._options),
             transport=self.transport(name),
         )
 
-    def _info(self, role: str, ranks: Sequence[Any]) -> GroupInfo:
+    def _info(self, name: str, ranks: Sequence[Any]) -> GroupInfo:
         spec, group = ranks[0].runner.spec, ranks[0].group_config
         infos = tuple(rank.start() for rank in ranks)
         return GroupInfo(
-            role, role, PROTOCOL_VERSION, spec.fingerprint, spec.layout, group.page_size, "inproc", infos
+            name,
+            ranks[0].role,
+            PROTOCOL_VERSION,
+            spec.fingerprint,
+            spec.layout,
+            group.page_size,
+            "inproc",
+            infos,
         )
 
 
