@@ -134,9 +134,9 @@ class Cluster:
         """The first decode group."""
         return self._of("decode")[0]
 
-    def infos(self, role: str) -> list[GroupInfo]:
-        """What a router must know of the groups of a kind."""
-        return [group.info for group in self._of(role) if group.info is not None]
+    def infos(self) -> list[GroupInfo]:
+        """What a router must know of the groups."""
+        return [group.info for group in self.groups if group.info is not None]
 
     def spans(self) -> list[TimelineSpan]:
         """What happened on all ranks since the last call."""

@@ -19,7 +19,7 @@ from disagg.model.tp import query_span
 from disagg.node.assemble import make_source
 from disagg.placement import Placement, choose_placement
 from disagg.router.mail import MailRoom
-from disagg.router.policy import Engine
+from disagg.router.policy import POLICIES
 from disagg.router.session import Router
 from transport.control_zmq import make_control
 from transport.keys import load_keys, make_keys
@@ -115,9 +115,9 @@ async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
     try:
         yield Router(
             mail,
-            [Engine(info) for info in cluster.infos("prefill")],
-            [Engine(info) for info in cluster.infos("decode")],
+            cluster.infos(),
             reserve_retry_s=cluster.config.router.reserve_retry_s,
+            choose=POLICIES[cluster.config.router.policy],
         )
     finally:
         mail.close()

@@ -20,7 +20,6 @@ from disagg.node.assemble import make_source
 from disagg.node.host import Started
 from disagg.placement import choose_placement
 from disagg.router.mail import Mail, MailRoom
-from disagg.router.policy import Engine
 from disagg.router.session import Router
 from disagg.serve_local import check_split
 from transport import messages as m
@@ -154,7 +153,7 @@ class Client:
         self._mail, self._numbers = mail, itertools.count(1)
         self._prefill = groups.prefill_info
         self._decode = groups.decode_info.name
-        self._router = Router(mail, [Engine(groups.prefill_info)], [Engine(groups.decode_info)])
+        self._router = Router(mail, (groups.prefill_info, groups.decode_info))
 
     async def ask(
         self, prompt: Sequence[int], max_tokens: int, running: asyncio.Event | None = None

@@ -19,6 +19,7 @@ Device = Literal["auto", "cpu", "cuda"]
 CollectiveName = Literal["auto", "gloo", "nccl"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TransportName = Literal["ucx", "inproc"]
+PolicyName = Literal["least_loaded", "round_robin"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["plain", "json"]
 
@@ -245,11 +246,14 @@ class ControlConfig(Section, frozen=True):
 class RouterConfig(Section, frozen=True):
     """One request's way through the pair of engines."""
 
+    policy: PolicyName = "least_loaded"
+    """How a request's groups are chosen where there are several of a kind."""
     request_timeout_s: float = 120.0
     reserve_retry_s: float = 0.05
     """Pause before a busy decode group is asked again."""
 
     def __post_init__(self) -> None:
+        self._one_of("policy", PolicyName)
         self._positive("request_timeout_s", "reserve_retry_s")
 
 

@@ -37,8 +37,8 @@ class RankHost:
 
     node_class: ClassVar[type[RankNode[Any, Any]]]
 
-    def __init__(self, rank: int, config: Config, keys: ControlKeys | None, name: str) -> None:
-        """`name` is the group's."""
+    def __init__(self, rank: int, config: Config, keys: ControlKeys | None, name: str = "") -> None:
+        """`name` is the group's; its role when left out."""
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, keys, name
         self._node: RankNode[Any, Any] | None = None

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -27,9 +27,9 @@ import structlog
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, error_from_code
 from disagg.core.sampling import check_sampling
-from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.router.mail import Mail, MailRoom
-from disagg.router.policy import Engine, least_loaded
+from disagg.router.policy import Engine, Policy, least_loaded
 from disagg.router.text import Decode, TextStream
 from transport import messages as m
 
@@ -74,16 +74,50 @@ class Router:
     def __init__(
         self,
         mail: MailRoom,
-        prefill: Sequence[Engine],
-        decode: Sequence[Engine],
+        groups: Iterable[GroupInfo] = (),
         *,
         reserve_retry_s: float = 0.05,
-        choose: Callable[[Sequence[Engine]], Engine] = least_loaded,
+        choose: Policy = least_loaded,
     ) -> None:
-        self._mail, self._prefill, self._decode = mail, list(prefill), list(decode)
-        self._reserve_retry_s, self._choose = reserve_retry_s, choose
-        for engine in (*prefill, *decode):
-            mail.watch(engine.group.leader.control_address)
+        self._mail, self._reserve_retry_s, self._choose = mail, reserve_retry_s, choose
+        self._engines: dict[str, Engine] = {}
+        for group in groups:
+            self.add(group)
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """All that requests may be with now."""
+        return tuple(self._engines.values())
+
+    def add(self, group: GroupInfo) -> None:
+        """From now on requests may go to this group. Known already: nothing happens.
+
+        A group of the same name with another leader takes the place of one that is gone.
+        """
+        known = self._engines.get(group.name)
+        if known is None or known.group.leader.control_address != group.leader.control_address:
+            self._engines[group.name] = Engine(group)
+            self._mail.watch(group.leader.control_address)
+
+    async def drain(self, name: str) -> None:
+        """No new request goes to the group; returns when its requests have ended, and forgets it. Again: the same."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return
+        engine.draining = True
+        while engine.requests and not self._lost(engine):
+            await asyncio.sleep(self._reserve_retry_s)
+        if self._engines.get(name) is engine:
+            del self._engines[name]
+
+    def _of(self, role: str) -> list[Engine]:
+        engines = [engine for engine in self._engines.values() if engine.group.role == role]
+        for engine in engines:
+            engine.lost = self._lost(engine)
+        return engines
+
+    def _lost(self, engine: Engine) -> bool:
+        return not self._mail.lost.isdisjoint(rank.control_address for rank in engine.group.ranks)
 
     async def generate(
         self,
@@ -103,12 +137,10 @@ class Router:
         on both sides.
         """
         check_sampling(sampling)  # the leaders look again, and at the vocabulary too
-        for engine in (*self._prefill, *self._decode):
-            engine.lost = engine.group.leader.control_address in self._mail.lost
         session = _Session(
             self._mail,
-            self._choose(self._prefill),
-            self._choose(self._decode),
+            self._choose(self._of("prefill")),
+            self._choose(self._of("decode")),
             RequestKey(request_id),
             list(prompt),
             sampling,
@@ -160,7 +192,20 @@ class _Session:
                 await asyncio.shield(self._release(box))
 
     async def _reserve(self, box: Mail) -> Ticket:
-        """Asks until the decode group has room, or the request's time is up."""
+        """Asks until the decode group has room, or the request's time is up: first come, first served."""
+        try:
+            async with asyncio.timeout(self._left_s()):
+                await self.decode.room.acquire()
+        except TimeoutError as exc:
+            raise RequestTimeoutError(
+                f"request {self.key} waited for room in the decode group until its time was up"
+            ) from exc
+        try:
+            return await self._ask_for_room(box)
+        finally:
+            self.decode.room.release()
+
+    async def _ask_for_room(self, box: Mail) -> Ticket:
         while True:
             prefill_group = self.prefill.group.name
             self._tell(
@@ -249,6 +294,7 @@ class _Session:
         for engine in (self.prefill, self.decode):
             engine.requests += by
             engine.tokens += by * len(self.prompt)
+            engine.served += by > 0
 
     def _left_s(self) -> float:
         return max(0.0, self.deadline_s - time.monotonic())

@@ -23,7 +23,6 @@ from disagg.model.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.node.links import make_link
 from disagg.router.mail import MailRoom
-from disagg.router.policy import Engine
 from disagg.router.session import Output, Router, SessionReport
 from prefill_node.rank import PrefillRank
 from transport import messages as m
@@ -152,9 +151,7 @@ class LocalGroups:
             mail = MailRoom(InprocControl(self.hub, "router", self._options), asyncio.get_running_loop())
             mail.start()
             try:
-                engines = [Engine(info) for info in self.infos.values()]
-                kinds = ([e for e in engines if e.group.role == role] for role in ("prefill", "decode"))
-                return await work(Router(mail, *kinds))
+                return await work(Router(mail, self.infos.values()))
             finally:
                 mail.close()
 

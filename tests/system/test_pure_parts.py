@@ -10,7 +10,7 @@ from disagg.core.errors import BusyError, ConfigError, InvariantError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
 from disagg.node.ledger import Holding, Ledger
 from disagg.placement import choose_placement
-from disagg.router.policy import Engine, least_loaded
+from disagg.router.policy import Engine, Policy, least_loaded, round_robin
 from disagg.router.text import TextStream
 
 
@@ -80,6 +80,45 @@ def test_least_loaded() -> None:
     assert least_loaded([engine("a", lost=True), engine("b", tokens=9)]).group.name == "b"
     with pytest.raises(BusyError, match="prefill"):
         least_loaded([engine("a", lost=True)])
+
+
+def test_round_robin() -> None:
+    engines = [engine("a"), engine("b"), engine("c", lost=True), engine("d", draining=True)]
+    chosen = []
+    for _ in range(5):
+        one = round_robin(engines)
+        one.served += 1
+        chosen.append(one.group.name)
+    assert chosen == ["a", "b", "a", "b", "a"]
+
+
+@pytest.mark.parametrize("choose", [least_loaded, round_robin])
+def test_a_group_that_drains_is_given_nothing(choose: Policy) -> None:
+    assert choose([engine("a", draining=True), engine("b", tokens=9)]).group.name == "b"
+    with pytest.raises(BusyError, match="prefill"):
+        choose([engine("a", draining=True)])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sizes", "groups", "expected"),
+    [
+        (0, (1, 1), (2, 3), (1, 1, 0.0, "gloo")),
+        (8, (2, 1), (2, 4), (2, 1, 1.0, "nccl")),
+        (8, (None, None), (2, 2), (1, 1, 1.0, "nccl")),
+        (4, (2, 1), (2, 1), (2, 1, 0.5, "gloo")),
+    ],
+)
+def test_placement_of_several_groups(
+    gpus: int, sizes: tuple[int | None, int | None], groups: tuple[int, int], expected: object
+) -> None:
+    placed = choose_placement(gpus, *sizes, groups=groups)
+    assert (placed.prefill.groups, placed.decode.groups) == groups
+    assert (
+        placed.prefill.tp,
+        placed.decode.tp,
+        placed.prefill.gpus_per_rank,
+        placed.prefill.backend,
+    ) == expected
 
 
 def decode_bytes(tokens: object) -> str:

@@ -78,3 +78,57 @@ def test_the_other_groups_go_on_when_one_dies(checkpoints: Checkpoints, name: st
         groups.settle(dead=[f"{name}-0"])
     finally:
         groups.stop()
+
+
+def test_a_group_is_drained_and_another_takes_its_place(checkpoints: Checkpoints) -> None:
+    """What it runs ends there; new requests go elsewhere; when it is back it is used again."""
+    config = small_config(1, 1, groups=(1, 2))
+    prompts = random_prompts(60, 40, 50, 30)
+    with local_groups(config, checkpoints.source()) as groups:
+        given: list[str] = []
+
+        def observe(source: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.Reserved):
+                given.append(message.ticket.group)
+
+        groups.hub.observe(observe)
+
+        async def work(router: Router) -> list[list[int]]:
+            async def answers(turn: str) -> list[list[int]]:
+                sampling = SamplingParams(max_tokens=20)
+                asked = (ask(router, f"{turn}{i}", p, sampling) for i, p in enumerate(prompts))
+                return [answer.tokens for answer in await asyncio.gather(*asked)]
+
+            running = asyncio.create_task(answers("before"))
+            while "decode-2" not in given:
+                await asyncio.sleep(0.001)
+            draining = asyncio.create_task(router.drain("decode-2"))
+            found = [await running]
+            await draining
+            await router.drain("decode-2")
+            assert [engine.group.name for engine in router.engines] == ["prefill", "decode"]
+            given.clear()
+            found.append(await answers("while"))
+            assert set(given) == {"decode"}
+            router.add(groups.infos["decode-2"])
+            found.append(await answers("after"))
+            assert set(given) == {"decode", "decode-2"}
+            return found
+
+        expected = [checkpoints.greedy(groups.source, prompt, 20) for prompt in prompts]
+        assert groups.serve(work) == [expected] * 3
+
+
+def test_room_is_given_in_the_order_of_asking(checkpoints: Checkpoints) -> None:
+    """A decode group with room for one request at a time: nobody is overtaken."""
+    config = small_config(1, 1, pool_tokens=128, max_requests=1)
+    with local_groups(config, checkpoints.source()) as groups:
+        order: list[str] = []
+
+        def observe(source: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.Reserved):
+                order.append(message.key.request_id)
+
+        groups.hub.observe(observe)
+        groups.answers(random_prompts(*[20] * 8), SamplingParams(max_tokens=3))
+    assert order == [f"r{i}" for i in range(8)]
