@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
+from disagg.core.config_api import ApiConfig
+from disagg.core.config_section import FieldError
 from disagg.core.config_tree import (
     Config,
     ControlConfig,
-    FieldError,
     GroupConfig,
     LogConfig,
     ModelConfig,
@@ -33,6 +34,7 @@ from disagg.core.config_tree import (
 from disagg.core.errors import ConfigError
 
 __all__ = [
+    "ApiConfig",
     "Config",
     "ControlConfig",
     "FieldError",

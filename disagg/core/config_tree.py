@@ -6,12 +6,12 @@ that was loaded from a file. `disagg.core.config` reads the sources and is the m
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from disagg.core.errors import ConfigError
+from disagg.core.config_api import ApiConfig
+from disagg.core.config_section import FieldError, Section
 
 MIB = 1 << 20
 
@@ -22,39 +22,6 @@ TransportName = Literal["ucx", "inproc"]
 PolicyName = Literal["least_loaded", "round_robin"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["plain", "json"]
-
-
-class FieldError(ConfigError):
-    """One field's value is not allowed. `load_config` adds the section and where the value came from."""
-
-    def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"{field} = {value!r} is not allowed; it must be {allowed}")
-        self.field = field
-        self.value = value
-        self.allowed = allowed
-
-
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of the sections: the checks their `__post_init__`s share. Each raises `FieldError`."""
-
-    def _at_least(self, minimum: float, *fields: str) -> None:
-        for name in fields:
-            if not getattr(self, name) >= minimum:
-                raise FieldError(name, getattr(self, name), f"at least {minimum}")
-
-    def _positive(self, *fields: str) -> None:
-        for name in fields:
-            if not getattr(self, name) > 0:
-                raise FieldError(name, getattr(self, name), "more than 0")
-
-    def _one_of(self, field: str, choices: Any) -> None:
-        allowed: Collection[str] = choices.__args__
-        if getattr(self, field) not in allowed:
-            raise FieldError(field, getattr(self, field), "one of " + ", ".join(allowed))
-
-    def _needs(self, condition: bool, field: str, allowed: str) -> None:
-        if not condition:
-            raise FieldError(field, getattr(self, field), allowed)
 
 
 class ModelConfig(Section, frozen=True):
@@ -278,4 +245,5 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     transport: TransportConfig = TransportConfig()
     control: ControlConfig = ControlConfig()
     router: RouterConfig = RouterConfig()
+    api: ApiConfig = ApiConfig()
     log: LogConfig = LogConfig()

@@ -1,0 +1,53 @@
+"""The section `api` of the configuration tree: what `disagg serve` listens on, and what it takes from clients."""
+
+from __future__ import annotations
+
+from disagg.core.config_section import Section
+
+KIB = 1 << 10
+
+
+class ApiConfig(Section, frozen=True):
+    """The HTTP API. An *answer* is one choice: a request with 2 prompts and `n = 3` asks for 6 answers."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Others than this machine reach it only when told so, e.g. 0.0.0.0."""
+    port: int = 8000
+    """0 takes a free one; it is logged."""
+    model_name: str | None = None
+    """What clients call the model; None takes the checkpoint folder's name, or the architecture's."""
+    key_file: str | None = None
+    """API keys, one a line; with those of the variable DISAGG_API_KEYS. None at all: no key is asked for."""
+    max_running: int = 64
+    """Answers that the engine is given at one time."""
+    max_queued: int = 256
+    """Answers that wait for their turn; what comes on top is refused at once (429)."""
+    request_timeout_s: float = 120.0
+    """Time for a whole request, from its headers to its last token; a client may ask for less."""
+    drain_timeout_s: float = 30.0
+    """How long a stop waits for running answers before it aborts them."""
+    max_body_bytes: int = 4096 * KIB
+    max_header_bytes: int = 32 * KIB
+    """Request line and headers together."""
+    max_line_bytes: int = 8 * KIB
+    """The request line, or one header."""
+    max_prompts: int = 64
+    """Prompts in one request."""
+    max_n: int = 16
+    """Answers to one prompt."""
+    max_stop: int = 16
+    """Stop strings, and stop tokens, in one request."""
+
+    def __post_init__(self) -> None:
+        self._needs(bool(self.host), "host", "an address or a host name")
+        self._needs(0 <= self.port < 1 << 16, "port", "from 0 to 65535")
+        self._needs(self.model_name != "", "model_name", "a name, or left out")
+        self._at_least(1, "max_running", "max_prompts", "max_n", "max_stop", "max_body_bytes")
+        self._at_least(0, "max_queued", "drain_timeout_s")
+        self._at_least(1024, "max_header_bytes")
+        self._positive("request_timeout_s")
+        self._needs(
+            128 <= self.max_line_bytes <= self.max_header_bytes,
+            "max_line_bytes",
+            f"from 128 to max_header_bytes ({self.max_header_bytes})",
+        )

@@ -1,0 +1,43 @@
+"""What the sections of the configuration tree share: their base class with its checks, and the error of a field."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+
+from disagg.core.errors import ConfigError
+
+
+class FieldError(ConfigError):
+    """One field's value is not allowed. `load_config` adds the section and where the value came from."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"{field} = {value!r} is not allowed; it must be {allowed}")
+        self.field = field
+        self.value = value
+        self.allowed = allowed
+
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of the sections: the checks their `__post_init__`s share. Each raises `FieldError`."""
+
+    def _at_least(self, minimum: float, *fields: str) -> None:
+        for name in fields:
+            if not getattr(self, name) >= minimum:
+                raise FieldError(name, getattr(self, name), f"at least {minimum}")
+
+    def _positive(self, *fields: str) -> None:
+        for name in fields:
+            if not getattr(self, name) > 0:
+                raise FieldError(name, getattr(self, name), "more than 0")
+
+    def _one_of(self, field: str, choices: Any) -> None:
+        allowed: Collection[str] = choices.__args__
+        if getattr(self, field) not in allowed:
+            raise FieldError(field, getattr(self, field), "one of " + ", ".join(allowed))
+
+    def _needs(self, condition: bool, field: str, allowed: str) -> None:
+        if not condition:
+            raise FieldError(field, getattr(self, field), allowed)
