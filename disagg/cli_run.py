@@ -82,8 +82,12 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "prefill_page_size": ("prefill.page_size",),
     "decode_page_size": ("decode.page_size",),
     "ring_bytes": ("transfer.ring_bytes",),
+    "host": ("api.host",),
+    "port": ("api.port",),
+    "api_key_file": ("api.key_file",),
+    "model_name": ("api.model_name",),
 }
-"""Parameters of `demo` and `generate` that are short for settings."""
+"""Parameters of `demo`, `generate` and `serve` that are short for settings."""
 
 
 def demo(
@@ -111,7 +115,7 @@ def demo(
         sampling=SamplingParams(max_tokens=max_tokens),
         out_dir=str(out) if out else None,
     )
-    settled = _configuration(given)
+    settled = configuration(given)
     _runner().run_demo(settled, options)
 
 
@@ -149,11 +153,12 @@ def generate(
         stop=tuple(stop or ()),
     )
     options = RunOptions(prompts=tuple(prompt or ()), sampling=sampling, out_dir=str(out) if out else None)
-    settled = _configuration(given)
+    settled = configuration(given)
     _runner().run_generate(settled, options)
 
 
-def _configuration(given: Mapping[str, Any]) -> Config:
+def configuration(given: Mapping[str, Any]) -> Config:
+    """The settings that a command's parameters, by name, ask for beside file and environment."""
     overrides: dict[str, object] = {}
     for text in given["settings"] or ():
         key, equals, value = text.partition("=")
@@ -162,7 +167,7 @@ def _configuration(given: Mapping[str, Any]) -> Config:
         overrides[key.strip()] = value
     # A flag with a name of its own wins over --set of the same key.
     for name, keys in FLAG_KEYS.items():
-        overrides.update({key: given[name] for key in keys if given[name] is not None})
+        overrides.update({key: given[name] for key in keys if given.get(name) is not None})
     if given["transport"] is not None:
         overrides["transport.peer_memory"] = given["transport"] == "auto"
     return load_config(given["config"], os.environ, overrides)

@@ -25,7 +25,6 @@ from disagg.core.config import Config
 from disagg.core.errors import DisaggError, PromptTooLongError
 from disagg.core.log import configure
 from disagg.core.types import SamplingParams
-from disagg.model.source import ModelSource
 from disagg.node.assemble import make_source
 from disagg.reference import Reference, depends_on_batch, reference_answers
 from disagg.report import RequestReport, answer_lines, report_table
@@ -33,7 +32,7 @@ from disagg.report_timeline import draw_timeline
 from disagg.router.session import Router, SessionReport
 from disagg.router.text import Decode, decode_with
 from disagg.run_options import RunOptions
-from disagg.serve_local import load_tokenizer, local_cluster, local_router, with_model
+from disagg.serve_local import limit_tokens, load_tokenizer, local_cluster, local_router, with_model
 
 DEFAULT_OUT = "out"
 
@@ -192,7 +191,7 @@ def _encode(config: Config, options: RunOptions) -> tuple[Decode, list[list[int]
     source = make_source(config)
     tokenizer = load_tokenizer(source)
     prompts = [list(tokenizer(text)["input_ids"]) for text in options.prompts]
-    limit = _limit_tokens(config, source)
+    limit = limit_tokens(config, source)
     for number, prompt in enumerate(prompts, 1):
         if len(prompt) + options.sampling.max_tokens > limit:
             raise PromptTooLongError(
@@ -201,13 +200,6 @@ def _encode(config: Config, options: RunOptions) -> tuple[Decode, list[list[int]
                 f"prefill/decode.max_context_tokens if the model allows"
             )
     return decode_with(tokenizer), prompts
-
-
-def _limit_tokens(config: Config, source: ModelSource) -> int:
-    import torch
-
-    context = source.spec(torch.float32).context_tokens
-    return min(context, config.prefill.max_context_tokens, config.decode.max_context_tokens)
 
 
 def _compare(

@@ -1,4 +1,4 @@
-"""A cluster on this machine and a router in this process: what `disagg demo` and `disagg generate` run on."""
+"""A cluster on this machine and a router in this process: what `disagg demo`, `generate` and `serve` run on."""
 
 from __future__ import annotations
 
@@ -64,6 +64,12 @@ def load_tokenizer(source: ModelSource) -> Any:
         return AutoTokenizer.from_pretrained(source.directory, local_files_only=True)
     except (OSError, ValueError) as exc:
         raise ConfigError(f"{source.directory} has no tokenizer that transformers can load: {exc}") from exc
+
+
+def limit_tokens(config: Config, source: ModelSource) -> int:
+    """Tokens that a prompt and its answer may have together: the model's and both pools'."""
+    context = source.spec(torch.float32).context_tokens
+    return min(context, config.prefill.max_context_tokens, config.decode.max_context_tokens)
 
 
 @contextlib.contextmanager

@@ -119,6 +119,12 @@ class Router:
     def _lost(self, engine: Engine) -> bool:
         return not self._mail.lost.isdisjoint(rank.control_address for rank in engine.group.ranks)
 
+    def missing(self) -> list[str]:
+        """Roles of which no group is whole; empty when requests can be served."""
+        groups = [engine.group for engine in (*self._prefill, *self._decode)]
+        whole = {g.role for g in groups if not {rank.control_address for rank in g.ranks} & self._mail.lost}
+        return sorted({group.role for group in groups} - whole)
+
     async def generate(
         self,
         request_id: str,

@@ -1,0 +1,154 @@
+"""The routes. Bodies are msgspec's, never pydantic's: FastAPI only dispatches here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp
+
+from disagg.api.asked import Asked, check_model, conversation, parse_chat, parse_completion
+from disagg.api.body import decode_object, to_struct
+from disagg.api.edge import Edge
+from disagg.api.errors import ApiError, api_error, bad
+from disagg.api.exchange import exchange_of, read_body
+from disagg.api.fields import DetokenizeBody, TokenizeBody
+from disagg.api.responses import EventStream, error_response, whole_reply
+from disagg.api.service import Service
+from disagg.api.writers import ChatWriter, CompletionWriter, Writer
+from disagg.core.errors import DisaggError
+
+
+def make_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
+    """The whole API as an ASGI application."""
+    app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
+    for path, method, handler in _routes(service):
+        app.add_api_route(path, handler, methods=[method], response_model=None)
+    app.add_exception_handler(ApiError, _on_api_error)
+    app.add_exception_handler(DisaggError, _on_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_bug)
+    return Edge(app, service.config, keys, service.metrics)
+
+
+def _routes(service: Service) -> list[tuple[str, str, Any]]:
+    routes = _Routes(service)
+    return [
+        ("/v1/completions", "POST", routes.completions),
+        ("/v1/chat/completions", "POST", routes.chat),
+        ("/v1/models", "GET", routes.models),
+        ("/v1/models/{name:path}", "GET", routes.model),
+        ("/tokenize", "POST", routes.tokenize),
+        ("/detokenize", "POST", routes.detokenize),
+        ("/health", "GET", routes.health),
+        ("/ready", "GET", routes.ready),
+        ("/metrics", "GET", routes.metrics),
+    ]
+
+
+class _Routes:
+    """A method for each route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._model = service, service.model
+
+    async def completions(self, request: Request) -> Response:
+        """Text after a prompt."""
+        asked = await parse_completion(await self._body(request), self._model, self._service.config)
+        return await self._answer(request, asked, CompletionWriter)
+
+    async def chat(self, request: Request) -> Response:
+        """The next turn of a conversation."""
+        asked = await parse_chat(await self._body(request), self._model, self._service.config)
+        return await self._answer(request, asked, ChatWriter)
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        """One model by name."""
+        check_model(request.path_params["name"], self._model)
+        return _json(self._card())
+
+    async def tokenize(self, request: Request) -> Response:
+        """Tokens of a text, or of a conversation in the model's template."""
+        body = to_struct(decode_object(await self._body(request)), TokenizeBody, {})
+        check_model(body.model, self._model)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad("prompt", "give either prompt or messages")
+        if body.messages is not None:
+            tokens = await self._model.render(conversation(body.messages), body.add_generation_prompt)
+        else:
+            tokens = await self._model.encode(body.prompt or "", body.add_special_tokens)
+        limit = self._model.context_tokens
+        return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of tokens, special ones spelled out."""
+        body = to_struct(decode_object(await self._body(request)), DetokenizeBody, {})
+        check_model(body.model, self._model)
+        return _json({"prompt": self._model.spell(self._model.check_tokens(body.tokens, "tokens"))})
+
+    async def health(self, request: Request) -> Response:
+        """The process lives."""
+        return _json({"status": "alive"})
+
+    async def ready(self, request: Request) -> Response:
+        """Requests are taken."""
+        why = self._service.why_not_ready()
+        return _json({"status": why or "ready"}, 503 if why else 200)
+
+    async def metrics(self, request: Request) -> Response:
+        """For Prometheus."""
+        return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _answer(self, request: Request, asked: Asked, writer_class: type[Writer]) -> Response:
+        exchange = exchange_of(request)
+        writer = writer_class(asked, self._model, exchange.key)
+        answers = self._service.start(asked, exchange.key, exchange.arrived_s, exchange.deadline_s)
+        if asked.stream:
+            return EventStream(answers, writer, exchange)
+        return await whole_reply(answers, writer, exchange, request.receive)
+
+    async def _body(self, request: Request) -> bytes:
+        return await read_body(request.scope, request.receive, self._service.config.max_body_bytes)
+
+    def _card(self) -> dict[str, Any]:
+        model = self._model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": model.created_s,
+            "owned_by": "disagg",
+            "max_model_len": model.context_tokens,
+        }
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _on_api_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, ApiError), "registered for that class"
+    return error_response(exc)
+
+
+async def _on_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, DisaggError), "registered for that class"
+    return error_response(api_error(exc))
+
+
+async def _on_http_error(request: Request, exc: Exception) -> Response:
+    assert isinstance(exc, HTTPException), "registered for that class"
+    what = f"{request.method} {request.url.path}"
+    message = f"there is no {what} here" if exc.status_code in (404, 405) else str(exc.detail)
+    code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code)
+    return error_response(ApiError(exc.status_code, message, code=code, headers=dict(exc.headers or {})))
+
+
+async def _on_bug(request: Request, exc: Exception) -> Response:
+    return error_response(ApiError(500, "internal error; the server's log has its details", code="internal"))

@@ -1,0 +1,207 @@
+"""What a client asked for, checked and in the engine's terms."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from disagg.api.body import check_number, decode_object, to_struct
+from disagg.api.errors import ApiError, bad
+from disagg.api.fields import MESSAGE_OFF, OFF, AnswerBody, ChatBody, CompletionBody, Message
+from disagg.api.model import ServedModel
+from disagg.core.config import ApiConfig
+from disagg.core.errors import InvalidRequestError
+from disagg.core.sampling import check_sampling
+from disagg.core.types import SamplingParams
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for completions; chat answers may be as long as the context allows."""
+STOP_CHARACTERS = 256
+BIASES = 1024
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles, and what templates call them: `developer` is OpenAI's newer word for `system`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Answers to give: `n` for each of `prompts` (tokens). Choice `p * n + i` is the i-th to prompt p."""
+
+    prompts: tuple[list[int], ...]
+    n: int
+    sampling: SamplingParams
+    stream: bool
+    usage: bool
+    """A last chunk with token counts was asked for."""
+
+    @property
+    def choices(self) -> int:
+        """Number of answers."""
+        return len(self.prompts) * self.n
+
+    def choice(self, number: int) -> tuple[list[int], SamplingParams]:
+        """Prompt and sampling of a choice. With a seed, each of the `n` has its own; the first has the given one."""
+        seed = self.sampling.seed
+        if seed is not None:
+            seed = derived_seed(seed, number % self.n)
+        return self.prompts[number // self.n], msgspec.structs.replace(self.sampling, seed=seed)
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th answer to a prompt: 63 bits that tell nothing of its neighbours'; `seed` for 0."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()) >> 1
+
+
+async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) -> Asked:
+    """A body of `/v1/completions`. Raises an `ApiError` for whatever is wrong with it."""
+    body = to_struct(decode_object(raw), CompletionBody, OFF)
+    check_model(body.model, model)
+    _check_limits(body, config)
+    prompts = await _prompts(body.prompt, model, config)
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    return _asked(body, prompts, "prompt", max_tokens, body.logprobs, model)
+
+
+async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Asked:
+    """A body of `/v1/chat/completions`. Raises an `ApiError` for whatever is wrong with it."""
+    body = to_struct(decode_object(raw), ChatBody, OFF)
+    check_model(body.model, model)
+    _check_limits(body, config)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+    prompt = await model.render(conversation(body.messages))
+    given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    max_tokens = given[0] if given else max(1, model.context_tokens - len(prompt))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _asked(body, [prompt], "messages", max_tokens, logprobs, model)
+
+
+def check_model(name: str | None, model: ServedModel) -> None:
+    """Raises a 404 for another model than the one that is served."""
+    if name is not None and name != model.name:
+        raise ApiError(
+            404,
+            f"the model {name!r} is not served here; {model.name!r} is",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates take them: text parts become one text, joined by line breaks."""
+    if not messages:
+        raise bad("messages", "messages is empty")
+    turns = []
+    for number, fields in enumerate(messages):
+        at = f"messages[{number}]."
+        message = to_struct(fields, Message, MESSAGE_OFF, at)
+        if message.role not in ROLES:
+            raise bad(
+                f"{at}role", f"{at}role = {message.role!r} is not supported; roles are {', '.join(ROLES)}"
+            )
+        if message.content is None and message.role != "assistant":
+            raise bad(f"{at}content", f"{at}content is missing")
+        content = message.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        turns.append(
+            {"role": ROLES[message.role], "content": text} | ({"name": message.name} if message.name else {})
+        )
+    return turns
+
+
+async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfig) -> list[list[int]]:
+    if isinstance(prompt, str):
+        return [await model.encode(prompt)]
+    if not prompt or all(type(item) is int for item in prompt):
+        return [model.check_tokens(prompt, "prompt")]
+    if len(prompt) > config.max_prompts:
+        raise bad(
+            "prompt",
+            f"prompt has {len(prompt)} prompts; this server takes {config.max_prompts} in one request",
+        )
+    if all(isinstance(item, str) for item in prompt):
+        return [await model.encode(item) for item in prompt]
+    if all(isinstance(item, list) for item in prompt):
+        return [model.check_tokens(item, f"prompt[{at}]") for at, item in enumerate(prompt)]
+    raise bad(
+        "prompt", "prompt must be a text, a list of texts, a list of tokens, or a list of lists of tokens"
+    )
+
+
+def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
+    check_number("n", body.n, 1, config.max_n)
+    if body.stream_options is not None and not body.stream:
+        raise bad("stream_options", "stream_options needs stream: true")
+    for name, values in (("stop", _stop(body)), ("stop_token_ids", body.stop_token_ids)):
+        if len(values) > config.max_stop:
+            raise bad(name, f"{name} has {len(values)} entries; this server takes {config.max_stop}")
+    if any(len(text) > STOP_CHARACTERS for text in _stop(body)):
+        raise bad("stop", f"stop has a text of more than {STOP_CHARACTERS} characters")
+    if len(body.logit_bias) > BIASES:
+        raise bad("logit_bias", f"logit_bias has {len(body.logit_bias)} entries; this server takes {BIASES}")
+
+
+def _stop(body: AnswerBody) -> tuple[str, ...]:
+    return ((body.stop,) if body.stop else ()) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def _asked(
+    body: AnswerBody,
+    prompts: list[list[int]],
+    param: str,
+    max_tokens: int,
+    logprobs: int | None,
+    model: ServedModel,
+) -> Asked:
+    for prompt in prompts:
+        if not prompt:
+            raise bad(param, f"{param} has no tokens: there is nothing to go on from")
+        if len(prompt) + max_tokens > model.context_tokens:
+            raise bad(
+                param,
+                f"{len(prompt)} tokens in the prompt and up to {max_tokens} in the answer are more than the "
+                f"{model.context_tokens} that this server takes in all: shorten the prompt or lower max_tokens",
+                "context_length_exceeded",
+            )
+    sampling = _sampling(body, max_tokens, logprobs, model)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    return Asked(tuple(prompts), body.n, sampling, body.stream, usage)
+
+
+def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: ServedModel) -> SamplingParams:
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=body.temperature,
+        top_k=0 if body.top_k == -1 else body.top_k,  # other servers' word for off
+        top_p=body.top_p,
+        seed=body.seed,
+        stop=_stop(body),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=_biases(body.logit_bias),
+        logprobs=logprobs,
+    )
+    try:
+        check_sampling(sampling, model.vocab_tokens)
+    except InvalidRequestError as exc:
+        field = str(exc).split(" ", 1)[0]  # the message begins with it
+        if field == "logprobs" and isinstance(body, ChatBody):
+            field = "top_logprobs"
+        raise bad(field, str(exc)) from exc
+    return sampling
+
+
+def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise bad("logit_bias", f"logit_bias has the key {token!r}, which is not a token's number")
+    return tuple((int(token), bias) for token, bias in given.items())

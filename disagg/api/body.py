@@ -1,0 +1,58 @@
+"""From a body's bytes to a struct; every refusal is a 400 that names the field."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from disagg.api.errors import ApiError, bad
+
+T = TypeVar("T", bound=msgspec.Struct)
+_WHERE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in `body`."""
+    try:
+        values = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
+        raise bad(None, f"the body is not JSON: {exc}", "invalid_json") from exc
+    if not isinstance(values, dict):
+        raise bad(None, "the body must be a JSON object")
+    return values
+
+
+def to_struct(values: Mapping[str, Any], cls: type[T], off: Mapping[str, tuple[Any, ...]], at: str = "") -> T:
+    """`values` as `cls`. Null is a field left out. A field of `off` with another value than those is refused."""
+    given = {name: value for name, value in values.items() if value is not None}
+    known = {field.encode_name for field in msgspec.structs.fields(cls)}
+    tag = cls.__struct_config__.tag_field
+    for name in [name for name in given if name not in known and name != tag]:
+        path = f"{at}{name}"
+        if name not in off:
+            raise bad(path, f"unknown field {path}", "unknown_field")
+        if not any(type(given[name]) is type(value) and given[name] == value for value in off[name]):
+            raise bad(path, f"{path} is not supported by this server", "unsupported_field")
+        del given[name]
+    try:
+        return msgspec.convert(given, cls)
+    except msgspec.ValidationError as exc:
+        raise _refusal(exc, at) from exc
+
+
+def check_number(name: str, value: float, low: float, high: float) -> None:
+    """Raises a 400 unless `low <= value <= high`."""
+    if not low <= value <= high:
+        raise bad(name, f"{name} = {value!r} is not allowed; it must be from {low} to {high}")
+
+
+def _refusal(exc: msgspec.ValidationError, at: str) -> ApiError:
+    found = _WHERE.fullmatch(str(exc))
+    assert found is not None, "the pattern matches everything"
+    what, path = found["what"], found["path"] or ""
+    missing = re.search(r"required field `(.+)`", what)
+    path = f"{at}{path}" + ("." * bool(path) + missing[1] if missing else "")
+    return bad(path or None, f"{path or 'the body'}: {what.replace('`', '')}")

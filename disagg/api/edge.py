@@ -1,0 +1,98 @@
+"""What every request passes first: ids, limits of its head, API keys; and what is logged and counted at its end."""
+
+from __future__ import annotations
+
+import time
+
+import structlog
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from disagg.api.errors import CLIENT_GONE, ApiError
+from disagg.api.exchange import STATE, TIMEOUT, Exchange, request_id, timeout_s
+from disagg.api.keys import check_key
+from disagg.api.metrics import Metrics
+from disagg.api.responses import error_response
+from disagg.core.config import ApiConfig
+
+log = structlog.get_logger(__name__)
+
+OPEN = frozenset({"/health", "/ready", "/metrics"})
+"""Asked by machines that hold no key, often: their lines in the log are for debugging."""
+ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})
+OUTCOMES = {CLIENT_GONE: "aborted", 429: "busy", 503: "unavailable", 504: "timeout"}
+
+
+class Edge:
+    """ASGI middleware around the routes."""
+
+    def __init__(self, app: ASGIApp, config: ApiConfig, keys: tuple[bytes, ...], metrics: Metrics) -> None:
+        self._app, self._config, self._keys, self._metrics = app, config, keys, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        exchange = Exchange(request_id(headers.get(b"x-request-id")), self._config.request_timeout_s)
+        scope["state"] = {STATE: exchange}
+        status = 0
+
+        async def send_marked(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                mark = (b"x-request-id", exchange.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), mark]}
+            await send(message)
+
+        try:
+            self._check_head(scope)
+            if scope["path"] not in OPEN:
+                check_key(self._keys, headers.get(b"authorization"))
+            exchange.timeout_s = timeout_s(headers.get(TIMEOUT.encode()), exchange.timeout_s)
+            await self._app(scope, receive, send_marked)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send_marked)
+        except Exception:
+            log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
+        finally:
+            self._account(scope, exchange, status)
+
+    def _check_head(self, scope: Scope) -> None:
+        lines = [len(name) + len(value) + 4 for name, value in scope["headers"]]  # ": " and the line's end
+        lines.append(len(scope["raw_path"]) + len(scope["query_string"]) + len("OPTIONS  HTTP/1.1\r\n"))
+        for nbytes, limit_bytes, what in (
+            (max(lines), self._config.max_line_bytes, "a header or the request line"),
+            (sum(lines), self._config.max_header_bytes, "the request's head"),
+        ):
+            if nbytes > limit_bytes:
+                raise head_too_large(what, limit_bytes)
+
+    def _account(self, scope: Scope, exchange: Exchange, status: int) -> None:
+        path, outcome = scope["path"], _outcome(exchange.ended or status)
+        if path in ANSWERING:
+            self._metrics.requests.labels(outcome).inc()
+        say = log.debug if path in OPEN else log.info
+        say(
+            "request",
+            request_id=exchange.request_id,
+            method=scope["method"],
+            path=path,
+            status=status,
+            outcome=outcome,
+            seconds=round(time.monotonic() - exchange.arrived_s, 4),
+            **exchange.words,
+        )
+
+
+def _outcome(status: int) -> str:
+    if status in OUTCOMES:
+        return OUTCOMES[status]
+    return "ok" if 200 <= status < 400 else "refused" if 400 <= status < 500 else "error"
+
+
+def head_too_large(what: str, limit_bytes: int) -> ApiError:
+    """A 431."""
+    return ApiError(
+        431,
+        f"{what} is larger than the {limit_bytes} bytes that this server takes",
+        code="headers_too_large",
+        headers={"Connection": "close"},
+    )

@@ -1,0 +1,94 @@
+"""One HTTP request on its way through the server: its id, its times, and what the log says of it."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+from starlette.types import Receive, Scope
+
+from disagg.api.errors import CLIENT_GONE, ApiError, bad
+
+_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+STATE = "exchange"
+TIMEOUT = "x-request-timeout-s"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """Made by `edge.Edge`; the routes add what they learn."""
+
+    request_id: str
+    """The client's `x-request-id` where it is harmless, else ours."""
+    timeout_s: float
+    arrived_s: float = field(default_factory=time.monotonic)
+    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    """Names the request's sessions and its answer; unique whatever the client sent."""
+    ended: int = 0
+    """The status that says how it ended, where the one that was sent does not: a stream that broke."""
+    words: dict[str, object] = field(default_factory=dict)
+    """More for its line in the log."""
+
+    @property
+    def deadline_s(self) -> float:
+        """When the whole request must have ended, on `time.monotonic`'s clock."""
+        return self.arrived_s + self.timeout_s
+
+
+def exchange_of(request: Request) -> Exchange:
+    """The exchange of a request that came through the edge."""
+    exchange = request.scope["state"][STATE]
+    assert isinstance(exchange, Exchange), "every request comes through the edge"
+    return exchange
+
+
+def request_id(given: bytes | None) -> str:
+    """`given` when it can be echoed and logged, else a new one."""
+    return given.decode() if given and _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def timeout_s(given: bytes | None, most_s: float) -> float:
+    """The time that a client asks for in `TIMEOUT`, and never more than `most_s`."""
+    if given is None:
+        return most_s
+    try:
+        asked_s = float(given)
+    except ValueError:
+        asked_s = 0.0
+    if not asked_s > 0:
+        raise bad(
+            "x-request-timeout-s",
+            f"x-request-timeout-s: {given.decode('latin-1')!r} is not a number of seconds above 0",
+        )
+    return min(asked_s, most_s)
+
+
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+    """The whole body. Raises a 413, as early as that is known."""
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    if length.isdigit() and int(length) > limit_bytes:
+        raise _too_large(limit_bytes)
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ApiError(
+                CLIENT_GONE, "the client went away before its request was complete", code="client_gone"
+            )
+        body += message.get("body", b"")
+        if len(body) > limit_bytes:
+            raise _too_large(limit_bytes)
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _too_large(limit_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"the body is larger than the {limit_bytes} bytes that this server takes",
+        code="body_too_large",
+        headers={"Connection": "close"},  # or the rest of it would have to be read
+    )

@@ -1,0 +1,121 @@
+"""Bodies of requests, as OpenAI's API names their fields; defaults are OpenAI's too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base: what is not named is refused."""
+
+
+class StreamOptions(Body, frozen=True, kw_only=True):
+    """`stream_options`."""
+
+    include_usage: bool = False
+
+
+class AnswerBody(Body, frozen=True, kw_only=True):
+    """What completions and chat completions share. The last group is not OpenAI's, but common among servers."""
+
+    model: str
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    n: int = 1
+    seed: int | None = None
+    stop: str | list[str] = ""
+    logit_bias: dict[str, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    top_k: int = 0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    repetition_penalty: float = 1.0
+
+
+class CompletionBody(AnswerBody, frozen=True, kw_only=True):
+    """`POST /v1/completions`. `prompt`: a text, texts, tokens, or lists of tokens."""
+
+    prompt: str | list[Any]
+    logprobs: int | None = None
+
+
+class ChatBody(AnswerBody, frozen=True, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+
+
+class Part(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """A piece of a message's content; text is the only kind that the models here take."""
+
+    text: str
+
+
+class Message(Body, frozen=True, kw_only=True):
+    """One turn of a conversation."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+
+
+class TokenizeBody(Body, frozen=True, kw_only=True):
+    """`POST /tokenize`: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeBody(Body, frozen=True, kw_only=True):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+OFF: dict[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "web_search_options": (),
+}
+"""Fields of OpenAI's that are not supported, and the values (beside null) that ask for nothing."""
+
+MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "reasoning_content": ("",),
+    "refusal": ("",),
+    "tool_calls": ([],),
+}
+"""The same in a message: clients send answers back as they got them."""

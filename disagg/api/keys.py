@@ -1,0 +1,50 @@
+"""API keys: from a file and the environment, compared in constant time."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+
+from disagg.api.errors import ApiError
+from disagg.core.errors import ConfigError
+
+VARIABLE = "DISAGG_API_KEYS"
+
+
+def load_api_keys(file: str | None, env: Mapping[str, str]) -> tuple[bytes, ...]:
+    """The keys of `file` (one a line; empty lines and `#` comments are skipped) and of DISAGG_API_KEYS (by commas).
+
+    None at all, and no file named: (), which asks for none. Raises `ConfigError` for a file without a key, which
+    would open the server by mistake, and for a key that no header can carry.
+    """
+    lines = _lines(file) if file is not None else []
+    keys = [key.strip() for key in (*lines, *env.get(VARIABLE, "").split(","))]
+    keys = [key for key in keys if key and not key.startswith("#")]
+    if file is not None and not any(line.strip() and not line.strip().startswith("#") for line in lines):
+        raise ConfigError(f"{file} holds no API key: write one a line")
+    for key in keys:
+        if not (key.isascii() and key.isprintable() and " " not in key):
+            raise ConfigError("an API key has a character other than printable ASCII without blanks")
+    return tuple(key.encode() for key in keys)
+
+
+def check_key(keys: tuple[bytes, ...], header: bytes | None) -> None:
+    """Raises a 401 unless `header`, the value of Authorization, carries one of `keys`; () lets everybody in."""
+    if not keys:
+        return
+    scheme, _, given = (header or b"").partition(b" ")
+    # All keys are compared, always: how long it takes says nothing about which one was close.
+    matches = [hmac.compare_digest(key, given.strip()) for key in keys]
+    if scheme.lower() != b"bearer" or not any(matches):
+        said = "is not one of this server's" if given else "is missing: send 'Authorization: Bearer KEY'"
+        raise ApiError(
+            401, f"the API key {said}", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+        )
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"cannot read the API keys in {file}: {exc}") from exc

@@ -1,0 +1,72 @@
+"""What `/metrics` shows. A registry of its own: two servers in one process (tests) do not share counts."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from disagg.router.session import SessionReport
+
+FINE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+COARSE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+WIRE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class Metrics:
+    """Counts and times. An *answer* is one choice, an engine's request; seconds unless the name says otherwise."""
+
+    def __init__(self) -> None:
+        self.registry = registry = CollectorRegistry()
+        self.ttft = Histogram(
+            "disagg_time_to_first_token_seconds",
+            "From a request's arrival to the first token of each answer",
+            registry=registry,
+            buckets=COARSE_S,
+        )
+        self.itl = Histogram(
+            "disagg_inter_token_latency_seconds",
+            "Between two tokens of an answer",
+            registry=registry,
+            buckets=FINE_S,
+        )
+        self.queue = Histogram(
+            "disagg_queue_seconds",
+            "From a request's arrival until an answer has its turn and its memory",
+            registry=registry,
+            buckets=COARSE_S,
+        )
+        self.running = Gauge(
+            "disagg_requests_running", "Answers that the engine was given", registry=registry
+        )
+        self.queued = Gauge("disagg_requests_queued", "Answers that wait for their turn", registry=registry)
+        self.prompt_tokens = Counter(
+            "disagg_prompt_tokens", "Tokens of the prompts that were given to the engine", registry=registry
+        )
+        self.generated_tokens = Counter("disagg_generated_tokens", "Tokens of answers", registry=registry)
+        self.requests = Counter(
+            "disagg_requests", "HTTP requests for answers, by how they ended", ["outcome"], registry=registry
+        )
+        self.errors = Counter(
+            "disagg_errors", "Answers that ended with an error, by its code", ["kind"], registry=registry
+        )
+        self.aborts = Counter(
+            "disagg_aborts", "Answers aborted: client gone, sibling failed, stop", registry=registry
+        )
+        self.transfer_bytes = Counter(
+            "disagg_transfer_bytes", "KV cache sent from prefill to decode", registry=registry
+        )
+        self.transfer_seconds = Histogram(
+            "disagg_transfer_seconds",
+            "While KV of one answer was on its way",
+            registry=registry,
+            buckets=WIRE_S,
+        )
+
+    def transferred(self, report: SessionReport) -> None:
+        """Counts a session's transfer, if its KV went over."""
+        if report.segments:
+            self.transfer_bytes.inc(report.nbytes)
+            self.transfer_seconds.observe(report.transfer_s)
+
+    def exposition(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)

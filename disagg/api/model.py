@@ -1,0 +1,106 @@
+"""The model as clients see it: its name, its limits, its tokenizer and chat template."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import re
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from disagg.api.errors import bad
+from disagg.router.text import REPLACEMENT, decode_with
+
+T = TypeVar("T")
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
+
+
+class ServedModel:
+    """A name and a tokenizer. Encoding takes time that grows with a client's text, so a thread does it.
+
+    The thread works on a copy: a tokenizer may be used by one thread at a time. Chat templates are the
+    checkpoint's own and run in transformers' Jinja sandbox; none is ever taken from a client.
+    """
+
+    def __init__(self, name: str, tokenizer: Any, *, context_tokens: int, vocab_tokens: int) -> None:
+        self.name, self.context_tokens, self.vocab_tokens = name, context_tokens, vocab_tokens
+        self.created_s = int(time.time())
+        self.decode = decode_with(tokenizer)
+        """Text of an answer: without special tokens, e.g. the one that ends it."""
+        self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    async def encode(self, text: str, special: bool = True) -> list[int]:
+        """Tokens of `text`; with `special`, those that the tokenizer puts around it."""
+        return await self._in_thread(self._encode, text, special)
+
+    async def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> list[int]:
+        """Tokens of a conversation in the checkpoint's template. Raises a 400 where it has none, or refuses it."""
+        if not self._encoder.chat_template:
+            raise bad(
+                "messages",
+                f"the model {self.name} has no chat template: ask /v1/completions",
+                "no_chat_template",
+            )
+        return await self._in_thread(self._render, messages, generation_prompt)
+
+    def spell(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special ones too."""
+        return str(self._tokenizer.decode(list(tokens)))
+
+    def token_bytes(self, token: int) -> bytes:
+        """UTF-8 of a token, also where it is a part of a character only: clients join them."""
+        text = self.spell([token])
+        if REPLACEMENT not in text:
+            return text.encode()
+        piece = str(self._tokenizer.convert_ids_to_tokens(token))
+        if found := _BYTE.fullmatch(piece):  # SentencePiece's byte fallback
+            return bytes([int(found[1], 16)])
+        alphabet = _byte_of_character()
+        if all(character in alphabet for character in piece):  # byte-level BPE spells bytes as characters
+            return bytes(alphabet[character] for character in piece)
+        return text.encode()
+
+    def check_tokens(self, tokens: Sequence[object], param: str) -> list[int]:
+        """The tokens, when all are the model's; raises a 400 that names `param`."""
+        for at, token in enumerate(tokens):
+            if type(token) is not int or not 0 <= token < self.vocab_tokens:
+                raise bad(
+                    param,
+                    f"{param}[{at}] = {token!r} is not a token of the model: 0 to {self.vocab_tokens - 1}",
+                )
+        return list(tokens)  # type: ignore[arg-type] # all are int, as checked
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        try:
+            return list(self._encoder(text, add_special_tokens=special)["input_ids"])
+        except UnicodeEncodeError as exc:
+            raise bad("prompt", "the text has half of a surrogate pair, which is not a character") from exc
+
+    def _render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool) -> list[int]:
+        from jinja2 import TemplateError
+
+        try:
+            text = self._encoder.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generation_prompt
+            )
+        except TemplateError as exc:
+            raise bad("messages", f"the model's chat template refuses this conversation: {exc}") from exc
+        return self._encode(text, False)  # the template has written the special tokens itself
+
+    async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}

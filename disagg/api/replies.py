@@ -1,0 +1,102 @@
+"""What is answered, in OpenAI's shapes. What is encoded for each token is a msgspec struct."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Tokens of a request; each prompt counts once, whatever `n` is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    """A token that could have stood there."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    """A token of a chat answer."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    """`choices[].logprobs` of chat."""
+
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """`choices[].logprobs` of completions: parallel lists."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class ChatMessage(msgspec.Struct, frozen=True):
+    """The whole answer."""
+
+    content: str
+    role: str = "assistant"
+    refusal: None = None
+
+
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What came to an answer."""
+
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    """A whole chat answer."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """A piece of a chat answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """A completion, whole or a piece."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The envelope of all of them. `usage` is left out of chunks unless it was asked for, and null in all but one."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[Any]
+    usage: Usage | UnsetType | None = UNSET

@@ -1,0 +1,155 @@
+"""The HTTP server: uvicorn on a socket of ours, stopped when we say so and not by its own signal handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from disagg.api.edge import head_too_large
+from disagg.api.service import Service
+from disagg.core.config import ApiConfig
+from disagg.core.errors import ConfigError
+
+log = structlog.get_logger(__name__)
+
+LAST_BYTES_S = 5
+"""How long responses that have ended may take to leave, before their connections are closed."""
+
+
+def bind(config: ApiConfig) -> socket.socket:
+    """The socket to serve on, bound but not listening: until the engine is up, clients are turned away.
+
+    Raises `ConfigError` when the address cannot be used. The caller closes it, or gives it to `serve`.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind)
+    except OSError as exc:
+        raise ConfigError(f"api.host = {config.host!r} is not an address of this machine: {exc}") from exc
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as exc:
+        listener.close()
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {exc.strerror}; choose another --port or --host"
+        ) from exc
+    return listener
+
+
+async def serve(
+    app: ASGIApp,
+    service: Service,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    on_listening: Callable[[str], None],
+) -> None:
+    """Serves until `stop` is set; then refuses new requests, lets running answers end, and returns.
+
+    They have `api.drain_timeout_s`, or until `hurry` is set. `on_listening` is told the URL. Closes `listener`.
+    """
+    config = service.config
+    server = _Server(_settings(app, config), lambda: on_listening(_url(listener)))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    await _first(serving, stop.wait())
+    service.stopping = True
+    if not serving.done():
+        log.info("stopping", drain_timeout_s=config.drain_timeout_s)
+        await _drain(service, hurry)
+    server.should_exit = True
+    await serving
+
+
+async def _drain(service: Service, hurry: asyncio.Event) -> None:
+    draining = asyncio.create_task(service.drain(service.config.drain_timeout_s))
+    await _first(draining, hurry.wait())
+    if not draining.done():
+        draining.cancel()
+        await asyncio.wait([draining])
+        await service.drain(0.0)
+    elif not draining.result():
+        log.warning("answers_aborted", reason="they did not end in time")
+
+
+async def _first(task: asyncio.Task[Any], other: Any) -> None:
+    """Waits until `task` is done or `other` returns; `task` goes on."""
+    waiter = asyncio.create_task(other)
+    await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+    await asyncio.wait([waiter])
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # signals are the caller's: what they stop first is new requests, not the socket
+
+
+def _settings(app: ASGIApp, config: ApiConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=_bounded_http(config.max_header_bytes),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=LAST_BYTES_S,
+    )
+
+
+def _bounded_http(max_header_bytes: int) -> type[asyncio.Protocol]:
+    class BoundedHttp(HttpToolsProtocol):
+        """uvicorn's protocol, which would keep a head that never ends; the edge looks at those that end."""
+
+        _head_bytes = 0
+        _in_head = True
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data) if self._in_head else 0
+            super().data_received(data)
+            if self._in_head and self._head_bytes > max_header_bytes and not self.transport.is_closing():
+                self._refuse_head()
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._in_head, self._head_bytes = True, 0
+            super().on_message_complete()
+
+        def _refuse_head(self) -> None:
+            body = head_too_large("the request's head", max_header_bytes).body()
+            self.transport.write(
+                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
+            )
+            self.transport.close()
+
+    return BoundedHttp
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

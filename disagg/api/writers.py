@@ -1,0 +1,149 @@
+"""Outputs of sessions to what clients read: a whole reply, or the chunks of a stream in the order they expect."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import UNSET
+
+from disagg.api import replies as r
+from disagg.api.asked import Asked
+from disagg.api.logprobs import Speller
+from disagg.api.model import ServedModel
+from disagg.core.types import TokenLogprobs
+from disagg.router.session import Output
+
+DONE = b"data: [DONE]\n\n"
+_ENCODER = msgspec.json.Encoder()
+
+
+def event(value: object) -> bytes:
+    """A server-sent event."""
+    return b"data: " + _ENCODER.encode(value) + b"\n\n"
+
+
+class Writer(ABC):
+    """Collects one request's answers (`add`, then `whole`), or turns them into chunks (`chunks`, then `tail`)."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, asked: Asked, model: ServedModel, request_id: str) -> None:
+        self._asked, self._model = asked, model
+        self._id = f"{self.prefix}-{request_id}"
+        self._created_s = int(time.time())
+        self._speller = Speller(model)
+        self._texts = [""] * asked.choices
+        self._finish: list[str | None] = [None] * asked.choices
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(asked.choices)]
+        self.completion_tokens = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Each prompt once."""
+        return sum(len(prompt) for prompt in self._asked.prompts)
+
+    def add(self, index: int, output: Output) -> None:
+        """Takes some more of a choice into the whole reply."""
+        self.completion_tokens += len(output.tokens)
+        self._texts[index] += output.text
+        self._finish[index] = output.finish
+        self._logprobs[index].extend(output.logprobs)
+
+    def whole(self) -> bytes:
+        """The reply's JSON."""
+        choices = [self._choice(index) for index in range(self._asked.choices)]
+        return _ENCODER.encode(
+            r.Reply(self._id, self.kind, self._created_s, self._model.name, choices, self._usage())
+        )
+
+    def chunks(self, index: int, output: Output) -> list[bytes]:
+        """The events that say it, in order."""
+        self.completion_tokens += len(output.tokens)
+        usage = None if self._asked.usage else UNSET
+        return [self._event([choice], usage) for choice in self._pieces(index, output)]
+
+    def tail(self) -> list[bytes]:
+        """What ends a stream: the counts if asked for, and the mark."""
+        return ([self._event([], self._usage())] if self._asked.usage else []) + [DONE]
+
+    def _event(self, choices: Sequence[object], usage: r.Usage | msgspec.UnsetType | None) -> bytes:
+        reply = r.Reply(self._id, self.chunk_kind, self._created_s, self._model.name, list(choices), usage)
+        return event(reply)
+
+    def _usage(self) -> r.Usage:
+        prompt, completion = self.prompt_tokens, self.completion_tokens
+        return r.Usage(prompt, completion, prompt + completion)
+
+    @abstractmethod
+    def _choice(self, index: int) -> object: ...
+
+    @abstractmethod
+    def _pieces(self, index: int, output: Output) -> list[object]: ...
+
+
+class ChatWriter(Writer):
+    """`/v1/chat/completions`: the role, then text, then `finish_reason` alone."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def __init__(self, asked: Asked, model: ServedModel, request_id: str) -> None:
+        super().__init__(asked, model, request_id)
+        self._begun: set[int] = set()
+
+    def _choice(self, index: int) -> object:
+        logprobs = (
+            self._chat_logprobs(self._logprobs[index]) if self._asked.sampling.logprobs is not None else None
+        )
+        return r.ChatChoice(index, r.ChatMessage(self._texts[index]), logprobs, self._finish[index])
+
+    def _pieces(self, index: int, output: Output) -> list[object]:
+        pieces: list[object] = []
+        if index not in self._begun:
+            self._begun.add(index)
+            pieces.append(r.ChatChunkChoice(index, r.Delta(role="assistant", content="")))
+        if output.text or output.logprobs:
+            logprobs = self._chat_logprobs(output.logprobs) if output.logprobs else None
+            pieces.append(r.ChatChunkChoice(index, r.Delta(content=output.text), logprobs))
+        if output.finish is not None:
+            pieces.append(r.ChatChunkChoice(index, r.Delta(), finish_reason=output.finish))
+        return pieces
+
+    def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> r.ChatLogprobs:
+        return r.ChatLogprobs([self._speller.chat(one) for one in logprobs])
+
+
+class CompletionWriter(Writer):
+    """`/v1/completions`: text, the last piece with its `finish_reason`."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(self, asked: Asked, model: ServedModel, request_id: str) -> None:
+        super().__init__(asked, model, request_id)
+        self._offsets = [0] * asked.choices
+        """Characters of the tokens whose log-probabilities were written, for each choice."""
+
+    def _choice(self, index: int) -> object:
+        logprobs = None
+        if self._asked.sampling.logprobs is not None:
+            logprobs = self._completion_logprobs(index, self._logprobs[index])
+        return r.CompletionChoice(index, self._texts[index], logprobs, self._finish[index])
+
+    def _pieces(self, index: int, output: Output) -> list[object]:
+        if not (output.text or output.logprobs or output.finish):
+            return []
+        logprobs = self._completion_logprobs(index, output.logprobs) if output.logprobs else None
+        return [r.CompletionChoice(index, output.text, logprobs, output.finish)]
+
+    def _completion_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> r.CompletionLogprobs:
+        tokens, offsets = [], []
+        for one in logprobs:
+            tokens.append(self._speller.text(one.token))
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(tokens[-1])
+        top = [{self._speller.text(token): logprob for token, logprob in one.top} for one in logprobs]
+        return r.CompletionLogprobs(tokens, [one.logprob for one in logprobs], top, offsets)
