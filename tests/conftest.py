@@ -49,6 +49,15 @@ def _no_leaked_threads() -> Iterator[None]:
     assert not names, f"threads still running after the test: {names}"
 
 
+@pytest.fixture(autouse=True)
+def _logs_unconfigured() -> Iterator[None]:
+    """A command that ran in a test has pointed the logs at that test's stderr, which is closed after it."""
+    yield
+    structlog = sys.modules.get("structlog")
+    if structlog is not None:
+        structlog.reset_defaults()
+
+
 @pytest.fixture
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills what `torch.empty*` returns with 0xAB bytes: output that nobody wrote cannot pass for zeros."""

@@ -26,7 +26,6 @@ class Answers:
     def __init__(self) -> None:
         self._items: asyncio.Queue[Item] = asyncio.Queue()
         self._unfinished: dict[int, asyncio.Task[None]] = {}
-        self._error: Exception | None = None
 
     def start(self, choice: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work`, which calls `put` or `fail` for `choice`. The caller keeps the task until it is done."""
@@ -41,14 +40,18 @@ class Answers:
         self._items.put_nowait((choice, output))
 
     def fail(self, choice: int, error: DisaggError) -> None:
-        """The choice has ended without its answer, and with it the whole request."""
+        """The choice has ended without its answer, and with it the whole request: its siblings are aborted."""
         self._unfinished.pop(choice, None)
         self._items.put_nowait(error)
+        self._cancel()
 
     def abort(self, error: Exception | None = None) -> None:
         """Aborts what is unfinished; whoever iterates gets `error` (that the client is gone). Again: nothing."""
         if self._unfinished:
             self._items.put_nowait(error or ClientGoneError())
+        self._cancel()
+
+    def _cancel(self) -> None:
         for task in self._unfinished.values():
             task.cancel()
         self._unfinished.clear()

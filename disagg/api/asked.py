@@ -193,10 +193,10 @@ def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: Se
     try:
         check_sampling(sampling, model.vocab_tokens)
     except InvalidRequestError as exc:
-        field = str(exc).split(" ", 1)[0]  # the message begins with it
-        if field == "logprobs" and isinstance(body, ChatBody):
-            field = "top_logprobs"
-        raise bad(field, str(exc)) from exc
+        message = str(exc)
+        if isinstance(body, ChatBody) and message.startswith("logprobs"):
+            message = f"top_{message}"  # what chat calls it
+        raise bad(message.split(" ", 1)[0], message) from exc  # it begins with the field
     return sampling
 
 

@@ -92,7 +92,7 @@ class ServedModel:
                 list(messages), tokenize=False, add_generation_prompt=generation_prompt
             )
         except TemplateError as exc:
-            raise bad("messages", f"the model's chat template refuses this conversation: {exc}") from exc
+            raise bad("messages", f"messages: the model's chat template refuses them: {exc}") from exc
         return self._encode(text, False)  # the template has written the special tokens itself
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:

@@ -30,10 +30,11 @@ def bind(config: ApiConfig) -> socket.socket:
     Raises `ConfigError` when the address cannot be used. The caller closes it, or gives it to `serve`.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(
+        family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind)
+        # With the protocol's number: asyncio switches Nagle's delay off (40 ms a reply) only where it says TCP.
+        listener = socket.socket(family, kind, protocol)
     except OSError as exc:
         raise ConfigError(f"api.host = {config.host!r} is not an address of this machine: {exc}") from exc
     try:

@@ -1,0 +1,318 @@
+"""What each route answers when all is well; streams byte by byte."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from api_server import CONTEXT_TOKENS, ApiServer, until
+from prometheus_client.parser import text_string_to_metric_families
+
+from disagg.api.asked import derived_seed
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ApiServer]:
+    with ApiServer() as running:
+        yield running
+
+
+def fixed(text: str) -> str:
+    """Ids and times are what differs between two runs."""
+    text = re.sub(r'"id":"(cmpl|chatcmpl)-[0-9a-f]{32}"', r'"id":"\1-ID"', text)
+    return re.sub(r'"created":\d+', '"created":0', text)
+
+
+def events(text: str) -> list[Any]:
+    parts = text.split("\n\n")
+    assert parts.pop() == "", "each event ends with an empty line"
+    assert parts.pop() == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def test_a_completion(server: ApiServer) -> None:
+    reply = server.ask(max_tokens=3)
+    assert reply.status_code == 200
+    assert fixed(reply.text) == (
+        '{"id":"cmpl-ID","object":"text_completion","created":0,"model":"tiny","choices":[{"index":0,"text":"abc",'
+        '"logprobs":null,"finish_reason":"length"}],"usage":{"prompt_tokens":2,"completion_tokens":3,"total_tokens":5}}'
+    )
+    request_id, prompt, sampling = server.generator.calls[-1]
+    assert prompt == list(b"hi")
+    assert sampling.temperature == 1.0, "OpenAI's default"
+    assert f"cmpl-{request_id}" == reply.json()["id"] + "-0"
+
+
+def test_a_completion_has_16_tokens_unless_told(server: ApiServer) -> None:
+    assert server.ask().json()["usage"]["completion_tokens"] == 16
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("ab", [b"ab"]),
+        (["ab", "c"], [b"ab", b"c"]),
+        ([97, 98], [b"ab"]),
+        ([[97, 98], [99]], [b"ab", b"c"]),
+    ],
+)
+def test_every_form_of_a_prompt(server: ApiServer, prompt: Any, prompts: list[bytes]) -> None:
+    reply = server.ask(prompt=prompt, max_tokens=1, n=2).json()
+    asked = [bytes(tokens) for _, tokens, _ in server.generator.calls[-2 * len(prompts) :]]
+    assert sorted(asked) == sorted(prompts * 2)
+    assert [choice["index"] for choice in reply["choices"]] == list(range(2 * len(prompts)))
+    assert reply["usage"]["prompt_tokens"] == sum(map(len, prompts)), "each prompt counts once"
+    assert reply["usage"]["completion_tokens"] == 2 * len(prompts)
+
+
+def test_each_of_n_has_a_seed_of_its_own(server: ApiServer) -> None:
+    server.ask(prompt=["a", "b"], n=3, seed=7, max_tokens=1)
+    calls = sorted(server.generator.calls[-6:], key=lambda call: int(call[0].rsplit("-", 1)[1]))
+    seeds = [sampling.seed for _, _, sampling in calls]
+    assert seeds[:3] == seeds[3:], "a prompt's answers do not depend on its neighbours"
+    assert seeds[0] == 7, "the first is the one that n = 1 gives"
+    assert seeds[:3] == [derived_seed(7, i) for i in range(3)]
+    assert len(set(seeds)) == 3
+    server.ask(n=2, max_tokens=1)
+    assert [sampling.seed for _, _, sampling in server.generator.calls[-2:]] == [None, None]
+
+
+def test_every_field_reaches_the_sampler(server: ApiServer) -> None:
+    same = {
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "seed": -5,
+        "logprobs": 2,
+        "presence_penalty": 0.25,
+        "frequency_penalty": -0.25,
+        "repetition_penalty": 1.5,
+    }
+    server.ask(**same, stop=["xx", "yy"], stop_token_ids=[65], logit_bias={"66": -3.5}, user="me")
+    sampling = server.generator.calls[-1][2]
+    assert {name: getattr(sampling, name) for name in sampling.__struct_fields__} == {
+        **same,
+        "stop": ("xx", "yy"),
+        "stop_token_ids": (65,),
+        "logit_bias": ((66, -3.5),),
+    }
+
+
+def test_a_stop_string_ends_an_answer(server: ApiServer) -> None:
+    choice = server.ask(stop="de", max_tokens=20).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "stop")
+
+
+def test_what_means_off_is_accepted(server: ApiServer) -> None:
+    off = {"best_of": 1, "echo": False, "suffix": "", "tools": [], "stop": [], "seed": None, "top_k": -1}
+    assert server.ask(**off, response_format={"type": "text"}).status_code == 200
+    chat = {"tool_choice": "none", "functions": [], "modalities": ["text"], "store": False, "audio": None}
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [
+        {"role": "developer", "content": parts},
+        {"role": "assistant", "content": None, "refusal": None, "tool_calls": [], "annotations": []},
+        {"role": "user", "content": "x", "name": "ann"},
+    ]
+    assert server.ask(CHAT, **chat, messages=messages, max_tokens=1).status_code == 200
+    assert bytes(server.generator.calls[-1][1]) == b"<system>one\ntwo<assistant><user>x<assistant>"
+
+
+def test_a_chat_answer(server: ApiServer) -> None:
+    reply = server.ask(CHAT, max_completion_tokens=2)
+    assert fixed(reply.text) == (
+        '{"id":"chatcmpl-ID","object":"chat.completion","created":0,"model":"tiny","choices":[{"index":0,"message":'
+        '{"content":"ab","role":"assistant","refusal":null},"logprobs":null,"finish_reason":"length"}],"usage":'
+        '{"prompt_tokens":19,"completion_tokens":2,"total_tokens":21}}'
+    )
+    assert bytes(server.generator.calls[-1][1]) == b"<user>hi<assistant>"
+
+
+def test_a_chat_answer_may_fill_the_context(server: ApiServer) -> None:
+    assert server.ask(CHAT).json()["usage"]["total_tokens"] == CONTEXT_TOKENS
+
+
+def test_a_streamed_completion_byte_by_byte(server: ApiServer) -> None:
+    reply = server.ask(max_tokens=2, stream=True)
+    head = 'data: {"id":"cmpl-ID","object":"text_completion","created":0,"model":"tiny","choices":['
+    assert reply.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert fixed(reply.text) == "\n\n".join(
+        [
+            head + '{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}',
+            head + '{"index":0,"text":"b","logprobs":null,"finish_reason":"length"}]}',
+            "data: [DONE]",
+            "",
+        ]
+    )
+
+
+def test_a_streamed_chat_byte_by_byte(server: ApiServer) -> None:
+    reply = server.ask(CHAT, max_tokens=2, stream=True, stream_options={"include_usage": True})
+    head = 'data: {"id":"chatcmpl-ID","object":"chat.completion.chunk","created":0,"model":"tiny","choices":['
+    end = '"logprobs":null,"finish_reason":null}],"usage":null}'
+    assert fixed(reply.text) == "\n\n".join(
+        [
+            head + '{"index":0,"delta":{"role":"assistant","content":""},' + end,
+            head + '{"index":0,"delta":{"content":"a"},' + end,
+            head + '{"index":0,"delta":{"content":"b"},' + end,
+            head + '{"index":0,"delta":{},"logprobs":null,"finish_reason":"length"}],"usage":null}',
+            head + '],"usage":{"prompt_tokens":19,"completion_tokens":2,"total_tokens":21}}',
+            "data: [DONE]",
+            "",
+        ]
+    )
+
+
+def test_a_stream_of_several_choices_keeps_each_in_order(server: ApiServer) -> None:
+    reply = server.ask(CHAT, max_tokens=3, n=2, stream=True)
+    choices = [event["choices"][0] for event in events(reply.text)]
+    for index in (0, 1):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(choice["delta"].get("content", "") for choice in mine) == "abc"
+        assert [choice["finish_reason"] for choice in mine] == [None, None, None, None, "length"]
+
+
+def test_nothing_is_sent_for_a_token_without_text(server: ApiServer) -> None:
+    """Text that may begin a stop string is held back: the stream says nothing until it is certain."""
+    reply = server.ask(stop=["abcz"], max_tokens=4, stream=True)
+    assert [event["choices"][0]["text"] for event in events(reply.text)] == ["abcd"]
+
+
+def test_logprobs_of_a_completion(server: ApiServer) -> None:
+    want = {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"a": -0.5, "b": -1.5}, {"b": -0.5, "c": -1.5}],
+        "text_offset": [0, 1],
+    }
+    assert server.ask(max_tokens=2, logprobs=2).json()["choices"][0]["logprobs"] == want
+    streamed = events(server.ask(max_tokens=2, logprobs=2, stream=True).text)
+    got = [event["choices"][0]["logprobs"] for event in streamed]
+    assert {name: got[0][name] + got[1][name] for name in want} == want
+
+
+def test_logprobs_of_a_chat(server: ApiServer) -> None:
+    want = [
+        {
+            "token": text,
+            "logprob": -0.5,
+            "bytes": [ord(text)],
+            "top_logprobs": [{"token": text, "logprob": -0.5, "bytes": [ord(text)]}],
+        }
+        for text in "ab"
+    ]
+    asked = {"max_tokens": 2, "logprobs": True, "top_logprobs": 1}
+    whole = server.ask(CHAT, **asked).json()
+    assert whole["choices"][0]["logprobs"] == {"content": want, "refusal": None}
+    streamed = events(server.ask(CHAT, **asked, stream=True).text)
+    parts = [event["choices"][0]["logprobs"] for event in streamed]
+    assert [part and part["content"] for part in parts] == [None, want[:1], want[1:], None]
+    none = server.ask(CHAT, max_tokens=1, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert none[0]["top_logprobs"] == []
+
+
+def test_half_a_character_is_told_by_its_bytes(server: ApiServer) -> None:
+    assert server.model.token_bytes(0xC3) == b"\xc3"
+    assert server.model.token_bytes(ord("x")) == b"x"
+
+
+def test_models(server: ApiServer) -> None:
+    card = {
+        "id": "tiny",
+        "object": "model",
+        "created": server.model.created_s,
+        "owned_by": "disagg",
+        "max_model_len": CONTEXT_TOKENS,
+    }
+    assert server.client.get("/v1/models").json() == {"object": "list", "data": [card]}
+    assert server.client.get("/v1/models/tiny").json() == card
+
+
+def test_tokenize_and_detokenize(server: ApiServer) -> None:
+    reply = server.client.post("/tokenize", json={"prompt": "h\u00e9"}).json()
+    assert reply == {"count": 3, "max_model_len": CONTEXT_TOKENS, "tokens": list("h\u00e9".encode())}
+    chat = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "add_generation_prompt": False}
+    assert bytes(server.client.post("/tokenize", json=chat).json()["tokens"]) == b"<user>x"
+    assert server.client.post("/tokenize", json={"prompt": ""}).json()["tokens"] == []
+    back = server.client.post("/detokenize", json={"tokens": [*"h\u00e9".encode(), 257]}).json()
+    assert back == {"prompt": "h\u00e9<|eos|>"}
+
+
+def test_health_and_ready(server: ApiServer) -> None:
+    assert server.client.get("/health").status_code == 200
+    assert server.client.get("/ready").json() == {"status": "ready"}
+    server.set(down=["decode"])
+    assert server.client.get("/health").status_code == 200
+    reply = server.client.get("/ready")
+    assert (reply.status_code, reply.json()) == (503, {"status": "no decode group is up"})
+    refused = server.ask()
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    server.set(down=[])
+    assert server.client.get("/ready").status_code == 200
+
+
+def test_request_ids_are_echoed_when_they_are_harmless(server: ApiServer) -> None:
+    def echoed(given: str) -> str:
+        headers = {"x-request-id": given.encode("latin-1")}
+        return server.client.get("/health", headers=headers).headers["x-request-id"]
+
+    assert echoed("abc-1.2:3_4") == "abc-1.2:3_4"
+    for given in ("a b", "x" * 129, '"', "\u00e9"):
+        assert re.fullmatch("[0-9a-f]{32}", echoed(given)), given
+
+
+def test_every_request_is_a_line_in_the_log_without_its_text(server: ApiServer) -> None:
+    server.log.lines.clear()
+    server.client.post(
+        COMPLETIONS,
+        json={"model": "tiny", "prompt": "private", "max_tokens": 3, "stream": True},
+        headers={"x-request-id": "mine"},
+    )
+    server.client.get("/nope")
+    [served, refused] = until(lambda: server.log.lines[1:] and server.log.lines)
+    assert served.pop("seconds") >= 0
+    assert served == {
+        "event": "request",
+        "request_id": "mine",
+        "method": "POST",
+        "path": COMPLETIONS,
+        "status": 200,
+        "outcome": "ok",
+        "prompt_tokens": 7,
+        "tokens": 3,
+    }
+    assert (refused["status"], refused["outcome"]) == (404, "refused")
+
+
+def test_metrics() -> None:
+    with ApiServer() as server:
+        server.ask(prompt="four", max_tokens=3, n=2)
+        server.ask(max_tokens=0)
+        server.set(error=ValueError("a bug"), fail_after=1)
+        assert server.ask(max_tokens=3).status_code == 500
+        text = server.client.get("/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    values = {(s.name, *s.labels.values()): s.value for f in families.values() for s in f.samples}
+    assert values["disagg_requests_total", "ok"] == 1
+    assert values["disagg_requests_total", "refused"] == 1
+    assert values["disagg_requests_total", "error"] == 1
+    assert values["disagg_errors_total", "internal"] == 1
+    assert values["disagg_prompt_tokens_total",] == 10
+    assert values["disagg_generated_tokens_total",] == 7
+    assert values["disagg_time_to_first_token_seconds_count",] == 3
+    assert values["disagg_inter_token_latency_seconds_count",] == 4
+    assert values["disagg_queue_seconds_count",] == 3
+    assert values["disagg_queue_seconds_sum",] >= 3 * 0.25, "with the time until memory was reserved"
+    assert values["disagg_transfer_bytes_total",] == 3000
+    assert values["disagg_transfer_seconds_sum",] == 1.5
+    assert values["disagg_requests_running",] == values["disagg_requests_queued",] == 0
+    assert values["disagg_aborts_total",] == 0

@@ -1,0 +1,207 @@
+"""`disagg serve` as users run it: its own process, Ray, UCX, two groups; spoken to with OpenAI's own client."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+from api_server import TEMPLATE, until
+
+from disagg.core.config import Config, ModelConfig
+from disagg.core.types import SamplingParams
+from disagg.model.tiny import byte_tokenizer, make_tiny_checkpoint
+from disagg.reference import reference_answers
+
+PROMPT = "The capital of France is"
+TOKENS = 12
+
+
+@dataclass
+class Served:
+    """The server's process and the way to it."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    checkpoint: Path
+    client: openai.OpenAI
+
+    def metric(self, name: str) -> float:
+        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
+        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("serve")
+    checkpoint = make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(checkpoint)
+    (folder / "keys").write_text("secret\n")
+    command = [sys.executable, "-m", "disagg.cli", "serve", "--model", str(checkpoint), "--device", "cpu"]
+    command += [
+        "--prefill-tp",
+        "2",
+        "--decode-tp",
+        "1",
+        "--port",
+        "0",
+        "--api-key-file",
+        str(folder / "keys"),
+    ]
+    log = folder / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--set", "log.format=json"],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],
+        )
+    try:
+        said = until(
+            lambda: process.poll() is not None or re.search(r'"url": "([^"]+)"', log.read_text()),
+            timeout_s=120,
+        )
+        assert isinstance(said, re.Match), log.read_text()
+        with openai.OpenAI(base_url=f"{said[1]}/v1", api_key="secret", max_retries=0, timeout=60) as client:
+            yield Served(process, said[1], checkpoint, client)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def expected(served: Served) -> list[int]:
+    """What Hugging Face answers to `PROMPT`, and so `disagg generate`."""
+    config = Config(model=ModelConfig(path=str(served.checkpoint)))
+    greedy = SamplingParams(max_tokens=TOKENS)
+    [answer] = reference_answers(config, [list(PROMPT.encode())], greedy, lambda: None).answers
+    return answer
+
+
+def test_a_completion_is_exact(served: Served, expected: list[int]) -> None:
+    reply = served.client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=TOKENS, temperature=0, logprobs=3
+    )
+    [choice] = reply.choices
+    assert choice.text == bytes(expected).decode()
+    assert choice.finish_reason == "length"
+    assert reply.usage is not None
+    assert reply.usage.total_tokens == len(PROMPT) + TOKENS
+    assert choice.logprobs is not None
+    assert "".join(choice.logprobs.tokens or ()) == choice.text
+    tops = choice.logprobs.top_logprobs or []
+    assert all(
+        len(top) == 3 and max(top, key=top.__getitem__) == text
+        for top, text in zip(tops, choice.text, strict=True)
+    )
+
+
+def test_a_stream_is_exact(served: Served, expected: list[int]) -> None:
+    stream = served.client.completions.create(
+        model="tiny",
+        prompt=list(PROMPT.encode()),
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == bytes(expected).decode()
+    assert len(chunks) == TOKENS + 1, "a chunk for each token, and the counts"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == TOKENS
+
+
+def test_a_chat_whole_and_streamed(served: Served) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    asked = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True}
+    whole = served.client.chat.completions.create(**asked, top_logprobs=2)  # type: ignore[call-overload]
+    stream = served.client.chat.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    told = whole.choices[0].logprobs.content
+    assert bytes(byte for one in told for byte in one.bytes).decode() == text
+    assert {len(one.top_logprobs) for one in told} == {2}
+
+
+def test_several_answers_and_prompts(served: Served) -> None:
+    def texts(n: int) -> list[str]:
+        reply = served.client.completions.create(
+            model="tiny", prompt=[PROMPT, "x"], n=n, seed=3, temperature=1.5, max_tokens=8
+        )
+        assert [choice.index for choice in reply.choices] == list(range(2 * n))
+        return [choice.text for choice in reply.choices]
+
+    three = texts(3)
+    assert three == texts(3), "a seed repeats all of them"
+    assert len(set(three)) == 6
+    assert texts(1) == [three[0], three[3]]
+
+
+def test_stops(served: Served, expected: list[int]) -> None:
+    text = bytes(expected).decode()
+    reply = served.client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=TOKENS, temperature=0, stop=[text[4:6], "never there"]
+    )
+    assert (reply.choices[0].text, reply.choices[0].finish_reason) == (text[: text.index(text[4:6])], "stop")
+
+
+def test_errors_are_openais(served: Served) -> None:
+    ask = served.client.completions.create
+    with pytest.raises(openai.NotFoundError, match="gpt-9"):
+        ask(model="gpt-9", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="more than the 2048") as long:
+        ask(model="tiny", prompt="x" * 3000)
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
+        ask(model="tiny", prompt="x", best_of=2)
+    with pytest.raises(openai.AuthenticationError):
+        served.client.with_options(api_key="wrong").models.list()
+    with pytest.raises(openai.InternalServerError) as late:
+        ask(model="tiny", prompt="x", max_tokens=2000, extra_headers={"x-request-timeout-s": "0.3"})
+    assert late.value.status_code == 504
+
+
+def test_a_client_that_leaves_frees_both_groups(served: Served) -> None:
+    aborts = served.metric("disagg_aborts_total")
+    stream = served.client.completions.create(model="tiny", prompt="x", max_tokens=2000, stream=True)
+    next(iter(stream))
+    left_s = time.monotonic()
+    stream.close()
+    until(lambda: served.metric("disagg_requests_running") == 0)
+    assert time.monotonic() - left_s < 1.0, "until both groups have confirmed that nothing is left"
+    assert served.metric("disagg_aborts_total") == aborts + 1
+
+
+def test_a_signal_ends_it_and_leaves_nothing(served: Served) -> None:
+    """Last in this module: the server is gone afterwards."""
+    family = psutil.Process(served.process.pid).children(recursive=True)
+    stream = served.client.completions.create(model="tiny", prompt="x", max_tokens=300, stream=True)
+    next(iter(stream))
+    os.kill(served.process.pid, signal.SIGTERM)
+    until(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503)
+    with pytest.raises(openai.InternalServerError, match="stopping"):
+        served.client.completions.create(model="tiny", prompt="x")
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "what ran has ended"
+    assert served.process.wait(timeout=60) == 0
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive

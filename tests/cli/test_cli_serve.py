@@ -1,0 +1,81 @@
+"""`disagg serve`'s flags, and that the server is imported only by it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from disagg import cli
+from disagg.core.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Stands in for `disagg.serve_http`; lists what it was asked to serve."""
+    asked: list[Config] = []
+    module = ModuleType("disagg.serve_http")
+    module.run_serve = asked.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "disagg.serve_http", module)
+    for name in [name for name in os.environ if name.startswith("DISAGG_")]:
+        monkeypatch.delenv(name)
+    return asked
+
+
+def test_serve_needs_no_flags(served: list[Config]) -> None:
+    assert cli.run(["serve"]) == 0
+    assert served == [Config()]
+    assert served[0].api.host == "127.0.0.1", "nobody else is let in unless asked"
+
+
+def test_serve_flags(served: list[Config], tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text("[api]\nmax_running = 3\nport = 1\n")
+    flags = (
+        f"serve --model /m --prefill-tp 2 --decode-tp 3 --device cpu --config {path} --host 0.0.0.0 --port 9 "
+        f"--api-key-file /k --model-name me --set api.max_queued=4 --transport ucx"
+    )
+    assert cli.run(flags.split()) == 0
+    [config] = served
+    assert (config.model.path, config.prefill.tp, config.decode.tp) == ("/m", 2, 3)
+    assert (config.api.host, config.api.port) == ("0.0.0.0", 9), "a flag beats the file"
+    assert (config.api.key_file, config.api.model_name) == ("/k", "me")
+    assert (config.api.max_running, config.api.max_queued) == (3, 4)
+    assert not config.transport.peer_memory
+
+
+def test_help_imports_no_server() -> None:
+    code = (
+        "import sys; from disagg import cli; assert cli.run(['serve', '--help']) == 0; "
+        "heavy = ('torch', 'ray', 'fastapi', 'uvicorn', 'prometheus_client', 'rich'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "--api-key-file" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--random-init tiny-llama --api-key-file /nowhere", "cannot read the API keys in /nowhere"),
+        (
+            "--random-init tiny-llama --host 999.1.1.1",
+            "api.host = '999.1.1.1' is not an address of this machine",
+        ),
+        ("--model /nowhere", "no such model directory: /nowhere"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_before_anything_starts(
+    arguments: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["serve", "--port", "0", *arguments.split()]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("disagg: ") == 1

@@ -1,0 +1,145 @@
+"""A real server (uvicorn, sockets) over a fake generator, on an event loop of its own in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import ExitStack
+from typing import Any, TypeVar
+from unittest.mock import patch
+
+import httpx
+from fake_generator import FakeGenerator
+
+from disagg.api.app import make_app
+from disagg.api.model import ServedModel
+from disagg.api.server import bind, serve
+from disagg.api.service import Service
+from disagg.core.config import ApiConfig
+from disagg.model.tiny import VOCAB_SIZE, byte_tokenizer
+
+T = TypeVar("T")
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content == 'forbidden' %}{{ raise_exception('no such word') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CONTEXT_TOKENS = 200
+
+
+class LogLines:
+    """A logger that keeps what is said: the server's thread must not write to what pytest captures of a test."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+
+    def _say(self, event: str, **fields: Any) -> None:
+        self.lines.append({"event": event, **fields})
+
+    debug = info = warning = exception = _say
+
+
+class ApiServer:
+    """`with ApiServer(...) as server:` serves; `client` speaks to it, `generator` is what it asks."""
+
+    def __init__(self, *keys: str, template: str | None = TEMPLATE, **settings: Any) -> None:
+        self._keys = tuple(key.encode() for key in keys)
+        self._config = ApiConfig(port=0, **settings)
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = template
+        self.model = ServedModel("tiny", tokenizer, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="api-server")
+        self._up = threading.Event()
+        self.log = LogLines()
+        self._patches = ExitStack()
+
+    def __enter__(self) -> ApiServer:
+        for module in ("edge", "server", "service"):
+            self._patches.enter_context(patch(f"disagg.api.{module}.log", self.log))
+        self._thread.start()
+        assert self._up.wait(20), "the server did not come up"
+        self.run(self.model.encode("x"))  # starts the tokenizer's thread, which is the server's and no test's
+        self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.client.close()
+        self.stop()
+        self.hurry()
+        self._thread.join(20)
+        self.model.close()
+        self._patches.close()
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    def stop(self) -> None:
+        """As the first signal does."""
+        self._on_loop(self._stop.set)
+
+    def hurry(self) -> None:
+        """As the second one does."""
+        self._on_loop(self._hurry.set)
+
+    def set(self, **attributes: Any) -> None:
+        """Changes the generator."""
+        self.run(self._set(attributes))
+
+    def go(self) -> None:
+        """Lets held answers go on."""
+        self._on_loop(self.generator.go.set)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work` on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(20)
+
+    def ask(self, path: str = "/v1/completions", **fields: Any) -> httpx.Response:
+        """A request with `model` and a prompt, unless `fields` say otherwise."""
+        return self.client.post(path, json=body(path, **fields))
+
+    def value(self, metric: str, **labels: str) -> float:
+        """What `/metrics` says of a sample; 0 where there is none."""
+        return self.service.metrics.registry.get_sample_value(metric, labels) or 0.0
+
+    async def _set(self, attributes: dict[str, Any]) -> None:
+        for name, value in attributes.items():
+            assert hasattr(self.generator, name)
+            setattr(self.generator, name, value)
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop, self._hurry = asyncio.Event(), asyncio.Event()
+        self.generator = FakeGenerator()
+        self.service = Service(self.generator, self.model, self._config)
+        app = make_app(self.service, self._keys)
+        await serve(app, self.service, bind(self._config), self._stop, self._hurry, self._listening)
+
+    def _listening(self, url: str) -> None:
+        self.url = url
+        self._up.set()
+
+    def _on_loop(self, action: Callable[[], Any]) -> None:
+        if self._thread.is_alive():
+            try:
+                self._loop.call_soon_threadsafe(action)
+            except RuntimeError:
+                assert not self._thread.is_alive() or self._loop.is_closed()
+
+
+def body(path: str, **fields: Any) -> dict[str, Any]:
+    """The fields that each request must have, and `fields`; `...` takes one out."""
+    least: dict[str, Any] = {"model": "tiny"}
+    if "chat" in path:
+        least["messages"] = [{"role": "user", "content": "hi"}]
+    else:
+        least["prompt"] = "hi"
+    merged = {**least, **fields}
+    return {name: value for name, value in merged.items() if value is not ...}
+
+
+def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+    """Waits for `condition` and returns its value."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline_s, "the condition did not come true"
+        time.sleep(0.005)
+    return value

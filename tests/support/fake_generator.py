@@ -1,0 +1,84 @@
+"""Stands in for the router: answers from a script, holds, fails; remembers what it was asked and what was closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
+
+from disagg.core.types import SamplingParams, TokenLogprobs
+from disagg.router.session import Output, SessionReport
+from disagg.router.text import Decode, TextStream
+
+ANSWER = b"abcdefghijklmnopqrstuvwxyz"
+
+
+class FakeGenerator:
+    """Answers every prompt with `ANSWER`, a token a byte. Lives on the server's loop."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, list[int], SamplingParams]] = []
+        self.aborted: list[str] = []
+        """Requests that were closed before their last output."""
+        self.down: list[str] = []
+        self.hold_after: int | None = None
+        """Wait for `go` after so many tokens of each answer."""
+        self.go = asyncio.Event()
+        self.fail_after: int = 0
+        self.error: Exception | None = None
+        """Raised after `fail_after` tokens of each answer, if there is one."""
+        self.fail_only = ""
+        """And only in requests whose id ends like this."""
+        self.hold_release = False
+        """Wait for `go` after the last output, as a session does whose groups are slow to release."""
+
+    def missing(self) -> list[str]:
+        return self.down
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        timeout_s: float,
+        decode: Decode | None = None,
+        report: SessionReport | None = None,
+    ) -> AsyncGenerator[Output, None]:
+        assert timeout_s > 0
+        assert decode is not None
+        assert report is not None
+        self.calls.append((request_id, list(prompt), sampling))
+        report.reserved_s, report.nbytes, report.segments, report.transfer_s = 0.25, 1000, 2, 0.5
+        stream, done = TextStream(decode, sampling.stop), False
+        try:
+            for index in range(sampling.max_tokens):
+                await self._trouble(request_id, index)
+                output = self._output(stream, index, sampling)
+                done = output.finish is not None
+                yield output
+                if done:
+                    break
+        finally:
+            if not done:
+                self.aborted.append(request_id)
+            elif self.hold_release:
+                await self.go.wait()
+
+    async def _trouble(self, request_id: str, index: int) -> None:
+        if self.error is not None and index == self.fail_after and request_id.endswith(self.fail_only):
+            raise self.error
+        if self.hold_after == index:
+            await self.go.wait()
+
+    @staticmethod
+    def _output(stream: TextStream, index: int, sampling: SamplingParams) -> Output:
+        token = ANSWER[index % len(ANSWER)]
+        last = index == sampling.max_tokens - 1
+        text = stream.push([token], last=last)
+        finish = "stop" if stream.stopped else "length" if last else None
+        logprobs: tuple[Any, ...] = ()
+        if sampling.logprobs is not None:
+            top = tuple((token + at, -0.5 - at) for at in range(sampling.logprobs))
+            logprobs = (TokenLogprobs(token, -0.5, top),)
+        return Output(index, (token,), text, finish, logprobs)
