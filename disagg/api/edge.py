@@ -19,7 +19,7 @@ log = structlog.get_logger(__name__)
 OPEN = frozenset({"/health", "/ready", "/metrics"})
 """Asked by machines that hold no key, often: their lines in the log are for debugging."""
 ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})
-OUTCOMES = {CLIENT_GONE: "aborted", 429: "busy", 503: "unavailable", 504: "timeout"}
+OUTCOMES = {CLIENT_GONE: "aborted", 408: "timeout", 429: "busy", 503: "unavailable", 504: "timeout"}
 
 
 class Edge:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 import uuid
@@ -66,8 +67,17 @@ def timeout_s(given: bytes | None, most_s: float) -> float:
     return min(asked_s, most_s)
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
-    """The whole body. Raises a 413, as early as that is known."""
+async def read_body(scope: Scope, receive: Receive, limit_bytes: int, deadline_s: float) -> bytes:
+    """The whole body. Raises a 413, as early as that is known, and a 408 at `deadline_s` of `time.monotonic`."""
+    try:
+        async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
+            return await _read(scope, receive, limit_bytes)
+    except TimeoutError as exc:
+        close = {"Connection": "close"}
+        raise ApiError(408, "the body did not come in time", code="timeout", headers=close) from exc
+
+
+async def _read(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if length.isdigit() and int(length) > limit_bytes:
         raise _too_large(limit_bytes)

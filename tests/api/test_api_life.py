@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -223,3 +224,18 @@ def test_many_at_once() -> None:
 
         assert set(pool.map(one, range(16))) == {"abcde"}
         assert len(server.generator.calls) == 16
+
+
+def test_a_client_that_never_reads_is_left_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disagg.api.responses.SEND_GRACE_S", 0.1)
+    asked = json.dumps(body("", max_tokens=190, n=16, logprobs=20, stream=True)).encode()
+    with ApiServer(send_buffer_bytes=4096) as server, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = server.url.removeprefix("http://").split(":")
+        raw.connect((host, int(port)))
+        head = (
+            f"POST {COMPLETIONS} HTTP/1.1\r\ncontent-length: {len(asked)}\r\nx-request-timeout-s: 1\r\n\r\n"
+        )
+        raw.sendall(head.encode() + asked)
+        until(lambda: server.value("disagg_requests_total", outcome="aborted") == 1)
+        assert server.value("disagg_generated_tokens_total") == 16 * 190, "the engine did not wait for it"

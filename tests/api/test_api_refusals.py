@@ -185,6 +185,14 @@ def test_a_body_too_large(server: ApiServer) -> None:
     assert chunks.status_code == 413, "also when no length was said before"
 
 
+def test_a_body_that_does_not_come(server: ApiServer) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as raw:
+        raw.sendall(b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\nx-request-timeout-s: 0.1\r\n\r\n{")
+        answer = b"".join(iter(lambda: raw.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408 ")
+
+
 def test_heads_too_large(server: ApiServer) -> None:
     line = server.client.get("/health", headers={"x": "y" * 600})
     assert (line.status_code, line.json()["error"]["code"]) == (431, "headers_too_large")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -43,7 +44,11 @@ class LogLines:
 class ApiServer:
     """`with ApiServer(...) as server:` serves; `client` speaks to it, `generator` is what it asks."""
 
-    def __init__(self, *keys: str, template: str | None = TEMPLATE, **settings: Any) -> None:
+    def __init__(
+        self, *keys: str, template: str | None = TEMPLATE, send_buffer_bytes: int = 0, **settings: Any
+    ) -> None:
+        """`send_buffer_bytes`: what the kernel takes from the server for a client that does not read; 0 is a lot."""
+        self._send_buffer_bytes = send_buffer_bytes
         self._keys = tuple(key.encode() for key in keys)
         self._config = ApiConfig(port=0, **settings)
         tokenizer = byte_tokenizer()
@@ -111,7 +116,10 @@ class ApiServer:
         self.generator = FakeGenerator()
         self.service = Service(self.generator, self.model, self._config)
         app = make_app(self.service, self._keys)
-        await serve(app, self.service, bind(self._config), self._stop, self._hurry, self._listening)
+        listener = bind(self._config)
+        if self._send_buffer_bytes:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
+        await serve(app, self.service, listener, self._stop, self._hurry, self._listening)
 
     def _listening(self, url: str) -> None:
         self.url = url
