@@ -120,10 +120,9 @@ class Router:
         return not self._mail.lost.isdisjoint(rank.control_address for rank in engine.group.ranks)
 
     def missing(self) -> list[str]:
-        """Roles of which no group is whole; empty when requests can be served."""
-        groups = [engine.group for engine in (*self._prefill, *self._decode)]
-        whole = {g.role for g in groups if not {rank.control_address for rank in g.ranks} & self._mail.lost}
-        return sorted({group.role for group in groups} - whole)
+        """Roles of which no group can be given a request; empty when requests can be served."""
+        usable = {e.group.role for e in self._engines.values() if not self._lost(e) and not e.draining}
+        return sorted({"prefill", "decode"} - usable)
 
     async def generate(
         self,

@@ -195,7 +195,7 @@ def test_a_client_that_leaves_frees_both_groups(served: Served) -> None:
 def test_a_signal_ends_it_and_leaves_nothing(served: Served) -> None:
     """Last in this module: the server is gone afterwards."""
     family = psutil.Process(served.process.pid).children(recursive=True)
-    stream = served.client.completions.create(model="tiny", prompt="x", max_tokens=300, stream=True)
+    stream = served.client.completions.create(model="tiny", prompt="x", max_tokens=1500, stream=True)
     next(iter(stream))
     os.kill(served.process.pid, signal.SIGTERM)
     until(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503)

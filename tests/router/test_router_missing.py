@@ -6,16 +6,15 @@ import asyncio
 
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span
 from disagg.router.mail import MailRoom
-from disagg.router.policy import Engine
 from disagg.router.session import Router
 from transport.control_inproc import InprocControl, InprocHub
 
 
-def engine(role: str, ranks: int) -> Engine:
+def group(role: str, ranks: int) -> GroupInfo:
     infos = tuple(
         RankInfo(rank, Shard(rank, Span(0, 1), Span(0, 1)), f"{role}-{rank}", b"") for rank in range(ranks)
     )
-    return Engine(GroupInfo(role, role, 1, "", KVLayout(1, 1, 8, "float32"), 16, "inproc", infos))
+    return GroupInfo(role, role, 1, "", KVLayout(1, 1, 8, "float32"), 16, "inproc", infos)
 
 
 def test_a_group_that_lost_any_rank_is_missing() -> None:
@@ -23,7 +22,7 @@ def test_a_group_that_lost_any_rank_is_missing() -> None:
         mail = MailRoom(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
         mail.start()
         try:
-            router = Router(mail, [engine("prefill", 2)], [engine("decode", 1)])
+            router = Router(mail, [group("prefill", 2), group("decode", 1)])
             assert router.missing() == []
             mail.lose("somebody else")
             assert router.missing() == []
