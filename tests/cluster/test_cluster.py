@@ -175,7 +175,15 @@ def test_a_rank_that_fails_to_start_is_reported_as_itself(ray_session: None, che
         pass
 
 
-def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def heard_sigint() -> Iterator[None]:
+    """What is started here hears SIGINT, also in a shell's background, where it is ignored and inherited so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_sigint: None) -> None:
     log = tmp_path / "stderr"
     command = [sys.executable, "-m", "disagg.cli", "generate", "--model", str(checkpoint), "--device", "cpu"]
     with (
