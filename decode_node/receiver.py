@@ -365,7 +365,7 @@ class SegmentReceiver:
         self._maybe_closed(incoming)
 
     def _on_notice(self, incoming: Incoming, peer: str, arrival: Arrival) -> None:
-        if arrival.nbytes <= NOTICE_BYTES:
+        if 0 < arrival.nbytes <= NOTICE_BYTES:
             self._notices.receive(peer, arrival, incoming)
             return
         self._transport.discard(peer, arrival)

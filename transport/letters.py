@@ -2,12 +2,14 @@
 
 The control channel takes six thread wake-ups for each message, which small requests cannot afford. So what transfer
 threads alone have to do with each other (leases, watermarks) goes the way of the data. A letter's tag names its
-sender: whoever can forge it could as well write the ring that it asks for. It arrives, or its operation fails; but a
-message of the control channel may overtake it.
+sender: whoever can forge it could as well write the ring that it asks for. A sender's letters are handed over in the
+order in which they were sent; but a message of the control channel may overtake them. A letter arrives, or its
+operation fails; or, when the connection breaks behind it, neither: who needs an answer sets a time for it.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,8 @@ class _Letter:
     peer: str
     message: Message | None
     """None while it is being received."""
+    came: bool | None = None
+    """Of one that is received: None until its operation has ended, then whether its bytes are here."""
 
 
 class Letters:
@@ -52,6 +56,8 @@ class Letters:
         self._tag = _tag(address)
         self._handlers, self._undelivered = dict(handlers), undelivered
         self._peers: dict[int, str] = {}
+        self._coming: defaultdict[str, deque[_Letter]] = defaultdict(deque)
+        """By sender, in the order of arrival: UCX fetches a large one while those behind it are here already."""
         self.strange = 0
         """Letters of unknown senders, of unknown kinds, or that cannot be read; dropped."""
 
@@ -79,27 +85,38 @@ class Letters:
         if not is_letter(arrival.tag):
             return False
         peer = self._peers.get(arrival.tag)
-        if peer is None or arrival.nbytes > MAX_MESSAGE_BYTES:
+        if peer is None or not 0 < arrival.nbytes <= MAX_MESSAGE_BYTES:
             self.strange += 1
             self._transport.discard(peer, arrival)
         else:
             letter = _Letter(self._slots.take(arrival.nbytes), peer, None)
+            self._coming[peer].append(letter)
             self._transport.receive(peer, arrival, letter.slot.view, context=letter)
         return True
 
     def ended(self, operation: Operation) -> bool:
-        """Hands a letter to its handler; False for an operation that is no letter's."""
+        """Hands letters to their handler; False for an operation that is no letter's."""
         letter = operation.context
         if not isinstance(letter, _Letter):
             return False
-        body = letter.slot.read() if letter.message is None else b""
-        self._slots.give(letter.slot)
         failed = operation.state is OperationState.FAILED
-        if letter.message is None and not failed:
-            self._read(letter.peer, body)
-        elif letter.message is not None and failed:
+        if letter.message is None:
+            letter.came = not failed
+            self._hand_over(self._coming[letter.peer])
+            return True
+        self._slots.give(letter.slot)
+        if failed:
             self._undelivered(letter.peer, letter.message, operation.error or TransportError("not delivered"))
         return True
+
+    def _hand_over(self, coming: deque[_Letter]) -> None:
+        """Those that nothing before them is still waited for."""
+        while coming and coming[0].came is not None:
+            letter = coming.popleft()
+            body = letter.slot.read()
+            self._slots.give(letter.slot)
+            if letter.came:
+                self._read(letter.peer, body)
 
     def _read(self, peer: str, body: bytes) -> None:
         try:
