@@ -57,6 +57,11 @@ class Item:
     """When the device came to its gather; None before."""
     sending_s: float = 0.0
 
+    @property
+    def waits_for_lease(self) -> bool:
+        """True from the lease request to its grant, unless the request ends before."""
+        return self.state is State.PLANNED and self.ring_start is None
+
 
 @dataclass(slots=True, eq=False)
 class Outgoing:

@@ -53,6 +53,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             segment_overhead_s=transfer.segment_overhead_s or 0.0,
             wire_bytes_per_s=transfer.wire_bytes_per_s,
             quarantine_s=2 * self.config.control.peer_timeout_s,
+            lease_timeout_s=transfer.lease_timeout_s,
             transport=transport,
             address=self.control.address,
             lane=self.lane,

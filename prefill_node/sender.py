@@ -83,6 +83,7 @@ class SegmentSender:
         segment_overhead_s: float,
         wire_bytes_per_s: float,
         quarantine_s: float,
+        lease_timeout_s: float,
         transport: Transport,
         address: str,
         lane: str,
@@ -123,6 +124,9 @@ class SegmentSender:
         self._pools = OpenPools(pool.buffer.device)
         self._outgoing: dict[RequestKey, Outgoing] = {}
         self._steps: dict[int, list[Item]] = {}
+        self._lease_timeout_s = lease_timeout_s
+        self._unanswered: deque[tuple[float, list[Item]]] = deque()
+        """Segments that leases were asked for, with the time by which they must have them."""
         self._staged: deque[Item] = deque()
         self._copying: deque[Item] = deque()
         """Items whose gather or write is on the device, in the queue's order."""
@@ -301,6 +305,7 @@ class SegmentSender:
                 continue
             item.ring_start = start
             self._maybe_sendable(item)
+        self._forget_answered()
         self._pump()
 
     def on_watermark(self, peer: str, message: m.Watermark) -> None:
@@ -390,12 +395,16 @@ class SegmentSender:
         if self._quarantined and self._quarantined[0][0] <= now_s:
             self._allocator.free(self._quarantined.popleft()[1].id)
             self._pump()
+        if self._unanswered and self._unanswered[0][0] <= now_s:
+            self._forget_answered()
+            self._expire(now_s)
         return DEVICE_POLL_S if self._copying else IDLE_S
 
     # --- moving one segment on
 
-    def _ask(self, outgoing: Outgoing, peer: str, items: Sequence[Item]) -> None:
+    def _ask(self, outgoing: Outgoing, peer: str, items: list[Item]) -> None:
         outgoing.messages += 1
+        self._unanswered.append((self._clock() + self._lease_timeout_s, items))
         segments = [item.segment for item in items]
         self._letters.send(peer, m.LeaseRequest(outgoing.key, outgoing.ticket.number, self._rank, segments))
 
@@ -405,6 +414,21 @@ class SegmentSender:
         if outgoing is not None and not outgoing.closing:
             self._stop(outgoing, str(error))
             self._fail(outgoing.key, outgoing.ticket.number, error)
+
+    def _forget_answered(self) -> None:
+        while self._unanswered and not any(item.waits_for_lease for item in self._unanswered[0][1]):
+            self._unanswered.popleft()
+
+    def _expire(self, now_s: float) -> None:
+        """Leases are granted at once: one that does not come for so long never will, its letter or the grant is lost."""
+        while self._unanswered and self._unanswered[0][0] <= now_s:
+            items = self._unanswered.popleft()[1]
+            item = next((item for item in items if item.waits_for_lease), None)
+            if item is not None and not item.outgoing.closing:
+                limit = f"{self._lease_timeout_s:g} s (transfer.lease_timeout_s)"
+                error = TransportError(f"{item.peer} granted no lease for {item.segment} within {limit}")
+                self._stop(item.outgoing, str(error))
+                self._fail(item.outgoing.key, item.outgoing.ticket.number, error)
 
     def _maybe_sendable(self, item: Item) -> None:
         destination = self._destinations.get(item.peer)

@@ -292,6 +292,7 @@ class PrefillHost(RankHost):
             segment_overhead_s=transfer.segment_overhead_s or 0.0,
             wire_bytes_per_s=transfer.wire_bytes_per_s,
             quarantine_s=2 * self._options.config.control.peer_timeout_s,
+            lease_timeout_s=transfer.lease_timeout_s,
             transport=self._transport,
             address=self._control.address,
             lane=f"{self.role} r{self._options.rank}",

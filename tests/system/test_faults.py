@@ -245,6 +245,26 @@ def test_a_sender_that_stalls_is_ended_by_its_lease(checkpoints: Checkpoints) ->
         assert "lease_timeout_s" in str(error)
 
 
+def test_a_letter_that_nobody_hears_of_ends_its_request(checkpoints: Checkpoints) -> None:
+    """A connection can break behind a send that is done: no lease, no error, no chunk behind it; then time is up."""
+    config = small_config(2, 2, ring_bytes=4096, chunk_tokens=128, lease_timeout_s=0.5)
+    with local_groups(config, checkpoints.source()) as groups:
+        run = Run(groups, checkpoints)
+        groups.fabric.faults.truncate(1, 0, lambda s, d, tag: is_letter(tag) and s.startswith("prefill"))
+
+        async def work(router: Router) -> list[Any]:
+            sampling = SamplingParams(max_tokens=TOKENS)
+            tasks = [ask(router, n, run.prompts[n], sampling, answered=run.answers[n]) for n in run.prompts]
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = dict(zip(run.prompts, groups.serve(work), strict=True))
+        [failed] = [name for name, result in results.items() if isinstance(result, BaseException)]
+        assert isinstance(results[failed], TransportError)
+        assert "granted no lease" in str(results[failed])
+        [other] = set(run.prompts) - {failed}
+        run.check(other)
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "said"),
     [
