@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,9 +125,12 @@ async def _stream(
                 timeout_s=cluster.config.router.request_timeout_s,
                 decode=decode,
             )
-            async for output in answer:
-                sys.stdout.write(output.text)
-                sys.stdout.flush()
+            async with aclosing(
+                answer
+            ):  # released before the router's mail is closed, whatever ends the loop
+                async for output in answer:
+                    sys.stdout.write(output.text)
+                    sys.stdout.flush()
             sys.stdout.write("\n")
 
 
@@ -138,26 +142,19 @@ async def _serve(
     progress: Progress,
     alone: bool = False,
 ) -> list[Answer]:
-    """All prompts at once, or one after the other when `alone`."""
+    """All prompts at once, or one after the other when `alone`. Raises what the first one that fails raised."""
     description = "tokens, one prompt at a time" if alone else "tokens"
     task = progress.add_task(description, total=len(prompts) * sampling.max_tokens)
     turns = asyncio.Semaphore(1 if alone else len(prompts))
-    async with local_router(cluster) as router, asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(
-                _one(
-                    router,
-                    turns,
-                    f"demo-{number}",
-                    prompt,
-                    sampling,
-                    cluster.config,
-                    decode,
-                    _advance(progress, task),
-                )
-            )
-            for number, prompt in enumerate(prompts)
-        ]
+    tasks: list[asyncio.Task[Answer]] = []
+    try:
+        async with local_router(cluster) as router, asyncio.TaskGroup() as group:
+            for number, prompt in enumerate(prompts):
+                name, advance = f"demo-{number}", _advance(progress, task)
+                one = _one(router, turns, name, prompt, sampling, cluster.config, decode, advance)
+                tasks.append(group.create_task(one))
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from failed
     progress.update(task, total=sum(len(t.result().report.tokens) for t in tasks))
     return [task.result() for task in tasks]
 
@@ -179,7 +176,7 @@ async def _one(
     report, pieces = SessionReport(), []
     timeout_s = config.router.request_timeout_s
     answer = router.generate(request_id, prompt, sampling, timeout_s=timeout_s, decode=decode, report=report)
-    async with turns:
+    async with turns, aclosing(answer):
         async for output in answer:
             pieces.append(output.text)
             advance(len(output.tokens))
