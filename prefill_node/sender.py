@@ -420,7 +420,7 @@ class SegmentSender:
             self._unanswered.popleft()
 
     def _expire(self, now_s: float) -> None:
-        """Leases are granted at once: one that does not come for so long never will, its letter or the grant is lost."""
+        """Leases are granted at once: one that does not come for so long never will, for a letter is lost."""
         while self._unanswered and self._unanswered[0][0] <= now_s:
             items = self._unanswered.popleft()[1]
             item = next((item for item in items if item.waits_for_lease), None)

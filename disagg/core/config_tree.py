@@ -118,7 +118,7 @@ class TransferConfig(Section, frozen=True):
     wire_bytes_per_s: float = 350e9
     """What the wire carries between two ranks, for the same choice. NVLink 4 unless told."""
     lease_timeout_s: float = 30.0
-    """A ring lease not granted, or not written, by then ends its request (and is taken back once no write can land)."""
+    """A ring lease not granted or not written by then ends its request, and is taken back once no write can land."""
     watermark_interval_s: float = 0.25
     """Watermarks are sent again this often, also when nothing changed."""
     max_segment_bytes: int = 0
