@@ -390,8 +390,7 @@ class SegmentSender:
         for item in self._copying:
             if not self._begun(item, now_s):
                 break  # the queue runs in order: what is behind has not begun either
-        while self._copying and is_done(self._copying[0].copied):
-            self._copied(self._copying.popleft())
+        self._send_copied()
         if self._quarantined and self._quarantined[0][0] <= now_s:
             self._allocator.free(self._quarantined.popleft()[1].id)
             self._pump()
@@ -445,6 +444,12 @@ class SegmentSender:
             item = self._staged.popleft()
             if item.state is State.STAGED:
                 self._try_copy(item)
+                self._send_copied()  # the wire waits for nothing while more is launched
+
+    def _send_copied(self) -> None:
+        """Sends what has been gathered, tells of what was written."""
+        while self._copying and is_done(self._copying[0].copied):
+            self._copied(self._copying.popleft())
 
     def _may_gather(self, item: Item) -> bool:
         return item.lease is None or self._allocator.writable(item.lease)
