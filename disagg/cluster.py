@@ -199,7 +199,10 @@ class Cluster:
 
         parked = {a.park.remote(): (g, rank) for g in self.groups for rank, a in enumerate(g.actors)}
         while parked and not self._stopping.is_set():
-            ended, _ = ray.wait(list(parked), timeout=WATCH_S)
+            try:
+                ended, _ = ray.wait(list(parked), timeout=WATCH_S)
+            except ray.exceptions.RayError:
+                return  # Ray is gone, and every rank with it
             for ref in ended:
                 group, rank = parked.pop(ref)
                 if not self._stopping.is_set():
@@ -230,6 +233,8 @@ def local_ray(ranks: int) -> Iterator[None]:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # When a start fails on every rank, one error is raised; Ray would print the others as unhandled.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Else a call that comes after the end, of a watcher that Ctrl-C left alone, starts a whole new Ray.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:
         import ray
     except ImportError as exc:

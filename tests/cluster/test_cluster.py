@@ -206,6 +206,23 @@ def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_s
     assert not alive
 
 
+def test_a_call_after_the_end_starts_no_new_ray() -> None:
+    """A watcher that Ctrl-C left alone may look once more."""
+    code = (
+        "from disagg.cluster import local_ray\n"
+        "with local_ray(1):\n"
+        "    import ray\n"
+        "    ref = ray.put(1)\n"
+        "try:\n"
+        "    ray.wait([ref])\n"
+        "except ray.exceptions.RayError:\n"
+        "    raise SystemExit(0 if not ray.is_initialized() else 7)\n"
+        "raise SystemExit(8)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
+    assert ended.returncode == 0
+
+
 def test_without_ray_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="Ray is not installed: pip install"), local_ray(2):
