@@ -16,6 +16,9 @@ import torch
 from disagg.core.errors import RequestError
 from disagg.core.types import SamplingParams
 
+_COLDEST = 1e-30
+"""Greedy long before; what is colder would make logits infinite, and the draw the least likely token."""
+
 
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
@@ -53,7 +56,7 @@ def _result(token: int, row: int) -> int | RequestError:
 def _draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> torch.Tensor:
     """Tokens int64 `[n]` of rows that all have a temperature."""
     device = logits.device
-    temperatures = torch.tensor([p.temperature for p in params], device=device)
+    temperatures = torch.tensor([max(p.temperature, _COLDEST) for p in params], device=device)
     scores, order = torch.sort(logits / temperatures[:, None], dim=-1)  # ascending
     scores = _keep_top_k(scores, [p.top_k for p in params])
     scores = _keep_top_p(scores, [p.top_p for p in params])

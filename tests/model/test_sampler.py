@@ -40,6 +40,14 @@ def test_greedy_is_argmax_with_its_ties() -> None:
     assert tokens == logits.argmax(dim=-1).tolist()
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-37, 1e-40, 1e-300])
+def test_almost_no_temperature_is_greedy(temperature: float) -> None:
+    """Logits divided by it would be infinite in float32, and a draw among them the least likely token."""
+    logits = 5 * random_logits(2)
+    params = SamplingParams(temperature=temperature, seed=3)
+    assert sample(logits, [params] * 2, [0, 1]) == logits.argmax(dim=-1).tolist()
+
+
 @pytest.mark.parametrize(
     "params",
     [
