@@ -15,13 +15,14 @@ import structlog
 
 from decode_node.fences import FenceWords
 from decode_node.incoming import Coverage, Incoming, Item, State, local
+from decode_node.probe import ProbeReceiver
 from disagg.core.errors import DisaggError, InvariantError, PeerLostError, ProtocolError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Segment, Shard, Span, Ticket
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
-from disagg.node.device import DeviceQueue, is_done
+from disagg.node.device import DeviceQueue, device_name, is_done
 from disagg.node.links import Link, fence
 from disagg.node.warm import warm_copies
 from kernels.scatter import scatter
@@ -98,8 +99,25 @@ class SegmentReceiver:
         self._writers: set[str] = set()
         """Peers that the pool was offered to, and that did not refuse."""
         self._notices = Notices(transport)
+        self._probes = ProbeReceiver(
+            transport,
+            self._buffer,
+            self._ring,
+            device_name(pool.buffer.device),
+            send=lambda peer, message: self._letters.send(peer, message),
+            offered=lambda peer: peer in self._writers,
+            freed=self._tell_writable,
+            clock=clock,
+        )
         self._letters = Letters(
-            transport, address, {m.LeaseRequest: self.on_lease_request}, self._undelivered
+            transport,
+            address,
+            {
+                m.LeaseRequest: self.on_lease_request,
+                m.ProbeRequest: self._probes.on_request,
+                m.ProbeEnded: self._probes.on_ended,
+            },
+            self._undelivered,
         )
         self._links: dict[str, Link] = {}
         self._incoming: dict[int, Incoming] = {}
@@ -231,6 +249,7 @@ class SegmentReceiver:
         self._writers.discard(peer)
         self._letters.forget(peer)
         fence(self._transport, peer)
+        self._probes.lost(peer)
         for incoming in list(self._incoming.values()):
             for src_rank in [rank for rank, address in incoming.peers.items() if address == peer]:
                 if src_rank in incoming.unproven_writers():
@@ -247,7 +266,7 @@ class SegmentReceiver:
 
     def on_arrival(self, arrival: Arrival) -> None:
         """Data is here: received into its lease, or discarded when nothing (or not now) is expected under its tag."""
-        if self._letters.arrived(arrival):
+        if self._letters.arrived(arrival) or self._probes.arrived(arrival):
             return
         tag = unpack(arrival.tag)
         incoming = self._incoming.get(tag.ticket)
@@ -272,7 +291,7 @@ class SegmentReceiver:
 
     def on_operation(self, operation: Operation) -> None:
         """A receive ended: its bytes go to their pages, unless the request is over."""
-        if self._letters.ended(operation):
+        if self._letters.ended(operation) or self._probes.ended(operation):
             return
         noticed = self._notices.ended(operation)
         if isinstance(noticed, Incoming):
@@ -301,11 +320,13 @@ class SegmentReceiver:
             _, incoming = self._overdue.popleft()
             incoming.awaited.clear()
             self._maybe_closed(incoming)
+        self._probes.poll(now_s)
         if now_s >= self._repeat_at_s:
             self._repeat_at_s = now_s + self._watermark_interval_s
             self._repeat_watermarks()
             self._expire(now_s)
-        if self._polls and any(incoming.wanted for incoming in self._incoming.values()):
+        wanted = self._probes.lease is not None or any(i.wanted for i in self._incoming.values())
+        if self._polls and wanted:
             return ARRIVAL_POLL_S
         return self._repeat_at_s - now_s if self._ring.oldest() else IDLE_S
 
@@ -525,9 +546,10 @@ class SegmentReceiver:
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless the ring's leases are exactly those of segments on their way."""
+        """Raises `InvariantError` unless the ring's leases are those of segments on their way and of a probe."""
         self._ring.check()
         held = {item.lease.id for incoming in self._incoming.values() for item in incoming.held()}
+        held |= {self._probes.lease.id} if self._probes.lease is not None else set()
         leased = {lease.id for lease in self._ring.outstanding()}
         if held != leased:
             raise InvariantError(f"segments hold leases {sorted(held)}, the ring has {sorted(leased)}")

@@ -91,10 +91,12 @@ class Cluster:
         progress("connecting the groups")
         for group in self.groups:
             self._all(group, "join", group.info)
-        pairs = itertools.product(self._of("prefill"), self._of("decode"))
+        pairs = list(itertools.product(self._of("prefill"), self._of("decode")))
         for prefill, decode in pairs:
             self._all(prefill, "link", decode.info)
             self._all(decode, "link", prefill.info)
+        for prefill, decode in pairs:
+            self._calibrate(prefill, decode)
         self._watcher.start()
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:
@@ -186,6 +188,18 @@ class Cluster:
     def _start_ranks(self, group: Group) -> list[Any]:
         rendezvous = _get([group.actors[0].rendezvous.remote(group.placement.backend)], CALL_TIMEOUT_S)[0]
         return [actor.start.remote(rendezvous) for actor in group.actors]
+
+    def _calibrate(self, prefill: Group, decode: Group) -> None:
+        """One rank after the other: a wire is measured while nobody else uses it. Says what was found, once."""
+        from prefill_node.calibration import OVERRIDE
+
+        said: set[tuple[str, str]] = set()
+        for actor in prefill.actors:
+            found = _get([actor.calibrate.remote(decode.info)], CALL_TIMEOUT_S)[0]
+            if found is not None and (found.path, found.chosen) not in said:
+                said.add((found.path, found.chosen))
+                say = log.warning if found.failed else log.info
+                say("wire", path=found.path, found=found.found, chosen=found.chosen, override=OVERRIDE)
 
     def _all(self, group: Group, method: str, *arguments: Any) -> list[Any]:
         return _get([getattr(a, method).remote(*arguments) for a in self._alive(group)], CALL_TIMEOUT_S)

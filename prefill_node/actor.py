@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ray
 
+from disagg.core.types import GroupInfo
 from disagg.node.host import RankHost
+from prefill_node.calibration import Calibration
 from prefill_node.rank import PrefillRank
 
 
@@ -15,6 +17,12 @@ class PrefillActor(RankHost):
     """See `disagg.node.host`."""
 
     node_class = PrefillRank
+
+    def calibrate(self, other: GroupInfo) -> Calibration | None:
+        """See `PrefillRank.calibrate`."""
+        rank = self._running()
+        assert isinstance(rank, PrefillRank), "what `node_class` says"
+        return rank.calibrate(other)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> None:

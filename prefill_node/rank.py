@@ -12,6 +12,7 @@ from disagg.node.ledger import Ledger
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Work
 from disagg.node.rank import RankNode, aligned
+from prefill_node.calibration import Calibration, Calibrator
 from prefill_node.leader import PrefillLeader
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender import SegmentSender
@@ -25,6 +26,22 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
     """See `disagg.node.rank`."""
 
     role: ClassVar[str] = "prefill"
+
+    def calibrate(self, other: GroupInfo) -> Calibration | None:
+        """Measures the wire to a group that both sides are linked with; None when that is not wanted here.
+
+        Takes a moment, 2 s for each decode rank at most. While the ring is used by requests nothing is measured.
+        """
+        calibrator = Calibrator(
+            self.rank,
+            self.asked,
+            self.config.transfer,
+            self.runner.device,
+            self.group_config.chunk_tokens,
+            self._agent,
+            self._loop,
+        )
+        return calibrator.run(self._make_link(other)) if calibrator.wanted else None
 
     def _make_leader(self) -> PrefillLeader:
         group = self.group_config

@@ -27,9 +27,11 @@ from kernels.gather import gather
 from kernels.layout import segment_bytes
 from prefill_node.direct import NO_LIMIT, OpenPool, OpenPools, check_pool, check_ticket, local_place, warm
 from prefill_node.outgoing import Destination, Item, Outgoing, State
+from prefill_node.probe import Prober
 from staging.allocator import Lease, StagingAllocator
 from staging.buffer import StagingBuffer
 from staging.planner import group_count, layer_groups, plan_segments
+from staging.wire import Wire
 from transport import messages as m
 from transport.base import Arrival, Operation, OperationState, Transport
 from transport.letters import Letters
@@ -96,7 +98,9 @@ class SegmentSender:
         self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
         self.groups: tuple[Span, ...] = layer_groups(shard.layers, groups)
         """The finest that chunks are sent in: after each, the device's progress is marked."""
-        self._segment_overhead_s, self._wire_bytes_per_s = segment_overhead_s, wire_bytes_per_s
+        self._wire = Wire(segment_overhead_s, wire_bytes_per_s)
+        self._wires: dict[str, Wire] = {}
+        """Of groups whose wire is not taken to be like that."""
         self._transport, self._send, self._to_leader = transport, send, to_leader
         self._timeline, self._clock = timeline, clock
         self._quarantine_s = quarantine_s
@@ -108,10 +112,24 @@ class SegmentSender:
         self._allocator = StagingAllocator(staging_bytes)
         transport.register(self._buffer.memory)
         self._notices = Notices(transport)
+        self.prober = Prober(
+            transport,
+            self._buffer,
+            self._allocator,
+            send=lambda peer, message: self._letters.send(peer, message),
+            writable=lambda peer: self._pools.of(peer) is not None,
+            freed=self._pump,
+            clock=clock,
+        )
+        """For `prefill_node.calibration`, on the transfer thread."""
         self._letters = Letters(
             transport,
             address,
-            {m.LeaseGrant: self.on_grant, m.Watermark: self.on_watermark},
+            {
+                m.LeaseGrant: self.on_grant,
+                m.Watermark: self.on_watermark,
+                m.ProbeAnswer: self.prober.on_answer,
+            },
             self._undelivered,
         )
         self._links: dict[str, Link] = {}
@@ -144,6 +162,7 @@ class SegmentSender:
         self._limits[link.decode.name] = segment_limits(
             link, self._rank, self._segment_bytes, self._staging_bytes
         )
+        self._wires.pop(link.decode.name, None)
         for peer in link.destinations_of(self._rank):
             self._letters.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
@@ -155,6 +174,11 @@ class SegmentSender:
         for peer in link.destinations_of(self._rank):
             if (offer := self._offers.pop(peer.control_address, None)) is not None:
                 self.on_pool_offer(peer.control_address, offer)
+
+    def use_wire(self, link: Link, wire: Wire, segment_bytes: int) -> None:
+        """From the next chunk on, what goes to the link's decode group is cut for this wire."""
+        self._wires[link.decode.name] = wire
+        self._limits[link.decode.name] = segment_limits(link, self._rank, segment_bytes, self._staging_bytes)
 
     def _warm_writes(self, link: Link) -> None:
         """Before the first request comes. What cannot be compiled is no reason not to start: there is the ring."""
@@ -209,7 +233,7 @@ class SegmentSender:
             link.from_rank(self._rank),
             link.prefill.layout,
             tokens,
-            self._groups_for(tokens),
+            self.groups_for(len(tokens), link.decode.name),
             self._limits[link.decode.name] | unstaged,
             first_index=len(outgoing.items),
         )
@@ -232,10 +256,12 @@ class SegmentSender:
             self._prepare(*each)
         self._maybe_finished(outgoing)
 
-    def _groups_for(self, tokens: Span) -> tuple[Span, ...]:
-        nbytes = segment_bytes(self._pool.buffer, len(tokens), self._shard.layers, self._shard.heads)
-        most, costs = len(self.groups), (self._segment_overhead_s, self._wire_bytes_per_s)
-        return layer_groups(self._shard.layers, group_count(nbytes, most, *costs))
+    def groups_for(self, tokens: int, group: str) -> tuple[Span, ...]:
+        """The groups of layers in which a chunk of so many tokens leaves for a decode group."""
+        nbytes = segment_bytes(self._pool.buffer, tokens, self._shard.layers, self._shard.heads)
+        wire = self._wires.get(group, self._wire)
+        count = group_count(nbytes, len(self.groups), wire.overhead_s, wire.bytes_per_s)
+        return layer_groups(self._shard.layers, count)
 
     def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
         """The KV of `layers` (global) of step `step` is written once `marker` is done on the device."""
@@ -341,6 +367,7 @@ class SegmentSender:
         ]:
             del self._links[name]
         fence(self._transport, peer)
+        self.prober.lost(peer)
         for outgoing in list(self._outgoing.values()):
             if (
                 peer in {rank.control_address for rank in outgoing.link.decode.ranks}
@@ -355,7 +382,7 @@ class SegmentSender:
 
     def on_operation(self, operation: Operation) -> None:
         """A segment or its notice has left: its staging is free again. Or it failed, and its request with it."""
-        if self._letters.ended(operation):
+        if self._letters.ended(operation) or self.prober.ended(operation):
             return
         item = self._notices.ended(operation) or operation.context
         if not isinstance(item, Item):
@@ -397,7 +424,8 @@ class SegmentSender:
         if self._unanswered and self._unanswered[0][0] <= now_s:
             self._forget_answered()
             self._expire(now_s)
-        return DEVICE_POLL_S if self._copying else IDLE_S
+        probe_s = self.prober.poll(now_s)
+        return DEVICE_POLL_S if self._copying else min(IDLE_S, probe_s)
 
     # --- moving one segment on
 
@@ -409,6 +437,7 @@ class SegmentSender:
 
     def _undelivered(self, peer: str, message: m.Message, error: TransportError) -> None:
         """A lease request did not reach its rank: no grant will come."""
+        self.prober.undelivered(message, error)
         outgoing = self._outgoing.get(message.key) if isinstance(message, m.LeaseRequest) else None
         if outgoing is not None and not outgoing.closing:
             self._stop(outgoing, str(error))
@@ -617,13 +646,14 @@ class SegmentSender:
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless staging is held by exactly the segments under way."""
+        """Raises `InvariantError` unless staging is held by exactly the segments under way and a probe."""
         self._allocator.check()
         held = sum(item.lease is not None for o in self._outgoing.values() for item in o.items.values())
         leases, quarantined = self._allocator.statistics().leases, len(self._quarantined)
-        if held + quarantined != leases:
+        if held + quarantined + self.prober.leases != leases:
             raise InvariantError(
-                f"{held} segments hold staging, {quarantined} regions wait; leases: {leases}"
+                f"{held} segments and {self.prober.leases} probes hold staging, {quarantined} regions wait; "
+                f"leases: {leases}"
             )
         for outgoing in self._outgoing.values():
             left = sum(i.state not in (State.SENT, State.DROPPED) for i in outgoing.items.values())

@@ -23,6 +23,8 @@ Seconds = Annotated[float, msgspec.Meta(ge=0)]
 TicketNumber = Annotated[int, msgspec.Meta(ge=0, lt=TICKET_NUMBERS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << WRITER_BITS)]
 SegmentIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << SEGMENT_BITS)]
+ProbeNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << (WRITER_BITS + SEGMENT_BITS))]
+Label = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -219,7 +221,7 @@ class RankBroken(Message, frozen=True):
 
 
 # --- transfer: prefill rank <-> decode rank -----------------------------------------------------------------
-# The first three go as letters (`transport.letters`), the others over the control channel.
+# The first six go as letters (`transport.letters`), the others over the control channel.
 
 
 class LeaseRequest(Message, frozen=True):
@@ -248,6 +250,30 @@ class Watermark(Message, frozen=True):
     dst_rank: Rank
     watermark: Count
     ring_bytes: Count
+
+
+class ProbeRequest(Message, frozen=True):
+    """Prefill rank -> decode rank: may I time messages to your ring, of `nbytes` at most? Safe to repeat."""
+
+    number: ProbeNumber
+    """Drawn at random; stands in the tag of the messages."""
+    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ProbeAnswer(Message, frozen=True):
+    """Decode rank -> prefill rank: the messages may come, to a rank on `host` and `device`; or why not now."""
+
+    number: ProbeNumber
+    host: Label
+    device: Label
+    refused: str = ""
+    """Empty: ring space is set aside. Else a reason that may pass: ask again."""
+
+
+class ProbeEnded(Message, frozen=True):
+    """Prefill rank -> decode rank: no more messages come, and what is set aside for them is free."""
+
+    number: ProbeNumber
 
 
 class PoolOffer(Message, frozen=True):

@@ -4,8 +4,9 @@
     ticket number (32) | writer (12) | segment (20)
 
 The ticket number is unique for the life of a decode group, so what a sender still had on the wire for an
-earlier try never matches a current reservation: it is recognised by its tag alone and discarded. The largest
-number is no ticket's: under it come *letters*, with 32 bits of their sender's name (`transport.letters`).
+earlier try never matches a current reservation: it is recognised by its tag alone and discarded. The two largest
+numbers are no tickets': under one come *letters*, with 32 bits of their sender's name (`transport.letters`), under
+the other the messages by which the wire is measured, with their probe's number.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 TICKET_BITS, WRITER_BITS, SEGMENT_BITS = 32, 12, 20
-TICKET_NUMBERS = (1 << TICKET_BITS) - 1
+TICKET_NUMBERS = (1 << TICKET_BITS) - 2
 """Tickets are numbered below it."""
+_LETTERS, _PROBES = TICKET_NUMBERS, TICKET_NUMBERS + 1
 
 
 class Tag(NamedTuple):
@@ -51,12 +53,23 @@ def unpack(tag: int) -> Tag:
 def letter_tag(sender: int) -> int:
     """The tag of letters from `sender`, a number of 32 bits. Raises `ValueError` for one that is larger."""
     _fits("sender", sender, WRITER_BITS + SEGMENT_BITS)
-    return TICKET_NUMBERS << (WRITER_BITS + SEGMENT_BITS) | sender
+    return _LETTERS << (WRITER_BITS + SEGMENT_BITS) | sender
 
 
 def is_letter(tag: int) -> bool:
     """Whether a letter came under `tag`."""
-    return tag >> (WRITER_BITS + SEGMENT_BITS) == TICKET_NUMBERS
+    return tag >> (WRITER_BITS + SEGMENT_BITS) == _LETTERS
+
+
+def probe_tag(number: int) -> int:
+    """The tag of a probe's messages, by its number of 32 bits. Raises `ValueError` for one that is larger."""
+    _fits("probe", number, WRITER_BITS + SEGMENT_BITS)
+    return _PROBES << (WRITER_BITS + SEGMENT_BITS) | number
+
+
+def is_probe(tag: int) -> bool:
+    """Whether a probe's message came under `tag`."""
+    return tag >> (WRITER_BITS + SEGMENT_BITS) == _PROBES
 
 
 def _fits(name: str, value: int, bits: int) -> None:

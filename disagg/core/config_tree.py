@@ -20,6 +20,7 @@ CollectiveName = Literal["auto", "gloo", "nccl"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 TransportName = Literal["ucx", "inproc"]
 PolicyName = Literal["least_loaded", "round_robin"]
+Calibrate = Literal["auto", "always", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["plain", "json"]
 
@@ -112,17 +113,21 @@ class TransferConfig(Section, frozen=True):
     """Send staging buffer of each prefill rank; 0 chooses by the device, see `sized`."""
     layer_groups: int = 4
     """Most groups that a model's layers are sent in: a group leaves while the next one computes."""
+    calibrate: Calibrate = "auto"
+    """Whether each prefill rank times its wire when the groups are joined, for what is not set of
+    `segment_overhead_s`, `wire_bytes_per_s`, `max_segment_bytes`. auto: on a GPU, and only where the cache
+    (`disagg.node.wire_cache`) does not know this pair of ranks; always: at every start, on a CPU too; off: never."""
     segment_overhead_s: float | None = None
-    """What one more segment costs, on the host and until it has landed; chunks are sent in fewer groups for its
-    sake (`staging.planner.group_count`). None: 100 us on a GPU (measured), 0 on a CPU."""
-    wire_bytes_per_s: float = 350e9
-    """What the wire carries between two ranks, for the same choice. NVLink 4 unless told."""
+    """What one more segment costs; chunks are sent in fewer groups for its sake (`staging.planner.group_count`).
+    None: measured; where it is not, 100 us on a GPU (found on NVLink, with both copies), 0 on a CPU."""
+    wire_bytes_per_s: float = 0.0
+    """What the wire carries between two ranks, for the same choice. 0: measured; else 350e9 (NVLink 4)."""
     lease_timeout_s: float = 30.0
     """A ring lease not granted or not written by then ends its request, and is taken back once no write can land."""
     watermark_interval_s: float = 0.25
     """Watermarks are sent again this often, also when nothing changed."""
     max_segment_bytes: int = 0
-    """Largest unit of transfer; 0 takes `segment_limit_bytes`' default."""
+    """Largest unit of transfer; 0: what the measured wire needs, at most `segment_limit_bytes`' default."""
     spin_s: float = 0.005
     """A rank on a GPU polls for so long after the last traffic before it sleeps: to be woken takes up to 1 ms."""
     drain_timeout_s: float = 10.0
@@ -132,11 +137,12 @@ class TransferConfig(Section, frozen=True):
         for name in ("ring_bytes", "staging_bytes"):
             if getattr(self, name) != 0:
                 self._at_least(4096, name)
+        self._one_of("calibrate", Calibrate)
         self._at_least(1, "layer_groups")
-        self._at_least(0, "max_segment_bytes", "spin_s")
+        self._at_least(0, "max_segment_bytes", "spin_s", "wire_bytes_per_s")
         if self.segment_overhead_s is not None:
             self._at_least(0, "segment_overhead_s")
-        self._positive("lease_timeout_s", "watermark_interval_s", "drain_timeout_s", "wire_bytes_per_s")
+        self._positive("lease_timeout_s", "watermark_interval_s", "drain_timeout_s")
         smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: not chosen yet
         self._needs(
             self.max_segment_bytes <= smaller or smaller == 0,
@@ -161,6 +167,7 @@ class TransferConfig(Section, frozen=True):
             ring_bytes=self.ring_bytes or automatic,
             staging_bytes=self.staging_bytes or automatic,
             segment_overhead_s=(1e-4 if gpu_memory_bytes else 0.0) if overhead_s is None else overhead_s,
+            wire_bytes_per_s=self.wire_bytes_per_s or 350e9,
         )
 
     @property

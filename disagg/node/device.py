@@ -30,6 +30,11 @@ def memory_bytes(device: torch.device) -> int:
     return int(cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
 
 
+def device_name(device: torch.device) -> str:
+    """What a GPU is called; `cpu`."""
+    return str(cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
+
+
 def is_done(marker: Marker) -> bool:
     """True when the work before the marker has completed. Never blocks."""
     return marker is None or bool(marker.query())

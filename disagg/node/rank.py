@@ -86,6 +86,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         """`name` is the group's; its role when left out."""
         transfer = config.transfer.sized(memory_bytes(runner.device))
         self.rank, self.group_config = rank, group_config
+        self.asked = config
+        """As the user set it; `config` has the choices made that depend on the device."""
         self.config = msgspec.structs.replace(config, transfer=transfer)
         self.runner, self.control, self.clock = runner, control, clock
         self.timeline = Timeline()

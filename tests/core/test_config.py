@@ -30,6 +30,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert on_cpu.segment_limit_bytes == 8 << 20
     assert on_h200.ring_bytes == on_h200.staging_bytes == 1 << 30
     assert (on_cpu.segment_overhead_s, on_h200.segment_overhead_s) == (0.0, 1e-4)
+    assert on_cpu.wire_bytes_per_s == on_h200.wire_bytes_per_s == 350e9
     assert on_h200.sized(0) == on_h200, "what is chosen stays"
 
 

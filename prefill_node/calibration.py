@@ -1,0 +1,156 @@
+"""Once a prefill group is joined with a decode group: what their wire costs, and how segments are cut for it.
+
+Decides and tells; `prefill_node.probe` measures, on the transfer thread, and `staging.wire` calculates.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from disagg.core.config import Config, TransferConfig
+from disagg.core.types import RankInfo
+from disagg.node.device import device_name
+from disagg.node.links import Link
+from disagg.node.transfer_loop import TransferLoop
+from disagg.node.wire_cache import WireCache, cache_path
+from prefill_node.probe import Probed
+from prefill_node.sender import SegmentSender
+from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
+
+_ANSWER_S = PROBE_LIMIT_S + 5.0
+"""The transfer thread gives a probe up before; if not, that thread is in trouble."""
+OVERRIDE = (
+    "set transfer.segment_overhead_s, wire_bytes_per_s, max_segment_bytes; or transfer.calibrate=off, always"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was found for one link, in words: the fields of a line of the log."""
+
+    path: str
+    """How KV goes: peer memory, or staging and which transport."""
+    found: str
+    chosen: str
+    failed: bool = False
+    """A measurement was begun and came to nothing."""
+
+
+@dataclass(frozen=True)
+class Calibrator:
+    """One prefill rank's. Called from any thread but the transfer thread, which does the measuring."""
+
+    rank: int
+    asked: Config
+    """As the user set it."""
+    sized: TransferConfig
+    """With all choices made."""
+    device: torch.device
+    chunk_tokens: int
+    agent: SegmentSender
+    loop: TransferLoop
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this rank measures at all: on a CPU only when it is told to."""
+        mode = self.asked.transfer.calibrate
+        return mode == "always" or (mode == "auto" and self.device.type == "cuda")
+
+    def run(self, link: Link) -> Calibration:
+        """Measures, or looks up, the wire to one decode rank of the link, and cuts segments for it from now on."""
+        probed = self._probe(link)
+        if probed.wire is not None:
+            self.loop.call(partial(self.agent.use_wire, link, *self._choose(probed.wire)))
+        return self._in_words(link, probed)
+
+    def _probe(self, link: Link) -> Probed:
+        transfer, probed = self.asked.transfer, Probed(why="this rank sends nothing to that group")
+        if (
+            transfer.segment_overhead_s is not None
+            and transfer.wire_bytes_per_s
+            and transfer.max_segment_bytes
+        ):
+            return Probed(why="everything is set")
+        cache = _cache()
+        wires = cache.load() if cache is not None and transfer.calibrate == "auto" else {}
+        for peer in link.destinations_of(self.rank):
+            probed = self._probe_one(peer, wires)
+            if not probed.writable:
+                break
+        if probed.wire is not None and not probed.cached and cache is not None:
+            cache.store(self._key(probed.host, probed.device), probed.wire)
+        return probed
+
+    def _probe_one(self, peer: RankInfo, wires: Mapping[str, Wire]) -> Probed:
+        over = threading.Event()
+        ended: list[Probed] = []
+
+        def done(probed: Probed) -> None:
+            ended.append(probed)
+            over.set()
+
+        def known(host: str, device: str) -> Wire | None:
+            return wires.get(self._key(host, device))
+
+        start = self.agent.prober.start
+        self.loop.post(partial(start, peer.control_address, peer.ring_bytes, known, done))
+        return (
+            ended[0]
+            if over.wait(_ANSWER_S)
+            else Probed(why="the transfer thread does not answer", begun=True)
+        )
+
+    def _key(self, host: str, device: str) -> str:
+        """Whatever a wire's speed depends on and is known before it is measured."""
+        transport = self.asked.transport
+        about = [f"{socket.gethostname()}, {device_name(self.device)} to {host}, {device}", transport.backend]
+        if transport.backend == "ucx":
+            from transport.ucx_library import settings, version
+
+            about += [version(), f"error_handling={transport.error_handling}", settings(os.environ)]
+        return "; ".join(part for part in about if part)
+
+    def _choose(self, wire: Wire) -> tuple[Wire, int]:
+        """What is set wins over what was measured."""
+        asked = self.asked.transfer
+        overhead_s = wire.overhead_s if asked.segment_overhead_s is None else asked.segment_overhead_s
+        best_bytes = best_segment_bytes(wire, self.sized.segment_limit_bytes)
+        used = Wire(overhead_s, asked.wire_bytes_per_s or wire.bytes_per_s)
+        return used, asked.max_segment_bytes or best_bytes
+
+    def _in_words(self, link: Link, probed: Probed) -> Calibration:
+        sized = self.sized
+        staging = f"staging and ring, by {self.asked.transport.backend}"
+        wire = Wire(sized.segment_overhead_s or 0.0, sized.wire_bytes_per_s)
+        segment = sized.segment_limit_bytes
+        if probed.wire is not None:
+            source, how = ("cached" if probed.cached else "measured"), probed.wire
+            wire, segment = self._choose(probed.wire)
+            found = f"{source}: {_words(how)}"
+        else:
+            why = "no wire to measure, the decode pool is written to" if probed.writable else probed.why
+            found = f"not measured ({why}): {_words(wire)} are assumed"
+        groups = len(self.agent.groups_for(self.chunk_tokens, link.decode.name))
+        chosen = f"a chunk of {self.chunk_tokens} tokens leaves in {groups} layer group{'s' * (groups > 1)}"
+        limit = "" if probed.writable else f", in segments of {segment / MIB:.3g} MiB at most"
+        return Calibration(
+            "peer memory" if probed.writable else staging, found, chosen + limit, failed=probed.begun
+        )
+
+
+def _words(wire: Wire) -> str:
+    return f"{wire.overhead_s * 1e6:.3g} us for one more segment and {wire.bytes_per_s / 1e9:.3g} GB/s"
+
+
+def _cache() -> WireCache | None:
+    try:
+        return WireCache(cache_path(os.environ))
+    except RuntimeError:  # a user without a home
+        return None
