@@ -18,6 +18,7 @@ from simulated_router import SimulatedRequest
 
 from disagg.core.config import Config
 from disagg.core.errors import TransportError
+from prefill_node.probe import Probed
 from transport import messages as m
 from transport.inproc import InprocTransport
 from transport.tags import is_letter
@@ -90,8 +91,13 @@ def strike(simulation: Simulation, what: str, choose: random.Random) -> None:
         simulation.kill_router()
 
 
-def run(seed: int, what: str, patch: pytest.MonkeyPatch) -> list[SimulatedRequest]:
-    """One run: requests come and go, faults strike; then everything settles, and every answer is compared."""
+def run(
+    seed: int, what: str, patch: pytest.MonkeyPatch, probed: list[Probed] | None = None
+) -> list[SimulatedRequest]:
+    """One run: requests come and go, faults strike; then everything settles, and every answer is compared.
+
+    With `probed`, which takes their ends, ranks time their wires in between.
+    """
     choose = random.Random(seed)
     simulation = Simulation(config_of(choose, seed % 2 == 1), seed, patch, state_tokens=seed // 2 % 2 * 7)
     add_faults(simulation, what, choose)
@@ -107,6 +113,8 @@ def run(seed: int, what: str, patch: pytest.MonkeyPatch) -> list[SimulatedReques
             requests.append(simulation.router.submit(choose.randrange(1, 60), answer, **limits))
         if "abort" in what and requests and choose.random() < 0.002:
             simulation.router.end(choose.choice(requests), "aborted")
+        if probed is not None and choose.random() < 0.01:
+            simulation.probe()
         if step == kill_at:
             strike(simulation, what, choose)
             left = 0 if "router" in what else left  # nobody is there to submit to
@@ -116,6 +124,8 @@ def run(seed: int, what: str, patch: pytest.MonkeyPatch) -> list[SimulatedReques
     simulation.settle()
     for request in requests:
         assert simulation.router.exact(request), request
+    if probed is not None:
+        probed += simulation.probed
     return requests
 
 
@@ -153,6 +163,21 @@ def test_any_order(what: str) -> None:
     assert set(ends) == ENDS[what], "each of these ends must occur, and no other"
 
 
+@pytest.mark.parametrize("what", ["nothing", "fail", "letters fail", "abort fail death", "fence", "silence"])
+def test_wires_are_timed_in_any_order(what: str) -> None:
+    """Beside requests and whatever happens to them: they stay exact, and nothing of a probe is left."""
+    probed: list[Probed] = []
+    for seed in range(6):
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                run(seed, what, patch, probed)
+            except Exception as error:
+                error.add_note(f"with {what}: run(seed={seed}, ..., [])")
+                raise
+    assert any(one.wire for one in probed), "some went through"
+    assert any(one.why for one in probed), "and some did not"
+
+
 def test_the_simulation_reaches_what_it_is_for() -> None:
     """Over the seeds every message occurs that ranks and leaders have for each other, but for a broken step."""
     seen: set[type[m.Message]] = set()
@@ -161,6 +186,7 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
             choose = random.Random(seed)
             simulation = Simulation(config_of(choose, seed % 2 == 1), seed, patch)
             add_faults(simulation, what, choose)
+            simulation.probe()
             requests = [simulation.router.submit(40, 3) for _ in range(3)]
             for _ in range(400):
                 simulation.step()

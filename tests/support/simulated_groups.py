@@ -25,6 +25,7 @@ from decode_node.rank import DecodeRank
 from disagg.core.config import Config
 from disagg.core.errors import TransportError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RankInfo
+from prefill_node.probe import Probed
 from prefill_node.rank import PrefillRank
 from transport import messages as m
 from transport.control import ControlChannel
@@ -72,12 +73,15 @@ class Simulation:
         state_tokens: int = 0,
     ) -> None:
         patch.setattr("disagg.node.leader.IDLE_S", 0.0)
+        patch.setattr("staging.wire.PROBE_SIZES_BYTES", (64, 256, 1024))
         self.choose, self.now_s, self.config = random.Random(seed), 0.0, config
         self.fabric = InprocFabric()
         self.queues: dict[tuple[str, str], deque[m.Message]] = {}
         self.dead: set[str] = set()
         self.router = SimulatedRouter(partial(self.post, ROUTER), self.choose)
         self.seen: list[m.Message] = []
+        self.probed: list[Probed] = []
+        """How each probe ended."""
         self.fabric.observe(self._on_wire)
         self.devices: dict[str, Device] = {}
         self.computing: set[str] = set()
@@ -125,6 +129,21 @@ class Simulation:
         for request in self.router.requests.values():
             request.ended, request.unreleased = request.ended or "gone", set()
 
+    def probe(self) -> None:
+        """A prefill rank shall time its wire to one of its decode ranks."""
+        rank = self.choose.choice([r for r in self.ranks.values() if r.role == "prefill"])
+        peer = self.choose.choice(self.groups[1].ranks)
+        ring_bytes, ended = peer.ring_bytes, self.probed.append
+        start = rank._agent.prober.start
+        rank._loop.post(partial(start, peer.control_address, ring_bytes, lambda host, device: None, ended))
+
+    def probing(self) -> bool:
+        """Whether a rank that lives has to do with a probe."""
+        agents = [rank._agent for name, rank in self.ranks.items() if name not in self.dead]
+        senders = [agent.prober for agent in agents if hasattr(agent, "prober")]
+        receivers = [agent._probes for agent in agents if hasattr(agent, "_probes")]
+        return any(p._probe or p.leases for p in senders) or any(p.lease for p in receivers)
+
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
         found: list[tuple[str, Callable[[], None]]] = []
         for (source, destination), queue in self.queues.items():
@@ -156,9 +175,8 @@ class Simulation:
             for _, action in self.actions():
                 action()
             self.now_s += 0.01
-            if all(request.over for request in self.router.requests.values()) and not any(
-                self.queues.values()
-            ):
+            over = all(request.over for request in self.router.requests.values())
+            if over and not any(self.queues.values()) and not self.probing():
                 break
         stuck = [request for request in self.router.requests.values() if not request.over]
         assert not stuck, f"never ended: {stuck}"
