@@ -194,12 +194,13 @@ class Cluster:
         from prefill_node.calibration import OVERRIDE
 
         said: set[tuple[str, str]] = set()
-        for actor in prefill.actors:
+        for rank, actor in enumerate(prefill.actors):
             found = _get([actor.calibrate.remote(decode.info)], CALL_TIMEOUT_S)[0]
             if found is not None and (found.path, found.chosen) not in said:
                 said.add((found.path, found.chosen))
                 say = log.warning if found.failed else log.info
-                say("wire", path=found.path, found=found.found, chosen=found.chosen, override=OVERRIDE)
+                words = {"path": found.path, "found": found.found, "chosen": found.chosen}
+                say("wire", prefill_rank=rank, **words, override=OVERRIDE)
 
     def _all(self, group: Group, method: str, *arguments: Any) -> list[Any]:
         return _get([getattr(a, method).remote(*arguments) for a in self._alive(group)], CALL_TIMEOUT_S)

@@ -201,7 +201,7 @@ def test_a_ring_in_use(start: Callable[..., LocalGroups], checkpoints: Checkpoin
 LOST: dict[str, Callable[[int], bool]] = {"letter": is_letter, "message": is_probe}
 
 
-@pytest.mark.parametrize("nth", [0, 1, TIMED - 1])
+@pytest.mark.parametrize("nth", [0, 2])
 @pytest.mark.parametrize("what", ["fail", "hold"])
 @pytest.mark.parametrize("kind", LOST)
 def test_one_of_its_messages_is_lost(
@@ -211,7 +211,7 @@ def test_one_of_its_messages_is_lost(
     groups = start()
     faults = groups.fabric.faults
     add = faults.fail_send if what == "fail" else faults.hold
-    add(min(nth, 2) if kind == "letter" else nth, lambda source, destination, tag: LOST[kind](tag))
+    add(nth, lambda source, destination, tag: LOST[kind](tag))
     found = groups.prefill[0].calibrate(groups.decode_info)
     assert found.failed == (kind == "message" or nth < 2), "the end of a probe that is over may be lost"
     groups.fabric.release()
@@ -223,7 +223,7 @@ def test_one_of_its_messages_is_lost(
 
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
-@pytest.mark.parametrize("nth", [0, 5, TIMED - 1])
+@pytest.mark.parametrize("nth", [0, TIMED - 1])
 def test_a_rank_dies_in_the_middle(checkpoints: Checkpoints, soon: None, victim: str, nth: int) -> None:
     with local_groups(config_of(), checkpoints.source(), dead=[victim]) as groups:
         groups.fabric.faults.kill(victim, nth, lambda source, destination, tag: is_probe(tag))

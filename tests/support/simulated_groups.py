@@ -132,10 +132,11 @@ class Simulation:
     def probe(self) -> None:
         """A prefill rank shall time its wire to one of its decode ranks."""
         rank = self.choose.choice([r for r in self.ranks.values() if r.role == "prefill"])
-        peer = self.choose.choice(self.groups[1].ranks)
-        ring_bytes, ended = peer.ring_bytes, self.probed.append
-        start = rank._agent.prober.start
-        rank._loop.post(partial(start, peer.control_address, ring_bytes, lambda host, device: None, ended))
+        peers = [p for link in rank._agent._links.values() for p in link.destinations_of(rank.rank)]
+        if peers:
+            peer = self.choose.choice(peers)
+            arguments = (peer.control_address, peer.ring_bytes, lambda host, device: None, self.probed.append)
+            rank._loop.post(partial(rank._agent.prober.start, *arguments))
 
     def probing(self) -> bool:
         """Whether a rank that lives has to do with a probe."""
