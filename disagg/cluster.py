@@ -200,7 +200,7 @@ class Cluster:
                 said.add((found.path, found.chosen))
                 say = log.warning if found.failed else log.info
                 words = {"path": found.path, "found": found.found, "chosen": found.chosen}
-                say("wire", prefill_rank=rank, **words, override=OVERRIDE)
+                say("wire", link=f"{prefill.name} rank {rank} to {decode.name}", **words, override=OVERRIDE)
 
     def _all(self, group: Group, method: str, *arguments: Any) -> list[Any]:
         return _get([getattr(a, method).remote(*arguments) for a in self._alive(group)], CALL_TIMEOUT_S)

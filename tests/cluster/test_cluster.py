@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ import msgspec
 import psutil
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from disagg import cli
 from disagg.cluster import Cluster, local_ray, start_cluster
@@ -43,9 +45,17 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ray_session() -> Iterator[None]:
-    with local_ray(6):
-        yield
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ranks take for the user's cache."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def ray_session(cache: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        with local_ray(6):
+            yield
 
 
 def config_for(checkpoint: Path, prefill_tp: int, decode_tp: int, **transfer: Any) -> Config:
@@ -86,8 +96,8 @@ def ask_all(cluster: Cluster, asked: list[list[int]]) -> list[SessionReport]:
     return asyncio.run(main())
 
 
-def check_exact(checkpoint: Path, prefill_tp: int, decode_tp: int) -> None:
-    config = config_for(checkpoint, prefill_tp, decode_tp)
+def check_exact(checkpoint: Path, prefill_tp: int, decode_tp: int, **transfer: Any) -> None:
+    config = config_for(checkpoint, prefill_tp, decode_tp, **transfer)
     asked = prompts(5)
     with running(config) as cluster:
         reports = ask_all(cluster, asked)
@@ -105,6 +115,17 @@ def test_every_token_equals_hugging_face(
     ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int
 ) -> None:
     check_exact(checkpoint, prefill_tp, decode_tp)
+
+
+def test_the_wire_is_measured_at_start_and_said(ray_session: None, checkpoint: Path, cache: Path) -> None:
+    with capture_logs() as lines:
+        check_exact(checkpoint, 1, 1, calibrate="always")
+    [line] = [line for line in lines if line["event"] == "wire"]
+    assert (line["log_level"], line["link"]) == ("info", "prefill rank 0 to decode")
+    assert line["path"] == "staging and ring, by ucx"
+    assert line["found"].startswith("measured: ")
+    [key] = json.loads((cache / "disagg" / "wire.json").read_text())["wires"]
+    assert "cpu; ucx; 1." in key
 
 
 @pytest.mark.slow
