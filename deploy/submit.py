@@ -60,7 +60,7 @@ def run(
     return 0 if str(status) == "SUCCEEDED" else 1
 
 
-def connect(open_client: Callable[[], Jobs], patience_s: float = PATIENCE_S) -> Jobs:
+def connect(open_client: Callable[[], Jobs], patience_s: float) -> Jobs:
     """A client of a cluster that answers. Raises `ConnectionError` when it has not within `patience_s`."""
     until_s = time.monotonic() + patience_s
     while True:
@@ -91,9 +91,13 @@ async def _follow(jobs: Jobs, name: str, write: Callable[[str], object]) -> None
 
 
 def _open_client() -> Any:
+    from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
-    return JobSubmissionClient()  # address and token come from the environment
+    try:
+        return JobSubmissionClient()  # address and token come from the environment
+    except AuthenticationError as exc:
+        raise PermissionError("the Ray cluster refuses this token; check RAY_AUTH_TOKEN") from exc
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,9 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="+", help="behind --")
     given = parser.parse_args(arguments)
     try:
-        jobs = connect(_open_client)
+        jobs = connect(_open_client, PATIENCE_S)
     except ConnectionError as exc:
         print(f"no Ray cluster answers: {exc}; check RAY_API_SERVER_ADDRESS", file=sys.stderr)
+        return 1
+    except (RuntimeError, PermissionError) as exc:
+        print(exc, file=sys.stderr)
         return 1
     return run(jobs, given.job, given.command)
 

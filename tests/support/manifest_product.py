@@ -1,0 +1,218 @@
+"""Checks of the manifests against the product: configuration, ports, sizes, commands, keys, times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+import yaml
+from manifest_model import Object, Pod, Rendered
+
+from disagg.core.config import Config, load_config
+
+PENDING = {"api": None, "control": {"directory_port"}}
+"""Settings that the manifests have before the product does: ignored while the product does not know them."""
+RAY_DRAIN_S = 30
+"""How long a Ray node that is told to stop lets what runs on it finish."""
+CONFIG_PATH = "/etc/disagg/disagg.toml"
+
+
+def load(rendered: Rendered, folder: Path) -> Config:
+    """The mounted file, through the product's own loader. Raises `ConfigError`."""
+    settings, known = rendered.settings, msgspec.to_builtins(Config())
+    for section, keys in PENDING.items():
+        for key in keys or settings.get(section, {}).copy():
+            if key not in known.get(section, ()):
+                settings.get(section, {}).pop(key, None)
+        if section not in known:
+            settings.pop(section, None)
+    whole = settings == rendered.settings
+    path = folder / ("disagg.toml" if whole else "disagg.yaml")
+    path.write_text(rendered.toml if whole else yaml.safe_dump(settings))
+    return load_config(path, env={"DISAGG_CONTROL__HOST": "10.0.0.1"})
+
+
+def check_sizes(rendered: Rendered) -> Iterator[str]:
+    """A pod has as many GPUs (or CPUs) as its group has ranks, and prefill, placed first, fits nowhere else."""
+    [cluster] = rendered.of("RayCluster")
+    settings = rendered.settings
+    ranks = {role: settings[role]["tp"] for role in ("prefill", "decode")}
+    groups = {one["groupName"]: _places(one) for one in cluster["spec"]["workerGroupSpecs"]}
+    wanted = {"both": sum(ranks.values())} if "both" in groups else ranks
+    if groups != wanted:
+        yield f"sizes: the worker groups have room for {groups}, the configuration says {wanted}"
+    if "both" not in groups and ranks["prefill"] < ranks["decode"]:
+        yield "sizes: the prefill group is smaller than the decode group and may be placed on its pod"
+    if cluster["spec"]["headGroupSpec"]["rayStartParams"].get("num-cpus") != "0":
+        yield "sizes: Ray may place a rank on the head"
+    for group in cluster["spec"]["workerGroupSpecs"]:
+        if not group["replicas"] == group["minReplicas"] == group["maxReplicas"] == 1:
+            yield f"sizes: group {group['groupName']} is not one pod, which a group of ranks needs (STRICT_PACK)"
+
+
+def _places(group: Object) -> int:
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    gpus = limits.get("nvidia.com/gpu")
+    return int(group["replicas"]) * int(gpus if gpus is not None else group["rayStartParams"]["num-cpus"])
+
+
+def check_devices(rendered: Rendered) -> Iterator[str]:
+    """Ranks are told the device that their pods have."""
+    for pod in rendered.component("node"):
+        device = "cuda" if "nvidia.com/gpu" in pod.main["resources"]["limits"] else "cpu"
+        for role in ("prefill", "decode"):
+            if rendered.settings[role]["device"] != device:
+                yield f"devices: {role}.device is not {device}, which {pod.name} has"
+
+
+def check_ports(rendered: Rendered) -> Iterator[str]:
+    """Ports of the configuration, of containers, Services and commands are the same."""
+    control = rendered.settings["control"]
+    [head], [router] = rendered.component("head"), rendered.component("router")
+    flags = _flags(router.main["args"])
+    join = urlsplit(flags["--join"])
+    try:
+        directory = rendered.one("Service", join.hostname or "")["spec"]
+        served = [port["port"] for port in directory["ports"]]
+        if [*served, join.port] != [control["directory_port"]] * 2:
+            yield f"ports: routers join {join.netloc}, the configuration says {control['directory_port']}"
+        if not all(head.labels.get(key) == value for key, value in directory["selector"].items()):
+            yield "ports: routers join a Service that is not the head's"
+    except KeyError as exc:
+        yield f"ports: routers join {join.netloc}: {exc}"
+    for pod, name, port in (
+        (head, "directory", control["directory_port"]),
+        (router, "control", control["router_port"]),
+        (router, "http", int(flags["--port"])),
+    ):
+        found = [one["containerPort"] for one in pod.main["ports"] if one["name"] == name]
+        if found != [port]:
+            yield f"ports: {pod.name} has {name} at {found}, not at {port}"
+    [launch] = rendered.component("launch")
+    jobs = urlsplit(_environment(launch).get("RAY_API_SERVER_ADDRESS", ""))
+    known = {one["metadata"]["name"]: one["spec"]["ports"][0]["port"] for one in rendered.of("Service")}
+    if known.get(jobs.hostname or "") != jobs.port:
+        yield f"ports: jobs are submitted to {jobs.netloc}, which no Service offers"
+
+
+def check_files(rendered: Rendered) -> Iterator[str]:
+    """Files that commands and configuration name are mounted; keys are copied so that only their owner reads them."""
+    key_file = rendered.settings["control"]["key_file"]
+    for pod in (*rendered.component("head"), *rendered.component("router")):
+        paths = [CONFIG_PATH, key_file]
+        if pod.component == "router":
+            flags = _flags(pod.main["args"])
+            paths += [flags["--api-key-file"], flags["--config"]]
+        mounts = [one["mountPath"] for one in pod.main["volumeMounts"]]
+        for path in paths:
+            if str(Path(path).parent) not in mounts:
+                yield f"files: {pod.name} has nothing mounted at {path}"
+        copies = [one["command"] for one in pod.spec["initContainers"]]
+        if not any(one[:3] == ["install", "-m", "0600"] and one[-1] == key_file for one in copies):
+            yield f"files: {pod.name} does not get {key_file} with mode 0600"
+    for pod in (one for one in rendered.pods() if one.component != "launch"):
+        if _environment(pod).get("DISAGG_CONTROL__HOST") != "status.podIP":
+            yield f"files: {pod.name} does not know the address to listen on"
+
+
+def check_tokens(rendered: Rendered) -> Iterator[str]:
+    """Ray asks for a token, the same Secret's everywhere."""
+    [cluster] = rendered.of("RayCluster")
+    auth = cluster["spec"].get("authOptions", {})
+    if auth.get("mode") != "token":
+        yield "tokens: authOptions.mode is not token"
+    for pod in (one for one in rendered.pods() if one.component != "router"):
+        given = _environment(pod)
+        if given.get("RAY_AUTH_MODE") != "token" or given.get("RAY_AUTH_TOKEN") != auth.get("secretName"):
+            yield f"tokens: {pod.name} does not use Ray's token"
+
+
+def check_references(rendered: Rendered, documented: str) -> Iterator[str]:
+    """ConfigMaps that are mounted are there; Secrets and claims are in `documented`, with their keys."""
+    maps = {one["metadata"]["name"] for one in rendered.of("ConfigMap")}
+    for pod in rendered.pods():
+        for volume in pod.spec["volumes"]:
+            if volume.get("configMap", {}).get("name", next(iter(maps))) not in maps:
+                yield f"references: {pod.name} mounts a ConfigMap that is not there"
+            claim = volume.get("persistentVolumeClaim", {}).get("claimName")
+            if claim is not None and f"PersistentVolumeClaim `{claim}`" not in documented:
+                yield f"references: nothing says how to make the claim {claim}"
+        for secret in _secrets(pod):
+            if f"create secret generic {secret}" not in documented:
+                yield f"references: nothing says how to make the Secret {secret}"
+    if rendered.of("Secret"):
+        yield "references: a Secret is among the manifests"
+
+
+def _secrets(pod: Pod) -> set[str]:
+    mounted = {one["secret"]["secretName"] for one in pod.spec["volumes"] if "secret" in one}
+    return mounted | {str(name) for key, name in _environment(pod).items() if key == "RAY_AUTH_TOKEN"}
+
+
+def check_times(rendered: Rendered) -> Iterator[str]:
+    """Who is told to stop has the time to finish what it began."""
+    api, transfer = (
+        rendered.settings["api"]["drain_timeout_s"],
+        rendered.settings["transfer"]["drain_timeout_s"],
+    )
+    [router] = rendered.component("router")
+    if _grace(router) <= _pause(router) + api + transfer:
+        yield f"times: {router.name} is killed before its drain is over"
+    for pod in (*rendered.component("head"), *rendered.component("node")):
+        if _pause(pod) < _pause(router) + api:
+            yield f"times: {pod.name} stops before routers have finished their answers"
+        if _grace(pod) <= _pause(pod) + RAY_DRAIN_S + transfer:
+            yield f"times: {pod.name} is killed before its drain is over"
+
+
+def _grace(pod: Pod) -> Decimal:
+    return Decimal(pod.spec["terminationGracePeriodSeconds"])
+
+
+def _pause(pod: Pod) -> int:
+    return int(pod.main.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])[1])
+
+
+def check_disruption(rendered: Rendered) -> Iterator[str]:
+    """No pod of a group may be evicted; of the routers all but one."""
+    [scaler] = [one["spec"] for one in rendered.of("HorizontalPodAutoscaler")]
+    budgets = [one["spec"] for one in rendered.of("PodDisruptionBudget")]
+    for pod in (one for one in rendered.pods() if one.component != "launch"):
+        kept = [
+            one.get("minAvailable")
+            for one in budgets
+            if all(pod.labels.get(key) == value for key, value in one["selector"]["matchLabels"].items())
+        ]
+        if len(kept) != 1:
+            yield f"disruption: {pod.name} has {len(kept)} budgets"
+        elif pod.replicas is not None and kept != [pod.replicas]:
+            yield f"disruption: {pod.name}'s budget keeps {kept[0]} of {pod.replicas}"
+        elif pod.replicas is None and kept[0] >= scaler["minReplicas"]:
+            yield f"disruption: {pod.name}'s budget blocks every eviction"
+
+
+def check_versions(rendered: Rendered, pyproject: str) -> Iterator[str]:
+    """KubeRay is told the Ray that the image holds."""
+    [cluster] = rendered.of("RayCluster")
+    pinned = re.findall(r'"ray==([\d.]+)"', pyproject)
+    if [cluster["spec"]["rayVersion"]] != pinned:
+        yield f"versions: rayVersion {cluster['spec']['rayVersion']}, the project pins {pinned}"
+
+
+def _flags(arguments: list[str]) -> dict[str, str]:
+    return dict(one.split("=", 1) for one in arguments)
+
+
+def _environment(pod: Pod) -> dict[str, Any]:
+    """Names to values, fields of the pod, or names of Secrets."""
+    found: dict[str, Any] = {}
+    for one in pod.main["env"]:
+        source = one.get("valueFrom", {})
+        secret, spec = source.get("secretKeyRef", {}).get("name"), source.get("fieldRef", {}).get("fieldPath")
+        found[one["name"]] = one.get("value") or secret or spec
+    return found
