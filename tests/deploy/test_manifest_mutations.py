@@ -166,17 +166,22 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda r: remove(r, "NetworkPolicy", "launch"),
         "no policy of its own for disagg-launch",
     ),
-    "more ranks than GPUs": (lambda r: setting(r, "tp = 2", "tp = 4"), "sizes: the worker groups"),
+    "more ranks than GPUs": (lambda r: setting(r, "tp = 2", "tp = 4"), "sizes: pods and places"),
     "fewer GPUs than ranks": (
         lambda r: node(r)["containers"][0]["resources"]["limits"].update({"nvidia.com/gpu": "1"}),
-        "sizes: the worker groups",
+        "sizes: pods and places",
     ),
     "prefill fits on the other pod": (lambda r: setting(r, "tp = 1", "tp = 3"), "may be placed on its pod"),
     "ranks on the head": (
         lambda r: cluster(r)["headGroupSpec"]["rayStartParams"].pop("num-cpus"),
         "a rank on the head",
     ),
-    "a group on two pods": (lambda r: group(r).update(replicas=2), "is not one pod"),
+    "a pod without a group": (
+        lambda r: group(r).update(replicas=2, minReplicas=2, maxReplicas=2),
+        "sizes: pods and places",
+    ),
+    "a group without a pod": (lambda r: setting(r, "tp = 1", "tp = 1\ngroups = 2"), "sizes: pods and places"),
+    "pods that come and go": (lambda r: group(r).update(minReplicas=0), "may change"),
     "wrong device": (lambda r: setting(r, 'device = "cuda"', 'device = "cpu"'), "device is not cuda"),
     "another directory": (lambda r: setting(r, "5570", "5600"), "ports: routers join"),
     "another router port": (lambda r: setting(r, "5571", "5600"), "has control at"),
@@ -202,8 +207,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "with mode 0600",
     ),
     "no address of its own": (
-        lambda r: node(r)["containers"][0]["env"].pop(),
-        "does not know the address",
+        lambda r: setting(r, 'host = "auto"', 'host = "127.0.0.1"'),
+        "control.host is not auto",
     ),
     "no authentication": (lambda r: cluster(r)["authOptions"].update(mode="disabled"), "is not token"),
     "a node without the token": (
@@ -274,7 +279,7 @@ def test_root_needs_an_hca(rendered: Renderer) -> None:
 def test_the_cpu_overlay_counts_cpus(rendered: Renderer) -> None:
     changed = rendered("overlays/cpu")
     group(changed, 1)["rayStartParams"]["num-cpus"] = "2"
-    assert any("sizes: the worker groups" in one for check in CHECKS for one in check(changed))
+    assert any("sizes: pods and places" in one for check in CHECKS for one in check(changed))
 
 
 def test_a_key_that_the_product_does_not_know(rendered: Renderer, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from manifest_model import Object, Pod, Rendered
 
 from disagg.core.config import Config, load_config
 
-PENDING = {"api": None, "control": {"directory_port"}}
+PENDING = {"control": {"directory_port"}}
 """Settings that the manifests have before the product does: ignored while the product does not know them."""
 RAY_DRAIN_S = 30
 """How long a Ray node that is told to stop lets what runs on it finish."""
@@ -26,39 +26,38 @@ def load(rendered: Rendered, folder: Path) -> Config:
     """The mounted file, through the product's own loader. Raises `ConfigError`."""
     settings, known = rendered.settings, msgspec.to_builtins(Config())
     for section, keys in PENDING.items():
-        for key in keys or settings.get(section, {}).copy():
-            if key not in known.get(section, ()):
-                settings.get(section, {}).pop(key, None)
-        if section not in known:
-            settings.pop(section, None)
+        for key in keys - known[section].keys():
+            settings[section].pop(key, None)
     whole = settings == rendered.settings
     path = folder / ("disagg.toml" if whole else "disagg.yaml")
     path.write_text(rendered.toml if whole else yaml.safe_dump(settings))
-    return load_config(path, env={"DISAGG_CONTROL__HOST": "10.0.0.1"})
+    return load_config(path)
 
 
 def check_sizes(rendered: Rendered) -> Iterator[str]:
-    """A pod has as many GPUs (or CPUs) as its group has ranks, and prefill, placed first, fits nowhere else."""
+    """A pod for each group, with as many GPUs (or CPUs) as it has ranks; prefill, placed first, fits nowhere else."""
     [cluster] = rendered.of("RayCluster")
-    settings = rendered.settings
-    ranks = {role: settings[role]["tp"] for role in ("prefill", "decode")}
-    groups = {one["groupName"]: _places(one) for one in cluster["spec"]["workerGroupSpecs"]}
-    wanted = {"both": sum(ranks.values())} if "both" in groups else ranks
-    if groups != wanted:
-        yield f"sizes: the worker groups have room for {groups}, the configuration says {wanted}"
-    if "both" not in groups and ranks["prefill"] < ranks["decode"]:
-        yield "sizes: the prefill group is smaller than the decode group and may be placed on its pod"
+    sizes = {role: rendered.settings[role] for role in ("prefill", "decode")}
+    ranks = {role: (one.get("groups", 1), one["tp"]) for role, one in sizes.items()}
+    places = {
+        one["groupName"]: (one["replicas"], _places(one)) for one in cluster["spec"]["workerGroupSpecs"]
+    }
+    wanted = {"both": (1, sum(number * tp for number, tp in ranks.values()))} if "both" in places else ranks
+    if places != wanted:
+        yield f"sizes: pods and places are {places}, the configuration says {wanted}"
+    if "both" not in places and ranks["prefill"][1] < ranks["decode"][1]:
+        yield "sizes: a prefill group is smaller than a decode group and may be placed on its pod"
     if cluster["spec"]["headGroupSpec"]["rayStartParams"].get("num-cpus") != "0":
         yield "sizes: Ray may place a rank on the head"
     for group in cluster["spec"]["workerGroupSpecs"]:
-        if not group["replicas"] == group["minReplicas"] == group["maxReplicas"] == 1:
-            yield f"sizes: group {group['groupName']} is not one pod, which a group of ranks needs (STRICT_PACK)"
+        if not group["replicas"] == group["minReplicas"] == group["maxReplicas"]:
+            yield f"sizes: the number of pods of {group['groupName']} may change"
 
 
 def _places(group: Object) -> int:
     limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
     gpus = limits.get("nvidia.com/gpu")
-    return int(group["replicas"]) * int(gpus if gpus is not None else group["rayStartParams"]["num-cpus"])
+    return int(gpus if gpus is not None else group["rayStartParams"]["num-cpus"])
 
 
 def check_devices(rendered: Rendered) -> Iterator[str]:
@@ -115,9 +114,8 @@ def check_files(rendered: Rendered) -> Iterator[str]:
         copies = [one["command"] for one in pod.spec["initContainers"]]
         if not any(one[:3] == ["install", "-m", "0600"] and one[-1] == key_file for one in copies):
             yield f"files: {pod.name} does not get {key_file} with mode 0600"
-    for pod in (one for one in rendered.pods() if one.component != "launch"):
-        if _environment(pod).get("DISAGG_CONTROL__HOST") != "status.podIP":
-            yield f"files: {pod.name} does not know the address to listen on"
+    if rendered.settings["control"].get("host") != "auto":
+        yield "files: a pod does not listen on its own address: control.host is not auto"
 
 
 def check_tokens(rendered: Rendered) -> Iterator[str]:
@@ -209,10 +207,8 @@ def _flags(arguments: list[str]) -> dict[str, str]:
 
 
 def _environment(pod: Pod) -> dict[str, Any]:
-    """Names to values, fields of the pod, or names of Secrets."""
-    found: dict[str, Any] = {}
-    for one in pod.main["env"]:
-        source = one.get("valueFrom", {})
-        secret, spec = source.get("secretKeyRef", {}).get("name"), source.get("fieldRef", {}).get("fieldPath")
-        found[one["name"]] = one.get("value") or secret or spec
-    return found
+    """Names to values, or to names of Secrets."""
+    return {
+        one["name"]: one["value"] if "value" in one else one["valueFrom"]["secretKeyRef"]["name"]
+        for one in pod.main["env"]
+    }
