@@ -219,6 +219,14 @@ CHANGES: dict[str, tuple[Change, str]] = {
         lambda r: router(r)["volumes"][3]["secret"].update(secretName="other"),
         "how to make the Secret other",
     ),
+    "another key of a Secret": (
+        lambda r: router(r)["initContainers"][0]["command"].__setitem__(3, "/secrets/control/keys.json"),
+        "does not use key control.json",
+    ),
+    "another key of the token": (
+        lambda r: node(r)["containers"][0]["env"][1]["valueFrom"]["secretKeyRef"].update(key="token"),
+        "does not use key auth_token",
+    ),
     "an unknown ConfigMap": (
         lambda r: router(r)["volumes"][1]["configMap"].update(name="disagg-config"),
         "a ConfigMap that is not there",

@@ -141,8 +141,11 @@ def check_references(rendered: Rendered, documented: str) -> Iterator[str]:
             if claim is not None and f"PersistentVolumeClaim `{claim}`" not in documented:
                 yield f"references: nothing says how to make the claim {claim}"
         for secret in _secrets(pod):
-            if f"create secret generic {secret}" not in documented:
+            made = re.search(rf"create secret generic {secret} --from-file=(\S+)", documented)
+            if made is None:
                 yield f"references: nothing says how to make the Secret {secret}"
+            elif made[1] not in _keys(pod):
+                yield f"references: {pod.name} does not use key {made[1]} of the Secret {secret}"
     if rendered.of("Secret"):
         yield "references: a Secret is among the manifests"
 
@@ -150,6 +153,13 @@ def check_references(rendered: Rendered, documented: str) -> Iterator[str]:
 def _secrets(pod: Pod) -> set[str]:
     mounted = {one["secret"]["secretName"] for one in pod.spec["volumes"] if "secret" in one}
     return mounted | {str(name) for key, name in _environment(pod).items() if key == "RAY_AUTH_TOKEN"}
+
+
+def _keys(pod: Pod) -> set[str]:
+    """Keys of Secrets: those of variables, and the names of files under /secrets in commands."""
+    sources = [one["valueFrom"]["secretKeyRef"]["key"] for one in pod.main["env"] if "valueFrom" in one]
+    words = [word for one in pod.containers() for word in (*one.get("command", ()), *one.get("args", ()))]
+    return {*sources, *(Path(word).name for word in words if "/secrets/" in word)}
 
 
 def check_times(rendered: Rendered) -> Iterator[str]:
