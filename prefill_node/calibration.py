@@ -26,6 +26,9 @@ from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
 
 _ANSWER_S = PROBE_LIMIT_S + 5.0
 """The transfer thread gives a probe up before; if not, that thread is in trouble."""
+_COPIES_S = 80e-6
+"""What gathering and scattering add to one more segment on a GPU, the host's work for them included: the difference of
+what a segment costs in all (docs/performance.md) and what its message does. The wire's measurement does not see it."""
 OVERRIDE = (
     "set transfer.segment_overhead_s, wire_bytes_per_s, max_segment_bytes; or transfer.calibrate=off, always"
 )
@@ -120,7 +123,8 @@ class Calibrator:
     def _choose(self, wire: Wire) -> tuple[Wire, int]:
         """What is set wins over what was measured."""
         asked = self.asked.transfer
-        overhead_s = wire.overhead_s if asked.segment_overhead_s is None else asked.segment_overhead_s
+        whole_s = wire.overhead_s + (_COPIES_S if self.device.type == "cuda" else 0.0)
+        overhead_s = whole_s if asked.segment_overhead_s is None else asked.segment_overhead_s
         best_bytes = best_segment_bytes(wire, self.sized.segment_limit_bytes)
         used = Wire(overhead_s, asked.wire_bytes_per_s or wire.bytes_per_s)
         return used, asked.max_segment_bytes or best_bytes

@@ -38,7 +38,10 @@ class Device:
 
 
 def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
-    """From now on freed pages turn to NaN in the pools of `ranks`, and must still be NaN when they are handed out."""
+    """From now on freed pages turn to NaN in the pools of `ranks`, and must still be NaN when they are handed out.
+
+    On a GPU as well, where it waits for the device: nothing that is queued may write them any more.
+    """
     reserve, release = ledger.reserve, ledger.release
 
     def slots(holding: Holding) -> torch.Tensor:
@@ -48,14 +51,18 @@ def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
     def checked_reserve(tokens: int) -> Holding | None:
         holding = reserve(tokens)
         for rank in ranks if holding is not None else ():
-            untouched = rank.runner.pool.buffer[:, :, slots(holding)].isnan().all()
+            buffer = rank.runner.pool.buffer
+            untouched = buffer[:, :, slots(holding).to(buffer.device)].isnan().all()
             assert untouched, f"{rank.lane}: a page was written after it was freed"
         return holding
 
     def poisoning_release(holding: Holding) -> None:
         release(holding)
         for rank in ranks:
-            rank.runner.pool.buffer[:, :, slots(holding)] = float("nan")
+            buffer = rank.runner.pool.buffer
+            buffer[:, :, slots(holding).to(buffer.device)] = float("nan")
+            if buffer.is_cuda:
+                torch.cuda.synchronize(buffer.device)
 
     ledger.reserve, ledger.release = checked_reserve, poisoning_release  # type: ignore[method-assign]
 

@@ -1,0 +1,111 @@
+"""Requests that are given up at any moment, and ranks that die, with pages that turn to NaN when they are freed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from simulated_memory import poison_pages
+
+from disagg.core.config import Config, ModelConfig
+from disagg.core.errors import PeerLostError
+from disagg.core.types import SamplingParams
+from disagg.model.collective import SingleCollective
+from disagg.model.unsplit import generate_unsplit
+from disagg.node.assemble import make_runner
+from disagg.router.session import Router
+from transport import messages as m
+from transport.reliable import ReliableOptions
+
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.6)
+TOKENS = 8
+
+
+def config_of(tp: tuple[int, int], peer_memory: bool) -> Config:
+    """So small that requests wait for pages, which are handed on as soon as they are free."""
+    config = small_config(*tp, prefill_page=16, decode_page=4, pool_tokens=512, peer_memory=peer_memory)
+    return msgspec.structs.replace(config, model=ModelConfig(dtype="float32"))
+
+
+def poisoned(groups: LocalGroups) -> LocalGroups:
+    """Its pages turn to NaN when they are freed."""
+    for ranks in (groups.prefill, groups.decode):
+        poison_pages(ranks[0]._leader._scheduler._ledger, ranks)
+    return groups
+
+
+@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+@pytest.mark.parametrize("tp", [(1, 1), (2, 3)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_of_aborted_requests_are_never_written_again(
+    checkpoints: Checkpoints, device: str, tp: tuple[int, int], peer_memory: bool
+) -> None:
+    """A third of the requests are cancelled, each when some message passes. The others are exact."""
+    choose = random.Random(sum(tp) + peer_memory)
+    source, config = checkpoints.source(), config_of(tp, peer_memory)
+    prompts = random_prompts(*[choose.randrange(5, 150) for _ in range(18)], seed=3)
+    runner = make_runner(config, config.decode, source, SingleCollective(), torch.device(device))
+    expected = generate_unsplit(runner, prompts, SamplingParams(max_tokens=TOKENS))
+    victims = {index: choose.randrange(1, 25) for index in range(0, len(prompts), 3)}
+    with local_groups(config, source, device=device) as groups:
+
+        async def work(router: Router) -> list[Any]:
+            loop, passed = asyncio.get_running_loop(), dict.fromkeys(victims, 0)
+            tasks = [
+                asyncio.create_task(ask(router, f"r{i}", prompt, SamplingParams(max_tokens=TOKENS)))
+                for i, prompt in enumerate(prompts)
+            ]
+
+            def observe(origin: str, destination: str, message: m.Message) -> None:
+                key = getattr(message, "key", None)
+                index = int(key.request_id[1:]) if key is not None else -1
+                if index in passed:
+                    passed[index] += 1
+                    if passed[index] == victims[index]:
+                        loop.call_soon_threadsafe(tasks[index].cancel)
+
+            groups.observe(observe)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = poisoned(groups).serve(work)
+    cancelled = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
+    assert cancelled, "some were cancelled before they had ended"
+    assert set(cancelled) <= set(victims)
+    for index, result in enumerate(results):
+        if index not in cancelled:
+            assert result.tokens == expected[index], index
+
+
+@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+@pytest.mark.parametrize("name", ["prefill-1", "decode-0"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_rank_that_dies_leaves_nothing_behind(
+    checkpoints: Checkpoints, device: str, name: str, peer_memory: bool
+) -> None:
+    groups = LocalGroups(config_of((2, 2), peer_memory), checkpoints.source(), device, options=SHORT)
+    try:
+        struck: list[bool] = []
+
+        def observe(source: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.Prefilled) and not struck:
+                struck.append(True)
+                groups.kill(name)
+
+        groups.observe(observe)
+
+        async def work(router: Router) -> list[Any]:
+            sampling = SamplingParams(max_tokens=300)
+            asked = (ask(router, f"r{i}", p, sampling) for i, p in enumerate(random_prompts(60, 40, 100)))
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        results = poisoned(groups).serve(work)
+        assert all(isinstance(result, PeerLostError) for result in results), results
+        groups.settle(dead=[f"{name[:-2]}-0", f"{name[:-2]}-1"])
+    finally:
+        groups.stop()
