@@ -62,6 +62,7 @@ def test_tensor_parallel_ranks_on_one_gpu_answer_alike(name: str, size: int, che
     assert run_ranks(size, work) == [expected] * size
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
 def test_a_step_never_makes_the_host_wait(checkpoint: Checkpoint, no_synchronization: None) -> None:
     runner, layers = make_runner(checkpoint("gemma2"), device="cuda"), []
     rows = [runner.req_to_token.alloc() for _ in range(3)]
