@@ -27,8 +27,8 @@ from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
 _ANSWER_S = PROBE_LIMIT_S + 5.0
 """The transfer thread gives a probe up before; if not, that thread is in trouble."""
 _COPIES_S = 80e-6
-"""What gathering and scattering add to one more segment on a GPU, the host's work for them included: the difference of
-what a segment costs in all (docs/performance.md) and what its message does. The wire's measurement does not see it."""
+"""What gathering and scattering add to one more segment on a GPU, the host's work for them included: what a segment
+costs in all (docs/performance.md) less what its message does. The wire's measurement does not see it."""
 OVERRIDE = (
     "set transfer.segment_overhead_s, wire_bytes_per_s, max_segment_bytes; or transfer.calibrate=off, always"
 )
