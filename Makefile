@@ -30,7 +30,7 @@ demo: $(STAMP)
 	$(BIN)/disagg demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800

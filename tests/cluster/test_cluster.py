@@ -271,7 +271,9 @@ def test_one_kind_of_device_for_both_groups(
 ) -> None:
     asked: list[str] = []
 
-    def choose(gpus: int, prefill_tp: int | None, decode_tp: int | None, device: str) -> None:
+    def choose(
+        gpus: int, prefill_tp: int | None, decode_tp: int | None, device: str, groups: tuple[int, int]
+    ) -> None:
         asked.append(device)
 
     monkeypatch.setattr("disagg.serve_local.choose_placement", choose)

@@ -11,7 +11,7 @@ import pytest
 import typer
 from kube_schema import CustomKinds
 from manifest_checks import CHECKS
-from manifest_model import K8S, KUBECTL, OVERLAYS, ROOT, Rendered
+from manifest_model import K8S, KUBECTL, OVERLAYS, RAY, ROOT, Rendered
 from manifest_pods import RAY_HEALTH, ROUTER_HEALTH
 from manifest_product import load
 
@@ -117,12 +117,10 @@ def test_commands_parse(rendered: Renderer, component: str) -> None:
 
 def test_health_paths_of_ray() -> None:
     """Read, not imported: Ray's agent answers this path, and without a token."""
-    import ray
-
-    agent = (Path(ray.__file__).parent / "dashboard" / "http_server_agent.py").read_text()
+    agent = (RAY / "dashboard" / "http_server_agent.py").read_text()
     public = agent.partition("PUBLIC_EXACT_PATHS = [")[2].partition("]")[0]
     assert f'"{RAY_HEALTH[0]}"' in public
-    constants = (Path(ray.__file__).parent / "_private" / "ray_constants.py").read_text()
+    constants = (RAY / "_private" / "ray_constants.py").read_text()
     assert f"DEFAULT_DASHBOARD_AGENT_LISTEN_PORT = {RAY_HEALTH[1]}" in constants
 
 

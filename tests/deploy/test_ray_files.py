@@ -11,14 +11,13 @@ from typing import Any
 
 import jsonschema
 import pytest
-import ray
 import yaml
-from manifest_model import ROOT, Rendered
+from manifest_model import RAY, ROOT, Rendered
 from manifest_product import load
 
 FOLDER = ROOT / "deploy" / "ray"
 CLUSTER = yaml.safe_load((FOLDER / "cluster.yaml").read_text())
-SCHEMA = json.loads((Path(ray.__file__).parent / "autoscaler" / "ray-schema.json").read_text())
+SCHEMA = json.loads((RAY / "autoscaler" / "ray-schema.json").read_text())
 SETTINGS = Rendered([{"kind": "ConfigMap", "data": {"disagg.toml": (FOLDER / "disagg.toml").read_text()}}])
 
 

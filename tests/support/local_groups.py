@@ -47,6 +47,7 @@ def small_config(
     layer_groups: int = 2,
     max_requests: int = 8,
     lease_timeout_s: float = 30.0,
+    watermark_interval_s: float = 0.25,
     peer_memory: bool = False,
     groups: tuple[int, int] = (1, 1),
 ) -> Config:
@@ -66,6 +67,7 @@ def small_config(
             staging_bytes=max(4096, ring_bytes),
             layer_groups=layer_groups,
             lease_timeout_s=lease_timeout_s,
+            watermark_interval_s=watermark_interval_s,
         ),
         transport=TransportConfig(backend="inproc", peer_memory=peer_memory),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -15,6 +16,10 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
+_RAY = importlib.util.find_spec("ray")
+assert _RAY is not None, "Ray is installed"
+RAY = Path(str(_RAY.origin)).parent
+"""Its files are read; it is not imported, for it takes its settings from the environment when it is."""
 K8S = ROOT / "deploy" / "k8s"
 OVERLAYS = ("base", "overlays/cpu", "overlays/nvlink", "overlays/rdma")
 KUBECTL = shutil.which("kubectl")

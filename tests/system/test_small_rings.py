@@ -66,7 +66,12 @@ def test_messages_follow_groups_and_chunks_only(
     """
     source, tokens, chunk = checkpoints.source(), 80, 16
     config = small_config(
-        *tp, layer_groups=groups_count, chunk_tokens=chunk, prefill_page=pages[0], decode_page=pages[1]
+        *tp,
+        layer_groups=groups_count,
+        chunk_tokens=chunk,
+        prefill_page=pages[0],
+        decode_page=pages[1],
+        watermark_interval_s=20.0,  # what is sent again on the timer does not count
     )
     with local_groups(config, source) as groups:
         seen: Counter[type[m.Message]] = Counter()
