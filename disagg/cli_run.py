@@ -65,6 +65,18 @@ TransportFlag = Annotated[
         "--transport", help="ucx: always through staging and ring, also where pools can be opened [auto]."
     ),
 ]
+RayFlag = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="auto or HOST:PORT: a Ray cluster that runs already [one of our own].",
+    ),
+]
+JoinFlag = Annotated[
+    str | None,
+    typer.Option("--join", metavar="tcp://HOST:5570", help="Where `disagg launch` tells of its groups."),
+]
 TemperatureFlag = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopKFlag = Annotated[int, typer.Option("--top-k", help="Choose among the k likeliest tokens; 0 is off.")]
 TopPFlag = Annotated[float, typer.Option("--top-p", help="Choose among the likeliest tokens of mass p.")]
@@ -86,8 +98,9 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "port": ("api.port",),
     "api_key_file": ("api.key_file",),
     "model_name": ("api.model_name",),
+    "ray": ("cluster.ray",),
 }
-"""Parameters of `demo`, `generate` and `serve` that are short for settings."""
+"""Parameters of commands that are short for settings."""
 
 
 def demo(
@@ -168,7 +181,7 @@ def configuration(given: Mapping[str, Any]) -> Config:
     # A flag with a name of its own wins over --set of the same key.
     for name, keys in FLAG_KEYS.items():
         overrides.update({key: given[name] for key in keys if given.get(name) is not None})
-    if given["transport"] is not None:
+    if given.get("transport") is not None:
         overrides["transport.peer_memory"] = given["transport"] == "auto"
     return load_config(given["config"], os.environ, overrides)
 

@@ -13,15 +13,18 @@ from disagg.cli_run import (
     DecodeTpFlag,
     DeviceFlag,
     DTypeFlag,
+    JoinFlag,
     ModelFlag,
     PrefillPageFlag,
     PrefillTpFlag,
     RandomInitFlag,
+    RayFlag,
     RingBytesFlag,
     SetFlag,
     TransportFlag,
     configuration,
 )
+from disagg.core.errors import ConfigError
 
 HostFlag = Annotated[
     str | None, typer.Option("--host", help="Address to listen on [127.0.0.1]; 0.0.0.0 is every one.")
@@ -56,9 +59,16 @@ def serve(
     decode_page_size: DecodePageFlag = None,
     ring_bytes: RingBytesFlag = None,
     transport: TransportFlag = None,
+    ray: RayFlag = None,
+    join: JoinFlag = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API, until SIGINT or SIGTERM."""
     settled = configuration(dict(locals()))  # the flags by parameter name, before anything else is assigned
-    from disagg.serve_http import run_serve  # it brings torch, Ray and transformers along
+    from disagg import serve_http  # it brings torch and transformers along
 
-    run_serve(settled)
+    if join is None:
+        serve_http.run_serve(settled)
+    elif ray is None:
+        serve_http.run_serve_joined(settled, join)
+    else:
+        raise ConfigError("--join and --ray: groups that run already are joined, or new ones are placed")

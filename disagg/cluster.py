@@ -13,18 +13,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import structlog
 
 from disagg.core.config import Config
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.timeline import TimelineSpan
-from disagg.core.types import PROTOCOL_VERSION, GroupInfo
-from disagg.model.spec import ModelSpec
-from disagg.node.host import Started
+from disagg.core.types import GroupInfo
+from disagg.groups import Group, group_info, wait_for_exit, with_placement
 from disagg.placement import GroupPlacement, Placement
 from transport.control import ControlChannel
 from transport.control_zmq import make_control
@@ -35,86 +32,103 @@ log = structlog.get_logger(__name__)
 START_TIMEOUT_S = 900.0
 """Loading a large model takes minutes."""
 CALL_TIMEOUT_S = 60.0
+PLACE_TIMEOUT_S = 60.0
 WATCH_S = 0.2
+_QUIET: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False, "configure_logging": True}
 
 Progress = Callable[[str], None]
 """Told, in words, what happens now."""
 
 
-@dataclass(slots=True)
-class Group:
-    """One engine's actors."""
+class RayResources(NamedTuple):
+    """What a Ray cluster has in all, used or not."""
 
-    name: str
-    """Unique in the cluster."""
-    role: str
-    placement: GroupPlacement
-    actors: list[Any]
-    placement_group: Any
-    started: list[Started] = field(default_factory=list)
-    info: GroupInfo | None = None
-    lost: set[int] = field(default_factory=set)
-    """Ranks whose process is gone."""
-
-    @property
-    def spec(self) -> ModelSpec:
-        """The model, as the ranks read it."""
-        return self.started[0].spec
+    cpus: int
+    gpus: int
 
 
 class Cluster:
-    """A prefill and a decode group on Ray. Use `start_cluster`, which also cleans up when a start fails."""
+    """Prefill and decode groups on Ray. Use `start_cluster`, which also cleans up when a start fails.
+
+    One thread at a time may add and stop groups; the others only look.
+    """
 
     def __init__(self, config: Config, placement: Placement, keys: ControlKeys | None) -> None:
-        self.config = _with_placement(config, placement)
+        self.config = with_placement(config, placement)
         self.placement = placement
         self._keys = keys
-        self.groups: list[Group] = []
-        self._stopping = threading.Event()
+        self.groups: tuple[Group, ...] = ()
+        """All that were placed and not taken down; replaced as a whole, so that every thread may go over it."""
+        self._numbers = {"prefill": itertools.count(1), "decode": itertools.count(1)}
+        self._parked: dict[Any, tuple[Group, int]] = {}
+        self._lock = threading.Lock()  # for `groups` and `_parked`
+        self._stopping, self._no_more_groups = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
         self._on_lost: list[Callable[[str], None]] = []
+        self._on_group_lost: list[Callable[[Group], None]] = []
 
     # --- life
 
     def start(self, progress: Progress) -> None:
-        """Brings both groups up and links them. Raises what a rank raised, as itself."""
-        for role, where in (("prefill", self.placement.prefill), ("decode", self.placement.decode)):
-            for number in range(1, where.groups + 1):
-                name = role if number == 1 else f"{role}-{number}"
-                progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
-                self.groups.append(self._place(name, role, where))
-        progress("loading the model on every rank")
-        pending = [(group, self._start_ranks(group)) for group in self.groups]
-        for group, refs in pending:
-            group.started = _get(refs, START_TIMEOUT_S)
-            group.info = _group_info(group, self.config)
-        progress("connecting the groups")
-        for group in self.groups:
-            self._all(group, "join", group.info)
-        pairs = list(itertools.product(self._of("prefill"), self._of("decode")))
-        for prefill, decode in pairs:
-            self._all(prefill, "link", decode.info)
-            self._all(decode, "link", prefill.info)
-        for prefill, decode in pairs:
-            self._calibrate(prefill, decode)
+        """Brings all groups up and links them. Raises what a rank raised, as itself."""
+        for role in ("prefill", "decode"):
+            for _ in range(self._where(role).groups):
+                self._place(role, progress)
+        self._bring_up(self.groups, progress)
         self._watcher.start()
+
+    def add_group(self, role: str, progress: Progress) -> Group:
+        """Places, starts and links one more group, under a name that none had before.
+
+        Raises as `start`; then nothing of it is left.
+        """
+        group = self._place(role, progress)
+        try:
+            self._bring_up([group], progress)
+        except BaseException:
+            self.take_down(group)
+            raise
+        return group
+
+    def stop_group(self, group: Group, drain_timeout_s: float) -> None:
+        """Waits so long for its requests, then ends it."""
+        import ray
+
+        group.leaving = True
+        refs = [actor.stop.remote(drain_timeout_s) for actor in self._alive(group)]
+        with contextlib.suppress(Exception):  # who does not stop by itself is killed
+            ray.get(refs, timeout=drain_timeout_s + 10.0)
+        self.take_down(group)
+
+    def take_down(self, group: Group) -> None:
+        """Kills what is left of a group and gives its place back. Its peers hear of each rank as it ends."""
+        import ray
+
+        group.leaving = True
+        with self._lock:
+            self.groups = tuple(one for one in self.groups if one is not group)
+        for actor in group.actors:
+            ray.kill(actor)
+        ray.util.remove_placement_group(group.placement_group)
+
+    def abandon_start(self) -> None:
+        """Makes an `add_group` of another thread fail soon."""
+        import ray
+
+        self._no_more_groups.set()
+        for actor in [actor for group in self.groups if not group.up for actor in group.actors]:
+            ray.kill(actor)
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Gracefully, then by force: when this returns no actor process of the cluster is left."""
-        import ray
-
         self._stopping.set()
+        self._no_more_groups.set()
         if self._watcher.is_alive():
             self._watcher.join()
-        for group in self.groups:
-            refs = [actor.stop.remote(drain_timeout_s) for actor in self._alive(group)]
-            with contextlib.suppress(Exception):  # who does not stop by itself is killed below
-                ray.get(refs, timeout=drain_timeout_s + 10.0)
-        for group in self.groups:
-            for actor in group.actors:
-                ray.kill(actor)
-            ray.util.remove_placement_group(group.placement_group)
-        self._wait_for_exit()
+        groups = self.groups
+        for group in groups:
+            self.stop_group(group, drain_timeout_s)
+        wait_for_exit(groups)
 
     def control(self) -> ControlChannel:
         """A control channel for a router of this cluster; the caller starts and closes it."""
@@ -123,6 +137,10 @@ class Cluster:
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Calls back with the control address of every rank that dies."""
         self._on_lost.append(callback)
+
+    def on_group_lost(self, callback: Callable[[Group], None]) -> None:
+        """Calls back, on the watcher's thread, with a group that was up when its first rank dies."""
+        self._on_group_lost.append(callback)
 
     # --- looking in
 
@@ -137,8 +155,8 @@ class Cluster:
         return self._of("decode")[0]
 
     def infos(self) -> list[GroupInfo]:
-        """What a router must know of the groups."""
-        return [group.info for group in self.groups if group.info is not None]
+        """What a router must know of the groups that are up."""
+        return [group.info for group in self.groups if group.up and group.info is not None]
 
     def spans(self) -> list[TimelineSpan]:
         """What happened on all ranks since the last call."""
@@ -162,14 +180,25 @@ class Cluster:
     def _of(self, role: str) -> list[Group]:
         return [group for group in self.groups if group.role == role]
 
-    def _place(self, name: str, role: str, where: GroupPlacement) -> Group:
+    def _where(self, role: str) -> GroupPlacement:
+        return self.placement.prefill if role == "prefill" else self.placement.decode
+
+    def _place(self, role: str, progress: Progress) -> Group:
+        """Takes a place and starts the processes. Names count up, also past groups that are gone."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        where, number = self._where(role), next(self._numbers[role])
+        name = role if number == 1 else f"{role}-{number}"
+        progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
         bundle = {"CPU": 1.0, **({"GPU": where.gpus_per_rank} if where.gpus_per_rank else {})}
         placed = placement_group([bundle] * where.tp, strategy="STRICT_PACK")
-        if not placed.wait(CALL_TIMEOUT_S):
+        until_s = time.monotonic() + PLACE_TIMEOUT_S
+        while not (here := placed.wait(1)) and time.monotonic() < until_s:
+            if self._no_more_groups.is_set():
+                break
+        if not here:
             ray.util.remove_placement_group(placed)
             raise ConfigError(
                 f"the Ray cluster has no room for the {name} group: it needs {where.tp} x {bundle} on one node, "
@@ -183,7 +212,43 @@ class Cluster:
                 num_cpus=1, num_gpus=where.gpus_per_rank, scheduling_strategy=strategy, name=None
             )
             actors.append(options.remote(rank, self.config, self._keys, name))
-        return Group(name, role, where, actors, placed)
+        group = Group(name, role, where, actors, placed)
+        with self._lock:
+            self.groups = (*self.groups, group)
+        return group
+
+    def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
+        progress("loading the model on every rank")
+        pending = [(group, self._start_ranks(group)) for group in new]
+        for group, refs in pending:
+            group.started = _get(refs, START_TIMEOUT_S)
+            group.info = group_info(group, self.config)
+        progress("connecting the groups")
+        for group in new:
+            self._all(group, "join", group.info)
+        with self._lock:
+            self._parked.update({a.park.remote(): (g, rank) for g in new for rank, a in enumerate(g.actors)})
+        for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
+            if prefill in new or decode in new:
+                self._link(prefill, decode, new)
+        for group in new:
+            with self._lock:
+                if group.lost:
+                    raise DisaggError(f"{group.name} lost rank {min(group.lost)} while it was linked")
+                group.up = True
+
+    def _link(self, prefill: Group, decode: Group, new: Sequence[Group]) -> None:
+        try:
+            self._all(prefill, "link", decode.info)
+            self._all(decode, "link", prefill.info)
+            self._calibrate(prefill, decode)
+        except DisaggError as exc:
+            if any(group.lost and group not in new for group in (prefill, decode)):
+                log.warning(
+                    "link_with_a_dead_group", prefill=prefill.name, decode=decode.name, error=str(exc)
+                )
+            else:
+                raise
 
     def _start_ranks(self, group: Group) -> list[Any]:
         rendezvous = _get([group.actors[0].rendezvous.remote(group.placement.backend)], CALL_TIMEOUT_S)[0]
@@ -212,37 +277,81 @@ class Cluster:
         """Tells the others when a rank's process dies: `park` ends only with its process (or its stop)."""
         import ray
 
-        parked = {a.park.remote(): (g, rank) for g in self.groups for rank, a in enumerate(g.actors)}
-        while parked and not self._stopping.is_set():
+        while not self._stopping.is_set():
+            with self._lock:
+                parked = list(self._parked)
+            if not parked:
+                self._stopping.wait(WATCH_S)
+                continue
             try:
-                ended, _ = ray.wait(list(parked), timeout=WATCH_S)
+                ended, _ = ray.wait(parked, timeout=WATCH_S)
             except ray.exceptions.RayError:
                 return  # Ray is gone, and every rank with it
             for ref in ended:
-                group, rank = parked.pop(ref)
+                with self._lock:
+                    group, rank = self._parked.pop(ref)
                 if not self._stopping.is_set():
                     self._lost(group, rank)
 
     def _lost(self, group: Group, rank: int) -> None:
         address = group.started[rank].info.control_address
-        log.error("rank_lost", group=group.name, rank=rank, address=address)
-        group.lost.add(rank)
-        for other in self.groups:
+        with self._lock:
+            dies = group.up and not group.leaving and not group.lost
+            group.lost.add(rank)
+        if not group.leaving:
+            log.error("rank_lost", group=group.name, rank=rank, address=address)
+        for other in [one for one in self.groups if one.info is not None]:
             for actor in self._alive(other):
                 actor.peer_lost.remote(address)
         for callback in self._on_lost:
             callback(address)
-
-    def _wait_for_exit(self) -> None:
-        pids = [started.pid for group in self.groups for started in group.started]
-        until_s = time.monotonic() + 10.0
-        while any(_runs(pid) for pid in pids) and time.monotonic() < until_s:
-            time.sleep(0.02)
+        for tell in self._on_group_lost if dies else ():
+            tell(group)
 
 
 @contextlib.contextmanager
 def local_ray(ranks: int) -> Iterator[None]:
     """A Ray of our own on this machine, gone at the end. Raises `ConfigError` when Ray is missing."""
+    ray = _import_ray()
+    # Ranks are threads of work, not cores: a small machine shares them.
+    cpus = max(ranks + 1, os.cpu_count() or 1)
+    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **_QUIET)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextlib.contextmanager
+def existing_ray(address: str, spans_hosts: bool) -> Iterator[RayResources]:
+    """A connection to a Ray cluster that runs already: `auto`, or `host:port`. It goes on after the block.
+
+    `spans_hosts`: ranks can be reached from other hosts. Within a Ray job, `auto` is the job's cluster. Raises
+    `ConfigError` when there is no such cluster, it does not let us in, or it has several nodes and ranks are not
+    reachable.
+    """
+    ray = _import_ray()
+    try:
+        ray.init(address=address, **_QUIET)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as exc:
+        raise ConfigError(
+            f"no Ray cluster to join at {address!r}: {str(exc).strip().splitlines()[0]} (cluster.ray, RAY_ADDRESS; "
+            f"RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']})"
+        ) from exc
+    try:
+        nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        if nodes > 1 and not spans_hosts:
+            raise ConfigError(
+                f"the Ray cluster has {nodes} nodes, and ranks on loopback cannot be reached from other hosts: set "
+                f"control.host to auto"
+            )
+        found = ray.cluster_resources()
+        yield RayResources(int(found.get("CPU", 0)), int(found.get("GPU", 0)))
+    finally:
+        ray.shutdown()  # of a cluster that we did not start this ends the connection only
+
+
+def _import_ray() -> Any:
     # Set before Ray is imported, which reads it then. Tokens: nobody else on this machine can join.
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -254,21 +363,7 @@ def local_ray(ranks: int) -> Iterator[None]:
         import ray
     except ImportError as exc:
         raise ConfigError("Ray is not installed: pip install 'ray==2.60.0'") from exc
-    cpus = max(
-        ranks + 1, os.cpu_count() or 1
-    )  # ranks are threads of work, not cores: a small machine shares them
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        logging_level="warning",
-        log_to_driver=False,
-        configure_logging=True,
-    )
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    return ray
 
 
 @contextlib.contextmanager
@@ -282,30 +377,6 @@ def start_cluster(
         yield cluster
     finally:
         cluster.stop()
-
-
-def _with_placement(config: Config, placement: Placement) -> Config:
-    """The configuration with what the placement chose, so that every rank is told the same."""
-    replace = msgspec.structs.replace
-    return replace(
-        config,
-        prefill=replace(config.prefill, tp=placement.prefill.tp, device=placement.prefill.device),
-        decode=replace(config.decode, tp=placement.decode.tp, device=placement.decode.device),
-    )
-
-
-def _group_info(group: Group, config: Config) -> GroupInfo:
-    page_size = config.prefill.page_size if group.role == "prefill" else config.decode.page_size
-    return GroupInfo(
-        name=group.name,
-        role=group.role,
-        protocol_version=PROTOCOL_VERSION,
-        fingerprint=group.spec.fingerprint,
-        layout=group.spec.layout,
-        page_size=page_size,
-        transport=config.transport.backend,
-        ranks=tuple(started.info for started in group.started),
-    )
 
 
 def _actor_class(role: str) -> Any:
@@ -338,13 +409,3 @@ def _get(refs: Sequence[Any], timeout_s: float) -> list[Any]:
     except ray.exceptions.RayError as exc:
         raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
     return results
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

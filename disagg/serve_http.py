@@ -1,16 +1,17 @@
-"""`disagg serve`: a cluster on this machine and the HTTP API in front of it, until a signal stops both."""
+"""`disagg serve`: the HTTP API in front of a cluster of its own, or (`--join`) of one that runs elsewhere.
+
+Until a signal stops it: first what is in front, then the cluster if it is ours.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import os
-import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import structlog
 import torch
@@ -25,13 +26,29 @@ from disagg.api.service import Service
 from disagg.cluster import Cluster
 from disagg.core.config import ApiConfig, Config
 from disagg.core.log import configure
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo
+from disagg.directory import directory_host, shared_keys
 from disagg.node.assemble import make_source
 from disagg.node.rank import SWITCH_INTERVAL_S
-from disagg.serve_local import limit_tokens, load_tokenizer, local_cluster, local_router, with_model
+from disagg.router.follow import joined
+from disagg.router.mail import MailRoom
+from disagg.router.session import Router
+from disagg.serve_local import (
+    follow_cluster,
+    limit_tokens,
+    load_tokenizer,
+    local_cluster,
+    local_router,
+    make_router,
+    with_model,
+)
+from disagg.signals import SIGNALS, handlers_restored, ignore_signals
+from disagg.supervisor import supervised
+from transport.control_zmq import make_control
+from transport.hosts import is_loopback
+from transport.keys import ControlKeys
 
 log = structlog.get_logger(__name__)
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_serve(config: Config) -> None:
@@ -44,7 +61,7 @@ def run_serve(config: Config) -> None:
     console = Console(stderr=True)
     keys = load_api_keys(config.api.key_file, os.environ)
     config = with_model(config, console.print)
-    with _handlers_restored(), bind(config.api) as listener:
+    with handlers_restored(), bind(config.api) as listener:
         model = served_model(config)
         try:
             with console.status("starting") as status, local_cluster(config, status.update) as cluster:
@@ -52,12 +69,31 @@ def run_serve(config: Config) -> None:
                 sys.setswitchinterval(
                     SWITCH_INTERVAL_S
                 )  # the tokenizer's thread shares Python's lock with us
-                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    runner.run(_serve(cluster, model, keys, listener))
-                for number in SIGNALS:  # the cluster's end takes seconds, and must not be cut short
-                    signal.signal(number, signal.SIG_IGN)
+                _run(_serve(_own_router(cluster), cluster.config.api, model, keys, listener))
+                ignore_signals()  # the cluster's end takes seconds
         finally:
             model.close()
+
+
+def run_serve_joined(config: Config, directory: str) -> None:
+    """Serves with the groups that the directory at `directory`, `tcp://HOST:PORT`, tells of; else as `run_serve`."""
+    configure(config.log)
+    keys = load_api_keys(config.api.key_file, os.environ)
+    control_keys = shared_keys(config.control, directory_host(directory, config.control))
+    config = with_model(config, Console(stderr=True).print)
+    with handlers_restored(), bind(config.api) as listener:
+        model = served_model(config)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        try:
+            router = _joined_router(config, control_keys, directory)
+            _run(_serve(router, config.api, model, keys, listener))
+        finally:
+            model.close()
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
 
 
 def served_model(config: Config) -> ServedModel:
@@ -72,8 +108,41 @@ def served_model(config: Config) -> ServedModel:
     )
 
 
+@asynccontextmanager
+async def _own_router(cluster: Cluster) -> AsyncIterator[Router]:
+    async with local_router(cluster) as router:
+        with supervised(cluster, follow_cluster(router)):
+            yield router
+
+
+@asynccontextmanager
+async def _joined_router(config: Config, keys: ControlKeys | None, directory: str) -> AsyncIterator[Router]:
+    fingerprint = make_source(config).fingerprint
+
+    def usable(group: GroupInfo) -> bool:
+        ours = group.fingerprint == fingerprint and group.protocol_version == PROTOCOL_VERSION
+        if not ours:
+            log.error("group_not_usable", group=group.name, why="another model or release than this router's")
+        return ours
+
+    mail = MailRoom(
+        make_control(config.control, keys, config.control.router_port), asyncio.get_running_loop()
+    )
+    mail.start()
+    try:
+        router = make_router(mail, config.router)
+        async with joined(mail, router, directory, usable):
+            yield router
+    finally:
+        mail.close()
+
+
 async def _serve(
-    cluster: Cluster, model: ServedModel, keys: tuple[bytes, ...], listener: socket.socket
+    made: AbstractAsyncContextManager[Router],
+    config: ApiConfig,
+    model: ServedModel,
+    keys: tuple[bytes, ...],
+    listener: socket.socket,
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -85,32 +154,8 @@ async def _serve(
             "serving", url=url, model=model.name, context_tokens=model.context_tokens, api_keys=len(keys)
         )
 
-    config = cluster.config.api
-    if not keys and not _only_this_machine(config):
+    if not keys and not is_loopback(config.host):
         log.warning("no_api_key", host=config.host, means="whoever reaches this address may use the model")
-    async with local_router(cluster) as router:
+    async with made as router:
         service = Service(router, model, config)
         await serve(make_app(service, keys), service, listener, stop, hurry, say)
-
-
-def _only_this_machine(config: ApiConfig) -> bool:
-    try:
-        return ipaddress.ip_address(config.host).is_loopback
-    except ValueError:
-        return config.host == "localhost"
-
-
-@contextmanager
-def _handlers_restored() -> Iterator[None]:
-    """Within the block SIGTERM interrupts as Ctrl-C does; afterwards both do what they did."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,28 +1,32 @@
-"""A cluster on this machine and a router in this process: what `disagg demo`, `generate` and `serve` run on."""
+"""A cluster started from here and a router in this process: what `disagg demo`, `generate` and `serve` run on."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 
-from disagg.cluster import Cluster, Progress, local_ray, start_cluster
-from disagg.core.config import Config
+from disagg.cluster import Cluster, Progress, RayResources, existing_ray, local_ray, start_cluster
+from disagg.core.config import Config, RouterConfig
 from disagg.core.errors import ConfigError, UnsupportedModelError
+from disagg.core.types import GroupInfo
 from disagg.model.source import ModelSource
 from disagg.model.tp import query_span
 from disagg.node.assemble import make_source
 from disagg.placement import Placement, choose_placement
+from disagg.router.follow import Follower
 from disagg.router.mail import MailRoom
 from disagg.router.policy import POLICIES
 from disagg.router.session import Router
+from disagg.supervisor import Tell
 from transport.control_zmq import make_control
-from transport.keys import load_keys, make_keys
+from transport.hosts import is_loopback, own_host
+from transport.keys import ControlKeys, load_keys, make_keys
 
 CACHE = Path("~/.cache/disagg")
 
@@ -74,22 +78,53 @@ def limit_tokens(config: Config, source: ModelSource) -> int:
 
 @contextlib.contextmanager
 def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
-    """Ray and both groups, ready to serve; all gone at the end. A TP size of None is chosen from the machine."""
-    source = make_source(config)
-    placement = place(config)
-    make_control(
-        config.control, None, config.control.router_port
-    ).close()  # in use? Said before all is loaded.
-    progress(f"placement: {placement.why}")
-    check_split(source, placement)
-    progress("starting Ray")
+    """Ray (or a connection to one, `cluster.ray`) and all groups, ready to serve; what is ours is gone at the end.
+
+    A TP size of None is chosen from what there is.
+    """
+    # In use? Said before all is loaded.
+    make_control(config.control, None, config.control.router_port).close()
     keys = load_keys(config.control.key_file) if config.control.key_file else make_keys()
-    with local_ray(placement.ranks), start_cluster(config, placement, keys, progress) as cluster:
+    with placed_cluster(config, keys, progress) as cluster:
         yield cluster
 
 
-def place(config: Config) -> Placement:
-    """Where both groups run on this machine. Raises `ConfigError` when one must have a GPU and the other must not."""
+@contextlib.contextmanager
+def placed_cluster(
+    config: Config, keys: ControlKeys | None, progress: Progress, growth: int = 1
+) -> Iterator[Cluster]:
+    """As `local_cluster`, for a router that may be elsewhere: the keys are the caller's, None for none.
+
+    A Ray of our own has room for `growth` times the ranks of the start.
+    """
+    source = make_source(config)
+    with contextlib.ExitStack() as stack:
+        if config.cluster.ray == "local":
+            placement = place(config, torch.cuda.device_count())
+            check_split(source, placement)
+            progress("starting Ray")
+            stack.enter_context(local_ray(growth * placement.ranks))
+        else:
+            progress("connecting to Ray")
+            spans_hosts = not is_loopback(own_host(config.control.host))
+            found = stack.enter_context(existing_ray(config.cluster.ray, spans_hosts))
+            placement = place(config, found.gpus)
+            check_split(source, placement)
+            _check_cpus(placement, found)
+        progress(f"placement: {placement.why}")
+        yield stack.enter_context(start_cluster(config, placement, keys, progress))
+
+
+def _check_cpus(placement: Placement, found: RayResources) -> None:
+    if placement.ranks > found.cpus:
+        raise ConfigError(
+            f"the Ray cluster has {found.cpus} CPUs, but each of the {placement.ranks} ranks needs one: add nodes, "
+            f"or lower prefill/decode.tp or .groups"
+        )
+
+
+def place(config: Config, gpus: int) -> Placement:
+    """Where all groups run, of so many GPUs. Raises `ConfigError` when one must have a GPU and another must not."""
     devices = {config.prefill.device, config.decode.device}
     if devices == {"cpu", "cuda"}:
         raise ConfigError(
@@ -98,7 +133,7 @@ def place(config: Config) -> Placement:
         )
     device = (devices - {"auto"} or {"auto"}).pop()
     return choose_placement(
-        torch.cuda.device_count(),
+        gpus,
         config.prefill.tp,
         config.decode.tp,
         device,
@@ -119,11 +154,23 @@ async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
     cluster.on_lost(lost)
     mail.start()
     try:
-        yield Router(
-            mail,
-            cluster.infos(),
-            reserve_retry_s=cluster.config.router.reserve_retry_s,
-            choose=POLICIES[cluster.config.router.policy],
-        )
+        yield make_router(mail, cluster.config.router, cluster.infos())
     finally:
         mail.close()
+
+
+def make_router(mail: MailRoom, config: RouterConfig, groups: Sequence[GroupInfo] = ()) -> Router:
+    """A router as configured."""
+    choose = POLICIES[config.policy]
+    return Router(mail, groups, reserve_retry_s=config.reserve_retry_s, choose=choose)
+
+
+def follow_cluster(router: Router) -> Tell:
+    """What a supervisor tells, done to a router of this process. Called on the router's event loop."""
+    loop, follower = asyncio.get_running_loop(), Follower(router)
+
+    def tell(groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and its requests with it
+            loop.call_soon_threadsafe(follower.apply, groups, draining)
+
+    return tell

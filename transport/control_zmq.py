@@ -17,6 +17,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from disagg.core.config import ControlConfig
 from disagg.core.errors import ConfigError, ProtocolError
 from transport.control_thread import ThreadedControl, encode_envelope
+from transport.hosts import own_host
 from transport.keys import ControlKeys
 from transport.reliable import Envelope, ReliableOptions
 
@@ -185,7 +186,8 @@ class ZmqControl(ThreadedControl):
 
 
 def make_control(config: ControlConfig, keys: ControlKeys | None, port: int = 0) -> ZmqControl:
-    """A channel as configured; 0 takes a free port. Raises `ConfigError` when it cannot listen."""
+    """A channel as configured, on this host; port 0 takes a free one. Raises `ConfigError` when it cannot listen."""
     options = ReliableOptions(peer_timeout_s=config.peer_timeout_s, heartbeat_s=config.heartbeat_s)
     largest = config.max_message_bytes
-    return ZmqControl(config.host, port, keys=keys, options=options, max_message_bytes=largest)
+    host = own_host(config.host)
+    return ZmqControl(host, port, keys=keys, options=options, max_message_bytes=largest)

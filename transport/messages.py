@@ -10,8 +10,9 @@ from typing import Annotated, Union
 
 import msgspec
 
+from disagg.core.config import Role
 from disagg.core.errors import ProtocolError
-from disagg.core.types import RequestKey, SamplingParams, Segment, Ticket, TokenLogprobs
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Segment, Ticket, TokenLogprobs
 from transport.handles import MemoryHandle
 from transport.tags import SEGMENT_BITS, TICKET_NUMBERS, WRITER_BITS
 
@@ -127,6 +128,43 @@ class Released(Message, frozen=True):
     """Leader -> router: nothing of the request is left here."""
 
     key: RequestKey
+
+
+# --- the directory of a cluster's groups: routers, operators <-> directory -----------------------------------
+
+
+class Join(Message, frozen=True):
+    """Router -> directory: tell me of the groups, now and whenever they change."""
+
+
+class Groups(Message, frozen=True):
+    """Directory -> router: all groups there are. One that was told before and is missing now has died."""
+
+    version: Count
+    """Grows with every change."""
+    groups: list[GroupInfo]
+    draining: list[str]
+    """Names of those that must be given nothing new."""
+
+
+class Using(Message, frozen=True):
+    """Router -> directory: having heard `version`, I have or may start requests with these groups only."""
+
+    version: Count
+    names: list[str]
+
+
+class Scale(Message, frozen=True):
+    """Operator -> directory: have `count` groups of `role`; answered, when they are there, by `Scaled`."""
+
+    role: Role
+    count: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Scaled(Message, frozen=True):
+    """Directory -> operator: done, or why not. Answers come in the order of asking."""
+
+    error: str = ""
 
 
 # --- inside one group ---------------------------------------------------------------------------------------

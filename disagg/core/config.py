@@ -21,12 +21,14 @@ import msgspec
 from disagg.core.config_api import ApiConfig
 from disagg.core.config_section import FieldError
 from disagg.core.config_tree import (
+    ClusterConfig,
     Config,
     ControlConfig,
     GroupConfig,
     LogConfig,
     ModelConfig,
     PolicyName,
+    Role,
     RouterConfig,
     TransferConfig,
     TransportConfig,
@@ -35,6 +37,7 @@ from disagg.core.errors import ConfigError
 
 __all__ = [
     "ApiConfig",
+    "ClusterConfig",
     "Config",
     "ControlConfig",
     "FieldError",
@@ -42,6 +45,7 @@ __all__ = [
     "LogConfig",
     "ModelConfig",
     "PolicyName",
+    "Role",
     "RouterConfig",
     "TransferConfig",
     "TransportConfig",

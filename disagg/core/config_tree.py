@@ -15,6 +15,8 @@ from disagg.core.config_section import FieldError, Section
 
 MIB = 1 << 20
 
+Role = Literal["prefill", "decode"]
+"""The two kinds of group."""
 Device = Literal["auto", "cpu", "cuda"]
 CollectiveName = Literal["auto", "gloo", "nccl"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -194,9 +196,11 @@ class ControlConfig(Section, frozen=True):
     """The control channel (ZMQ)."""
 
     host: str = "127.0.0.1"
-    """Address to listen on and to be reached at."""
+    """Address to listen on and to be reached at; `auto`: each process takes its own host's."""
     router_port: int = 0
     """Port on which a router listens; 0 takes a free one, as ranks always do."""
+    directory_port: int = 5570
+    """Port on which `disagg launch` tells routers of its groups; 0 takes a free one."""
     key_file: str | None = None
     """CURVE keys (`disagg keys`); None makes fresh ones that only this process' children know."""
     peer_timeout_s: float = 10.0
@@ -208,13 +212,32 @@ class ControlConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         self._needs(bool(self.host), "host", "an address or a host name")
         self._positive("peer_timeout_s", "heartbeat_s")
-        self._needs(0 <= self.router_port < 1 << 16, "router_port", "from 0 to 65535")
+        for port in ("router_port", "directory_port"):
+            self._needs(0 <= getattr(self, port) < 1 << 16, port, "from 0 to 65535")
         self._at_least(1024, "max_message_bytes")
         self._needs(
             self.heartbeat_s * 2 <= self.peer_timeout_s,
             "heartbeat_s",
             f"at most half of peer_timeout_s ({self.peer_timeout_s:g}), so that one lost beat is forgiven",
         )
+
+
+class ClusterConfig(Section, frozen=True):
+    """Where groups are placed, and what happens when one dies. `demo` and `generate` never place one again."""
+
+    ray: str = "local"
+    """`local`: a Ray of our own on this machine; `auto` or `host:port`: a cluster that runs already."""
+    restart: bool = True
+    """Whether `launch` and `serve` place a new group where one has died."""
+    restart_backoff_s: float = 1.0
+    """Pause before that; twice as long after each try that failed, up to a minute."""
+    restart_tries: int = 5
+    """After so many in a row that failed, the group is given up."""
+
+    def __post_init__(self) -> None:
+        self._needs(bool(self.ray), "ray", "local, auto or the address of a Ray cluster")
+        self._at_least(0, "restart_backoff_s")
+        self._at_least(1, "restart_tries")
 
 
 class RouterConfig(Section, frozen=True):
@@ -251,6 +274,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     transfer: TransferConfig = TransferConfig()
     transport: TransportConfig = TransportConfig()
     control: ControlConfig = ControlConfig()
+    cluster: ClusterConfig = ClusterConfig()
     router: RouterConfig = RouterConfig()
     api: ApiConfig = ApiConfig()
     log: LogConfig = LogConfig()

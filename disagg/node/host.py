@@ -20,6 +20,7 @@ from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.warm import warm_model
 from transport.control_zmq import make_control
+from transport.hosts import own_host
 from transport.keys import ControlKeys
 from transport.select import make_transport
 
@@ -30,6 +31,8 @@ class Started(NamedTuple):
     info: RankInfo
     spec: ModelSpec
     pid: int
+    host: str
+    """Where `pid` means something."""
 
 
 class RankHost:
@@ -52,9 +55,10 @@ class RankHost:
 
     def rendezvous(self, backend: str) -> Rendezvous:
         """Where the group's ranks shall meet: a port that is free on this host now."""
+        host = own_host(self._config.control.host)
         with socket.socket() as probe:
-            probe.bind((self._config.control.host, 0))
-            return Rendezvous(f"tcp://{self._config.control.host}:{probe.getsockname()[1]}", backend)
+            probe.bind((host, 0))
+            return Rendezvous(f"tcp://{host}:{probe.getsockname()[1]}", backend)
 
     def start(self, rendezvous: Rendezvous) -> Started:
         """Meets the other ranks, loads the model, opens the channels. Raises `DisaggError`."""
@@ -81,7 +85,7 @@ class RankHost:
                 gpu=device.type == "cuda",
             ),
         )
-        return Started(self._node.start(), runner.spec, os.getpid())
+        return Started(self._node.start(), runner.spec, os.getpid(), socket.gethostname())
 
     def join(self, group: GroupInfo) -> None:
         """All ranks of the group have started."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from disagg.core.errors import PeerLostError
@@ -13,6 +13,8 @@ from transport.control import ControlChannel
 
 Mail = asyncio.Queue["tuple[str, m.Message | PeerLostError]"]
 """`(peer, message)` pairs; an error in the message's place says that the peer is gone."""
+Listener = Callable[[m.Message | PeerLostError], None]
+"""Told on the loop what one peer says that is about no request, and that it is gone."""
 
 
 class MailRoom:
@@ -21,10 +23,11 @@ class MailRoom:
     def __init__(self, control: ControlChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._control, self._loop = control, loop
         self._boxes: dict[RequestKey, Mail] = {}
+        self._listeners: dict[str, Listener] = {}
         self.lost: set[str] = set()
         """Peers that are gone."""
         self.unclaimed = 0
-        """Messages for requests that have ended; dropped."""
+        """Messages for requests that have ended, or of peers that nobody listens to; dropped."""
 
     def start(self) -> None:
         """Starts the channel."""
@@ -33,6 +36,14 @@ class MailRoom:
     def watch(self, peer: str) -> None:
         """Notices when `peer` dies, also while nothing is sent."""
         self._control.watch(peer)
+
+    def listen(self, peer: str, listener: Listener) -> None:
+        """From now on `listener` is told what `peer` says beside its requests' messages."""
+        self._listeners[peer] = listener
+
+    def revive(self, peers: Iterable[str]) -> None:
+        """New processes listen on these addresses; one that died may have had the same."""
+        self.lost.difference_update(peers)
 
     def send(self, peer: str, message: m.Message) -> None:
         """Queues a message."""
@@ -61,14 +72,21 @@ class MailRoom:
         self._loop.call_soon_threadsafe(self.lose, peer)
 
     def _deliver(self, peer: str, message: m.Message) -> None:
-        box = self._boxes.get(getattr(message, "key", None) or RequestKey(""))
-        if box is None:
-            self.unclaimed += 1
+        key = getattr(message, "key", None)
+        if isinstance(key, RequestKey):
+            if key in self._boxes:
+                self._boxes[key].put_nowait((peer, message))
+            else:
+                self.unclaimed += 1
+        elif peer in self._listeners:
+            self._listeners[peer](message)
         else:
-            box.put_nowait((peer, message))
+            self.unclaimed += 1
 
     def lose(self, peer: str) -> None:
         """`peer` is gone: every open mailbox hears of it. Again: nothing new."""
         self.lost.add(peer)
         for box in self._boxes.values():
             box.put_nowait((peer, PeerLostError(f"lost {peer}")))
+        if peer in self._listeners:
+            self._listeners[peer](PeerLostError(f"lost {peer}"))

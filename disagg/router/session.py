@@ -97,6 +97,7 @@ class Router:
         known = self._engines.get(group.name)
         if known is None or known.group.leader.control_address != group.leader.control_address:
             self._engines[group.name] = Engine(group)
+            self._mail.revive(rank.control_address for rank in group.ranks)
             self._mail.watch(group.leader.control_address)
 
     async def drain(self, name: str) -> None:
@@ -109,6 +110,12 @@ class Router:
             await asyncio.sleep(self._reserve_retry_s)
         if self._engines.get(name) is engine:
             del self._engines[name]
+
+    def remove(self, name: str) -> None:
+        """The group is gone, and with it all that it was given: those requests end at once. Unknown: nothing."""
+        engine = self._engines.pop(name, None)
+        for rank in engine.group.ranks if engine is not None else ():
+            self._mail.lose(rank.control_address)
 
     def _of(self, role: str) -> list[Engine]:
         engines = [engine for engine in self._engines.values() if engine.group.role == role]

@@ -277,10 +277,10 @@ def test_one_kind_of_device_for_both_groups(
         asked.append(device)
 
     monkeypatch.setattr("disagg.serve_local.choose_placement", choose)
-    place(load_config(None, {}, {"prefill.device": prefill, "decode.device": decode}))
+    place(load_config(None, {}, {"prefill.device": prefill, "decode.device": decode}), gpus=2)
     assert asked == [chosen]
 
 
 def test_two_kinds_of_device_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"prefill.device = cuda and decode.device = cpu: both groups"):
-        place(load_config(None, {}, {"prefill.device": "cuda", "decode.device": "cpu"}))
+        place(load_config(None, {}, {"prefill.device": "cuda", "decode.device": "cpu"}), gpus=2)

@@ -78,6 +78,11 @@ EXAMPLES: list[Message] = [
     messages.CloseTransfer(KEY, 7, "aborted"),
     messages.RankClosed(KEY, 7, 1),
     messages.RankBroken(1, "out of memory"),
+    messages.Join(),
+    messages.Groups(3, [GROUP], ["p0"]),
+    messages.Using(3, ["p0"]),
+    messages.Scale("decode", 2),
+    messages.Scaled("no room"),
 ]
 
 

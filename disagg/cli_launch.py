@@ -1,0 +1,85 @@
+"""`disagg launch` and `disagg scale`: flags to a `Config`, then over to `disagg.launch` and `disagg.scale`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from disagg.cli_run import (
+    ChunkTokensFlag,
+    ConfigFlag,
+    DecodePageFlag,
+    DecodeTpFlag,
+    DeviceFlag,
+    DTypeFlag,
+    JoinFlag,
+    ModelFlag,
+    PrefillPageFlag,
+    PrefillTpFlag,
+    RandomInitFlag,
+    RayFlag,
+    RingBytesFlag,
+    SetFlag,
+    TransportFlag,
+    configuration,
+)
+from disagg.core.config import Role
+from disagg.core.errors import ConfigError
+
+CountsArgument = Annotated[
+    list[str], typer.Argument(metavar="ROLE=COUNT...", help="prefill=2, decode=1, or both.")
+]
+_COUNT = re.compile(r"(prefill|decode)=([1-9]\d{0,3})")
+
+
+def launch(
+    model: ModelFlag = None,
+    random_init: RandomInitFlag = None,
+    dtype: DTypeFlag = None,
+    prefill_tp: PrefillTpFlag = None,
+    decode_tp: DecodeTpFlag = None,
+    device: DeviceFlag = None,
+    ray: RayFlag = None,
+    config: ConfigFlag = None,
+    settings: SetFlag = None,
+    chunk_tokens: ChunkTokensFlag = None,
+    prefill_page_size: PrefillPageFlag = None,
+    decode_page_size: DecodePageFlag = None,
+    ring_bytes: RingBytesFlag = None,
+    transport: TransportFlag = None,
+) -> None:
+    """Start groups that `disagg serve --join` serves with, until SIGINT or SIGTERM."""
+    settled = configuration(dict(locals()))  # the flags by parameter name, before anything else is assigned
+    from disagg.launch import run_launch  # it brings torch, Ray and transformers along
+
+    run_launch(settled)
+
+
+def scale(
+    counts: CountsArgument,
+    join: JoinFlag = None,
+    config: ConfigFlag = None,
+    settings: SetFlag = None,
+) -> None:
+    """Have so many groups of a running `disagg launch`: add some, or drain and stop the newest."""
+    settled = configuration(dict(locals()))
+    wanted = _counts(counts)
+    if join is None:
+        raise ConfigError(
+            "--join tcp://HOST:PORT is missing: which cluster? `disagg launch` says its address"
+        )
+    from disagg.scale import run_scale
+
+    run_scale(settled, join, wanted)
+
+
+def _counts(given: list[str]) -> dict[Role, int]:
+    wanted: dict[Role, int] = {}
+    for text in given:
+        match = _COUNT.fullmatch(text)
+        if match is None or match[1] in wanted:
+            raise ConfigError(f"{text}: write prefill=2 or decode=1, each at most once, with a count from 1")
+        wanted["prefill" if match[1] == "prefill" else "decode"] = int(match[2])
+    return wanted

@@ -1,0 +1,86 @@
+"""A cluster's groups as data: what is known of each, and what of it others must know."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from disagg.core.config import Config
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo
+from disagg.model.spec import ModelSpec
+from disagg.node.host import Started
+from disagg.placement import GroupPlacement, Placement
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One engine's actors."""
+
+    name: str
+    """Unique in the cluster."""
+    role: str
+    placement: GroupPlacement
+    actors: list[Any]
+    placement_group: Any
+    started: list[Started] = field(default_factory=list)
+    info: GroupInfo | None = None
+    up: bool = False
+    """Linked with every group of the other kind: requests may be given to it."""
+    leaving: bool = False
+    """It is being stopped, or taken down: no rank that ends now is a surprise."""
+    lost: set[int] = field(default_factory=set)
+    """Ranks whose process is gone."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model, as the ranks read it."""
+        return self.started[0].spec
+
+
+def with_placement(config: Config, placement: Placement) -> Config:
+    """The configuration with what the placement chose, so that every rank is told the same."""
+    replace = msgspec.structs.replace
+    return replace(
+        config,
+        prefill=replace(config.prefill, tp=placement.prefill.tp, device=placement.prefill.device),
+        decode=replace(config.decode, tp=placement.decode.tp, device=placement.decode.device),
+    )
+
+
+def group_info(group: Group, config: Config) -> GroupInfo:
+    page_size = config.prefill.page_size if group.role == "prefill" else config.decode.page_size
+    return GroupInfo(
+        name=group.name,
+        role=group.role,
+        protocol_version=PROTOCOL_VERSION,
+        fingerprint=group.spec.fingerprint,
+        layout=group.spec.layout,
+        page_size=page_size,
+        transport=config.transport.backend,
+        ranks=tuple(started.info for started in group.started),
+    )
+
+
+def wait_for_exit(groups: Sequence[Group]) -> None:
+    """Of those ranks that this host can see."""
+    host = socket.gethostname()
+    pids = [started.pid for group in groups for started in group.started if started.host == host]
+    until_s = time.monotonic() + 10.0
+    while any(_runs(pid) for pid in pids) and time.monotonic() < until_s:
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
