@@ -64,11 +64,14 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API, until SIGINT or SIGTERM."""
     settled = configuration(dict(locals()))  # the flags by parameter name, before anything else is assigned
-    from disagg import serve_http  # it brings torch and transformers along
-
-    if join is None:
-        serve_http.run_serve(settled)
-    elif ray is None:
-        serve_http.run_serve_joined(settled, join)
-    else:
+    if join is not None and ray is not None:
         raise ConfigError("--join and --ray: groups that run already are joined, or new ones are placed")
+    # It brings torch and transformers along.
+    if join is None:
+        from disagg.serve_http import run_serve
+
+        run_serve(settled)
+    else:
+        from disagg.serve_http import run_serve_joined
+
+        run_serve_joined(settled, join)

@@ -105,6 +105,9 @@ class _Joined:
         self._mail.watch(self._directory)
 
     async def close(self) -> None:
+        """Says goodbye: else the directory would wait until it misses us."""
+        if self._version is not None:
+            self._mail.send(self._directory, m.Using(self._version, []))
         self._closed = True
         if self._again is not None:
             self._again.cancel()

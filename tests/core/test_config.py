@@ -48,6 +48,20 @@ def test_later_sources_win(tmp_path: Path, name: str, text: str) -> None:
     assert config.prefill.chunk_tokens == GroupConfig().chunk_tokens, "what nobody set stays"
 
 
+def test_the_cluster_section(tmp_path: Path) -> None:
+    assert (Config().cluster.ray, Config().cluster.restart) == ("local", True)
+    assert (Config().control.host, Config().control.directory_port) == ("127.0.0.1", 5570)
+    config = load_config(None, {"DISAGG_CLUSTER__RESTART": "false"}, {"cluster.restart_backoff_s": "0.5"})
+    assert (config.cluster.restart, config.cluster.restart_backoff_s) == (False, 0.5)
+    for key, value, allowed in (
+        ("cluster.restart_tries", 0, "at least 1"),
+        ("cluster.ray", "", "local, auto or the address"),
+        ("control.directory_port", 65536, "from 0 to 65535"),
+    ):
+        with pytest.raises(ConfigError, match=rf"flag {key}: {key} = .*{allowed}"):
+            load_config(None, {}, {key: value})
+
+
 def test_a_group_named_in_a_file_keeps_its_own_defaults(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text("[prefill]\npage_size = 32\n")

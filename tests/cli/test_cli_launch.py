@@ -1,0 +1,103 @@
+"""Flags of `disagg launch`, `disagg scale` and `disagg serve --join`, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from disagg import cli
+from disagg.core.config import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Stands in for what the commands import; lists what it was asked for."""
+    asked: list[Any] = []
+
+    def scale(config: Config, join: str, counts: Mapping[str, int]) -> None:
+        asked.append((config, join, counts))
+
+    for module, names in (
+        ("launch", {"run_launch": asked.append}),
+        ("scale", {"run_scale": scale}),
+        ("serve_http", {"run_serve_joined": lambda config, join: asked.append((config, join))}),
+    ):
+        fake = ModuleType(f"disagg.{module}")
+        fake.__dict__.update(names)
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    for name in [name for name in os.environ if name.startswith("DISAGG_")]:
+        monkeypatch.delenv(name)
+    return asked
+
+
+def test_launch(asked: list[Any]) -> None:
+    assert cli.run(["launch"]) == 0
+    flags = "launch --model /m --prefill-tp 2 --ray auto --set control.host=auto --set prefill.groups=3"
+    assert cli.run(flags.split()) == 0
+    bare, config = asked
+    assert bare == Config()
+    assert (config.model.path, config.prefill.tp, config.prefill.groups) == ("/m", 2, 3)
+    assert (config.cluster.ray, config.control.host) == ("auto", "auto")
+
+
+def test_scale(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["scale", "--join", "tcp://a:1", "decode=2", "prefill=10"]) == 0
+    assert asked == [(Config(), "tcp://a:1", {"decode": 2, "prefill": 10})]
+    for counts in ("decode=0", "decode=-1", "router=1", "decode", "decode=1 decode=2"):
+        assert cli.run(["scale", "--join", "tcp://a:1", *counts.split()]) == 2
+        assert "write prefill=2 or decode=1" in capsys.readouterr().err
+    assert cli.run(["scale", "decode=1"]) == 2
+    assert "--join tcp://HOST:PORT is missing" in capsys.readouterr().err
+    assert len(asked) == 1
+
+
+def test_serve_joins(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["serve", "--join", "tcp://a:1", "--port", "9"]) == 0
+    [(config, join)] = asked
+    assert (config.api.port, join) == (9, "tcp://a:1")
+    assert cli.run(["serve", "--join", "tcp://a:1", "--ray", "auto"]) == 2
+    assert "--join and --ray" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "launch --set control.host=192.0.2.1",
+            "192.0.2.1 is reached by other hosts, so the control channel needs",
+        ),
+        ("launch --set control.key_file=/nowhere", "cannot read the key file /nowhere"),
+        ("serve --join 127.0.0.1:1", "--join 127.0.0.1:1: write tcp://HOST:PORT"),
+        ("serve --join tcp://192.0.2.1:1", "control.host = 127.0.0.1 cannot be reached from 192.0.2.1"),
+        (
+            "scale --join tcp://192.0.2.1:1 decode=1",
+            "control.host = 127.0.0.1 cannot be reached from 192.0.2.1",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_anything_starts(
+    command: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(command.split()) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("disagg: ") == 1
+
+
+def test_help_imports_nothing_heavy_and_a_joined_server_no_ray() -> None:
+    code = (
+        "import sys; from disagg import cli; assert cli.run(['launch', '--help']) == 0; "
+        "heavy = ('torch', 'ray', 'zmq', 'rich'); print([name for name in heavy if name in sys.modules]); "
+        "import disagg.serve_http; print('ray' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-2:] == ["[]", "False"]

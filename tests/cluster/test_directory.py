@@ -1,0 +1,276 @@
+"""The directory and routers that join it, in one process: groups are only said to be there."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from disagg.core.config import ControlConfig
+from disagg.core.errors import ConfigError, DisaggError, PeerLostError
+from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
+from disagg.directory import Directory, directory_host, shared_keys
+from disagg.router.follow import joined
+from disagg.router.mail import MailRoom
+from disagg.router.session import Router
+from disagg.scale import scale
+from transport import messages as m
+from transport.control_inproc import InprocControl, InprocHub
+from transport.keys import make_keys, save_keys
+from transport.reliable import ReliableOptions
+
+SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.4)
+TIMEOUT_S = 10.0
+
+
+def group(name: str, ranks: int = 1, addresses: str = "") -> GroupInfo:
+    infos = tuple(
+        RankInfo(rank, Shard(rank, Span(0, 1), Span(0, 1)), f"{addresses or name}/{rank}", b"")
+        for rank in range(ranks)
+    )
+    role = name.partition("-")[0]
+    return GroupInfo(name, role, 1, "model", KVLayout(1, 1, 8, "float32"), 16, "inproc", infos)
+
+
+class Place:
+    """A hub with a directory; `router` joins it."""
+
+    def __init__(self) -> None:
+        self.hub = InprocHub()
+        self.leaders: dict[str, InprocControl] = {}
+        self.directory = self.new_directory()
+
+    def new_directory(self) -> Directory:
+        directory = Directory(InprocControl(self.hub, "directory", SHORT))
+        directory.start()
+        return directory
+
+    def tell(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
+        """The groups' leaders live: they answer when asked for signs of life."""
+        for address in {g.leader.control_address for g in groups} - self.leaders.keys():
+            self.leaders[address] = InprocControl(self.hub, address, SHORT)
+            self.leaders[address].start(lambda peer, message: None, lambda peer: None)
+        self.directory.tell(groups, draining)
+
+    def close(self) -> None:
+        for channel in self.leaders.values():
+            channel.close()
+        self.directory.close()
+
+    @asynccontextmanager
+    async def router(self, name: str = "router") -> AsyncIterator[tuple[Router, MailRoom]]:
+        mail = MailRoom(InprocControl(self.hub, name, SHORT), asyncio.get_running_loop())
+        mail.start()
+        try:
+            router = Router(mail, reserve_retry_s=0.005)
+            async with joined(
+                mail, router, "directory", lambda g: g.fingerprint == "model", ask_again_s=0.02
+            ):
+                yield router, mail
+        finally:
+            mail.close()
+
+
+@pytest.fixture
+def place() -> Iterator[Place]:
+    place = Place()
+    yield place
+    place.close()
+
+
+def names(router: Router) -> list[str]:
+    return [engine.group.name for engine in router.engines]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def run(main: Coroutine[None, None, None]) -> None:
+    asyncio.run(main)
+
+
+def test_a_router_hears_of_groups_at_once_and_when_they_change(place: Place) -> None:
+    async def main() -> None:
+        place.tell([group("prefill")], [])
+        async with place.router() as (router, _):
+            assert router.missing() == ["decode", "prefill"], "not ready before it has heard"
+            await until(lambda: names(router) == ["prefill"])
+            assert router.missing() == ["decode"]
+            place.tell([group("prefill"), group("decode"), group("decode-2")], [])
+            await until(lambda: names(router) == ["prefill", "decode", "decode-2"])
+            assert router.missing() == []
+            async with place.router("second") as (second, _):
+                await until(lambda: names(second) == names(router))
+
+    run(main())
+
+
+def test_a_group_of_another_model_is_not_used(place: Place) -> None:
+    async def main() -> None:
+        other = msgspec.structs.replace(group("decode"), fingerprint="another")
+        place.tell([group("prefill"), other], [])
+        async with place.router() as (router, _):
+            await until(lambda: names(router) == ["prefill"])
+
+    run(main())
+
+
+def test_a_group_drains_until_no_router_uses_it(place: Place) -> None:
+    async def main() -> None:
+        groups = [group("prefill"), group("decode"), group("decode-2")]
+        place.tell(groups, [])
+        async with place.router() as (router, _), place.router("idle") as (idle, _):
+            await until(lambda: len(names(router)) == len(names(idle)) == 3)
+            engine = next(e for e in router.engines if e.group.name == "decode-2")
+            engine.requests = 1
+            place.tell(groups, ["decode-2"])
+            assert not await asyncio.to_thread(place.directory.wait_unused, ["decode-2"], 0.05)
+            await until(lambda: names(idle) == ["prefill", "decode"])
+            assert engine.draining
+            assert not await asyncio.to_thread(place.directory.wait_unused, ["decode-2"], 0.05)
+            engine.requests = 0
+            assert await asyncio.to_thread(place.directory.wait_unused, ["decode-2"], TIMEOUT_S)
+            assert names(router) == ["prefill", "decode"]
+            assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.0)
+
+    run(main())
+
+
+def test_a_router_that_is_gone_is_not_waited_for(place: Place) -> None:
+    async def main() -> None:
+        place.tell([group("decode")], [])
+        async with place.router() as (router, _):
+            await until(lambda: names(router) == ["decode"])
+            router.engines[0].requests = 1
+            place.tell([group("decode")], ["decode"])
+            place.hub.cut("router")
+            assert await asyncio.to_thread(place.directory.wait_unused, ["decode"], TIMEOUT_S)
+            assert place.directory.routers == ()
+
+    run(main())
+
+
+def test_a_router_that_leaves_says_so(place: Place) -> None:
+    async def main() -> None:
+        place.tell([group("decode")], [])
+        async with place.router() as (router, _):
+            await until(lambda: names(router) == ["decode"])
+            assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.0)
+        place.hub.cut("router")
+        began_s = time.monotonic()
+        assert await asyncio.to_thread(place.directory.wait_unused, ["decode"], TIMEOUT_S)
+        assert time.monotonic() - began_s < SHORT.peer_timeout_s / 2, "before its silence was noticed"
+
+    run(main())
+
+
+def test_an_answer_to_older_news_hides_nothing(place: Place) -> None:
+    """A router that has not heard of a group yet, but will, must be waited for."""
+    place.hub.delay(m.Using)
+
+    async def main() -> None:
+        place.tell([], [])
+        async with place.router() as (router, _):
+            await until(lambda: place.directory.routers == ("router",))
+            place.tell([group("decode")], [])
+            await until(lambda: names(router) == ["decode"])
+            place.hub.release()
+            assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.1)
+
+    run(main())
+
+
+def test_a_group_that_vanishes_ends_its_requests_and_its_addresses_may_come_back(place: Place) -> None:
+    async def main() -> None:
+        place.tell([group("prefill", 2), group("decode")], [])
+        async with place.router() as (router, mail):
+            await until(lambda: not router.missing())
+            with mail.open(RequestKey("r")) as box:
+                place.tell([group("decode")], [])
+                async with asyncio.timeout(TIMEOUT_S):
+                    lost = {(await box.get())[0] for _ in range(2)}
+            assert lost == {"prefill/0", "prefill/1"}
+            assert router.missing() == ["prefill"]
+            place.tell([group("decode"), group("prefill-2", 2, addresses="prefill")], [])
+            await until(lambda: names(router) == ["decode", "prefill-2"])
+            assert router.missing() == [], "the new group is not the one that died"
+
+    run(main())
+
+
+def test_a_lost_directory_is_asked_again_and_its_groups_are_used_on(place: Place) -> None:
+    async def main() -> None:
+        place.tell([group("prefill"), group("decode")], [])
+        async with place.router() as (router, mail):
+            await until(lambda: not router.missing())
+            await asyncio.to_thread(place.directory.close)
+            await until(lambda: "directory" in mail.lost)
+            assert router.missing() == []
+            place.directory = place.new_directory()
+            place.tell([group("decode"), group("prefill-7")], [])
+            await until(lambda: names(router) == ["decode", "prefill-7"])
+
+    run(main())
+
+
+def test_scaling_is_asked_for_role_by_role_and_errors_come_back(place: Place) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def scale_to(role: str, count: int, done: Callable[[str], None]) -> None:
+        asked.append((role, count))
+        answer = threading.Timer(0.01, done, ["no room" if count > 2 else ""])
+        answer.start()
+
+    def ask(name: str, **counts: int) -> None:
+        control = InprocControl(place.hub, name, SHORT)
+        try:
+            scale(control, "directory", counts)  # type: ignore[arg-type]
+        finally:
+            control.close()
+
+    with pytest.raises(DisaggError, match=r"decode=2: the cluster is still starting"):
+        ask("early", decode=2)
+    place.directory.on_scale(scale_to)
+    ask("operator", decode=2, prefill=1)
+    with pytest.raises(DisaggError, match=r"decode=3: no room"):
+        ask("greedy", decode=3, prefill=2)
+    assert asked == [("decode", 2), ("prefill", 1), ("decode", 3)]
+    place.hub.cut("directory")
+    with pytest.raises(PeerLostError, match="no directory answers at directory"):
+        ask("alone", decode=1)
+
+
+def test_keys_are_asked_for_where_other_hosts_can_connect(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    keys = make_keys()
+    save_keys(keys, file)
+    assert shared_keys(ControlConfig(), "127.0.0.2", "localhost") is None
+    assert shared_keys(ControlConfig(host="10.1.2.3", key_file=str(file))) == keys
+    with pytest.raises(ConfigError, match=r"10\.1\.2\.3 is reached by other hosts, .* set control\.key_file"):
+        shared_keys(ControlConfig(host="10.1.2.3"))
+    with pytest.raises(ConfigError, match=r"needs keys"):
+        shared_keys(ControlConfig(), "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:5570", "tcp://127.0.0.1", "tcp://:1", "tcp://h:0", "tcp://[::1]:5"]
+)
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"write tcp://HOST:PORT"):
+        directory_host(address, ControlConfig())
+
+
+def test_who_cannot_be_answered_is_told_so() -> None:
+    assert directory_host("tcp://127.0.0.1:5570", ControlConfig()) == "127.0.0.1"
+    assert directory_host("tcp://node-3:5570", ControlConfig(host="10.0.0.1")) == "node-3"
+    with pytest.raises(ConfigError, match=r"control.host = 127.0.0.1 cannot be reached from 10.9.9.9"):
+        directory_host("tcp://10.9.9.9:5570", ControlConfig())

@@ -1,0 +1,205 @@
+"""What the supervisor does when groups die or their number is changed; the cluster is only pretended."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import structlog
+
+from disagg.core.config import ClusterConfig, Config, TransferConfig
+from disagg.core.errors import ConfigError
+from disagg.supervisor import Supervisor, supervised
+
+TIMEOUT_S = 10.0
+
+
+@dataclass(eq=False)
+class FakeGroup:
+    name: str
+    role: str
+    leaving: bool = False
+
+
+@dataclass
+class FakeCluster:
+    """As much of `Cluster` as the supervisor uses; `failing` is how many starts from now on fail."""
+
+    config: Config
+    groups: tuple[Any, ...] = (FakeGroup("prefill", "prefill"), FakeGroup("decode", "decode"))
+    failing: int = 0
+    starts: int = 0
+    stopped: list[str] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
+    blocked: threading.Event | None = None
+    _lost: list[Callable[[Any], None]] = field(default_factory=list)
+
+    def on_group_lost(self, callback: Callable[[Any], None]) -> None:
+        self._lost.append(callback)
+
+    def infos(self) -> list[Any]:
+        return [SimpleNamespace(name=group.name) for group in self.groups]
+
+    def add_group(self, role: str, progress: Callable[[str], None]) -> FakeGroup:
+        self.starts += 1
+        if self.blocked is not None:
+            assert self.blocked.wait(TIMEOUT_S)
+            raise ConfigError("abandoned")
+        if self.failing:
+            self.failing -= 1
+            raise ConfigError("no room")
+        group = FakeGroup(f"{role}-{self.starts + 1}", role)
+        self.groups = (*self.groups, group)
+        return group
+
+    def take_down(self, group: FakeGroup) -> None:
+        self.dead.append(group.name)
+        self.groups = tuple(one for one in self.groups if one is not group)
+
+    def stop_group(self, group: FakeGroup, drain_timeout_s: float) -> None:
+        self.stopped.append(group.name)
+        self.groups = tuple(one for one in self.groups if one is not group)
+
+    def abandon_start(self) -> None:
+        if self.blocked is not None:
+            self.blocked.set()
+
+    def die(self, name: str) -> None:
+        for callback in self._lost:
+            callback(next(group for group in self.groups if group.name == name))
+
+
+class Told:
+    """What routers were told, and what they still use."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[list[str], list[str]]] = []
+        self.unused = True
+        self._changed = threading.Condition()
+
+    def tell(self, groups: Sequence[Any], draining: Sequence[str]) -> None:
+        with self._changed:
+            self.told.append(([group.name for group in groups], list(draining)))
+            self._changed.notify_all()
+
+    def wait_unused(self, names: Sequence[str], timeout_s: float) -> bool:
+        return self.unused
+
+    def until(self, *names: str, draining: Sequence[str] = ()) -> None:
+        with self._changed:
+            expected = (sorted(names), list(draining))
+            assert self._changed.wait_for(
+                lambda: any((sorted(g), d) == expected for g, d in self.told), TIMEOUT_S
+            ), self.told
+
+
+@pytest.fixture
+def logs() -> Iterator[list[Any]]:
+    with structlog.testing.capture_logs() as lines:
+        yield lines
+
+
+def cluster_with(**settings: Any) -> FakeCluster:
+    cluster = ClusterConfig(**{"restart_backoff_s": 0.0, **settings})
+    return FakeCluster(Config(cluster=cluster, transfer=TransferConfig(drain_timeout_s=0.2)))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    done = threading.Event()
+    for _ in range(int(TIMEOUT_S / 0.005)):
+        if condition():
+            return
+        done.wait(0.005)
+    raise AssertionError("it did not happen in time")
+
+
+def scaled(supervisor: Supervisor, role: str, count: int) -> str:
+    answers: list[str] = []
+    supervisor.scale(role, count, answers.append)
+    until(lambda: bool(answers))
+    return answers[0]
+
+
+def test_a_group_that_dies_is_told_of_and_replaced_under_a_new_name(logs: list[Any]) -> None:
+    cluster, told = cluster_with(), Told()
+    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
+        told.until("prefill", "decode")
+        cluster.die("prefill")
+        told.until("decode")
+        told.until("decode", "prefill-2")
+        cluster.die("prefill-2")
+        told.until("decode", "prefill-3")
+    assert cluster.dead == ["prefill", "prefill-2"]
+
+
+def test_a_group_that_does_not_come_up_is_given_up_and_the_others_go_on(logs: list[Any]) -> None:
+    cluster, told = cluster_with(restart_tries=3), Told()
+    cluster.failing = 99
+    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+        cluster.die("decode")
+        until(lambda: any(line["event"] == "group_given_up" for line in logs))
+        assert cluster.starts == 3
+        cluster.failing = 1
+        assert scaled(supervisor, "decode", 1) == "no room"
+        assert scaled(supervisor, "decode", 1) == ""
+        told.until("prefill", "decode-6")
+    [line] = [line for line in logs if line["event"] == "group_given_up"]
+    assert (line["role"], line["tries"], line["why"]) == ("decode", 3, "no room")
+
+
+def test_a_group_that_dies_again_and_again_is_given_up_too(logs: list[Any]) -> None:
+    cluster, told = cluster_with(restart_tries=2), Told()
+    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
+        for name in ("decode", "decode-2", "decode-3"):
+            told.until("prefill", name)
+            until(lambda name=name: name in cluster_names(cluster))  # type: ignore[misc]
+            cluster.die(name)
+        until(lambda: any(line["event"] == "group_given_up" for line in logs))
+    assert cluster.starts == 2
+
+
+def cluster_names(cluster: FakeCluster) -> list[str]:
+    return [group.name for group in cluster.groups]
+
+
+def test_without_restart_a_dead_group_is_only_told_of(logs: list[Any]) -> None:
+    cluster, told = cluster_with(restart=False), Told()
+    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+        cluster.die("decode")
+        told.until("prefill")
+        assert scaled(supervisor, "prefill", 1) == "", "the thread has looked at its work since"
+    assert cluster.starts == 0
+
+
+def test_scaling_drains_the_newest_first(logs: list[Any]) -> None:
+    cluster, told = cluster_with(), Told()
+    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+        assert scaled(supervisor, "decode", 3) == ""
+        assert cluster_names(cluster) == ["prefill", "decode", "decode-2", "decode-3"]
+        assert scaled(supervisor, "decode", 1) == ""
+    assert cluster.stopped == ["decode-3", "decode-2"]
+    told.until("prefill", "decode", "decode-2", "decode-3", draining=["decode-3"])
+
+
+def test_a_stop_does_not_wait_for_a_group_that_starts(logs: list[Any]) -> None:
+    cluster, told = cluster_with(), Told()
+    cluster.blocked = threading.Event()
+    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+        cluster.die("decode")
+        until(lambda: cluster.starts == 1)
+        assert supervisor.drain(TIMEOUT_S, threading.Event())
+    assert told.told[-1] == (["prefill"], ["prefill"])
+    assert not any(line["event"] == "group_given_up" for line in logs)
+
+
+def test_a_hurry_cuts_the_drain_short(logs: list[Any]) -> None:
+    cluster, told, hurry = cluster_with(), Told(), threading.Event()
+    told.unused = False
+    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+        assert not supervisor.drain(0.01, hurry)
+        hurry.set()
+        assert not supervisor.drain(1e6, hurry)
