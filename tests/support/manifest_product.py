@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
-import yaml
 from manifest_model import Object, Pod, Rendered
 
 from disagg.core.config import Config, load_config
 
-PENDING = {"control": {"directory_port"}}
-"""Settings that the manifests have before the product does: ignored while the product does not know them."""
 RAY_DRAIN_S = 30
 """How long a Ray node that is told to stop lets what runs on it finish."""
 CONFIG_PATH = "/etc/disagg/disagg.toml"
@@ -24,13 +20,8 @@ CONFIG_PATH = "/etc/disagg/disagg.toml"
 
 def load(rendered: Rendered, folder: Path) -> Config:
     """The mounted file, through the product's own loader. Raises `ConfigError`."""
-    settings, known = rendered.settings, msgspec.to_builtins(Config())
-    for section, keys in PENDING.items():
-        for key in keys - known[section].keys():
-            settings[section].pop(key, None)
-    whole = settings == rendered.settings
-    path = folder / ("disagg.toml" if whole else "disagg.yaml")
-    path.write_text(rendered.toml if whole else yaml.safe_dump(settings))
+    path = folder / "disagg.toml"
+    path.write_text(rendered.toml)
     return load_config(path)
 
 
