@@ -40,6 +40,9 @@ app.add_typer(cli_bench.app, name="bench")
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
+_INTERRUPTED = 130
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command (`sys.argv` when left out); returns the exit code and raises nothing."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -48,8 +51,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except typer.Exit as exc:
         return exc.exit_code
     except (KeyboardInterrupt, typer.Abort):
-        print("disagg: interrupted", file=sys.stderr)
-        return 130
+        code = _INTERRUPTED
     except DisaggError as exc:
         print(f"disagg: {_one_line(str(exc))}", file=sys.stderr)
         return exc.exit_code
@@ -63,6 +65,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except Exception:  # noqa: BLE001 - the boundary: whatever was not foreseen is shown whole
         traceback.print_exc()
         return 1
+    if code == _INTERRUPTED:  # newer typers make an exit code of it themselves
+        print("disagg: interrupted", file=sys.stderr)
     return code if isinstance(code, int) else 0
 
 

@@ -12,6 +12,7 @@ import typer
 
 from disagg.core.config import parse_bytes
 from disagg.core.errors import ConfigError
+from disagg.core.folders import make_folder
 
 if TYPE_CHECKING:
     from disagg.bench.report import Result
@@ -273,7 +274,7 @@ def _show(name: str, title: str, results: Sequence[Result], out: Path | None, pr
         for line in definition_lines(results):
             print(f"- {line}")
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         (out / f"bench_{name}.json").write_text(as_json(results) + "\n")
         write_chart(out / f"bench_{name}.png", title, results)
         where = sys.stderr if print_json else sys.stdout

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from disagg.core.errors import ConfigError
+from disagg.core.folders import make_folder
 
 if TYPE_CHECKING:
     from disagg.bench.serve.load import Counts
@@ -253,7 +254,7 @@ def _show(report: Report, out: Path | None, print_json: bool) -> None:
         for line in lines(report):
             print(line)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out)
         figures, chart = out / "bench_serve.json", out / "bench_serve.png"
         figures.write_text(text)
         write_serve_chart(chart, report)

@@ -148,7 +148,6 @@ def generate(
     stop: StopFlag = None,
     config: ConfigFlag = None,
     settings: SetFlag = None,
-    out: OutFlag = None,
     chunk_tokens: ChunkTokensFlag = None,
     prefill_page_size: PrefillPageFlag = None,
     decode_page_size: DecodePageFlag = None,
@@ -165,7 +164,7 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    options = RunOptions(prompts=tuple(prompt or ()), sampling=sampling, out_dir=str(out) if out else None)
+    options = RunOptions(prompts=tuple(prompt or ()), sampling=sampling)
     settled = configuration(given)
     _runner().run_generate(settled, options)
 

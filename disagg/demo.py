@@ -24,6 +24,7 @@ from rich.progress import (
 from disagg.cluster import Cluster
 from disagg.core.config import Config
 from disagg.core.errors import DisaggError, PromptTooLongError
+from disagg.core.folders import make_folder
 from disagg.core.log import configure
 from disagg.core.types import SamplingParams
 from disagg.node.assemble import make_source
@@ -63,7 +64,7 @@ def run_demo(config: Config, options: RunOptions) -> None:
     config = _comparable(with_model(config, console.print))
     decode, prompts = _encode(config, options)
     out = Path(options.out_dir or DEFAULT_OUT)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     with _progress(console) as progress:
         task = progress.add_task("starting", total=None)
         with local_cluster(config, lambda text: progress.update(task, description=text)) as cluster:

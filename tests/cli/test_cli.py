@@ -221,3 +221,24 @@ def test_demo_prompts_differ_in_length() -> None:
     lengths = [len(prompt) for prompt in DEMO_PROMPTS]
     assert len(lengths) == 6
     assert max(lengths) > 30 * min(lengths)
+
+
+def test_output_that_cannot_be_a_folder_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    small = ["--device", "cpu", "--size", "4MiB", "--repeats", "1"]
+    assert cli.run(["bench", "kernels", *small, "--out", str(taken)]) == 2
+    assert f"cannot make the folder {taken}: File exists; name another one" in capsys.readouterr().err
+
+
+def test_an_interrupted_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("disagg.cli_tools.print", interrupted, raising=False)
+    assert cli.run(["version"]) == 130
+    assert capsys.readouterr().err.strip() == "disagg: interrupted"
