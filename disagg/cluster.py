@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,6 @@ log = structlog.get_logger(__name__)
 START_TIMEOUT_S = 900.0
 """Loading a large model takes minutes."""
 CALL_TIMEOUT_S = 60.0
-PLACE_TIMEOUT_S = 60.0
 WATCH_S = 0.2
 _QUIET: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False, "configure_logging": True}
 
@@ -194,7 +194,7 @@ class Cluster:
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
         bundle = {"CPU": 1.0, **({"GPU": where.gpus_per_rank} if where.gpus_per_rank else {})}
         placed = placement_group([bundle] * where.tp, strategy="STRICT_PACK")
-        until_s = time.monotonic() + PLACE_TIMEOUT_S
+        until_s = time.monotonic() + CALL_TIMEOUT_S
         while not (here := placed.wait(1)) and time.monotonic() < until_s:
             if self._no_more_groups.is_set():
                 break
@@ -332,8 +332,9 @@ def existing_ray(address: str, spans_hosts: bool) -> Iterator[RayResources]:
     """
     ray = _import_ray()
     try:
+        _knock(address)
         ray.init(address=address, **_QUIET)
-    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as exc:
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as exc:
         raise ConfigError(
             f"no Ray cluster to join at {address!r}: {str(exc).strip().splitlines()[0]} (cluster.ray, RAY_ADDRESS; "
             f"RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']})"
@@ -349,6 +350,13 @@ def existing_ray(address: str, spans_hosts: bool) -> Iterator[RayResources]:
         yield RayResources(int(found.get("CPU", 0)), int(found.get("GPU", 0)))
     finally:
         ray.shutdown()  # of a cluster that we did not start this ends the connection only
+
+
+def _knock(address: str) -> None:
+    """Raises `OSError` at once where nobody listens: Ray would try for minutes."""
+    host, _, port = (os.environ.get("RAY_ADDRESS", "") if address == "auto" else address).rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=5.0).close()
 
 
 def _import_ray() -> Any:

@@ -192,10 +192,31 @@ def test_a_client_that_leaves_frees_both_groups(served: Served) -> None:
     assert served.metric("disagg_aborts_total") == aborts + 1
 
 
+def test_a_group_that_dies_is_replaced(served: Served, expected: list[int]) -> None:
+    def ready() -> bool:
+        return httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200
+
+    ranks = psutil.Process(served.process.pid).children(recursive=True)
+    [decode] = [rank for rank in ranks if "DecodeActor" in " ".join(rank.cmdline())]
+    stream = served.client.completions.create(
+        model="tiny", prompt="x", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    decode.kill()
+    with pytest.raises(openai.APIError, match="lost"):
+        list(stream)
+    until(lambda: not ready())
+    until(ready, timeout_s=60)
+    reply = served.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
+    assert reply.choices[0].text == bytes(expected).decode()
+
+
 def test_a_signal_ends_it_and_leaves_nothing(served: Served) -> None:
     """Last in this module: the server is gone afterwards."""
     family = psutil.Process(served.process.pid).children(recursive=True)
-    stream = served.client.completions.create(model="tiny", prompt="x", max_tokens=1500, stream=True)
+    stream = served.client.completions.create(
+        model="tiny", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
+    )
     next(iter(stream))
     os.kill(served.process.pid, signal.SIGTERM)
     until(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503)

@@ -251,6 +251,15 @@ def test_without_ray_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) ->
     assert ConfigError.exit_code == 2
 
 
+def test_a_ray_cluster_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        assert cli.run(["generate", "hi", "--device", "cpu", "--set", f"cluster.ray={address}"]) == 2
+    error = capsys.readouterr().err
+    assert f"disagg: no Ray cluster to join at '{address}'" in error
+
+
 def test_a_port_in_use_is_one_line_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
