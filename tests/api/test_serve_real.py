@@ -177,13 +177,21 @@ def test_errors_are_openais(served: Served) -> None:
     with pytest.raises(openai.AuthenticationError):
         served.client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.InternalServerError) as late:
-        ask(model="tiny", prompt="x", max_tokens=2000, extra_headers={"x-request-timeout-s": "0.3"})
+        ask(
+            model="tiny",
+            prompt="x",
+            max_tokens=2000,
+            extra_body={"ignore_eos": True},
+            extra_headers={"x-request-timeout-s": "0.3"},
+        )
     assert late.value.status_code == 504
 
 
 def test_a_client_that_leaves_frees_both_groups(served: Served) -> None:
     aborts = served.metric("disagg_aborts_total")
-    stream = served.client.completions.create(model="tiny", prompt="x", max_tokens=2000, stream=True)
+    stream = served.client.completions.create(
+        model="tiny", prompt="x", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+    )
     next(iter(stream))
     left_s = time.monotonic()
     stream.close()
