@@ -179,7 +179,10 @@ def test_wires_are_timed_in_any_order(what: str) -> None:
 
 
 def test_the_simulation_reaches_what_it_is_for() -> None:
-    """Over the seeds every message occurs that ranks and leaders have for each other, but for a broken step."""
+    """Over the seeds every message occurs that ranks and leaders have for each other, but for a broken step.
+
+    Those of the directory are between routers and the launcher only.
+    """
     seen: set[type[m.Message]] = set()
     for seed, what in itertools.product(range(10), ("abort and fail", "short")):
         with pytest.MonkeyPatch.context() as patch:
@@ -193,4 +196,5 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
             simulation.router.end(requests[0], "aborted")
             simulation.settle()
             seen.update(type(message) for message in simulation.seen)
-    assert set(m.MESSAGE_TYPES) - seen == {m.RankBroken}
+    directory = {m.Join, m.Groups, m.Using, m.Scale, m.Scaled}
+    assert set(m.MESSAGE_TYPES) - seen == {m.RankBroken} | directory
