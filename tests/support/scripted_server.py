@@ -97,6 +97,7 @@ class ScriptedServer:
         self.url = ""
         self.gone = threading.Semaphore(0)
         """Released for each client that went away before its answer had ended."""
+        self._connections: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._stop: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
@@ -120,16 +121,27 @@ class ScriptedServer:
         self._started.set()
         await stopped.wait()
         server.close()
+        for connection in self._connections:  # each closes its socket, before the loop is gone
+            connection.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
-            seen = await _read(reader)
-            if seen.body is None:
-                await Reply(writer).plain(200, self.models)
-            else:
-                self.seen.append(seen)
-                await self._answer(seen, reader, writer)
-        writer.close()
+        task = asyncio.current_task()
+        assert task is not None, "asyncio makes a task of each connection"
+        self._connections.add(task)
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                seen = await _read(reader)
+                if seen.body is None:
+                    await Reply(writer).plain(200, self.models)
+                else:
+                    self.seen.append(seen)
+                    await self._answer(seen, reader, writer)
+        finally:
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+            self._connections.discard(task)
 
     async def _answer(self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Until the script has ended, or the client has gone."""
