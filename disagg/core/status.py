@@ -1,0 +1,136 @@
+"""What ranks, groups and a router say of themselves while they serve: for metrics, the page at `/` and `disagg top`.
+
+Totals only ever grow (a group that was replaced has a new name, so its totals begin at 0); who shows rates takes the
+difference of two pictures. Nothing here holds a prompt's or an answer's text.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Path = Literal["staged", "peer"]
+"""How a route's bytes travel: through staging, wire and ring, or written straight into the peer's pool."""
+Ending = Literal["stop", "length", "aborted", "error", ""]
+"""How an answer ended; empty while it runs."""
+
+
+class RouteStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a prefill rank has sent to one decode rank, since they were linked."""
+
+    target: str
+    """The decode rank: `decode r0`."""
+    path: Path
+    bytes_total: int = 0
+    segments_total: int = 0
+    busy_s_total: float = 0.0
+    """Time in which at least one segment was under way to that rank."""
+
+
+class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One rank. Fields of the other role are left at 0."""
+
+    name: str
+    """`prefill-2 r1`."""
+    rank: int
+    device: str = ""
+    staging_bytes: int = 0
+    staging_used_bytes: int = 0
+    routes: tuple[RouteStatus, ...] = ()
+    exposed_s_total: float = 0.0
+    """Transfer that compute did not hide: from a prompt's last layer to its last segment's end, summed."""
+    ring_bytes: int = 0
+    ring_used_bytes: int = 0
+    ring_waits_total: int = 0
+    """Leases that could not be written at once."""
+    ring_wait_s_total: float = 0.0
+    """How long those waited, summed."""
+    landed_bytes_total: int = 0
+    faults_total: int = 0
+    """Errors that ended no more than the work they belonged to."""
+
+
+class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One group, told by its leader about once a second to every router that asks."""
+
+    name: str
+    role: Literal["prefill", "decode"]
+    ranks: tuple[RankStatus, ...] = ()
+    requests_waiting: int = 0
+    requests_running: int = 0
+    """Prefill: computing or sending. Decode: receiving or decoding."""
+    requests_closing: int = 0
+    page_size: int = 0
+    pages: int = 0
+    pages_used: int = 0
+    """Held by requests."""
+    pages_cached: int = 0
+    """Held by the prefix cache alone: free as soon as they are needed."""
+    tokens_held: int = 0
+    """Tokens in the pages used; the rest of those pages is waste."""
+    evicted_pages_total: int = 0
+    preemptions_total: int = 0
+    tokens_total: int = 0
+    """Prefill: prompt tokens computed. Decode: tokens generated."""
+    cached_tokens_total: int = 0
+    """Prefill: prompt tokens that the prefix cache spared. Decode: tokens that were not sent because they were here."""
+    steps_total: int = 0
+    step_s_total: float = 0.0
+    """Time spent in steps."""
+    broken: str = ""
+
+
+class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One answer's way. Times in seconds since its request arrived; 0 for what has not happened."""
+
+    id: str
+    arrived_unix_s: float
+    prefill: str = ""
+    decode: str = ""
+    """Names of the groups."""
+    prompt_tokens: int = 0
+    tokens: int = 0
+    turn_s: float = 0.0
+    """The admission queue let it in."""
+    reserved_s: float = 0.0
+    """The decode group has set memory aside."""
+    ttft_s: float = 0.0
+    transfer_s: float = 0.0
+    """How long its KV was under way (a length, not a moment); it overlaps the computation."""
+    transfer_bytes: int = 0
+    ended_s: float = 0.0
+    ending: Ending = ""
+    error: str = ""
+    """Its code."""
+
+
+class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One router with its groups: what `GET /status` answers."""
+
+    model: str
+    version: str
+    unix_s: float
+    uptime_s: float
+    ready: str
+    """`ready`, or why no request is taken."""
+    requests_running: int
+    requests_queued: int
+    max_running: int
+    max_queued: int
+    prompt_tokens_total: int
+    generated_tokens_total: int
+    errors_total: int
+    aborts_total: int
+    refused_total: int
+    """Requests answered 429."""
+    ttft_p50_s: float = 0.0
+    """Over the answers of the last minute, as are the three below; 0 without any."""
+    ttft_p99_s: float = 0.0
+    itl_p50_s: float = 0.0
+    itl_p99_s: float = 0.0
+    groups: tuple[GroupStatus, ...] = ()
+    """In the order of their names, prefill first; those that have told nothing yet have no ranks."""
+    draining: tuple[str, ...] = ()
+    recent: tuple[RecentAnswer, ...] = ()
+    """The last answers, newest first, running ones included."""
