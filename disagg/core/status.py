@@ -74,7 +74,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens_total: int = 0
     """Prefill: prompt tokens computed. Decode: tokens generated."""
     cached_tokens_total: int = 0
-    """Prefill: prompt tokens that the prefix cache spared. Decode: tokens that were not sent because they were here."""
+    """Prefill: prompt tokens that the prefix cache spared. Decode: tokens that were here and so were not sent."""
     steps_total: int = 0
     step_s_total: float = 0.0
     """Time spent in steps."""
