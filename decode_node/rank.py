@@ -27,7 +27,8 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
 
     def _make_leader(self) -> DecodeLeader:
         group, spec = self.group_config, self.runner.spec
-        ledger = Ledger(pool_tokens=group.pool_tokens, page_size=group.page_size, rows=group.max_requests)
+        pool_tokens = self.runner.pool.slots - group.page_size  # without the trash page
+        ledger = Ledger(pool_tokens=pool_tokens, page_size=group.page_size, rows=group.max_requests)
         scheduler = DecodeScheduler(
             ledger,
             group=self.name,

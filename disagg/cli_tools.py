@@ -30,10 +30,16 @@ def doctor(
 
 
 def plan(
-    kv_heads: Annotated[int, typer.Option("--kv-heads", help="KV heads of the model.")],
-    layers: Annotated[int, typer.Option("--layers", help="Layers of the model.")],
     prefill_tp: Annotated[int, typer.Option("--prefill-tp", help="Ranks that prefill.")],
     decode_tp: Annotated[int, typer.Option("--decode-tp", help="Ranks that decode.")],
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="Take the shape of this checkpoint.")
+    ] = None,
+    random_init: Annotated[
+        str | None, typer.Option("--random-init", metavar="NAME", help="Take the shape of this architecture.")
+    ] = None,
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="KV heads, without a model.")] = None,
+    layers: Annotated[int | None, typer.Option("--layers", help="Layers, without a model.")] = None,
     prefill_pp: Annotated[
         int, typer.Option("--prefill-pp", help="Pipeline stages of the prefill group.")
     ] = 1,
@@ -46,9 +52,13 @@ def plan(
     ring_bytes: Annotated[
         str, typer.Option("--ring-bytes", metavar="SIZE", help="Receive ring; a segment takes a quarter.")
     ] = "32MiB",
+    gpu_memory_gb: Annotated[
+        float,
+        typer.Option("--gpu-memory-gb", metavar="GB", help="With a model: the KV cache that fits such GPUs."),
+    ] = 0.0,
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.png", help="Draw it, too.")] = None,
 ) -> None:
-    """Show what a prompt moves between two groups."""
+    """Show what a prompt moves between two groups, and what fits their memory."""
     from disagg.core.config import TransferConfig
     from disagg.core.types import KVLayout
     from disagg.plan import PlanRequest, compute_plan, plan_lines
@@ -56,8 +66,16 @@ def plan(
     if out is not None and out.suffix.lower() != ".png":
         raise ConfigError(f"--out {out}: the picture is a PNG; give a name that ends in .png")
     size = parse_bytes(ring_bytes)
+    if model is not None or random_init is not None:
+        layout = _model_plan(model, random_init, prefill_tp, decode_tp, gpu_memory_gb)
+    elif layers is None or kv_heads is None:
+        raise ConfigError("no model: give --model DIR or --random-init NAME, or --layers and --kv-heads")
+    elif gpu_memory_gb:
+        raise ConfigError("--gpu-memory-gb needs a model's weights: give --model DIR or --random-init NAME")
+    else:
+        layout = KVLayout(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
     request = PlanRequest(
-        layout=KVLayout(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype),
+        layout=layout,
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
         prefill_pp=prefill_pp,
@@ -77,6 +95,22 @@ def plan(
             draw_plan(answer, out)
         except OSError as exc:
             raise ConfigError(f"--out {out}: cannot be written: {exc.strerror or exc}") from exc
+
+
+def _model_plan(
+    model: Path | None, random_init: str | None, prefill_tp: int, decode_tp: int, gpu_memory_gb: float
+) -> Any:
+    """The model's layout; prints what fits the GPUs, when they are given."""
+    from disagg.core.config import load_config
+    from disagg.plan_memory import memory_lines, model_layout, plan_memory
+
+    flags: dict[str, object] = {"prefill.tp": prefill_tp, "decode.tp": decode_tp}
+    flags |= {"model.path": str(model)} if model is not None else {}
+    flags |= {"model.random_init": random_init} if random_init is not None else {}
+    config = load_config(overrides=flags)
+    if gpu_memory_gb:
+        print("\n".join(memory_lines(plan_memory(config, int(gpu_memory_gb * 1e9)))))
+    return model_layout(config)
 
 
 def keys(

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from disagg.core.config import Config
+from disagg.core.config import Config, GroupConfig
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.host import Started
@@ -45,11 +45,17 @@ class Group:
 
 def with_placement(config: Config, placement: Placement) -> Config:
     """The configuration with what the placement chose, so that every rank is told the same."""
-    replace = msgspec.structs.replace
-    return replace(
+    return msgspec.structs.replace(
         config,
-        prefill=replace(config.prefill, tp=placement.prefill.tp, device=placement.prefill.device),
-        decode=replace(config.decode, tp=placement.decode.tp, device=placement.decode.device),
+        prefill=_placed(config.prefill, placement.prefill),
+        decode=_placed(config.decode, placement.decode),
+    )
+
+
+def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
+    share = where.gpus_per_rank if where.device == "cuda" else 1.0
+    return msgspec.structs.replace(
+        group, tp=where.tp, device=where.device, mem_fraction=group.mem_fraction * min(1.0, share)
     )
 
 

@@ -45,7 +45,8 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
 
     def _make_leader(self) -> PrefillLeader:
         group = self.group_config
-        ledger = Ledger(pool_tokens=group.pool_tokens, page_size=group.page_size, rows=group.max_requests)
+        pool_tokens = self.runner.pool.slots - group.page_size  # without the trash page
+        ledger = Ledger(pool_tokens=pool_tokens, page_size=group.page_size, rows=group.max_requests)
         scheduler = PrefillScheduler(
             ledger,
             ranks=group.ranks,

@@ -14,6 +14,8 @@ from disagg.core.config_api import ApiConfig
 from disagg.core.config_section import FieldError, Section
 
 MIB = 1 << 20
+CPU_POOL_TOKENS = 16384
+"""What a KV pool holds on a CPU, where nothing else is said."""
 
 Role = Literal["prefill", "decode"]
 """The two kinds of group."""
@@ -57,8 +59,12 @@ class GroupConfig(Section, frozen=True):
     """Tensor-parallel size: number of ranks. None lets the placement choose from what the machine has."""
     page_size: int = 16
     """Tokens in one KV page."""
-    pool_tokens: int = 16384
-    """Tokens the KV pool holds; a multiple of `page_size`."""
+    pool_tokens: int = 0
+    """Tokens the KV pool holds; a multiple of `page_size`. 0: what
+    `mem_fraction` leaves; on a CPU, `CPU_POOL_TOKENS`."""
+    mem_fraction: float = 0.88
+    """Of a GPU's memory, what weights, steps, transfer buffers and KV pool may take together. Ranks that share a GPU
+    share it too. Not looked at where `pool_tokens` is set."""
     max_requests: int = 32
     """Requests with pages at one time."""
     max_context_tokens: int = 4096
@@ -73,7 +79,8 @@ class GroupConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         if self.tp is not None:
             self._at_least(1, "tp")
-        self._at_least(1, "page_size", "pool_tokens", "max_requests", "max_context_tokens")
+        self._at_least(1, "page_size", "max_requests", "max_context_tokens")
+        self._at_least(0, "pool_tokens")
         self._at_least(1, "chunk_tokens", "max_batch", "groups")
         self._one_of("device", Device)
         self._one_of("collective", CollectiveName)
@@ -82,8 +89,9 @@ class GroupConfig(Section, frozen=True):
             "pool_tokens",
             f"a multiple of page_size ({self.page_size})",
         )
+        self._needs(0 < self.mem_fraction <= 1, "mem_fraction", "more than 0 and at most 1")
         self._needs(
-            self.max_context_tokens <= self.pool_tokens,
+            self.max_context_tokens <= self.pool_tokens or self.pool_tokens == 0,
             "max_context_tokens",
             f"at most pool_tokens ({self.pool_tokens})",
         )
@@ -101,9 +109,11 @@ class GroupConfig(Section, frozen=True):
         return self.tp
 
     @property
-    def pool_pages(self) -> int:
-        """Pages in the pool."""
-        return self.pool_tokens // self.page_size
+    def initial_pool_tokens(self) -> int:
+        """`pool_tokens` as set; else of a CPU, and of a GPU until its memory is measured: whole pages of at least
+        `CPU_POOL_TOKENS` and one longest request."""
+        least = max(CPU_POOL_TOKENS, self.max_context_tokens)
+        return self.pool_tokens or -(-least // self.page_size) * self.page_size
 
 
 class TransferConfig(Section, frozen=True):

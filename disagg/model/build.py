@@ -50,6 +50,15 @@ def build_model(
     return model.eval(), sharding
 
 
+def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, dtype: torch.dtype) -> int:
+    """Size of the rank's part, without reading a weight. Tied parameters count once. Raises as `build_model`."""
+    with _BUILD_LOCK:
+        model = _empty_model(source, spec, dtype)
+        shard_model(model, spec, collective)
+        model.tie_weights()
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(source.config)
     config.use_cache = False

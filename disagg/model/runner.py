@@ -63,13 +63,14 @@ class ModelRunner:
         self.device = torch.device(device)
         self.page_size = page_size
         self.pages = _whole_pages(pool_tokens, page_size)
+        self.kv_dtype = kv_dtype or dtype
         self.spec = source.spec(kv_dtype or dtype)
         if max_tokens > self.spec.context_tokens:
             raise ConfigError(
                 f"max_tokens {max_tokens} is beyond the model's context of {self.spec.context_tokens} tokens"
             )
         layout = self.spec.layout
-        self._collective = collective
+        self.collective = collective
         self._queries = query_span(self.spec, collective.rank, collective.size)
         self.shard = shard_of(layout, collective.rank, collective.size)
         self._model, sharding = build_model(source, self.spec, collective, self.device, dtype)
@@ -82,17 +83,27 @@ class ModelRunner:
         self._ropes = wrap_ropes(self._model, self.spec.rope_switch_tokens)
         forward = inspect.signature(self._model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
-        sample = self._probe()
-        slots = self.pages * page_size
-        self.pool = MHATokenToKVPool(
-            layout.layers, slots, len(self.shard.heads), layout.head_dim, kv_dtype or dtype, self.device
-        )
+        self._config, self._sample = source.config, self._probe()
         self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
-        self.states: RowStates | None = None
-        """Recurrent state by row; None for a model that has none."""
-        if sample is not None:
-            mover = StateMover(sample, self.pool, self.spec, collective)
-            self.states = RowStates(source.config, mover, self.req_to_token, self.spec.state_tokens)
+        self.pool, self.states = self._memory()
+
+    def resize(self, pool_tokens: int) -> None:
+        """Another pool in the place of this one, whose memory is given back first; before any request has a row."""
+        assert self.req_to_token.statistics().used_rows == 0, "a pool is replaced before it is used"
+        self.pages = _whole_pages(pool_tokens, self.page_size)
+        del self.pool, self.states
+        self.pool, self.states = self._memory()
+
+    def _memory(self) -> tuple[MHATokenToKVPool, RowStates | None]:
+        """The KV pool; and the recurrent state by row, None for a model that has none."""
+        layout, slots = self.spec.layout, self.pages * self.page_size
+        pool = MHATokenToKVPool(
+            layout.layers, slots, len(self.shard.heads), layout.head_dim, self.kv_dtype, self.device
+        )
+        if self._sample is None:
+            return pool, None
+        mover = StateMover(self._sample, pool, self.spec, self.collective)
+        return pool, RowStates(self._config, mover, self.req_to_token, self.spec.state_tokens)
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """Runs one step; float32 `[sequences, vocab]`, the logits after each sequence's last token.
@@ -124,7 +135,7 @@ class ModelRunner:
                 rope.long = long.view(rows, -1)
         context: AttentionContext = PagedStep(self.pool, self._head_map, index, on_layer)
         if self._whole_attention:
-            context = SharedHeads(context, self._queries, self.shard.heads, self._collective)
+            context = SharedHeads(context, self._queries, self.shard.heads, self.collective)
         ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)
         return self._run(ids, positions, index.last if cache is None else 1, context, cache)
 

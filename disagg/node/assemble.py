@@ -69,7 +69,7 @@ def make_collective(rank: int, size: int, rendezvous: Rendezvous) -> Collective:
 def make_runner(
     config: Config, group: GroupConfig, source: ModelSource, collective: Collective, device: torch.device
 ) -> ModelRunner:
-    """The rank's model and KV pool. The pool has one page more than configured: the trash page."""
+    """The rank's model and KV pool, of `initial_pool_tokens` and one page more: the trash page."""
     dtype = resolve_dtype(config.model.dtype, source, device)
     context_tokens = source.spec(dtype).context_tokens
     return ModelRunner(
@@ -77,7 +77,7 @@ def make_runner(
         collective=collective,
         device=device,
         dtype=dtype,
-        pool_tokens=group.pool_tokens + group.page_size,
+        pool_tokens=group.initial_pool_tokens + group.page_size,
         page_size=group.page_size,
         rows=group.max_requests,
         max_tokens=min(group.max_context_tokens, context_tokens),

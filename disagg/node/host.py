@@ -18,6 +18,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
+from disagg.node.sizing import fill_memory
 from disagg.node.warm import warm_model
 from transport.control_zmq import make_control
 from transport.hosts import own_host
@@ -71,6 +72,8 @@ class RankHost:
         self._collective = make_collective(self._rank, group.ranks, rendezvous)
         runner = make_runner(self._config, group, source, self._collective, device)
         if device.type == "cuda":
+            if group.pool_tokens == 0:
+                fill_memory(runner, self._config, group, self.node_class.role)
             warm_model(runner, group.chunk_tokens if self.node_class.role == "prefill" else 1)
         self._node = self.node_class(
             rank=self._rank,

@@ -110,7 +110,16 @@ BAD_INPUT = [
     ("generate a --top-k -1", "top_k = -1 is not allowed"),
     ("generate a --seed 9223372036854775808", "seed = 9223372036854775808 is not allowed"),
     ("generate a --stop=", "stop = ('',) is not allowed"),
-    ("plan --kv-heads 8", "Missing option '--layers' (see disagg plan --help)"),
+    ("plan --kv-heads 8", "Missing option '--prefill-tp' (see disagg plan --help)"),
+    (
+        "plan --kv-heads 8 --prefill-tp 1 --decode-tp 1",
+        "no model: give --model DIR or --random-init NAME, or --layers",
+    ),
+    (
+        "plan --kv-heads 8 --layers 2 --prefill-tp 1 --decode-tp 1 --gpu-memory-gb 80",
+        "--gpu-memory-gb needs a model's weights",
+    ),
+    ("plan --random-init tiny-llamma --prefill-tp 1 --decode-tp 1", "tiny-llamma"),
     ("plan --kv-heads 0 --layers 1 --prefill-tp 1 --decode-tp 1", "kv_heads = 0 is not allowed"),
     (
         "plan --kv-heads 1 --layers 1 --prefill-tp 1 --decode-tp 1 --dtype int4",

@@ -151,7 +151,13 @@ FLAG_MISTAKES = [
         {"prefill.pool_tokens": 1000, "prefill.max_context_tokens": 9},
         "it must be a multiple of page_size (16)",
     ),
-    ({"prefill.max_context_tokens": 1 << 20}, "it must be at most pool_tokens (16384)"),
+    (
+        {"prefill.pool_tokens": 16384, "prefill.max_context_tokens": 1 << 20},
+        "it must be at most pool_tokens (16384)",
+    ),
+    ({"decode.pool_tokens": -16}, "it must be at least 0"),
+    ({"decode.mem_fraction": 0}, "it must be more than 0 and at most 1"),
+    ({"decode.mem_fraction": 1.5}, "it must be more than 0 and at most 1"),
     ({"control.heartbeat_s": 6}, "it must be at most half of peer_timeout_s (10)"),
     ({"control.host": ""}, "it must be an address or a host name"),
     ({"router.request_timeout_s": 0}, "it must be more than 0"),
@@ -171,10 +177,10 @@ def test_flag_mistakes(overrides: dict[str, object], expected: str) -> None:
 
 def test_a_default_made_wrong_names_both() -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(overrides={"prefill.page_size": 15})
+        load_config(overrides={"transfer.lease_timeout_s": 0.125})
     assert str(caught.value) == (
-        "default (with flag prefill.page_size): prefill.pool_tokens = 16384 is not allowed; "
-        "it must be a multiple of page_size (15)"
+        "default (with flag transfer.lease_timeout_s): transfer.watermark_interval_s = 0.25 is not allowed; "
+        "it must be less than lease_timeout_s (0.125)"
     )
 
 
@@ -195,7 +201,13 @@ def test_segment_limit() -> None:
     assert quarter == 1 << 18, "of the smaller buffer"
     assert TransferConfig(staging_bytes=1 << 16).sized(0).segment_limit_bytes == 1 << 14
     assert TransferConfig(max_segment_bytes=5000).sized(0).segment_limit_bytes == 5000
-    assert GroupConfig(page_size=32).pool_pages == 512
+
+
+def test_pool_on_a_cpu() -> None:
+    assert GroupConfig().initial_pool_tokens == 16384
+    assert GroupConfig(page_size=15).initial_pool_tokens == 16395, "whole pages"
+    assert GroupConfig(max_context_tokens=40000).initial_pool_tokens == 40000, "one longest request fits"
+    assert GroupConfig(pool_tokens=4096).initial_pool_tokens == 4096
 
 
 @pytest.mark.parametrize("name", ["ring_bytes", "staging_bytes"])

@@ -1,0 +1,101 @@
+"""What a group's ranks would use their GPUs' memory for, from a checkpoint's configuration alone: no GPU is needed.
+
+A running rank measures what its steps take (`disagg.node.sizing`); here that part is estimated.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import torch
+
+from disagg.core.config import Config, GroupConfig, Role
+from disagg.core.types import KVLayout
+from disagg.model.build import weights_bytes
+from disagg.model.collective import ThreadCollective
+from disagg.model.source import ModelSource
+from disagg.model.spec import ModelSpec, shard_of
+from disagg.node.assemble import make_source, resolve_dtype
+from disagg.node.sizing import LIBRARY_BYTES, SAMPLER_COPIES, MemoryBudget, describe
+
+
+class GroupMemory(msgspec.Struct, frozen=True):
+    """The answer for one kind of group."""
+
+    role: Role
+    ranks: int
+    budget: MemoryBudget
+    """Of the rank that has most to hold."""
+    token_bytes: int
+    """KV of one token on that rank."""
+    pool_tokens: int
+    max_context_tokens: int
+
+
+def model_layout(config: Config) -> KVLayout:
+    """The KV cache's shape of the model that `config.model` names, in the type it would have on a GPU."""
+    source = make_source(config)
+    return source.spec(resolve_dtype(config.model.dtype, source, torch.device("cuda"))).layout
+
+
+def plan_memory(config: Config, gpu_memory_bytes: int) -> list[GroupMemory]:
+    """Ranks of both kinds with a GPU of `gpu_memory_bytes` each. Raises `ConfigError`, `UnsupportedModelError`."""
+    source = make_source(config)
+    dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
+    spec = source.spec(dtype)
+    return [
+        _group(config, config.prefill, "prefill", source, spec, dtype, gpu_memory_bytes),
+        _group(config, config.decode, "decode", source, spec, dtype, gpu_memory_bytes),
+    ]
+
+
+def memory_lines(groups: list[GroupMemory]) -> list[str]:
+    """A line for each kind of group."""
+    lines = []
+    for group in groups:
+        requests = group.pool_tokens // group.max_context_tokens
+        ranks = f"{group.ranks} ranks, each" if group.ranks > 1 else "1 rank:"
+        lines.append(
+            f"{group.role}, {ranks} {describe(group.budget)} = {group.pool_tokens:,} tokens of "
+            f"{group.token_bytes / 1024:g} KiB, {requests} requests of {group.max_context_tokens:,} tokens"
+            if group.pool_tokens
+            else f"{group.role}, {ranks} {describe(group.budget)}: no room for a KV cache; use more ranks"
+        )
+    return lines
+
+
+def _group(
+    config: Config,
+    group: GroupConfig,
+    role: Role,
+    source: ModelSource,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    gpu_memory_bytes: int,
+) -> GroupMemory:
+    ranks = group.ranks
+    heads = max(len(shard_of(spec.layout, rank, ranks).heads) for rank in range(ranks))
+    token_bytes = spec.layout.token_bytes // spec.layout.kv_heads * heads
+    transfer = config.transfer.sized(gpu_memory_bytes)
+    budget = MemoryBudget(
+        limit_bytes=int(gpu_memory_bytes * group.mem_fraction),
+        weights_bytes=max(
+            weights_bytes(source, spec, one, dtype)
+            for one in ThreadCollective.group(ranks)  # nothing is reduced
+        ),
+        work_bytes=_work_bytes(source.config, spec, group, role, dtype),
+        transfer_bytes=transfer.ring_bytes if role == "decode" else transfer.staging_bytes,
+        state_bytes=0,
+        library_bytes=LIBRARY_BYTES[0],
+    )
+    tokens = group.pool_tokens or budget.pool_tokens(token_bytes, group.page_size)
+    longest = min(group.max_context_tokens, spec.context_tokens)
+    return GroupMemory(role, ranks, budget, token_bytes, tokens, longest)
+
+
+def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, role: Role, dtype: torch.dtype) -> int:
+    """Estimated: some vectors of the hidden and of the MLP's size for each token of a step, and its logits."""
+    rows, tokens = (group.max_batch, group.max_batch) if role == "decode" else (1, group.chunk_tokens)
+    hidden = int(getattr(model, "hidden_size", 0))
+    inner = int(getattr(model, "intermediate_size", None) or 4 * hidden)
+    vectors = tokens * (8 * hidden + 3 * inner) * dtype.itemsize
+    return vectors + (SAMPLER_COPIES + 1) * rows * spec.vocab_size * 4

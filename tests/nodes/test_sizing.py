@@ -1,0 +1,135 @@
+"""How large a KV pool is made: the arithmetic, what is refused, and what `disagg plan` says without a GPU."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from disagg.core.config import Config, GroupConfig, ModelConfig
+from disagg.core.errors import ConfigError
+from disagg.groups import with_placement
+from disagg.model.collective import ThreadCollective
+from disagg.node import sizing
+from disagg.node.sizing import MemoryBudget, fill_memory
+from disagg.placement import choose_placement
+from disagg.plan_memory import memory_lines, plan_memory
+
+GB = 10**9
+PAGE = 16
+
+
+def budget(limit_bytes: int) -> MemoryBudget:
+    return MemoryBudget(
+        limit_bytes,
+        weights_bytes=16 * GB,
+        work_bytes=2 * GB,
+        transfer_bytes=GB,
+        state_bytes=0,
+        library_bytes=GB,
+    )
+
+
+def test_the_pool_gets_what_is_left() -> None:
+    found = budget(120 * GB)
+    assert found.kv_bytes == 100 * GB
+    tokens = found.pool_tokens(131072, PAGE)
+    assert tokens % PAGE == 0
+    assert (tokens + PAGE) * 131072 <= 100 * GB < (tokens + 2 * PAGE) * 131072, (
+        "with the trash page it just fits"
+    )
+
+
+def test_a_toy_does_not_get_a_list_of_millions_of_pages() -> None:
+    assert budget(120 * GB).pool_tokens(64, PAGE) == sizing.MAX_POOL_TOKENS - PAGE
+
+
+@pytest.mark.parametrize("limit_bytes", [0, 20 * GB, 20 * GB + 131072 * PAGE])
+def test_nothing_is_left(limit_bytes: int) -> None:
+    assert budget(limit_bytes).pool_tokens(131072, PAGE) == 0
+
+
+class Runner:
+    """What `fill_memory` needs of a rank."""
+
+    def __init__(self, collective: Any = None, fits: bool = True) -> None:
+        self.collective = collective or SimpleNamespace(rank=0, size=1, all_reduce=lambda tensor: None)
+        self.device = torch.device("cpu")
+        self.pool = SimpleNamespace(nbytes=131072 * 64, slots=64)
+        self.req_to_token = SimpleNamespace(max_tokens=4096)
+        self.fits, self.sizes = fits, list[int]()
+
+    def resize(self, tokens: int) -> None:
+        if not self.fits:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        self.sizes.append(tokens)
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, runner: Any, limit_bytes: int) -> None:
+    monkeypatch.setattr(sizing, "measure", lambda *_: budget(limit_bytes))
+    fill_memory(runner, Config(), GroupConfig(tp=1), "decode")
+
+
+def test_the_pool_is_made_with_its_trash_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner()
+    fill(monkeypatch, runner, 120 * GB)
+    assert runner.sizes == [budget(120 * GB).pool_tokens(131072, PAGE) + PAGE]
+
+
+def test_too_little_for_one_request_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ConfigError, match=r"only 3\d\d\d tokens.*weights 16.0.*raise decode.mem_fraction"
+    ) as caught:
+        fill(monkeypatch, Runner(), 20 * GB + 131072 * 4000)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_gpu_that_something_else_uses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"something else uses the GPU.*lower decode.mem_fraction"):
+        fill(monkeypatch, Runner(fits=False), 120 * GB)
+
+
+def test_all_ranks_take_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [120 * GB, 60 * GB, 90 * GB]
+    runners = [Runner(one) for one in ThreadCollective.group(3)]
+    monkeypatch.setattr(sizing, "measure", lambda runner, *_: budget(limits[runner.collective.rank]))
+    threads = [
+        threading.Thread(target=fill_memory, args=(runner, Config(), GroupConfig(tp=3), "prefill"))
+        for runner in runners
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [runner.sizes for runner in runners] == [[budget(60 * GB).pool_tokens(131072, PAGE) + PAGE]] * 3
+
+
+def test_ranks_that_share_a_gpu_share_its_memory() -> None:
+    config = Config(prefill=GroupConfig(mem_fraction=0.8), decode=GroupConfig(mem_fraction=0.5))
+    alone = with_placement(config, choose_placement(4, 2, 2))
+    assert (alone.prefill.mem_fraction, alone.decode.mem_fraction) == (0.8, 0.5)
+    shared = with_placement(config, choose_placement(1, 2, 2))
+    assert shared.prefill.mem_fraction == pytest.approx(0.2)
+    assert shared.decode.mem_fraction == pytest.approx(0.125)
+    assert with_placement(config, choose_placement(0, 2, 2)).prefill.mem_fraction == 0.8
+
+
+def test_the_plan_of_a_known_model() -> None:
+    config = Config(
+        model=ModelConfig(random_init="llama-3.1-8b"), prefill=GroupConfig(tp=2), decode=GroupConfig(tp=1)
+    )
+    prefill, decode = plan_memory(config, 80 * GB)
+    whole = 8_030_261_248 * 2  # parameters of Llama 3.1 8B, in bfloat16
+    ends = 2 * 128256 * 4096 * 2  # embedding and output head, which every rank holds whole
+    norms = (2 * 32 + 1) * 4096 * 2
+    assert decode.budget.weights_bytes == pytest.approx(whole, abs=1024), "and the rotary table"
+    assert prefill.budget.weights_bytes == pytest.approx((whole - ends - norms) / 2 + ends + norms, abs=1024)
+    assert (prefill.token_bytes, decode.token_bytes) == (65536, 131072)
+    assert decode.pool_tokens * 131072 < 80 * GB * 0.88 - whole
+    told = memory_lines([prefill, decode])
+    assert told[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
+    assert "requests of 4,096 tokens" in told[1]
+    assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[1]
