@@ -222,6 +222,7 @@ class Cluster:
         pending = [(group, self._start_ranks(group)) for group in new]
         for group, refs in pending:
             group.started = _get(refs, START_TIMEOUT_S)
+            log.info("memory", group=group.name, ranks=len(group.started), each=group.started[0].memory)
             group.info = group_info(group, self.config)
         progress("connecting the groups")
         for group in new:

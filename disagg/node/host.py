@@ -18,7 +18,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
-from disagg.node.sizing import fill_memory
+from disagg.node.sizing import describe, describe_pool, fill_memory
 from disagg.node.warm import warm_model
 from transport.control_zmq import make_control
 from transport.hosts import own_host
@@ -34,6 +34,8 @@ class Started(NamedTuple):
     pid: int
     host: str
     """Where `pid` means something."""
+    memory: str
+    """The KV pool, and what else takes the device's memory, in words."""
 
 
 class RankHost:
@@ -71,9 +73,10 @@ class RankHost:
         source = make_source(self._config)
         self._collective = make_collective(self._rank, group.ranks, rendezvous)
         runner = make_runner(self._config, group, source, self._collective, device)
+        memory = ""
         if device.type == "cuda":
             if group.pool_tokens == 0:
-                fill_memory(runner, self._config, group, self.node_class.role)
+                memory = describe(fill_memory(runner, self._config, group, self.node_class.role))
             warm_model(runner, group.chunk_tokens if self.node_class.role == "prefill" else 1)
         self._node = self.node_class(
             rank=self._rank,
@@ -88,7 +91,8 @@ class RankHost:
                 gpu=device.type == "cuda",
             ),
         )
-        return Started(self._node.start(), runner.spec, os.getpid(), socket.gethostname())
+        memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
+        return Started(self._node.start(), runner.spec, os.getpid(), socket.gethostname(), memory)
 
     def join(self, group: GroupInfo) -> None:
         """All ranks of the group have started."""

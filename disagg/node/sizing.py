@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import structlog
 import torch
 
 from disagg.core.config import Config, GroupConfig
@@ -19,8 +18,6 @@ from disagg.model.batch import SequenceSlice, StepBatch
 
 if TYPE_CHECKING:
     from disagg.model.runner import ModelRunner  # it brings transformers
-
-log = structlog.get_logger(__name__)
 
 WORK_MARGIN = 1.15
 """On the measured memory of steps: the allocator's blocks do not fit each other exactly."""
@@ -62,7 +59,7 @@ class MemoryBudget:
         return max(0, pages - 1) * page_size
 
 
-def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> None:
+def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
     """Gives the rank a KV pool of the memory that is left. All ranks of a group together, before any request.
 
     Raises `ConfigError` when too little is left for one longest request.
@@ -84,8 +81,7 @@ def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: s
             f"{role}: a KV pool of {tokens} tokens does not fit, because something else uses the GPU: stop it, or "
             f"lower {role}.mem_fraction ({group.mem_fraction:g}) or set {role}.pool_tokens"
         ) from exc
-    if runner.collective.rank == 0:
-        log.info("kv_pool", tokens=tokens, size=gigabytes(tokens * token_bytes), memory=describe(budget))
+    return budget
 
 
 def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
@@ -126,6 +122,12 @@ def describe(budget: MemoryBudget) -> str:
     }
     told = ", ".join(f"{name} {nbytes / 1e9:.1f}" for name, nbytes in parts.items() if nbytes)
     return f"{gigabytes(budget.limit_bytes)} for this rank: {told}"
+
+
+def describe_pool(runner: ModelRunner) -> str:
+    """In words: `KV 52.9 GB = 403,344 tokens`."""
+    pool, page = runner.pool, runner.page_size
+    return f"KV {gigabytes(pool.nbytes // pool.slots * (pool.slots - page))} = {pool.slots - page:,} tokens"
 
 
 def gigabytes(nbytes: int) -> str:
