@@ -131,8 +131,8 @@ def describe_pool(runner: ModelRunner) -> str:
 
 
 def gigabytes(nbytes: int) -> str:
-    """'16.1 GB'."""
-    return f"{nbytes / 1e9:.1f} GB"
+    """'16.1 GB', '1.2 MB'."""
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def _run_largest(runner: ModelRunner, group: GroupConfig, role: str) -> None:
