@@ -216,6 +216,38 @@ def handoff(
     _show("handoff", title, results, out, as_json)
 
 
+@app.command()
+def decode(
+    random_init: Annotated[
+        str | None,
+        typer.Option("--random-init", metavar="NAME", help="Its shape [llama-3.1-8b; a small one on a CPU]."),
+    ] = None,
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option("--dtype")] = "bfloat16",
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in the step.")] = 64,
+    context_tokens: Annotated[
+        int | None, typer.Option("--context-tokens", min=1, help="Of each [2048; 128 on a CPU].")
+    ] = None,
+    page_size: Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")] = 16,
+    repeats: RepeatsFlag = 9,
+    device: DeviceFlag = "auto",
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """A decode step of a whole model: how fast it reads its weights and KV, as a share of a plain copy."""
+    import torch
+
+    from disagg.bench.decode import DecodeBench, run
+
+    where = _device(device)
+    cuda = where.type == "cuda"
+    name = random_init or ("llama-3.1-8b" if cuda else "tiny-llama")
+    context = context_tokens or (2048 if cuda else 128)
+    bench = DecodeBench(where, name, getattr(torch, dtype), batch, context, page_size, repeats)
+    with _progress() as tell:
+        results = run(bench, tell)
+    _show("decode", f"decode steps in {dtype} on {_name(where)}", results, out, as_json)
+
+
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))

@@ -73,15 +73,15 @@ class ModelRunner:
         self.collective = collective
         self._queries = query_span(self.spec, collective.rank, collective.size)
         self.shard = shard_of(layout, collective.rank, collective.size)
-        self._model, sharding = build_model(source, self.spec, collective, self.device, dtype)
+        self.model, sharding = build_model(source, self.spec, collective, self.device, dtype)
         self._whole_attention = sharding.whole_attention
         self.held_whole = set(sharding.whole)
         """Parts of the model that every rank of the group holds whole, because they cannot be split."""
         self._head_map = HeadMap(
             self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
         )
-        self._ropes = wrap_ropes(self._model, self.spec.rope_switch_tokens)
-        forward = inspect.signature(self._model.forward)
+        self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
+        forward = inspect.signature(self.model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
         self._config, self._sample = source.config, self._probe()
         self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
@@ -149,10 +149,10 @@ class ModelRunner:
     ) -> torch.Tensor:
         more: dict[str, Any] = {}
         if cache is not None:
-            context = PoolLayers(context, cache, attention_layers(self._model.config))
+            context = PoolLayers(context, cache, attention_layers(self.model.config))
             more[self._cache_name] = cache
         with torch.inference_mode():
-            output = self._model(
+            output = self.model(
                 input_ids=ids,
                 position_ids=positions,
                 use_cache=cache is not None,
@@ -168,9 +168,9 @@ class ModelRunner:
 
         Returns the recurrent state after it, of a model that has one.
         """
-        probe, config = ShapeProbe(), self._model.config
+        probe, config = ShapeProbe(), self.model.config
         cache = RequestCache(config) if recurrent_layers(config) else None
-        with alone(self._model):
+        with alone(self.model):
             logits = self._look(probe, cache)
             heads = self.spec.layout.kv_heads if self._whole_attention else len(self.shard.heads)
             probe.require(self.spec, heads, config)

@@ -82,7 +82,7 @@ def test_answers_go_on_together_and_prompts_alone() -> None:
 def test_a_state_of_another_shape_is_not_stored(tmp_path: Path) -> None:
     runner, row = _runner_with_row(save(HYBRIDS["lfm2"](), tmp_path), None)
     assert runner.states is not None
-    runner.states._caches[row] = RequestCache(runner._model.config)
+    runner.states._caches[row] = RequestCache(runner.model.config)
     with pytest.raises(InvariantError, match="changed its shapes"):
         runner.states.store(row, 1)
 

@@ -1,0 +1,129 @@
+"""A decode step of a whole model against the bytes that it must read: weights once, each request's KV once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from disagg.bench.measure import copy_rate, seconds_of
+from disagg.bench.report import Measurement, Result
+from disagg.core.errors import ConfigError, InvariantError
+from disagg.core.types import Span
+from disagg.kv.pages import slots_of
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.collective import SingleCollective
+from disagg.model.runner import ModelRunner
+from disagg.model.source import ModelSource
+
+COPY_BYTES = 1 << 30
+"""Of the plain copy that is the ceiling, on a GPU; a sixteenth of it on a CPU."""
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    """What to measure: `batch` requests of `context_tokens` each, one token more of each in a step."""
+
+    device: torch.device
+    model: str
+    """A name of `disagg.model.named`."""
+    dtype: torch.dtype
+    batch: int
+    context_tokens: int
+    page_size: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context_tokens", "page_size", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} is not allowed; it must be at least 1")
+
+
+def run(bench: DecodeBench, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
+    """Time of a step, the share of the copy rate at which it reads, and tokens a second."""
+    tell(f"{bench.model}: loading")
+    runner, batch = prepare(bench)
+    tell("device copy")
+    nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
+    ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
+    tell("steps")
+    seconds = seconds_of(lambda: runner.forward(batch), bench.device, bench.repeats)
+    check(runner, batch)
+    weights_bytes, kv_bytes = read_weights_bytes(runner), read_kv_bytes(runner, bench)
+    title = f"{bench.model}, batch {bench.batch}, {bench.context_tokens} tokens each"
+    labels: dict[str, str | int | float] = {
+        "model": bench.model,
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "batch": bench.batch,
+        "context_tokens": bench.context_tokens,
+        "page_size": bench.page_size,
+        "weights_bytes": weights_bytes,
+        "kv_bytes": kv_bytes,
+    }
+    rates = Measurement("reads", "GB/s", tuple((weights_bytes + kv_bytes) / s / 1e9 for s in seconds))
+    return [
+        Result(
+            f"{title}: bytes",
+            rates,
+            ceiling,
+            labels,
+            f"weights ({weights_bytes / 1e9:.2f} GB) and KV ({kv_bytes / 1e9:.2f} GB) over the time of a step; "
+            "the ceiling counts bytes read and written",
+        ),
+        Result(f"{title}: step", Measurement("step", "ms", tuple(1e3 * s for s in seconds)), None, labels),
+        Result(
+            f"{title}: tokens",
+            Measurement("tokens", "tokens/s", tuple(bench.batch / s for s in seconds)),
+            None,
+            labels,
+        ),
+    ]
+
+
+def prepare(bench: DecodeBench) -> tuple[ModelRunner, StepBatch]:
+    """A runner whose pool holds noise for every request, in shuffled pages; and the step."""
+    pages_each = -(-bench.context_tokens // bench.page_size)
+    pages = bench.batch * pages_each
+    runner = ModelRunner(
+        ModelSource.random_init(bench.model),
+        collective=SingleCollective(),
+        device=bench.device,
+        dtype=bench.dtype,
+        pool_tokens=(pages + 1) * bench.page_size,
+        page_size=bench.page_size,
+        rows=bench.batch,
+        max_tokens=bench.context_tokens,
+    )
+    runner.pool.buffer.view(bench.dtype).normal_(generator=torch.Generator(bench.device).manual_seed(0))
+    order = (1 + torch.randperm(pages, generator=torch.Generator().manual_seed(0))).tolist()
+    slices = []
+    for number in range(bench.batch):
+        row = runner.req_to_token.alloc()
+        own = order[number * pages_each : (number + 1) * pages_each]
+        slots = slots_of(own, bench.page_size, Span(0, bench.context_tokens))
+        runner.req_to_token.set_slots(row, 0, slots)
+        slices.append(SequenceSlice(row, bench.context_tokens - 1, (number % runner.spec.vocab_size,)))
+    return runner, StepBatch(tuple(slices))
+
+
+def check(runner: ModelRunner, batch: StepBatch) -> None:
+    """Raises `InvariantError` unless the step's logits are those of its requests computed alone, nearly."""
+    together = runner.forward(batch).clone()
+    for number in (0, len(batch.sequences) - 1):
+        alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
+        if not torch.allclose(together[number], alone, rtol=0.05, atol=0.05 * float(alone.abs().max())):
+            raise InvariantError(f"request {number} of the batch has other logits than alone")
+
+
+def read_weights_bytes(runner: ModelRunner) -> int:
+    """Of all parameters that a step reads whole: the embedding's only where it is the output head too."""
+    model = runner.model
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight.data_ptr() == embedding.data_ptr()
+    return int(sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes))
+
+
+def read_kv_bytes(runner: ModelRunner, bench: DecodeBench) -> int:
+    """Of every request's tokens."""
+    return bench.batch * bench.context_tokens * (runner.pool.nbytes // runner.pool.slots)
