@@ -41,6 +41,8 @@ class Item:
     state: State = State.LEASED
     scattered: Marker = None
     started_s: float = 0.0
+    waits_since_s: float | None = None
+    """Since its lease was granted, while it could not be written yet."""
 
     @property
     def holds_lease(self) -> bool:

@@ -15,7 +15,7 @@ from disagg.core.types import GroupInfo, RequestKey, SamplingParams, TokenLogpro
 from disagg.model.next_tokens import next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
-from disagg.node.leader import Leader, Send, check_request
+from disagg.node.leader import Leader, Scheduled, Send, check_request
 from disagg.node.plan import StepPlan
 from transport import messages as m
 
@@ -31,6 +31,8 @@ def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequ
 
 class DecodeLeader(Leader):
     """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
+
+    _role = "decode"
 
     def __init__(
         self,
@@ -70,6 +72,7 @@ class DecodeLeader(Leader):
             requests = [self._scheduler.requests[work.key] for work in plan.work]
         rows = [Row(request.sampling, request.tokens, request.history) for request in requests]
         found = next_tokens(logits, rows, self._eos_ids)
+        generated = 0
         with self._changed:
             for request, chosen in zip(requests, found, strict=True):
                 if request.closing:
@@ -78,9 +81,11 @@ class DecodeLeader(Leader):
                     self._fail(request, chosen)
                 else:
                     request.tokens.append(chosen.token)
+                    generated += 1
                     self._emit(request, len(request.tokens) - 1, [chosen.token], chosen.logprobs)
             for request in self._scheduler.commit(plan):
                 self._tell_released(request)
+            self._reports.step_ended(generated)
             self._changed.notify_all()
 
     def statistics(self) -> DecodeStatistics:
@@ -92,6 +97,10 @@ class DecodeLeader(Leader):
         """Raises `InvariantError` when rows or pages are lost or owned twice."""
         with self._changed:
             self._scheduler.check()
+
+    def _scheduled(self) -> Scheduled:
+        found = self._scheduler.statistics()
+        return Scheduled(0, found.receiving + found.running, found.closing, found.memory)
 
     def _requests(self) -> Iterable[DecodeRequest]:
         return list(self._scheduler.requests.values())

@@ -18,6 +18,7 @@ from decode_node.incoming import Coverage, Incoming, Item, State, local
 from decode_node.probe import ProbeReceiver
 from disagg.core.errors import DisaggError, InvariantError, PeerLostError, ProtocolError, TransportError
 from disagg.core.ports import Clock
+from disagg.core.status import RankStatus
 from disagg.core.timeline import Timeline
 from disagg.core.types import Segment, Shard, Span, Ticket
 from disagg.kv.pages import slots_of
@@ -128,6 +129,9 @@ class SegmentReceiver:
         self._scattering: deque[Item] = deque()
         self._repeat_at_s = 0.0
         self._head_lease, self._head_since_s = -1, 0.0
+        self._waited_s = 0.0
+        """How long leases waited that wait no more."""
+        self._failed = 0
         self._landed = self._landed_bytes = self._watermarks = self._repeats = self._stale = self._expired = 0
 
     # --- set-up
@@ -217,7 +221,10 @@ class SegmentReceiver:
         watermark, ring_bytes = self._ring.watermark, self._ring.size_bytes
         grant = m.LeaseGrant(request.key, request.ticket, self._rank, starts, ring_bytes, watermark)
         self._letters.send(peer, grant)
-        self._untold.extend(item for item in items if not self._ring.writable(item.lease))
+        for item in items:
+            if item.waits_since_s is None and not self._ring.writable(item.lease):
+                item.waits_since_s = self._clock()
+                self._untold.append(item)
 
     def on_pool_refused(self, peer: str, message: m.PoolRefused) -> None:
         """A peer cannot open the pool: tickets made from now on come through the ring.
@@ -457,6 +464,7 @@ class SegmentReceiver:
             self._untold[0].state is not State.LEASED or self._ring.writable(self._untold[0].lease)
         ):
             item = self._untold.popleft()
+            self._waited_s += self._clock() - (item.waits_since_s or 0.0)
             if item.state is State.LEASED:
                 peers.add(item.peer)
         for peer in peers:
@@ -493,6 +501,7 @@ class SegmentReceiver:
             return
         incoming.failed = True
         log.warning("transfer_failed", request=str(incoming.key), error=str(error))
+        self._failed += 1
         self._refuse(incoming.ticket, error)
 
     def _refuse(self, ticket: Ticket, error: DisaggError) -> None:
@@ -543,6 +552,22 @@ class SegmentReceiver:
             watermark_repeats=self._repeats,
             stale=self._stale,
             leases_expired=self._expired,
+        )
+
+    def status(self) -> RankStatus:
+        """For metrics; cheap."""
+        now_s = self._clock()
+        waiting_s = sum(now_s - (item.waits_since_s or 0.0) for item in self._untold)
+        return RankStatus(
+            self._lane,
+            self._rank,
+            device_name(self._pool.buffer.device),
+            ring_bytes=self._ring.size_bytes,
+            ring_used_bytes=min(self._ring.in_use_bytes, self._ring.size_bytes),
+            ring_waits_total=self._ring.waited,
+            ring_wait_s_total=self._waited_s + waiting_s,
+            landed_bytes_total=self._landed_bytes,
+            faults_total=self._failed,
         )
 
     def check(self) -> None:

@@ -24,7 +24,7 @@ from disagg.api.model import ServedModel
 from disagg.api.server import bind, serve
 from disagg.api.service import Service
 from disagg.cluster import Cluster
-from disagg.core.config import ApiConfig, Config
+from disagg.core.config import Config
 from disagg.core.log import configure
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.directory import directory_host, shared_keys
@@ -33,6 +33,7 @@ from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.router.follow import joined
 from disagg.router.mail import MailRoom
 from disagg.router.session import Router
+from disagg.router.status import watching
 from disagg.serve_local import (
     follow_cluster,
     limit_tokens,
@@ -69,7 +70,7 @@ def run_serve(config: Config) -> None:
                 sys.setswitchinterval(
                     SWITCH_INTERVAL_S
                 )  # the tokenizer's thread shares Python's lock with us
-                _run(_serve(_own_router(cluster), cluster.config.api, model, keys, listener))
+                _run(_serve(_own_router(cluster), cluster.config, model, keys, listener))
                 ignore_signals()  # the cluster's end takes seconds
         finally:
             model.close()
@@ -86,7 +87,7 @@ def run_serve_joined(config: Config, directory: str) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             router = _joined_router(config, control_keys, directory)
-            _run(_serve(router, config.api, model, keys, listener))
+            _run(_serve(router, config, model, keys, listener))
         finally:
             model.close()
 
@@ -139,7 +140,7 @@ async def _joined_router(config: Config, keys: ControlKeys | None, directory: st
 
 async def _serve(
     made: AbstractAsyncContextManager[Router],
-    config: ApiConfig,
+    config: Config,
     model: ServedModel,
     keys: tuple[bytes, ...],
     listener: socket.socket,
@@ -154,8 +155,9 @@ async def _serve(
             "serving", url=url, model=model.name, context_tokens=model.context_tokens, api_keys=len(keys)
         )
 
-    if not keys and not is_loopback(config.host):
-        log.warning("no_api_key", host=config.host, means="whoever reaches this address may use the model")
-    async with made as router:
-        service = Service(router, model, config)
+    host = config.api.host
+    if not keys and not is_loopback(host):
+        log.warning("no_api_key", host=host, means="whoever reaches this address may use the model")
+    async with made as router, watching(router.statuses, config.metrics.interval_s):
+        service = Service(router, model, config.api)
         await serve(make_app(service, keys), service, listener, stop, hurry, say)

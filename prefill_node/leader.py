@@ -13,7 +13,7 @@ from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.next_tokens import Chosen, next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
-from disagg.node.leader import Leader, LedRequest, Send, check_request
+from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request
 from disagg.node.plan import StepPlan
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
 from transport import messages as m
@@ -23,6 +23,8 @@ log = structlog.get_logger(__name__)
 
 class PrefillLeader(Leader):
     """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
+
+    _role = "prefill"
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class PrefillLeader(Leader):
             for request in requests:
                 self._tell_released(request)
             self._admit()
+            self._reports.step_ended(sum(len(work.tokens) for work in plan.work))
             self._changed.notify_all()
 
     def statistics(self) -> PrefillStatistics:
@@ -73,6 +76,10 @@ class PrefillLeader(Leader):
         """Raises `InvariantError` when rows or pages are lost or owned twice."""
         with self._changed:
             self._scheduler.check()
+
+    def _scheduled(self) -> Scheduled:
+        found = self._scheduler.statistics()
+        return Scheduled(found.waiting, found.computing + found.sending, found.closing, found.memory)
 
     def _requests(self) -> Iterable[LedRequest]:
         return list(self._scheduler.requests.values())

@@ -14,6 +14,7 @@ from disagg.core.types import RequestKey, Segment, Ticket
 from disagg.node.device import Marker
 from disagg.node.links import Link
 from prefill_node.direct import OpenPool
+from prefill_node.flows import BusyTime, Flow
 from staging.allocator import Lease, is_writable
 
 
@@ -41,6 +42,8 @@ class Item:
     segment: Segment
     peer: str
     """Control address of the destination rank; its name for the transport too."""
+    flow: Flow
+    """Where it is counted."""
     state: State = State.PLANNED
     write: Callable[[], None] | None = None
     """Launches the write to the destination's pool, where that is open: without staging and ring."""
@@ -80,6 +83,8 @@ class Outgoing:
     """By (destination rank, segment index)."""
     planned_to: int = 0
     """Positions below it have been cut into segments."""
+    uncomputed: int = 0
+    """Items whose layers have not been given to the device."""
     left: int = 0
     """Items that are neither SENT nor DROPPED."""
     asked: set[str] = field(default_factory=set)
@@ -91,26 +96,20 @@ class Outgoing:
     closing: bool = False
     leader_asked: bool = False
     """The leader wants to hear when nothing of it is read here any more."""
-    moving: int = 0
-    """Items that are being gathered or sent."""
-    moving_since_s: float = 0.0
-    busy_s: float = 0.0
-    """How long at least one item was moving, up to the last time that none was."""
-
-    def begin_move(self, now_s: float) -> None:
-        """An item starts to be gathered."""
-        self.moving_since_s = now_s if self.moving == 0 else self.moving_since_s
-        self.moving += 1
-
-    def end_move(self, now_s: float) -> None:
-        """An item was sent, or will not be."""
-        self.moving -= 1
-        self.busy_s += now_s - self.moving_since_s if self.moving == 0 else 0.0
+    busy: BusyTime = field(default_factory=BusyTime)
+    """While an item is being gathered or sent."""
+    computed_s: float | None = None
+    """When its last KV was found to be written."""
 
     @property
     def whole(self) -> bool:
         """True when every position of the ticket has been cut and every segment has left."""
         return self.left == 0 and self.planned_to >= self.ticket.tokens.stop
+
+    @property
+    def all_computing(self) -> bool:
+        """True when every position of the ticket has been cut and the device has been given all of their layers."""
+        return self.uncomputed == 0 and self.planned_to >= self.ticket.tokens.stop
 
     @property
     def sent(self) -> int:

@@ -16,16 +16,18 @@ import torch
 
 from disagg.core.errors import DisaggError, InvariantError, PeerLostError, TransportError
 from disagg.core.ports import Clock
+from disagg.core.status import Path, RankStatus
 from disagg.core.timeline import Timeline
 from disagg.core.types import RequestKey, Shard, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
-from disagg.node.device import DeviceQueue, Marker, is_done
+from disagg.node.device import DeviceQueue, Marker, device_name, is_done
 from disagg.node.links import Link, fence, segment_limits
 from disagg.node.warm import warm_copies
 from kernels.gather import gather
 from kernels.layout import segment_bytes
 from prefill_node.direct import NO_LIMIT, OpenPool, OpenPools, check_pool, check_ticket, local_place, warm
+from prefill_node.flows import Exposed, Flows
 from prefill_node.outgoing import Destination, Item, Outgoing, State
 from prefill_node.probe import Prober
 from staging.allocator import Lease, StagingAllocator
@@ -149,7 +151,8 @@ class SegmentSender:
         self._copying: deque[Item] = deque()
         """Items whose gather or write is on the device, in the queue's order."""
         self._segments_sent = self._bytes_sent = self._segments_written = self._stale = 0
-        self._refused_pools = 0
+        self._refused_pools = self._failed = 0
+        self._flows, self._exposed = Flows(), Exposed()
 
     # --- set-up
 
@@ -167,6 +170,7 @@ class SegmentSender:
             self._letters.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
             self._destinations[peer.control_address] = Destination()
+            self._flows.link(peer.control_address, f"{link.decode.name} r{peer.rank}")
         with self._queue.use():
             warm_copies(link.from_rank(self._rank), self._shard, self._pool)
             self._warm_writes(link)
@@ -242,10 +246,12 @@ class SegmentSender:
         for peer in peers:
             name = peer.control_address
             pool = outgoing.direct.get(name)
-            items = [Item(outgoing, s, name) for s in segments if s.dst_rank == peer.rank]
+            flow = self._flows.of(name, "staged" if pool is None else "peer")
+            items = [Item(outgoing, s, name, flow) for s in segments if s.dst_rank == peer.rank]
             if items:
                 outgoing.items.update({(peer.rank, item.segment.index): item for item in items})
                 outgoing.left += len(items)
+                outgoing.uncomputed += len(items)
                 outgoing.asked.add(name)
                 self._steps.setdefault(step, []).extend(items)
                 if pool is None:
@@ -266,11 +272,14 @@ class SegmentSender:
     def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
         """The KV of `layers` (global) of step `step` is written once `marker` is done on the device."""
         waiting: list[Item] = []
-        for item in self._steps.pop(step, []):
-            if item.segment.layers.stop > layers.stop:  # layers are computed in order
-                waiting.append(item)
-                continue
+        ready: list[Item] = []
+        for item in self._steps.pop(step, []):  # layers are computed in order
+            (waiting if item.segment.layers.stop > layers.stop else ready).append(item)
+        for item in ready:
             item.computed, item.after = True, marker
+            item.outgoing.uncomputed -= 1
+        self._exposed.computed({item.outgoing for item in ready}, marker, self._clock())
+        for item in ready:
             if item.write is None:
                 self._maybe_sendable(item)
             elif item.state is State.PLANNED:
@@ -362,6 +371,7 @@ class SegmentSender:
         if self._destinations.pop(peer, None) is None:
             return
         self._letters.forget(peer)
+        self._flows.forget(peer)
         for name in [
             n for n, link in self._links.items() if peer in {r.control_address for r in link.decode.ranks}
         ]:
@@ -414,6 +424,7 @@ class SegmentSender:
 
     def poll(self, now_s: float) -> float:
         """Sends what has been gathered, tells of what was written; asks to be called again soon meanwhile."""
+        self._exposed.look(now_s)
         for item in self._copying:
             if not self._begun(item, now_s):
                 break  # the queue runs in order: what is behind has not begun either
@@ -425,7 +436,7 @@ class SegmentSender:
             self._forget_answered()
             self._expire(now_s)
         probe_s = self.prober.poll(now_s)
-        return DEVICE_POLL_S if self._copying else min(IDLE_S, probe_s)
+        return DEVICE_POLL_S if self._copying or self._exposed else min(IDLE_S, probe_s)
 
     # --- moving one segment on
 
@@ -529,7 +540,8 @@ class SegmentSender:
         """Whether the device has come to the item's copy; before that it computes, and nothing is moved."""
         if item.started_s is None and is_done(item.after):
             item.started_s = now_s
-            item.outgoing.begin_move(now_s)
+            item.outgoing.busy.begin(now_s)
+            item.flow.busy.begin(now_s)
         return item.started_s is not None
 
     def _copied(self, item: Item) -> None:
@@ -555,6 +567,8 @@ class SegmentSender:
         self._segments_sent += 1
         self._bytes_sent += item.segment.nbytes
         self._segments_written += item.write is not None
+        item.flow.nbytes += item.segment.nbytes
+        item.flow.segments += 1
 
     def _release(self, item: Item) -> None:
         """Frees the item's staging: its send has ended, or it will not be sent."""
@@ -563,7 +577,9 @@ class SegmentSender:
             item.lease = None
         outgoing = item.outgoing
         if item.started_s is not None:
-            outgoing.end_move(self._clock())
+            now_s = self._clock()
+            outgoing.busy.end(now_s)
+            item.flow.busy.end(now_s)
         outgoing.left -= 1
         self._maybe_finished(outgoing)
         self._maybe_closed(outgoing)
@@ -583,6 +599,8 @@ class SegmentSender:
         if outgoing.finished or outgoing.closing or not outgoing.whole:
             return
         outgoing.finished = True
+        now_s = self._clock()
+        self._exposed.finished(outgoing, now_s)
         self._to_leader(
             m.RankSent(
                 outgoing.key,
@@ -591,7 +609,7 @@ class SegmentSender:
                 outgoing.nbytes,
                 outgoing.sent,
                 outgoing.messages,
-                outgoing.busy_s,
+                outgoing.busy.total_s(now_s),
             )
         )
 
@@ -624,6 +642,7 @@ class SegmentSender:
 
     def _fail(self, key: RequestKey, ticket: int, error: DisaggError) -> None:
         log.warning("transfer_failed", request=str(key), error=str(error))
+        self._failed += 1
         self._to_leader(m.RankFailed(key, ticket, self._rank, error.code, str(error)))
 
     # --- looking in
@@ -644,6 +663,22 @@ class SegmentSender:
             refused_pools=self._refused_pools,
             stale=self._stale,
         )
+
+    def status(self) -> RankStatus:
+        """For metrics; cheap."""
+        return RankStatus(
+            self._lane,
+            self._rank,
+            device_name(self._pool.buffer.device),
+            staging_bytes=self._staging_bytes,
+            staging_used_bytes=min(self._allocator.in_use_bytes, self._staging_bytes),
+            routes=self._flows.statuses(self._clock(), self._path_to),
+            exposed_s_total=self._exposed.total_s,
+            faults_total=self._failed,
+        )
+
+    def _path_to(self, peer: str) -> Path:
+        return "staged" if self._pools.of(peer) is None else "peer"
 
     def check(self) -> None:
         """Raises `InvariantError` unless staging is held by exactly the segments under way and a probe."""

@@ -98,6 +98,16 @@ class StagingAllocator:
         """Start of the oldest unfreed lease, or the head when there is none. Never falls."""
         return self._order[0].start if self._order else self._head
 
+    @property
+    def in_use_bytes(self) -> int:
+        """Bytes of unfreed leases; more than `size_bytes` when overcommitted."""
+        return self._in_use_bytes
+
+    @property
+    def waited(self) -> int:
+        """Leases that could not be written at once when they were assigned."""
+        return self._waited
+
     def assign(self, nbytes: int, owner: Hashable) -> Lease:
         """Grants `nbytes` to `owner`, who frees them; the lease may have to wait until it is `writable`.
 

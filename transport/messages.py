@@ -10,8 +10,10 @@ from typing import Annotated, Union
 
 import msgspec
 
+from disagg.core.bounds import Count, Label, Seconds
 from disagg.core.config import Role
 from disagg.core.errors import ProtocolError
+from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Segment, Ticket, TokenLogprobs
 from transport.handles import MemoryHandle
 from transport.tags import SEGMENT_BITS, TICKET_NUMBERS, WRITER_BITS
@@ -19,13 +21,10 @@ from transport.tags import SEGMENT_BITS, TICKET_NUMBERS, WRITER_BITS
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest encoded message: a prompt of three million tokens fits."""
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(ge=0)]
 TicketNumber = Annotated[int, msgspec.Meta(ge=0, lt=TICKET_NUMBERS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << WRITER_BITS)]
 SegmentIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << SEGMENT_BITS)]
 ProbeNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << (WRITER_BITS + SEGMENT_BITS))]
-Label = Annotated[str, msgspec.Meta(max_length=256)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -128,6 +127,27 @@ class Released(Message, frozen=True):
     """Leader -> router: nothing of the request is left here."""
 
     key: RequestKey
+
+
+# --- what groups tell of themselves: router <-> leaders, leader <- its ranks ----------------------------------
+
+
+class Watch(Message, frozen=True):
+    """Router -> leader: tell me how the group is, for a while; I ask again within `interval_s`."""
+
+    interval_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+
+
+class GroupReport(Message, frozen=True):
+    """Leader -> router that watches: the group as it stands."""
+
+    status: GroupStatus
+
+
+class RankReport(Message, frozen=True):
+    """Rank -> its leader: the rank as it stands."""
+
+    status: RankStatus
 
 
 # --- the directory of a cluster's groups: routers, operators <-> directory -----------------------------------

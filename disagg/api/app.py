@@ -46,6 +46,7 @@ def _routes(service: Service) -> list[tuple[str, str, Any]]:
         ("/health", "GET", routes.health),
         ("/ready", "GET", routes.ready),
         ("/metrics", "GET", routes.metrics),
+        ("/status", "GET", routes.status),
     ]
 
 
@@ -105,6 +106,10 @@ class _Routes:
     async def metrics(self, request: Request) -> Response:
         """For Prometheus."""
         return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+
+    async def status(self, request: Request) -> Response:
+        """The server and its groups as they stand, with the last answers."""
+        return _json(self._service.status())
 
     async def _answer(self, request: Request, asked: Asked, writer_class: type[Writer]) -> Response:
         exchange = exchange_of(request)

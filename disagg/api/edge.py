@@ -17,7 +17,9 @@ from disagg.core.config import ApiConfig
 log = structlog.get_logger(__name__)
 
 OPEN = frozenset({"/health", "/ready", "/metrics"})
-"""Asked by machines that hold no key, often: their lines in the log are for debugging."""
+"""Asked by machines that hold no key."""
+OFTEN = OPEN | {"/status"}
+"""Asked again and again: their lines in the log are for debugging."""
 ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})
 OUTCOMES = {CLIENT_GONE: "aborted", 408: "timeout", 429: "busy", 503: "unavailable", 504: "timeout"}
 
@@ -69,7 +71,7 @@ class Edge:
         path, outcome = scope["path"], _outcome(exchange.ended or status)
         if path in ANSWERING:
             self._metrics.requests.labels(outcome).inc()
-        say = log.debug if path in OPEN else log.info
+        say = log.debug if path in OFTEN else log.info
         say(
             "request",
             request_id=exchange.request_id,

@@ -67,6 +67,15 @@ class Metrics:
             self.transfer_bytes.inc(report.nbytes)
             self.transfer_seconds.observe(report.transfer_s)
 
+    @staticmethod
+    def total(metric: Counter | Gauge, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        samples = (sample for family in metric.collect() for sample in family.samples)
+        wanted = (
+            s for s in samples if not s.name.endswith("_created") and labels.items() <= s.labels.items()
+        )
+        return sum(sample.value for sample in wanted)
+
     def exposition(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self.registry)

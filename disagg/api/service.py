@@ -6,18 +6,24 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Protocol
 
 import structlog
 
+from disagg import __version__
 from disagg.api.admission import Admission
 from disagg.api.answers import Answers
 from disagg.api.asked import Asked
 from disagg.api.errors import ApiError, bad, retry_after
+from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import Metrics
 from disagg.api.model import ServedModel
+from disagg.api.quantiles import RollingQuantiles
+from disagg.api.recent import Recent, Track
 from disagg.core.config import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
+from disagg.core.status import GroupStatus, ServiceStatus
 from disagg.core.types import SamplingParams
 from disagg.router.session import RELEASE_TIMEOUT_S, Output, SessionReport
 from disagg.router.text import Decode
@@ -30,6 +36,12 @@ class Generator(Protocol):
 
     def missing(self) -> list[str]:
         """Roles (`prefill`, `decode`) of which no group is up."""
+
+    def groups(self) -> tuple[GroupStatus, ...]:
+        """What each group said last."""
+
+    def draining(self) -> tuple[str, ...]:
+        """Names of the groups that are given nothing new."""
 
     def generate(
         self,
@@ -51,6 +63,9 @@ class Service:
         self.model, self.config, self.metrics = model, config, Metrics()
         self._generator = generator
         self._admission = Admission(config.max_running, config.max_queued, self.metrics)
+        self.metrics.registry.register(GroupCollector(generator.groups))
+        self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
+        self._began_s = time.monotonic()
         self._tasks: dict[asyncio.Task[None], Answers] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -69,6 +84,35 @@ class Service:
         if why := self.why_not_ready():
             raise ApiError(503, f"{why}: try again later", code="unavailable", headers=retry_after(1))
 
+    def status(self) -> ServiceStatus:
+        """This router with its groups, now."""
+        metrics, total = self.metrics, self.metrics.total
+        ttft_p50_s, ttft_p99_s = self._ttft.quantiles((0.5, 0.99))
+        itl_p50_s, itl_p99_s = self._itl.quantiles((0.5, 0.99))
+        return ServiceStatus(
+            model=self.model.name,
+            version=__version__,
+            unix_s=time.time(),
+            uptime_s=time.monotonic() - self._began_s,
+            ready=self.why_not_ready() or "ready",
+            requests_running=int(total(metrics.running)),
+            requests_queued=int(total(metrics.queued)),
+            max_running=self.config.max_running,
+            max_queued=self.config.max_queued,
+            prompt_tokens_total=int(total(metrics.prompt_tokens)),
+            generated_tokens_total=int(total(metrics.generated_tokens)),
+            errors_total=int(total(metrics.errors)),
+            aborts_total=int(total(metrics.aborts)),
+            refused_total=int(total(metrics.requests, outcome="busy")),
+            ttft_p50_s=ttft_p50_s,
+            ttft_p99_s=ttft_p99_s,
+            itl_p50_s=itl_p50_s,
+            itl_p99_s=itl_p99_s,
+            groups=self._generator.groups(),
+            draining=self._generator.draining(),
+            recent=self._recent.told(),
+        )
+
     def start(self, asked: Asked, request_id: str, arrived_s: float, deadline_s: float) -> Answers:
         """Starts all the answers. Times are `time.monotonic`'s. Raises `ApiError`, and `BusyError` when full."""
         self.check_ready()
@@ -79,12 +123,13 @@ class Service:
         self._admission.enter(asked.choices)
         answers = Answers()
         for choice in range(asked.choices):
-            work = self._answer(answers, choice, asked, f"{request_id}-{choice}", arrived_s, deadline_s)
+            track = self._recent.begin(f"{request_id}-{choice}", arrived_s)
+            work = self._answer(answers, choice, asked, track, deadline_s)
             task = answers.start(choice, work)
             self._tasks[task] = answers
             self._idle.clear()
             # A callback, because a task that is cancelled before its first step runs no `finally`.
-            task.add_done_callback(self._done)
+            task.add_done_callback(partial(self._done, track))
         return answers
 
     async def drain(self, timeout_s: float) -> bool:
@@ -104,72 +149,71 @@ class Service:
             return False
         return True
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, track: Track, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
         self._admission.leave()
         if task.cancelled():
             self.metrics.aborts.inc()
+            track.ended("aborted")
         if not self._tasks:
             self._idle.set()
 
     async def _answer(
-        self, answers: Answers, choice: int, asked: Asked, key: str, arrived_s: float, deadline_s: float
+        self, answers: Answers, choice: int, asked: Asked, track: Track, deadline_s: float
     ) -> None:
-        report, metrics = SessionReport(), self.metrics
+        report, metrics = track.report, self.metrics
         try:
             async with self._admission.turn(deadline_s):
-                began_s = time.monotonic()
+                track.turn_s = time.monotonic()
                 try:
-                    await self._session(
-                        answers, choice, asked, key, deadline_s, report, self._meter(arrived_s)
-                    )
+                    await self._session(answers, choice, asked, track, deadline_s)
                 finally:
                     if report.reserved_s:
-                        metrics.queue.observe(began_s - arrived_s + report.reserved_s)
+                        metrics.queue.observe(track.turn_s - track.arrived_s + report.reserved_s)
                     metrics.transferred(report)
         except DisaggError as error:
             metrics.errors.labels(error.code).inc()
+            track.ended("aborted" if isinstance(error, AbortedError) else "error", error.code)
             answers.fail(choice, error)
         except Exception:
-            log.exception("answer_failed", request=key)
+            log.exception("answer_failed", request=track.id)
             metrics.errors.labels(DisaggError.code).inc()
+            track.ended("error", DisaggError.code)
             answers.fail(choice, DisaggError("internal error; the server's log has its details"))
 
     async def _session(
-        self,
-        answers: Answers,
-        choice: int,
-        asked: Asked,
-        key: str,
-        deadline_s: float,
-        report: SessionReport,
-        meter: Callable[[Output], None],
+        self, answers: Answers, choice: int, asked: Asked, track: Track, deadline_s: float
     ) -> None:
         prompt, sampling = asked.choice(choice)
+        meter = self._meter(track)
         self.metrics.prompt_tokens.inc(len(prompt))
         left_s = max(0.0, deadline_s - time.monotonic())
         stream = self._generator.generate(
-            key, prompt, sampling, timeout_s=left_s, decode=self.model.decode, report=report
+            track.id, prompt, sampling, timeout_s=left_s, decode=self.model.decode, report=track.report
         )
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 meter(output)
                 answers.put(choice, output)
 
-    def _meter(self, arrived_s: float) -> Callable[[Output], None]:
+    def _meter(self, track: Track) -> Callable[[Output], None]:
         """Counts an answer's outputs as they come."""
-        last_s, first = arrived_s, True
+        last_s = 0.0
 
         def count(output: Output) -> None:
-            nonlocal last_s, first
-            if not output.tokens:
-                return
+            nonlocal last_s
             now_s = time.monotonic()
-            if first:
-                self.metrics.ttft.observe(now_s - arrived_s)
-            else:
+            if output.tokens and not track.first_s:
+                track.first_s = now_s
+                self.metrics.ttft.observe(now_s - track.arrived_s)
+                self._ttft.add(now_s - track.arrived_s)
+            elif output.tokens:
                 self.metrics.itl.observe((now_s - last_s) / len(output.tokens))
-            last_s, first = now_s, False
-            self.metrics.generated_tokens.inc(len(output.tokens))
+                self._itl.add((now_s - last_s) / len(output.tokens))
+            if output.tokens:
+                last_s = now_s
+                self.metrics.generated_tokens.inc(len(output.tokens))
+            if output.finish is not None:
+                track.ended("stop" if output.finish == "stop" else "length")
 
         return count

@@ -264,6 +264,16 @@ class RouterConfig(Section, frozen=True):
         self._positive("request_timeout_s", "reserve_retry_s")
 
 
+class MetricsConfig(Section, frozen=True):
+    """What ranks, groups and routers tell of themselves."""
+
+    interval_s: float = 1.0
+    """Ranks tell their leader, leaders the routers, this often; 0: nobody tells, and `/metrics` has no groups."""
+
+    def __post_init__(self) -> None:
+        self._needs(0 <= self.interval_s <= 3600, "interval_s", "from 0 to 3600")
+
+
 class LogConfig(Section, frozen=True):
     """What is logged, and how."""
 
@@ -287,4 +297,5 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     cluster: ClusterConfig = ClusterConfig()
     router: RouterConfig = RouterConfig()
     api: ApiConfig = ApiConfig()
+    metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()

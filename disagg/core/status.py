@@ -6,9 +6,13 @@ difference of two pictures. Nothing here holds a prompt's or an answer's text.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+
+from disagg.core.bounds import Count, Label, Seconds
+
+MANY = msgspec.Meta(max_length=4096)
 
 Path = Literal["staged", "peer"]
 """How a route's bytes travel: through staging, wire and ring, or written straight into the peer's pool."""
@@ -19,64 +23,65 @@ Ending = Literal["stop", "length", "aborted", "error", ""]
 class RouteStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a prefill rank has sent to one decode rank, since they were linked."""
 
-    target: str
+    target: Label
     """The decode rank: `decode r0`."""
     path: Path
-    bytes_total: int = 0
-    segments_total: int = 0
-    busy_s_total: float = 0.0
+    bytes_total: Count = 0
+    segments_total: Count = 0
+    busy_s_total: Seconds = 0.0
     """Time in which at least one segment was under way to that rank."""
 
 
 class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank. Fields of the other role are left at 0."""
 
-    name: str
+    name: Label
     """`prefill-2 r1`."""
-    rank: int
-    device: str = ""
-    staging_bytes: int = 0
-    staging_used_bytes: int = 0
-    routes: tuple[RouteStatus, ...] = ()
-    exposed_s_total: float = 0.0
+    rank: Count
+    device: Label = ""
+    staging_bytes: Count = 0
+    staging_used_bytes: Count = 0
+    routes: Annotated[tuple[RouteStatus, ...], MANY] = ()
+    exposed_s_total: Seconds = 0.0
     """Transfer that compute did not hide: from a prompt's last layer to its last segment's end, summed."""
-    ring_bytes: int = 0
-    ring_used_bytes: int = 0
-    ring_waits_total: int = 0
+    ring_bytes: Count = 0
+    ring_used_bytes: Count = 0
+    """Promised to segments, and at most `ring_bytes`: leases may wait for more."""
+    ring_waits_total: Count = 0
     """Leases that could not be written at once."""
-    ring_wait_s_total: float = 0.0
+    ring_wait_s_total: Seconds = 0.0
     """How long those waited, summed."""
-    landed_bytes_total: int = 0
-    faults_total: int = 0
+    landed_bytes_total: Count = 0
+    faults_total: Count = 0
     """Errors that ended no more than the work they belonged to."""
 
 
 class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One group, told by its leader about once a second to every router that asks."""
 
-    name: str
+    name: Label
     role: Literal["prefill", "decode"]
-    ranks: tuple[RankStatus, ...] = ()
-    requests_waiting: int = 0
-    requests_running: int = 0
+    ranks: Annotated[tuple[RankStatus, ...], MANY] = ()
+    requests_waiting: Count = 0
+    requests_running: Count = 0
     """Prefill: computing or sending. Decode: receiving or decoding."""
-    requests_closing: int = 0
-    page_size: int = 0
-    pages: int = 0
-    pages_used: int = 0
+    requests_closing: Count = 0
+    page_size: Count = 0
+    pages: Count = 0
+    pages_used: Count = 0
     """Held by requests."""
-    pages_cached: int = 0
+    pages_cached: Count = 0
     """Held by the prefix cache alone: free as soon as they are needed."""
-    tokens_held: int = 0
-    """Tokens in the pages used; the rest of those pages is waste."""
-    evicted_pages_total: int = 0
-    preemptions_total: int = 0
-    tokens_total: int = 0
+    tokens_held: Count = 0
+    """Tokens that were asked for in the pages used; the rest of those pages is waste."""
+    evicted_pages_total: Count = 0
+    preemptions_total: Count = 0
+    tokens_total: Count = 0
     """Prefill: prompt tokens computed. Decode: tokens generated."""
-    cached_tokens_total: int = 0
+    cached_tokens_total: Count = 0
     """Prefill: prompt tokens that the prefix cache spared. Decode: tokens that were here and so were not sent."""
-    steps_total: int = 0
-    step_s_total: float = 0.0
+    steps_total: Count = 0
+    step_s_total: Seconds = 0.0
     """Time spent in steps."""
     broken: str = ""
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import structlog
 
+from disagg.core.config import Role
 from disagg.core.errors import BusyError, DisaggError, InvalidRequestError, PeerLostError, RequestTimeoutError
 from disagg.core.ports import Clock
 from disagg.core.sampling import check_sampling
+from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.model.spec import ModelSpec, require_one_rope
+from disagg.node.ledger import LedgerStatistics
 from disagg.node.plan import StepPlan
+from disagg.node.reports import Reports
 from transport import messages as m
 
 log = structlog.get_logger(__name__)
@@ -55,8 +59,19 @@ class LedRequest(Protocol):
     release_asked: bool
 
 
+class Scheduled(NamedTuple):
+    """Requests and memory, as a scheduler counts them; see `disagg.core.status.GroupStatus`."""
+
+    waiting: int
+    running: int
+    closing: int
+    memory: LedgerStatistics
+
+
 class Leader(ABC):
     """Base of `PrefillLeader` and `DecodeLeader`."""
+
+    _role: ClassVar[Role]
 
     def __init__(
         self, spec: ModelSpec, send: Send, to_self: Callable[[m.Message], None], clock: Clock
@@ -67,6 +82,7 @@ class Leader(ABC):
         self._clock = clock
         self._changed = threading.Condition()
         self._group: GroupInfo | None = None
+        self._reports = Reports(send, clock)
         self.broken: str = ""
         """Why the group can serve nothing any more; empty while it can."""
 
@@ -79,12 +95,19 @@ class Leader(ABC):
     def handle(self, peer: str, message: m.Message) -> None:
         """A message for the leader. For any thread."""
         with self._changed:
-            self._on_message(peer, message)
+            match message:
+                case m.Watch():
+                    self._reports.watch(peer, message, self._status())
+                case m.RankReport():
+                    self._on_report(message.status)
+                case _:
+                    self._on_message(peer, message)
             self._changed.notify_all()
 
     def on_peer_lost(self, peer: str) -> None:
         """A router's requests end with it; without a rank of its own the group is broken."""
         with self._changed:
+            self._reports.lost(peer)
             for request in [r for r in self._requests() if r.router == peer]:
                 self._close(request.key, "the router is gone")
             if self._group and peer in {rank.control_address for rank in self._group.ranks}:
@@ -107,6 +130,7 @@ class Leader(ABC):
                 plan = None if self.broken else self._next_step()
             if plan is not None:
                 self._to_others(m.Plan(plan.step, plan.encode()))
+                self._reports.step_begins()
             return plan
 
     def wake(self) -> None:
@@ -119,6 +143,11 @@ class Leader(ABC):
         with self._changed:
             return self._changed.wait_for(lambda: not list(self._requests()), timeout_s)
 
+    def status(self) -> GroupStatus:
+        """The group at this moment, with what its ranks told last."""
+        with self._changed:
+            return self._status()
+
     # --- for the two kinds of leader
 
     @abstractmethod
@@ -128,6 +157,10 @@ class Leader(ABC):
     @abstractmethod
     def statistics(self) -> object:
         """The scheduler's statistics."""
+
+    @abstractmethod
+    def _scheduled(self) -> Scheduled:
+        """The scheduler's part of the group's status. Under the lock."""
 
     @abstractmethod
     def check(self) -> None:
@@ -145,6 +178,32 @@ class Leader(ABC):
     @abstractmethod
     def _close(self, key: RequestKey, reason: str) -> None:
         """Starts the end of a request; unknown or already closing: nothing happens."""
+
+    def _on_report(self, status: RankStatus) -> None:
+        self._reports.heard(status, self._ranks)
+        if status.rank == 0:  # the one clock that all reports of the group go by
+            self._reports.tell(self._status())
+
+    def _status(self) -> GroupStatus:
+        assert self._group is not None, "a leader is used after join"
+        scheduled, reports = self._scheduled(), self._reports
+        pages = scheduled.memory.pages
+        return GroupStatus(
+            self._group.name,
+            self._role,
+            reports.ranks,
+            requests_waiting=scheduled.waiting,
+            requests_running=scheduled.running,
+            requests_closing=scheduled.closing,
+            page_size=pages.page_size,
+            pages=pages.pages,
+            pages_used=pages.used_pages,
+            tokens_held=pages.used_tokens,
+            tokens_total=reports.tokens,
+            steps_total=reports.steps,
+            step_s_total=reports.step_s,
+            broken=self.broken,
+        )
 
     def _to_ranks(self, message: m.Message) -> None:
         self._to_others(message)
@@ -174,6 +233,8 @@ class Leader(ABC):
         if not self.broken:
             log.error("group_broken", reason=reason)
             self.broken = reason
+            if self._group is not None:
+                self._reports.tell(self._status())
         for request in list(self._requests()):
             self._fail(request, PeerLostError(reason))
             if request.release_asked:  # who waits for it need not: the memory goes with the group's processes

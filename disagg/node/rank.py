@@ -20,6 +20,7 @@ import torch
 
 from disagg.core.config import Config, GroupConfig
 from disagg.core.ports import Clock, LayerHook
+from disagg.core.status import RankStatus
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
@@ -57,6 +58,9 @@ class Agent(TransferAgent, Protocol):
 
     def statistics(self) -> object:
         """Counts at this moment."""
+
+    def status(self) -> RankStatus:
+        """For metrics; cheap. Faults are those that the agent knows of."""
 
     def check(self) -> None:
         """Raises `InvariantError` when its books are wrong."""
@@ -101,7 +105,14 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._agent: AgentT = self._make_agent(transport)
         spin_s = config.transfer.spin_s if runner.device.type == "cuda" else 0.0
         self._loop = TransferLoop(
-            self.lane, transport, self._agent, self._on_broken, spin_s, lambda: self._compute.busy
+            self.lane,
+            transport,
+            self._agent,
+            self._on_broken,
+            spin_s,
+            lambda: self._compute.busy,
+            self._report,
+            config.metrics.interval_s,
         )
         next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
         self._compute = ComputeThread(self.lane, next_plan, self._step, self._on_broken, runner.device)
@@ -174,6 +185,13 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         if self._leader is not None:
             found["leader"] = self._leader.statistics()
         return found
+
+    def _report(self) -> None:
+        """Tells the leader how this rank is. On the transfer thread, once each `metrics.interval_s`."""
+        if self._group is not None:
+            status = self._agent.status()
+            faults = status.faults_total + self._loop.faults
+            self._to_leader(m.RankReport(msgspec.structs.replace(status, faults_total=faults)))
 
     def spans(self) -> list[TimelineSpan]:
         """What happened since the last call."""

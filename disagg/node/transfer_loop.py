@@ -7,6 +7,7 @@ arrivals to its agent (the sender or the receiver). Nothing that goes wrong for 
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 import time
@@ -57,12 +58,17 @@ class TransferLoop:
         broken: Callable[[Exception], None] = lambda error: None,
         spin_s: float = 0.0,
         computing: Callable[[], bool] = lambda: False,
+        tick: Callable[[], None] = lambda: None,
+        tick_s: float = 0.0,
     ) -> None:
         """`broken` hears, on the thread itself, what the transport raised: nothing can be moved after it.
 
         For `spin_s` after the last traffic the thread polls; only then it sleeps until it is woken. It does not
-        poll while `computing` says that another thread needs the interpreter to launch a step.
+        poll while `computing` says that another thread needs the interpreter to launch a step. Every `tick_s` it
+        calls `tick`; 0: never.
         """
+        self._tick, self._tick_s = tick, tick_s
+        self._next_tick_s = 0.0 if tick_s > 0 else math.inf
         self._broken, self._spin_s, self._computing = broken, spin_s, computing
         self._transport = transport
         self._agent = agent
@@ -117,6 +123,9 @@ class TransferLoop:
                 busy = self._turn()
                 now_s = time.monotonic()
                 timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
+                if now_s >= self._next_tick_s:
+                    self._next_tick_s = now_s + self._tick_s
+                    self._guarded(self._tick, None)
                 if busy:
                     spin_until_s = now_s + self._spin_s
                 elif timeout_s <= 0:  # the device, of which nothing wakes us
@@ -124,7 +133,8 @@ class TransferLoop:
                 elif (timeout_s < LONGEST_NAP_S or now_s < spin_until_s) and not self._computing():
                     time.sleep(PAUSE_S)
                 elif not self._inbox:
-                    self._transport.wait(min(max(timeout_s, SHORTEST_WAIT_S), IDLE_WAIT_S))
+                    timeout_s = max(min(timeout_s, self._next_tick_s - now_s), SHORTEST_WAIT_S)
+                    self._transport.wait(min(timeout_s, IDLE_WAIT_S))
             while self._inbox:
                 self._guarded(self._inbox.popleft(), None)
         except Exception as exc:

@@ -41,6 +41,10 @@ class MailRoom:
         """From now on `listener` is told what `peer` says beside its requests' messages."""
         self._listeners[peer] = listener
 
+    def ignore(self, peer: str) -> None:
+        """Takes `listen` back; not listened to: nothing happens."""
+        self._listeners.pop(peer, None)
+
     def revive(self, peers: Iterable[str]) -> None:
         """New processes listen on these addresses; one that died may have had the same."""
         self.lost.difference_update(peers)

@@ -27,9 +27,11 @@ import structlog
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, error_from_code
 from disagg.core.sampling import check_sampling
+from disagg.core.status import GroupStatus
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.router.mail import Mail, MailRoom
 from disagg.router.policy import Engine, Policy, least_loaded
+from disagg.router.status import GroupStatuses
 from disagg.router.text import Decode, TextStream
 from transport import messages as m
 
@@ -55,6 +57,9 @@ class Output:
 class SessionReport:
     """What a session measured, filled while it runs. Seconds since the session began."""
 
+    prefill: str = ""
+    decode: str = ""
+    """Names of the groups that were chosen."""
     prompt_tokens: int = 0
     reserved_s: float = 0.0
     ttft_s: float = 0.0
@@ -81,6 +86,8 @@ class Router:
     ) -> None:
         self._mail, self._reserve_retry_s, self._choose = mail, reserve_retry_s, choose
         self._engines: dict[str, Engine] = {}
+        self.statuses = GroupStatuses(mail, self._living)
+        """What the groups say of themselves, once `disagg.router.status.watching` asks them."""
         for group in groups:
             self.add(group)
 
@@ -117,6 +124,9 @@ class Router:
         for rank in engine.group.ranks if engine is not None else ():
             self._mail.lose(rank.control_address)
 
+    def _living(self) -> list[Engine]:
+        return [engine for engine in self._engines.values() if not self._lost(engine)]
+
     def _of(self, role: str) -> list[Engine]:
         engines = [engine for engine in self._engines.values() if engine.group.role == role]
         for engine in engines:
@@ -125,6 +135,14 @@ class Router:
 
     def _lost(self, engine: Engine) -> bool:
         return not self._mail.lost.isdisjoint(rank.control_address for rank in engine.group.ranks)
+
+    def groups(self) -> tuple[GroupStatus, ...]:
+        """What each group that lives said last, prefill first, in the order of their names."""
+        return self.statuses.latest()
+
+    def draining(self) -> tuple[str, ...]:
+        """Names of the groups that are given nothing new."""
+        return tuple(engine.group.name for engine in self._engines.values() if engine.draining)
 
     def missing(self) -> list[str]:
         """Roles of which no group can be given a request; empty when requests can be served."""
@@ -186,6 +204,7 @@ class _Session:
 
     async def run(self) -> AsyncGenerator[Output, None]:
         self.report.prompt_tokens = len(self.prompt)
+        self.report.prefill, self.report.decode = self.prefill.group.name, self.decode.group.name
         with self.mail.open(self.key) as box:
             self._count(1)
             try:

@@ -181,7 +181,7 @@ def test_wires_are_timed_in_any_order(what: str) -> None:
 def test_the_simulation_reaches_what_it_is_for() -> None:
     """Over the seeds every message occurs that ranks and leaders have for each other, but for a broken step.
 
-    Those of the directory are between routers and the launcher only.
+    Those of the directory are between routers and the launcher only; those for metrics go by the clock.
     """
     seen: set[type[m.Message]] = set()
     for seed, what in itertools.product(range(10), ("abort and fail", "short")):
@@ -197,4 +197,5 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
             simulation.settle()
             seen.update(type(message) for message in simulation.seen)
     directory = {m.Join, m.Groups, m.Using, m.Scale, m.Scaled}
-    assert set(m.MESSAGE_TYPES) - seen == {m.RankBroken} | directory
+    metrics = {m.Watch, m.RankReport, m.GroupReport}
+    assert set(m.MESSAGE_TYPES) - seen == {m.RankBroken} | directory | metrics

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
+from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.router.session import Output, SessionReport
 from disagg.router.text import Decode, TextStream
@@ -21,6 +22,7 @@ class FakeGenerator:
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
         self.down: list[str] = []
+        self.told: tuple[GroupStatus, ...] = ()
         self.hold_after: int | None = None
         """Wait for `go` after so many tokens of each answer."""
         self.go = asyncio.Event()
@@ -34,6 +36,12 @@ class FakeGenerator:
 
     def missing(self) -> list[str]:
         return self.down
+
+    def groups(self) -> tuple[GroupStatus, ...]:
+        return self.told
+
+    def draining(self) -> tuple[str, ...]:
+        return ()
 
     async def generate(
         self,

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode_node.rank import DecodeRank
-from disagg.core.config import Config, GroupConfig, TransferConfig, TransportConfig
+from disagg.core.config import Config, GroupConfig, MetricsConfig, TransferConfig, TransportConfig
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams, TokenLogprobs
 from disagg.model.collective import SingleCollective, ThreadCollective
 from disagg.model.source import ModelSource
@@ -50,6 +50,7 @@ def small_config(
     watermark_interval_s: float = 0.25,
     peer_memory: bool = False,
     groups: tuple[int, int] = (1, 1),
+    metrics_interval_s: float = 1.0,
 ) -> Config:
     """A configuration for tiny models; pools and rings are small, so that they fill up."""
     shared: dict[str, Any] = {
@@ -70,6 +71,7 @@ def small_config(
             watermark_interval_s=watermark_interval_s,
         ),
         transport=TransportConfig(backend="inproc", peer_memory=peer_memory),
+        metrics=MetricsConfig(interval_s=metrics_interval_s),
     )
 
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.core.errors import HandshakeError, ProtocolError
+from disagg.core.status import GroupStatus, RankStatus, RouteStatus
 from disagg.core.types import (
     GroupInfo,
     KVLayout,
@@ -43,6 +44,9 @@ GROUP = GroupInfo(
 TICKET = Ticket(KEY, 2**32 - 1, "d0", Span(16, 40), 3, (4, 9))
 IPC = IpcHandle(b"h" * 64, 1 << 40, 512, b"counter", 3, b"event", True)
 POOL = MemoryHandle("host", 9, 1 << 47, "bfloat16", (2, 2, 64, 8, 128), IPC)
+RANK_STATUS = RankStatus(
+    "prefill r0", 0, "cpu", routes=(RouteStatus("decode r1", "staged", 1 << 50, 7, 0.5),), exposed_s_total=1.5
+)
 EXAMPLES: list[Message] = [
     messages.Reserve(KEY, [1, 2, 3], SamplingParams(seed=1, stop=("x",)), 1.5, "p0"),
     messages.Reserve(KEY, [4], SamplingParams(logit_bias=((7, -1.5),), logprobs=2, min_p=0.1), 1.5, "p0"),
@@ -78,6 +82,9 @@ EXAMPLES: list[Message] = [
     messages.CloseTransfer(KEY, 7, "aborted"),
     messages.RankClosed(KEY, 7, 1),
     messages.RankBroken(1, "out of memory"),
+    messages.Watch(1.0),
+    messages.RankReport(RANK_STATUS),
+    messages.GroupReport(GroupStatus("prefill", "prefill", (RANK_STATUS,), pages=3, broken="a rank is gone")),
     messages.Join(),
     messages.Groups(3, [GROUP], ["p0"]),
     messages.Using(3, ["p0"]),
@@ -143,6 +150,17 @@ def test_every_message_has_a_name_of_its_own() -> None:
         (
             msgspec.msgpack.encode({"type": "Watermark", "dst_rank": 1, "watermark": -1, "ring_bytes": 1}),
             "watermark",
+        ),
+        (msgspec.msgpack.encode({"type": "Watch", "interval_s": 0}), "interval_s"),
+        (
+            msgspec.msgpack.encode(
+                {"type": "RankReport", "status": {"name": "r", "rank": 0, "ring_bytes": -1}}
+            ),
+            "ring_bytes",
+        ),
+        (
+            msgspec.msgpack.encode({"type": "GroupReport", "status": {"name": "x" * 257, "role": "decode"}}),
+            "name",
         ),
         (b"\x81" * 100_000, "cannot be read"),
         (bytes(MAX_MESSAGE_BYTES + 1), "larger"),

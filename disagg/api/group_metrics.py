@@ -1,0 +1,131 @@
+"""The groups' part of `/metrics`: built anew from their latest statuses, so a group that is gone is not shown.
+
+Several routers tell of the same groups: who adds up over routers takes the `max` of each series first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from disagg.core.config import Role
+from disagg.core.status import GroupStatus, RankStatus, RouteStatus
+
+Family = CounterMetricFamily | GaugeMetricFamily
+Labels = Mapping[str, str]
+STATES = ("waiting", "running", "closing")
+
+
+class Series(NamedTuple):
+    """One family: its name (a counter's without `_total`), and the field of the status that it shows."""
+
+    name: str
+    field: str
+    help: str
+    role: Role | None = None
+    """Groups of this role have it; None: all."""
+
+    def family(self, labels: Sequence[str]) -> Family:
+        """Without samples yet. What is called a total is a counter."""
+        kind = CounterMetricFamily if self.field.endswith("_total") else GaugeMetricFamily
+        return kind(self.name, self.help, labels=labels)
+
+
+GROUP = (
+    Series("disagg_group_broken", "broken", "1: the group can serve nothing any more"),
+    Series(
+        "disagg_group_tokens", "tokens_total", "Computed tokens: of prompts (prefill), of answers (decode)"
+    ),
+    Series(
+        "disagg_group_cached_tokens",
+        "cached_tokens_total",
+        "Tokens that the prefix cache spared: not computed (prefill), not sent (decode)",
+    ),
+    Series("disagg_steps", "steps_total", "Steps of the model"),
+    Series("disagg_step_seconds", "step_s_total", "Time in steps"),
+    Series("disagg_kv_page_size_tokens", "page_size", "Tokens that a page holds"),
+    Series("disagg_kv_pages", "pages", "Pages that can be handed out"),
+    Series("disagg_kv_pages_used", "pages_used", "Pages held by requests"),
+    Series("disagg_kv_pages_cached", "pages_cached", "Pages held by the prefix cache alone"),
+    Series("disagg_kv_tokens_held", "tokens_held", "Tokens asked for in the pages used"),
+    Series("disagg_kv_evicted_pages", "evicted_pages_total", "Pages that the prefix cache gave up"),
+    Series("disagg_preemptions", "preemptions_total", "Requests that had to make room for others"),
+)
+RANK = (
+    Series("disagg_staging_bytes", "staging_bytes", "Size of the staging buffer", "prefill"),
+    Series("disagg_staging_used_bytes", "staging_used_bytes", "Staging held by segments", "prefill"),
+    Series(
+        "disagg_exposed_transfer_seconds",
+        "exposed_s_total",
+        "From a prompt's last KV to its last segment's end: transfer that compute did not hide",
+        "prefill",
+    ),
+    Series("disagg_ring_bytes", "ring_bytes", "Size of the receive ring", "decode"),
+    Series("disagg_ring_used_bytes", "ring_used_bytes", "Ring promised to segments", "decode"),
+    Series(
+        "disagg_ring_waits", "ring_waits_total", "Segments that the ring could not take at once", "decode"
+    ),
+    Series("disagg_ring_wait_seconds", "ring_wait_s_total", "How long those waited", "decode"),
+    Series("disagg_landed_bytes", "landed_bytes_total", "KV that is in its pages", "decode"),
+    Series("disagg_rank_faults", "faults_total", "Errors that ended no more than the work they belonged to"),
+)
+ROUTE = (
+    Series("disagg_route_bytes", "bytes_total", "KV sent from one rank to another"),
+    Series("disagg_route_segments", "segments_total", "Segments sent from one rank to another"),
+    Series("disagg_route_busy_seconds", "busy_s_total", "While at least one segment was under way"),
+)
+
+
+class GroupCollector(Collector):
+    """Asks for the statuses at each scrape, which must happen where `groups` may be called."""
+
+    def __init__(self, groups: Callable[[], Sequence[GroupStatus]]) -> None:
+        self._groups = groups
+
+    def collect(self) -> Iterator[Family]:
+        """Families without samples are left out."""
+        groups = [group for group in self._groups() if group.ranks]  # the others have told nothing yet
+        ranks = [(group, rank) for group in groups for rank in group.ranks]
+        routes = [(rank, route) for _, rank in ranks for route in rank.routes]
+        found = [
+            _states(groups),
+            *(_family(s, [(_of_group(g), g) for g in groups if s.role in (None, g.role)]) for s in GROUP),
+            *(_family(s, [(_of_rank(g, r), r) for g, r in ranks if s.role in (None, g.role)]) for s in RANK),
+            *(_family(s, [(_of_route(r, route), route) for r, route in routes]) for s in ROUTE),
+        ]
+        yield from (family for family in found if family.samples)
+
+
+def _family(
+    series: Series, samples: Sequence[tuple[Labels, GroupStatus | RankStatus | RouteStatus]]
+) -> Family:
+    family = series.family(tuple(samples[0][0]) if samples else ())
+    for labels, status in samples:
+        value = getattr(status, series.field)
+        family.add_metric(tuple(labels.values()), float(bool(value) if isinstance(value, str) else value))
+    return family
+
+
+def _states(groups: Sequence[GroupStatus]) -> Family:
+    family = GaugeMetricFamily(
+        "disagg_group_requests", "Requests with a group", labels=("group", "role", "state")
+    )
+    for group in groups:
+        for state in STATES:
+            family.add_metric((group.name, group.role, state), getattr(group, f"requests_{state}"))
+    return family
+
+
+def _of_group(group: GroupStatus) -> Labels:
+    return {"group": group.name, "role": group.role}
+
+
+def _of_rank(group: GroupStatus, rank: RankStatus) -> Labels:
+    return {**_of_group(group), "rank": str(rank.rank)}
+
+
+def _of_route(source: RankStatus, route: RouteStatus) -> Labels:
+    return {"source": source.name, "target": route.target, "path": route.path}

@@ -1,0 +1,75 @@
+"""The last answers, running ones included: what `/status` shows of them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+from disagg.core.status import Ending, RecentAnswer
+from disagg.router.session import SessionReport
+
+KEPT = 64
+
+
+@dataclass(slots=True, eq=False)
+class Track:
+    """One answer on its way; filled by who drives it. Moments are `time.monotonic`'s, 0 for what has not happened."""
+
+    id: str
+    arrived_s: float
+    report: SessionReport = field(default_factory=SessionReport)
+    arrived_unix_s: float = field(init=False)
+    turn_s: float = 0.0
+    first_s: float = 0.0
+    ended_s: float = 0.0
+    ending: Ending = ""
+    error: str = ""
+
+    def __post_init__(self) -> None:
+        self.arrived_unix_s = time.time() - (time.monotonic() - self.arrived_s)
+
+    def ended(self, ending: Ending, error: str = "") -> None:
+        """It has ended. What is said first stands."""
+        if not self.ended_s:
+            self.ended_s, self.ending, self.error = time.monotonic(), ending, error
+
+    def told(self) -> RecentAnswer:
+        """As it stands."""
+        report = self.report
+        return RecentAnswer(
+            self.id,
+            self.arrived_unix_s,
+            report.prefill,
+            report.decode,
+            report.prompt_tokens,
+            len(report.tokens),
+            turn_s=self._since(self.turn_s),
+            reserved_s=self._since(self.turn_s + report.reserved_s) if report.reserved_s else 0.0,
+            ttft_s=self._since(self.first_s),
+            transfer_s=report.transfer_s,
+            transfer_bytes=report.nbytes,
+            ended_s=self._since(self.ended_s),
+            ending=self.ending,
+            error=self.error,
+        )
+
+    def _since(self, moment_s: float) -> float:
+        return moment_s - self.arrived_s if moment_s else 0.0
+
+
+class Recent:
+    """The last `KEPT` that began."""
+
+    def __init__(self) -> None:
+        self._tracks: deque[Track] = deque(maxlen=KEPT)
+
+    def begin(self, answer_id: str, arrived_s: float) -> Track:
+        """An answer is asked for."""
+        track = Track(answer_id, arrived_s)
+        self._tracks.appendleft(track)
+        return track
+
+    def told(self) -> tuple[RecentAnswer, ...]:
+        """All of them, newest first."""
+        return tuple(track.told() for track in self._tracks)

@@ -1,0 +1,11 @@
+"""Bounds of what peers tell, checked when a message is decoded."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+Label = Annotated[str, msgspec.Meta(max_length=256)]

@@ -1,0 +1,206 @@
+"""What ranks and groups tell of themselves, beside what happened: bytes, tokens, steps; who comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+
+from disagg.core.status import GroupStatus
+from disagg.core.types import SamplingParams
+from disagg.router.session import Router
+from disagg.router.status import watching
+from transport import messages as m
+from transport.reliable import ReliableOptions
+
+torch.set_num_threads(1)
+INTERVAL_S = 0.02
+TOKENS = 6
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def watched(groups: LocalGroups, work: Callable[[Router], Awaitable[Any]]) -> Any:
+    async def main(router: Router) -> Any:
+        async with watching(router.statuses, INTERVAL_S):
+            return await work(router)
+
+    return groups.serve(main)
+
+
+def idle(told: tuple[GroupStatus, ...]) -> bool:
+    """Nothing is with any group, and what its ranks did last has been told."""
+    return all(g.ranks and not (g.requests_running or g.requests_closing or g.pages_used) for g in told)
+
+
+def shown(router: Router) -> set[str]:
+    """Where KV goes, as the prefill ranks tell it."""
+    return {route.target for group in router.groups() for rank in group.ranks for route in rank.routes}
+
+
+async def served(groups: LocalGroups, router: Router, prompts: list[list[int]]) -> tuple[GroupStatus, ...]:
+    """The statuses after all prompts were answered, when every rank has told of its part."""
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    await asyncio.gather(*(ask(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)))
+    nbytes = sum(len(prompt) for prompt in prompts) * groups.prefill_info.layout.token_bytes
+
+    def complete() -> bool:
+        ranks = [rank for group in router.groups() for rank in group.ranks]
+        sent = sum(route.bytes_total for rank in ranks for route in rank.routes)
+        return idle(router.groups()) and sent == sum(rank.landed_bytes_total for rank in ranks) == nbytes
+
+    await until(complete)
+    return router.groups()
+
+
+@pytest.mark.parametrize("path", ["staged", "peer"])
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2), (2, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+def test_what_is_told_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, int], path: str) -> None:
+    prompts = random_prompts(30, 50, 20, 70)
+    config = small_config(*tp, peer_memory=path == "peer", metrics_interval_s=INTERVAL_S)
+    with local_groups(config, checkpoints.source()) as groups:
+        prefill, decode = watched(groups, lambda router: served(groups, router, prompts))
+        transfers = [rank.statistics()["transfer"] for rank in groups.prefill]
+        receivers = [rank.statistics()["transfer"] for rank in groups.decode]
+    tokens, layout = sum(len(prompt) for prompt in prompts), groups.prefill_info.layout
+    routes = [route for rank in prefill.ranks for route in rank.routes]
+    assert sum(route.bytes_total for route in routes) == tokens * layout.token_bytes
+    assert sum(rank.landed_bytes_total for rank in decode.ranks) == tokens * layout.token_bytes
+    assert [r.landed_bytes_total for r in decode.ranks] == [one.bytes_landed for one in receivers]
+    assert [sum(route.segments_total for route in r.routes) for r in prefill.ranks] == [
+        one.segments_sent for one in transfers
+    ]
+    assert {route.path for route in routes} == {path}
+    assert {route.target for route in routes} == {f"decode r{rank}" for rank in range(tp[1])}
+    assert all(0 < route.busy_s_total < 10 for route in routes)
+    assert all(rank.exposed_s_total > 0 for rank in prefill.ranks)
+    assert [(g.name, g.role, len(g.ranks)) for g in (prefill, decode)] == [
+        ("prefill", "prefill", tp[0]),
+        ("decode", "decode", tp[1]),
+    ]
+    assert [rank.name for rank in prefill.ranks] == [f"prefill r{rank}" for rank in range(tp[0])]
+    assert prefill.tokens_total == tokens
+    assert decode.tokens_total == len(prompts) * (TOKENS - 1), "the first token is the prefill group's"
+    assert prefill.steps_total >= tokens / config.prefill.chunk_tokens
+    assert decode.steps_total >= TOKENS - 1
+    assert 0 < prefill.step_s_total < 30
+    assert prefill.pages == config.prefill.pool_pages
+    assert decode.page_size == config.decode.page_size
+    assert all(rank.ring_bytes == config.transfer.ring_bytes for rank in decode.ranks)
+    assert all(rank.staging_bytes == config.transfer.staging_bytes for rank in prefill.ranks)
+    used = [r.staging_used_bytes for r in prefill.ranks] + [r.ring_used_bytes for r in decode.ranks]
+    assert not any(used)
+    assert not any(rank.faults_total for group in (prefill, decode) for rank in group.ranks)
+
+
+def test_a_small_ring_is_waited_for(checkpoints: Checkpoints) -> None:
+    config = small_config(1, 1, ring_bytes=8192, metrics_interval_s=INTERVAL_S)
+    with local_groups(config, checkpoints.source()) as groups:
+        _, decode = watched(groups, lambda router: served(groups, router, random_prompts(*[60] * 6)))
+    [rank] = decode.ranks
+    assert rank.ring_waits_total > 0
+    assert rank.ring_wait_s_total > 0
+
+
+def test_memory_and_requests_are_told_while_they_are_held(checkpoints: Checkpoints) -> None:
+    config = small_config(1, 1, metrics_interval_s=INTERVAL_S)
+    with local_groups(config, checkpoints.source()) as groups:
+
+        async def work(router: Router) -> None:
+            sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+            running = asyncio.create_task(ask(router, "r", random_prompts(33)[0], sampling))
+            await until(lambda: any(g.role == "decode" and g.tokens_total for g in router.groups()))
+            decode = router.groups()[1]
+            assert decode.requests_running == 1
+            assert decode.tokens_held == 433, "the whole answer is reserved"
+            assert decode.pages_used == -(-433 // decode.page_size)
+            running.cancel()
+            await until(lambda: idle(router.groups()))
+
+        watched(groups, work)
+
+
+def test_several_groups_and_one_that_dies(checkpoints: Checkpoints) -> None:
+    config = small_config(1, 2, groups=(2, 2), metrics_interval_s=INTERVAL_S)
+    options = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.6)
+    groups = LocalGroups(config, checkpoints.source(), options=options)
+    names = ["prefill", "prefill-2", "decode", "decode-2"]
+    targets = {f"{group} r{rank}" for group in ("decode", "decode-2") for rank in range(2)}
+
+    async def work(router: Router) -> None:
+        assert [group.name for group in router.groups()] == names, "before they have told anything"
+        told = await served(groups, router, random_prompts(30, 50, 20, 70, 40, 60, 25, 45))
+        assert [group.name for group in told] == names
+        for group in told[:2]:
+            assert {route.target for rank in group.ranks for route in rank.routes} == targets
+            assert group.tokens_total > 0
+        groups.kill("decode-2-1")  # not the leader: its group breaks, which the leader itself tells
+        gone = "decode-2 r1"
+
+        def noticed() -> bool:
+            broken = [g.name for g in router.groups() if g.broken]
+            return broken == ["decode-2"] and gone not in shown(router)
+
+        await until(noticed)
+        groups.kill("decode-2-0")
+        await until(lambda: [group.name for group in router.groups()] == names[:3])
+        await until(lambda: not {name for name in shown(router) if name.startswith("decode-2")})
+
+    try:
+        watched(groups, work)
+        groups.settle(dead=["decode-2-0", "decode-2-1"])
+    finally:
+        groups.stop()
+
+
+def test_a_router_that_stops_asking_is_forgotten(checkpoints: Checkpoints) -> None:
+    config = small_config(2, 1, metrics_interval_s=INTERVAL_S)
+    with local_groups(config, checkpoints.source()) as groups:
+        leader = groups.prefill[0]._leader
+        ranks_told: list[int] = []
+
+        def observe(source: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.RankReport):
+                ranks_told.append(message.status.rank)
+
+        groups.hub.observe(observe)
+
+        async def work(router: Router) -> None:
+            router.statuses.ask(INTERVAL_S)
+            await until(lambda: idle(router.groups()))
+            assert leader._reports.watchers == ("router",)
+            await until(lambda: not leader._reports.watchers)
+            seen = len(ranks_told)
+            await until(lambda: len(ranks_told) > seen)  # ranks go on to tell their leader
+            assert set(ranks_told) == {1}, "rank 0 is the leader's own"
+            router.statuses.ask(INTERVAL_S)
+            await until(lambda: leader._reports.watchers == ("router",))
+
+        groups.serve(work)
+
+
+def test_nobody_tells_when_it_is_switched_off(checkpoints: Checkpoints) -> None:
+    with local_groups(small_config(2, 1, metrics_interval_s=0.0), checkpoints.source()) as groups:
+        told: list[m.Message] = []
+
+        def observe(source: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.Watch | m.RankReport | m.GroupReport):
+                told.append(message)
+
+        groups.hub.observe(observe)
+
+        async def work(router: Router) -> None:
+            async with watching(router.statuses, 0.0):
+                await ask(router, "r", random_prompts(60)[0], SamplingParams(max_tokens=30))
+                assert [group.ranks for group in router.groups()] == [(), ()]
+
+        groups.serve(work)
+    assert not told
