@@ -92,7 +92,7 @@ def test_what_is_told_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, 
     assert prefill.steps_total >= tokens / config.prefill.chunk_tokens
     assert decode.steps_total >= TOKENS - 1
     assert 0 < prefill.step_s_total < 30
-    assert prefill.pages == config.prefill.pool_pages
+    assert prefill.pages == config.prefill.pool_tokens // config.prefill.page_size
     assert decode.page_size == config.decode.page_size
     assert all(rank.ring_bytes == config.transfer.ring_bytes for rank in decode.ranks)
     assert all(rank.staging_bytes == config.transfer.staging_bytes for rank in prefill.ranks)
