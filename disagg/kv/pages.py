@@ -8,13 +8,12 @@ begin alike share what they have in common: each page counts who reads it. Idea:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import Span
+from disagg.kv.page_values import Growing, PageCopy, PageStatistics
 
 TRASH_PAGE = 0
 
@@ -39,51 +38,6 @@ def slots_of(pages: Sequence[int], page_size: int, span: Span) -> torch.Tensor:
     owned = torch.tensor(pages[first : pages_for(span.stop, page_size)], dtype=torch.int32)
     slots = owned[:, None] * page_size + torch.arange(page_size, dtype=torch.int32)
     return slots.flatten()[span.start - first * page_size : span.stop - first * page_size]
-
-
-@dataclass(frozen=True)
-class PageStatistics:
-    """A picture of the allocator at one moment."""
-
-    pages: int
-    """Pages that can be handed out: all but the trash page."""
-    used_pages: int
-    """Pages handed out and not yet freed."""
-    page_size: int
-    """Tokens in a page."""
-    used_tokens: int
-    """Tokens asked for in the pages handed out; those of a shared page once."""
-    peak_used_pages: int
-    """Most pages ever handed out at once."""
-    references: int
-    """Readers of all pages together: more than `used_pages` where pages are shared."""
-
-    @property
-    def free_pages(self) -> int:
-        """Pages that can be handed out now."""
-        return self.pages - self.used_pages
-
-    @property
-    def waste_tokens(self) -> int:
-        """Slots in pages handed out that no token was asked for: the price of whole pages."""
-        return self.used_pages * self.page_size - self.used_tokens
-
-
-class PageCopy(NamedTuple):
-    """All slots of page `source` are to be copied to page `destination`, in every layer.
-
-    Owed by whoever was given it: launched before anything else is written to the pool, in the order given.
-    """
-
-    source: int
-    destination: int
-
-
-class Growing(Protocol):
-    """What `append_one_to_each` grows: a request with its count of tokens and its pages."""
-
-    tokens: int
-    pages: list[int]
 
 
 class TokenToKVPoolAllocator:
@@ -165,7 +119,7 @@ class TokenToKVPoolAllocator:
         copies: list[PageCopy] = []
         for one in needy:
             if one.tokens % size == 0:
-                one.pages.append(self._take_page())
+                one.pages += self._take_pages(1)
             elif readers[one.pages[-1]] > 1:  # the last one that shared it may write to it
                 copies.append(self._replace_last(one.tokens, one.pages))
         used_tokens = self._used_tokens
@@ -175,7 +129,6 @@ class TokenToKVPoolAllocator:
             used_tokens += fill - filled[page]
             filled[page] = fill
         self._used_tokens = used_tokens
-        self._note_peak()
         return copies
 
     def truncate_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> None:
@@ -193,7 +146,7 @@ class TokenToKVPoolAllocator:
 
     def share(self, pages: Sequence[int]) -> None:
         """One more reader of each of `pages`, who frees them too. Raises ValueError, changing nothing, as `free`."""
-        self._require_pages(pages)
+        self.require(pages)
         readers = self._readers
         for page in pages:
             readers[page] += 1
@@ -204,7 +157,7 @@ class TokenToKVPoolAllocator:
 
         Raises ValueError, changing nothing, on one that is not handed out or named twice.
         """
-        self._require_pages(pages)
+        self.require(pages)
         readers, before = self._readers, len(self._free)
         for page in pages:
             readers[page] -= 1
@@ -214,6 +167,18 @@ class TokenToKVPoolAllocator:
                 self._free.append(page)
         self._references -= len(pages)
         return len(self._free) - before
+
+    def require(self, pages: Sequence[int]) -> None:
+        """Raises ValueError unless `pages` are all handed out, and none is named twice."""
+        if not pages:
+            return
+        readers = self._readers
+        inside = min(pages) > TRASH_PAGE and max(pages) < self.pages
+        if not inside or 0 in [readers[page] for page in pages]:
+            wrong = [page for page in pages if not (TRASH_PAGE < page < self.pages and readers[page])]
+            raise ValueError(f"page {wrong[0]} is not handed out: freed twice, or never this allocator's")
+        if len(set(pages)) != len(pages):
+            raise ValueError(f"a page is named twice: {list(pages)}")
 
     def statistics(self) -> PageStatistics:
         """Counts at this moment."""
@@ -257,10 +222,15 @@ class TokenToKVPoolAllocator:
         return fresh + sum(min(count, self._readers[page] - 1) for page, count in shared.items())
 
     def _take_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> None:
-        pages += [self._take_page() for _ in range(pages_for(want_tokens, self.page_size) - len(pages))]
-        for index in range(have_tokens // self.page_size, len(pages) if want_tokens > have_tokens else 0):
-            self._fill(pages[index], min(self.page_size, want_tokens - index * self.page_size))
-        self._note_peak()
+        pages += self._take_pages(pages_for(want_tokens, self.page_size) - len(pages))
+        if want_tokens == have_tokens:
+            return
+        filled, touched = self._filled, pages[have_tokens // self.page_size :]
+        before = filled[touched[0]]  # the others are new
+        for page in touched:
+            filled[page] = self.page_size
+        filled[touched[-1]] = want_tokens - (len(pages) - 1) * self.page_size
+        self._used_tokens += (len(touched) - 1) * self.page_size + filled[touched[-1]] - before
 
     def _fill(self, page: int, tokens: int) -> None:
         self._used_tokens += tokens - self._filled[page]
@@ -268,21 +238,22 @@ class TokenToKVPoolAllocator:
 
     def _replace_last(self, have_tokens: int, pages: list[int]) -> PageCopy:
         """Leaves the last page to its other readers, for a new one that is as full."""
-        copy = PageCopy(pages[-1], self._take_page())
+        copy = PageCopy(pages[-1], *self._take_pages(1))
         self._readers[copy.source] -= 1
         self._references -= 1
         pages[-1] = copy.destination
         self._fill(copy.destination, have_tokens % self.page_size)
         return copy
 
-    def _take_page(self) -> int:
-        page = self._free.pop()
-        self._readers[page] = 1
-        self._references += 1
-        return page
-
-    def _note_peak(self) -> None:
-        self._peak_used_pages = max(self._peak_used_pages, self.pages - 1 - len(self._free))
+    def _take_pages(self, count: int) -> list[int]:
+        keep = len(self._free) - count
+        taken = self._free[keep:][::-1]
+        del self._free[keep:]
+        for page in taken:
+            self._readers[page] = 1
+        self._references += count
+        self._peak_used_pages = max(self._peak_used_pages, self.pages - 1 - keep)
+        return taken
 
     def _require_growth(self, have_tokens: int, want_tokens: int, pages: Sequence[int]) -> None:
         if not 0 <= have_tokens <= want_tokens:
@@ -294,15 +265,4 @@ class TokenToKVPoolAllocator:
     def _require_filled(self, tokens: int, pages: Sequence[int]) -> None:
         if len(pages) != pages_for(tokens, self.page_size):
             raise ValueError(f"{tokens} tokens do not fill {len(pages)} pages of {self.page_size} tokens")
-        self._require_pages(pages[-1:])
-
-    def _require_pages(self, pages: Sequence[int]) -> None:
-        if not pages:
-            return
-        readers = self._readers
-        inside = min(pages) > TRASH_PAGE and max(pages) < self.pages
-        if not inside or 0 in [readers[page] for page in pages]:
-            wrong = [p for p in pages if not (TRASH_PAGE < p < self.pages and readers[p])]
-            raise ValueError(f"page {wrong[0]} is not handed out: freed twice, or never this allocator's")
-        if len(set(pages)) != len(pages):
-            raise ValueError(f"a page is named twice: {list(pages)}")
+        self.require(pages[-1:])

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Self
 
-from disagg.kv.pages import PageCopy, TokenToKVPoolAllocator
+from disagg.kv.page_values import PageCopy
+from disagg.kv.pages import TokenToKVPoolAllocator
 
 
 class KVSequence:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from disagg.core.errors import InvariantError
-from disagg.kv.pages import TRASH_PAGE, PageStatistics, TokenToKVPoolAllocator, pages_for
+from disagg.kv.page_values import PageStatistics
+from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
 
 
 @dataclass(slots=True, eq=False)

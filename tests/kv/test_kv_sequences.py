@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kv_memory import KVMemory, Word
 
 from disagg.core.errors import InvariantError
-from disagg.kv.pages import PageCopy, TokenToKVPoolAllocator
+from disagg.kv.page_values import PageCopy
+from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.sequence import KVSequence
 
 

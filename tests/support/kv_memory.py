@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from disagg.kv.pages import PageCopy
+from disagg.kv.page_values import PageCopy
 
 Word = object
 
