@@ -248,6 +248,45 @@ def decode(
     _show("decode", f"decode steps in {dtype} on {_name(where)}", results, out, as_json)
 
 
+@app.command()
+def memory(
+    page_size: Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")] = 16,
+    cached_tokens: Annotated[
+        int, typer.Option("--cached-tokens", min=1, help="In the prefix cache.")
+    ] = 100_000,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Half of them cached.")] = 4096,
+    eviction: Annotated[Literal["lru", "lfu", "fifo"], typer.Option("--eviction")] = "lru",
+    requests: Annotated[int, typer.Option("--requests", min=1, help="That decode together.")] = 256,
+    input_tokens: Annotated[
+        str, typer.Option("--input-tokens", help="Of those: 512, 128-1024, lognormal:MEAN,SIGMA,MAX.")
+    ] = "sharegpt-like",
+    output_tokens: Annotated[
+        str, typer.Option("--output-tokens", help="Of their answers, in the same way.")
+    ] = "sharegpt-like",
+    repeats: RepeatsFlag = 9,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """What the books of KV memory cost the host, and how many slots pages waste. Needs no device."""
+    from disagg.bench.memory import MemoryBench, run
+    from disagg.bench.serve.lengths import parse_lengths
+
+    bench = MemoryBench(
+        page_size=page_size,
+        cached_tokens=cached_tokens,
+        prompt_tokens=prompt_tokens,
+        requests=requests,
+        input=parse_lengths("--input-tokens", input_tokens),
+        output=parse_lengths("--output-tokens", output_tokens),
+        eviction=eviction,
+        repeats=repeats,
+    )
+    with _progress() as tell:
+        results = run(bench, tell)
+    title = f"KV memory, pages of {page_size}: {prompt_tokens} of {cached_tokens} cached tokens; decode of {requests}"
+    _show("memory", title, results, out, as_json)
+
+
 def _numbers(flag: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))

@@ -160,8 +160,9 @@ class TokenToKVPoolAllocator:
         self.require(pages)
         readers, before = self._readers, len(self._free)
         for page in pages:
-            readers[page] -= 1
-            if not readers[page]:
+            left = readers[page] - 1
+            readers[page] = left
+            if not left:
                 self._used_tokens -= self._filled[page]
                 self._filled[page] = 0
                 self._free.append(page)

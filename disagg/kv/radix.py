@@ -132,11 +132,11 @@ class RadixCache:
                 f"{len(pages)} pages for a prompt of {key.tokens} tokens: give the "
                 f"{key.tokens // self._page_size} that it fills"
             )
-        self._allocator.require(pages)
         root = self._roots.get(key.salt) or Node(None, key.salt)
         whole = len(pages) * self._page_bytes
         node, cached = self._walk(root, key.data, whole)
         have = len(cached)
+        self._allocator.require(pages[have:])
         self._allocator.free(pages[:have])
         if have == len(pages):
             return node
