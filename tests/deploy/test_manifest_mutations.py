@@ -46,7 +46,7 @@ def policy(rendered: Rendered, name: str) -> Object:
 
 
 def setting(rendered: Rendered, old: str, new: str) -> None:
-    [one] = rendered.of("ConfigMap")
+    [one] = [one for one in rendered.of("ConfigMap") if "disagg.toml" in one["data"]]
     assert old in one["data"]["disagg.toml"]
     one["data"]["disagg.toml"] = one["data"]["disagg.toml"].replace(old, new)
 

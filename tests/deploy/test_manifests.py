@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -92,6 +93,16 @@ def test_the_configuration_loads(rendered: Renderer, overlay: str, tmp_path: Pat
     assert config.api.max_running > 0
     assert config.control.router_port == 5571
     assert bool(config.model.path) != bool(config.model.random_init)
+
+
+@needs_kubectl
+def test_the_dashboard_is_where_grafanas_sidecar_looks(rendered: Renderer) -> None:
+    found = rendered("base").one("ConfigMap", "disagg-grafana")
+    assert found["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(found["data"]["disagg.json"])["title"] == "disagg"
+    assert len(found["data"]["disagg.json"]) < 1 << 17, (
+        "twice, with what kubectl remembers, in one object of 1 MiB"
+    )
 
 
 @needs_kubectl

@@ -6,8 +6,8 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack, asynccontextmanager
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -113,13 +113,17 @@ class ApiServer:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
-        self.generator = FakeGenerator()
-        self.service = Service(self.generator, self.model, self._config)
-        app = make_app(self.service, self._keys)
-        listener = bind(self._config)
-        if self._send_buffer_bytes:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
-        await serve(app, self.service, listener, self._stop, self._hurry, self._listening)
+        async with self._generating() as self.generator:
+            self.service = Service(self.generator, self.model, self._config)
+            app = make_app(self.service, self._keys)
+            listener = bind(self._config)
+            if self._send_buffer_bytes:
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)
+            await serve(app, self.service, listener, self._stop, self._hurry, self._listening)
+
+    @asynccontextmanager
+    async def _generating(self) -> AsyncIterator[Any]:
+        yield FakeGenerator()
 
     def _listening(self, url: str) -> None:
         self.url = url

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from disagg.node.assemble import make_runner
 from disagg.node.links import make_link
 from disagg.router.mail import MailRoom
 from disagg.router.session import Output, Router, SessionReport
+from disagg.router.status import watching
 from prefill_node.rank import PrefillRank
 from transport import messages as m
 from transport.base import Transport
@@ -152,14 +153,22 @@ class LocalGroups:
         """Runs `work` with a router of its own, and what comes back from it."""
 
         async def main() -> Any:
-            mail = MailRoom(InprocControl(self.hub, "router", self._options), asyncio.get_running_loop())
-            mail.start()
-            try:
-                return await work(Router(mail, self.infos.values()))
-            finally:
-                mail.close()
+            async with self.router() as router:
+                return await work(router)
 
         return asyncio.run(main())
+
+    @asynccontextmanager
+    async def router(self) -> AsyncIterator[Router]:
+        """A router of its own on the running loop; its groups are asked how they are each `metrics.interval_s`."""
+        mail = MailRoom(InprocControl(self.hub, "router", self._options), asyncio.get_running_loop())
+        mail.start()
+        try:
+            router = Router(mail, self.infos.values())
+            async with watching(router.statuses, self.config.metrics.interval_s):
+                yield router
+        finally:
+            mail.close()
 
     def answers(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answered]:
         """All prompts at once, greedily or however `sampling` says."""

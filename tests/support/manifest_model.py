@@ -80,7 +80,7 @@ class Rendered:
     @property
     def toml(self) -> str:
         """The configuration file that the pods mount."""
-        [text] = [one["data"]["disagg.toml"] for one in self.of("ConfigMap")]
+        [text] = [one["data"]["disagg.toml"] for one in self.of("ConfigMap") if "disagg.toml" in one["data"]]
         return str(text)
 
     @property

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_pro
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams
 from disagg.router.session import Router
-from disagg.router.status import watching
 from transport import messages as m
+from transport.control_inproc import InprocControl
 from transport.reliable import ReliableOptions
 
 torch.set_num_threads(1)
@@ -26,14 +25,6 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.002)
-
-
-def watched(groups: LocalGroups, work: Callable[[Router], Awaitable[Any]]) -> Any:
-    async def main(router: Router) -> Any:
-        async with watching(router.statuses, INTERVAL_S):
-            return await work(router)
-
-    return groups.serve(main)
 
 
 def idle(told: tuple[GroupStatus, ...]) -> bool:
@@ -67,7 +58,7 @@ def test_what_is_told_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, 
     prompts = random_prompts(30, 50, 20, 70)
     config = small_config(*tp, peer_memory=path == "peer", metrics_interval_s=INTERVAL_S)
     with local_groups(config, checkpoints.source()) as groups:
-        prefill, decode = watched(groups, lambda router: served(groups, router, prompts))
+        prefill, decode = groups.serve(lambda router: served(groups, router, prompts))
         transfers = [rank.statistics()["transfer"] for rank in groups.prefill]
         receivers = [rank.statistics()["transfer"] for rank in groups.decode]
     tokens, layout = sum(len(prompt) for prompt in prompts), groups.prefill_info.layout
@@ -104,7 +95,7 @@ def test_what_is_told_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, 
 def test_a_small_ring_is_waited_for(checkpoints: Checkpoints) -> None:
     config = small_config(1, 1, ring_bytes=8192, metrics_interval_s=INTERVAL_S)
     with local_groups(config, checkpoints.source()) as groups:
-        _, decode = watched(groups, lambda router: served(groups, router, random_prompts(*[60] * 6)))
+        _, decode = groups.serve(lambda router: served(groups, router, random_prompts(*[60] * 6)))
     [rank] = decode.ranks
     assert rank.ring_waits_total > 0
     assert rank.ring_wait_s_total > 0
@@ -125,7 +116,7 @@ def test_memory_and_requests_are_told_while_they_are_held(checkpoints: Checkpoin
             running.cancel()
             await until(lambda: idle(router.groups()))
 
-        watched(groups, work)
+        groups.serve(work)
 
 
 def test_several_groups_and_one_that_dies(checkpoints: Checkpoints) -> None:
@@ -155,17 +146,27 @@ def test_several_groups_and_one_that_dies(checkpoints: Checkpoints) -> None:
         await until(lambda: not {name for name in shown(router) if name.startswith("decode-2")})
 
     try:
-        watched(groups, work)
+        groups.serve(work)
         groups.settle(dead=["decode-2-0", "decode-2-1"])
     finally:
         groups.stop()
 
 
-def test_a_router_that_stops_asking_is_forgotten(checkpoints: Checkpoints) -> None:
+def test_a_router_that_stops_asking_is_forgotten(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = small_config(2, 1, metrics_interval_s=INTERVAL_S)
     with local_groups(config, checkpoints.source()) as groups:
         leader = groups.prefill[0]._leader
         ranks_told: list[int] = []
+        silent: list[bool] = []
+        send = InprocControl.send
+
+        def silenced(control: InprocControl, peer: str, message: m.Message) -> None:
+            if not (silent and isinstance(message, m.Watch)):
+                send(control, peer, message)
+
+        monkeypatch.setattr(InprocControl, "send", silenced)
 
         def observe(source: str, destination: str, message: m.Message) -> None:
             if isinstance(message, m.RankReport):
@@ -174,14 +175,14 @@ def test_a_router_that_stops_asking_is_forgotten(checkpoints: Checkpoints) -> No
         groups.hub.observe(observe)
 
         async def work(router: Router) -> None:
-            router.statuses.ask(INTERVAL_S)
             await until(lambda: idle(router.groups()))
             assert leader._reports.watchers == ("router",)
+            silent.append(True)
             await until(lambda: not leader._reports.watchers)
             seen = len(ranks_told)
             await until(lambda: len(ranks_told) > seen)  # ranks go on to tell their leader
             assert set(ranks_told) == {1}, "rank 0 is the leader's own"
-            router.statuses.ask(INTERVAL_S)
+            silent.clear()
             await until(lambda: leader._reports.watchers == ("router",))
 
         groups.serve(work)
@@ -198,9 +199,8 @@ def test_nobody_tells_when_it_is_switched_off(checkpoints: Checkpoints) -> None:
         groups.hub.observe(observe)
 
         async def work(router: Router) -> None:
-            async with watching(router.statuses, 0.0):
-                await ask(router, "r", random_prompts(60)[0], SamplingParams(max_tokens=30))
-                assert [group.ranks for group in router.groups()] == [(), ()]
+            await ask(router, "r", random_prompts(60)[0], SamplingParams(max_tokens=30))
+            assert [group.ranks for group in router.groups()] == [(), ()]
 
         groups.serve(work)
     assert not told
