@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+import msgspec
 import openai
 import psutil
 import pytest
@@ -25,6 +27,7 @@ from disagg.reference import reference_answers
 
 PROMPT = "The capital of France is"
 TOKENS = 12
+KEY = {"authorization": "Bearer secret"}
 
 
 @dataclass
@@ -38,7 +41,7 @@ class Served:
 
     def metric(self, name: str) -> float:
         text = httpx.get(f"{self.url}/metrics", trust_env=False).text
-        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
 
@@ -143,6 +146,29 @@ def test_a_chat_whole_and_streamed(served: Served) -> None:
     assert {len(one.top_logprobs) for one in told} == {2}
 
 
+def test_the_groups_tell_of_themselves(served: Served) -> None:
+    """Over ZMQ, through the ranks' own processes: what they say was sent is what must have been."""
+
+    def told() -> dict[str, Any]:
+        reply = httpx.get(f"{served.url}/status", headers=KEY, trust_env=False)
+        found: dict[str, Any] = msgspec.json.decode(reply.content)
+        return found
+
+    def sent() -> int:
+        ranks = [rank for group in told()["groups"] for rank in group.get("ranks", ())]
+        return sum(route.get("bytes_total", 0) for rank in ranks for route in rank.get("routes", ()))
+
+    served.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2)
+    prompts = [len(PROMPT), *(answer["prompt_tokens"] for answer in told()["recent"][1:])]
+    token_bytes = told()["recent"][0]["transfer_bytes"] // len(PROMPT)
+    until(lambda: sent() == sum(prompts) * token_bytes)
+    prefill, decode = told()["groups"]
+    assert [rank["name"] for rank in prefill["ranks"]] == ["prefill r0", "prefill r1"]
+    assert {route["target"] for rank in prefill["ranks"] for route in rank["routes"]} == {"decode r0"}
+    assert [rank["landed_bytes_total"] for rank in decode["ranks"]] == [sent()]
+    assert served.metric('disagg_steps_total{group="prefill",role="prefill"}') >= len(prompts)
+
+
 def test_several_answers_and_prompts(served: Served) -> None:
     def texts(n: int) -> list[str]:
         reply = served.client.completions.create(
@@ -215,6 +241,8 @@ def test_a_group_that_dies_is_replaced(served: Served, expected: list[int]) -> N
         list(stream)
     until(lambda: not ready())
     until(ready, timeout_s=60)
+    assert served.metric('disagg_group_broken{group="prefill",role="prefill"}') == 0
+    assert 'group="decode"' not in httpx.get(f"{served.url}/metrics", trust_env=False).text
     reply = served.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
     assert reply.choices[0].text == bytes(expected).decode()
 
