@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from disagg import cli_bench, cli_bench_serve, cli_launch, cli_run, cli_serve, cli_tools
+from disagg import cli_bench, cli_bench_serve, cli_launch, cli_run, cli_serve, cli_tools, cli_top
 from disagg.core.errors import DisaggError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("generate")(cli_run.generate)
 app.command("serve")(cli_serve.serve)
 app.command("launch")(cli_launch.launch)
 app.command("scale")(cli_launch.scale)
+app.command("top")(cli_top.top)
 app.command("doctor")(cli_tools.doctor)
 app.command("plan")(cli_tools.plan)
 app.command("keys")(cli_tools.keys)

@@ -13,6 +13,7 @@ import typer
 
 from disagg.core.errors import ConfigError
 from disagg.core.folders import make_folder
+from disagg.core.key_file import first_key
 
 if TYPE_CHECKING:
     from disagg.bench.serve.load import Counts
@@ -150,7 +151,7 @@ def serve(
     open_loop = None if rate is None else Arrivals(arrivals or "poisson", rate, burst_size, seed)
     bench = ServeBench(
         url=check_url(url),
-        api_key=None if api_key_file is None else _api_key(api_key_file),
+        api_key=None if api_key_file is None else first_key("--api-key-file", api_key_file),
         workload=workload,
         arrivals=open_loop,
         concurrency=concurrency,
@@ -195,17 +196,6 @@ def _token_ids(text: str) -> tuple[int, int]:
     if found is None or int(found[1]) > int(found[2]):
         raise ConfigError(f"--token-ids {text}: give the lowest and the highest id, as 32-255")
     return int(found[1]), int(found[2])
-
-
-def _api_key(path: Path) -> str:
-    try:
-        text = path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(f"--api-key-file {path} cannot be read: {exc}") from exc
-    key = text.splitlines()[0].strip() if text else ""
-    if not key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"--api-key-file {path}: its first line is the key, in printable ASCII characters")
-    return key
 
 
 def _allow_open_files() -> None:

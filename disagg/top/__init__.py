@@ -1,0 +1,1 @@
+"""`disagg top`: what a server does now, in a terminal."""

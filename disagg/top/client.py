@@ -1,0 +1,67 @@
+"""Asks a server for its status, and says in one line what is wrong when there is none."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import httpx
+import msgspec
+
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.status import ServiceStatus
+
+TIMEOUT_S = 5.0
+"""For one answer."""
+
+
+class StatusClient:
+    """Speaks to one server over one connection. Use with `with`."""
+
+    def __init__(self, url: str, api_key: str | None) -> None:
+        """`url` is where the server begins, without `/v1`. Raises `ConfigError` for one that cannot be asked."""
+        self._url = _status_url(url)
+        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._keyed = api_key is not None
+        # A transport of our own: no proxy that the environment names comes between.
+        self._http = httpx.Client(transport=httpx.HTTPTransport(), headers=headers, timeout=TIMEOUT_S)
+
+    def __enter__(self) -> StatusClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def status(self) -> ServiceStatus:
+        """What the server does now. Raises `DisaggError` when it cannot be asked, refuses, or is none of ours."""
+        return self._ask()[1]
+
+    def status_json(self) -> bytes:
+        """The same as the server says it. Raises as `status`."""
+        return self._ask()[0]
+
+    def _ask(self) -> tuple[bytes, ServiceStatus]:
+        try:
+            reply = self._http.get(self._url)
+        except httpx.HTTPError as exc:
+            raise DisaggError(f"{self._url} cannot be reached: {str(exc) or type(exc).__name__}") from exc
+        if reply.status_code == 401:
+            mend = "the one given is not its" if self._keyed else "give a key with --api-key-file"
+            raise DisaggError(f"{self._url} asks for an API key: {mend}")
+        if reply.status_code != 200:
+            raise DisaggError(f"{self._url} answered {reply.status_code}: is a disagg server there?")
+        try:
+            return reply.content, msgspec.json.decode(reply.content, type=ServiceStatus)
+        except msgspec.DecodeError as exc:
+            raise DisaggError(f"{self._url} is not the status of a disagg server: {exc}") from exc
+
+
+def _status_url(url: str) -> str:
+    try:
+        parts = httpx.URL(url)
+    except httpx.InvalidURL as exc:
+        raise ConfigError(f"--url {url}: {exc}") from exc
+    if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
+        raise ConfigError(f"--url {url}: give where the server is, such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1") + "/status"
