@@ -161,15 +161,18 @@ class SegmentSender:
         self._queue.adopt()
 
     def link(self, link: Link) -> None:
-        """Connects to the decode ranks that this rank sends to. Raises `ConfigError`, `TransportError`."""
-        self._limits[link.decode.name] = segment_limits(
-            link, self._rank, self._segment_bytes, self._staging_bytes
-        )
-        self._wires.pop(link.decode.name, None)
+        """Connects to the decode ranks that this rank sends to. Raises `ConfigError`, `TransportError`.
+
+        Again, after one of them was lost and is back: what is known of the wire, and of the others, stays.
+        """
+        if link.decode.name not in self._wires:
+            self._limits[link.decode.name] = segment_limits(
+                link, self._rank, self._segment_bytes, self._staging_bytes
+            )
         for peer in link.destinations_of(self._rank):
             self._letters.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
-            self._destinations[peer.control_address] = Destination()
+            self._destinations.setdefault(peer.control_address, Destination())
             self._flows.link(peer.control_address, f"{link.decode.name} r{peer.rank}")
         with self._queue.use():
             warm_copies(link.from_rank(self._rank), self._shard, self._pool)

@@ -21,6 +21,10 @@ PeerLost = Callable[[str], None]
 """Called as `on_peer_lost(peer)` on the channel's own thread: the peer died, restarted, or cannot be reached.
 Nothing of before arrives any more; a later `send` starts afresh."""
 
+PeerMet = Callable[[str], None]
+"""Called as `on_peer_met(peer)` on the channel's own thread: a watched peer was heard, for the first time or for the
+first time since it was lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class ControlStatistics:
@@ -54,7 +58,9 @@ class ControlChannel(ABC):
     """`tcp://host:port`, or a name on an in-process hub; also this channel's name as a peer."""
 
     @abstractmethod
-    def start(self, handler: Handler, on_peer_lost: PeerLost) -> None:
+    def start(
+        self, handler: Handler, on_peer_lost: PeerLost, on_peer_met: PeerMet = lambda peer: None
+    ) -> None:
         """Starts the channel's thread. Once."""
 
     @abstractmethod
@@ -67,7 +73,7 @@ class ControlChannel(ABC):
     @abstractmethod
     def watch(self, peer: str) -> None:
         """Keeps asking whether `peer` is alive, also while there is nothing to send, until lost or
-        forgotten.
+        forgotten. Watched again after a loss, it is asked until it is there again.
         """
 
     @abstractmethod

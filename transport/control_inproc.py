@@ -35,6 +35,8 @@ class InprocHub:
         self._seen: set[tuple[str, int, int]] = set()
         self._observers: list[Observer] = []
         self._delayed: list[tuple[str, Envelope]] = []
+        self._side: frozenset[str] = frozenset()
+        """Those that only reach each other."""
 
     def observe(self, observer: Observer) -> None:
         """Shows every message, when it is first sent, to `observer` (on the sender's thread)."""
@@ -69,6 +71,11 @@ class InprocHub:
         with self._lock:
             self._cut.discard(name)
 
+    def part(self, side: Iterable[str]) -> None:
+        """The network breaks: those of `side` and the others do not reach each other. Nobody: it is whole."""
+        with self._lock:
+            self._side = frozenset(side)
+
     def join(self, channel: InprocControl) -> None:
         """Makes a channel reachable under its address."""
         with self._lock:
@@ -96,6 +103,8 @@ class InprocHub:
         with self._lock:
             channel = self._channels.get(destination)
             if channel is None or self._cut & {destination, envelope.source}:
+                return
+            if (destination in self._side) is not (envelope.source in self._side):
                 return
         for _ in range(copies):
             channel.accept(encode_envelope(envelope))

@@ -13,9 +13,9 @@ import msgspec
 import structlog
 
 from disagg.core.errors import ProtocolError
-from transport.control import ControlChannel, ControlStatistics, Handler, PeerLost
+from transport.control import ControlChannel, ControlStatistics, Handler, PeerLost, PeerMet
 from transport.messages import Message, decode, encode
-from transport.reliable import Delivered, Envelope, Reliable, ReliableOptions
+from transport.reliable import Delivered, Envelope, Lost, Reliable, ReliableOptions
 
 log = structlog.get_logger(__name__)
 _PAUSE_AFTER_BUG_S = 0.1
@@ -32,6 +32,7 @@ class ThreadedControl(ControlChannel):
         self._lock = threading.Lock()  # for `_streams`: statistics and check look in from other threads
         self._handler: Handler = lambda peer, message: None
         self._on_peer_lost: PeerLost = lambda peer: None
+        self._on_peer_met: PeerMet = lambda peer: None
         self._closing = threading.Event()
         self._linger_until_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"control-{address}", daemon=True)
@@ -40,8 +41,10 @@ class ThreadedControl(ControlChannel):
 
     # --- ControlChannel
 
-    def start(self, handler: Handler, on_peer_lost: PeerLost) -> None:
-        self._handler, self._on_peer_lost = handler, on_peer_lost
+    def start(
+        self, handler: Handler, on_peer_lost: PeerLost, on_peer_met: PeerMet = lambda peer: None
+    ) -> None:
+        self._handler, self._on_peer_lost, self._on_peer_met = handler, on_peer_lost, on_peer_met
         self._thread.start()
 
     def send(self, peer: str, message: Message) -> None:
@@ -167,8 +170,10 @@ class ThreadedControl(ControlChannel):
             for event in events:
                 if isinstance(event, Delivered):
                     self._deliver(event.peer, event.body)
-                else:
+                elif isinstance(event, Lost):
                     self._lose(event.peer, event.reason)
+                else:
+                    self._call(self._on_peer_met, event.peer)
         return due_s
 
     def _take_in(self, frame: bytes, now_s: float) -> None:

@@ -81,6 +81,13 @@ class Lost:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A watched peer is there: the first that was heard of it, or the first since it was lost."""
+
+    peer: str
+
+
 @dataclass(slots=True)
 class _Peer:
     name: str
@@ -117,7 +124,7 @@ class Reliable:
         """Latest stream of each source that is over; none up to it is taken in again."""
         self.outbox: list[tuple[str, Envelope]] = []
         """To be put on the wire; may be lost."""
-        self.events: list[Delivered | Lost] = []
+        self.events: list[Delivered | Lost | Met] = []
         """In the order in which they happened: a message after a loss belongs to the new stream."""
         self.retransmitted = self.duplicates = self.refused = 0
 
@@ -144,6 +151,8 @@ class Reliable:
         peer = self._peer(name, now_s)
         if not peer.watched:
             peer.watched, peer.since_s = True, now_s
+            if peer.their_stream:
+                self.events.append(Met(name))
 
     def forget(self, name: str) -> None:
         """Drops all state; tells nobody."""
@@ -256,6 +265,8 @@ class Reliable:
             return None
         peer = peer or self._peer(envelope.source, now_s)
         peer.their_stream = envelope.stream
+        if peer.watched:
+            self.events.append(Met(peer.name))
         return peer
 
     def _has_room(self, now_s: float) -> bool:

@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from disagg.core.config import Config, GroupConfig
+from disagg.core.errors import DisaggError
 from disagg.core.ports import Clock, LayerHook
 from disagg.core.status import RankStatus
 from disagg.core.timeline import Timeline, TimelineSpan
@@ -28,6 +29,7 @@ from disagg.node.device import memory_bytes
 from disagg.node.leader import Leader
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
+from disagg.node.silence import Silences
 from disagg.node.transfer_loop import TransferAgent, TransferLoop
 from transport import messages as m
 from transport.base import Transport
@@ -99,6 +101,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self.lane = f"{self.name} r{rank}"
         self._transport = transport
         self._group: GroupInfo | None = None
+        self._silences = Silences()
         self._plans = PlanQueue()
         self._executor = StepExecutor(runner, group_config.max_requests)
         self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
@@ -121,7 +124,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
 
     def start(self) -> RankInfo:
         """Starts control and transfer threads; returns what peers need to know."""
-        self.control.start(self.on_message, self.peer_lost)
+        self.control.start(self.on_message, self.peer_silent, self._on_met)
         self._loop.start()
         if self.runner.device.type == "cuda":
             self._loop.call(partial(torch.cuda.set_device, self.runner.device))
@@ -143,11 +146,13 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         """Joins this group with one of the other kind. Raises `HandshakeError`, `ConfigError`, `TransportError`."""
         link = self._make_link(other)
         self._loop.call(partial(self._agent.link, link))
-        for peer in self._data_peers(link):
-            self.control.watch(peer.control_address)
+        peers = {peer.control_address for peer in self._data_peers(link)}
         if self._leader is not None:
             self._leader.link(other)
-            self.control.watch(other.leader.control_address)
+            peers.add(other.leader.control_address)
+        self._silences.linked(other, peers)
+        for peer in peers:
+            self.control.watch(peer)
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Waits for requests under way, then ends every thread and frees the transport. Again: nothing happens."""
@@ -223,7 +228,40 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self.control.send(self.group.leader.control_address, message)
 
     def peer_lost(self, peer: str) -> None:
-        """A peer is gone: whatever needs it ends. For any thread; again: nothing happens."""
+        """A peer is dead: whatever needs it ends. For any thread; again: nothing happens."""
+        self._silences.dead(peer)
+        self.control.forget(peer)
+        self._lose(peer)
+
+    def peer_silent(self, peer: str) -> None:
+        """Nothing is heard of a peer, or it has given us up: whatever needs it ends, as if it were dead.
+
+        A rank of a linked group is listened for: it may only have been cut off, see `_on_met`. For any thread.
+        """
+        if not self._silences.speaks_to(peer):
+            self._lose(peer)
+            return
+        if self._silences.fell_silent(peer):
+            self._lose(peer)
+        self.control.watch(peer)
+
+    def _on_met(self, peer: str) -> None:
+        """Both sides have fenced each other by now, whoever fell silent: a loss on one side is one on the other."""
+        for other in self._silences.heard(peer):
+            self._loop.post(partial(self._link_again, self._make_link(other)))
+            if self._leader is not None:
+                self._leader.link(other)
+
+    def _link_again(self, link: Link) -> None:
+        other = link.decode if self.role == "prefill" else link.prefill
+        try:
+            self._agent.link(link)
+        except DisaggError as exc:
+            log.error("not_linked_again", group=other.name, lane=self.lane, error=str(exc))
+        else:
+            log.info("linked_again", group=other.name, lane=self.lane)
+
+    def _lose(self, peer: str) -> None:
         log.warning("peer_lost", peer=peer, lane=self.lane)
         self._loop.post(partial(self._agent.on_peer_lost, peer))
         if self._leader is not None:

@@ -24,18 +24,25 @@ class MailRoom:
         self._control, self._loop = control, loop
         self._boxes: dict[RequestKey, Mail] = {}
         self._listeners: dict[str, Listener] = {}
+        self._watched: set[str] = set()
         self.lost: set[str] = set()
-        """Peers that are gone."""
+        """Peers that are gone, or silent."""
         self.unclaimed = 0
         """Messages for requests that have ended, or of peers that nobody listens to; dropped."""
 
     def start(self) -> None:
         """Starts the channel."""
-        self._control.start(self._from_channel, self._lost_from_channel)
+        self._control.start(self._from_channel, self._silent_from_channel, self._met_from_channel)
 
     def watch(self, peer: str) -> None:
-        """Notices when `peer` dies, also while nothing is sent."""
+        """Notices when `peer` dies, also while nothing is sent; and, if it only was silent, that it is back."""
+        self._watched.add(peer)
         self._control.watch(peer)
+
+    def forget(self, peer: str) -> None:
+        """Nothing more is expected of `peer`."""
+        self._watched.discard(peer)
+        self._control.forget(peer)
 
     def listen(self, peer: str, listener: Listener) -> None:
         """From now on `listener` is told what `peer` says beside its requests' messages."""
@@ -72,8 +79,11 @@ class MailRoom:
     def _from_channel(self, peer: str, message: m.Message) -> None:
         self._loop.call_soon_threadsafe(self._deliver, peer, message)
 
-    def _lost_from_channel(self, peer: str) -> None:
-        self._loop.call_soon_threadsafe(self.lose, peer)
+    def _silent_from_channel(self, peer: str) -> None:
+        self._loop.call_soon_threadsafe(self._silent, peer)
+
+    def _met_from_channel(self, peer: str) -> None:
+        self._loop.call_soon_threadsafe(self._met, peer)
 
     def _deliver(self, peer: str, message: m.Message) -> None:
         key = getattr(message, "key", None)
@@ -88,7 +98,21 @@ class MailRoom:
             self.unclaimed += 1
 
     def lose(self, peer: str) -> None:
-        """`peer` is gone: every open mailbox hears of it. Again: nothing new."""
+        """`peer` is dead: every open mailbox hears of it. Again: nothing new."""
+        self.forget(peer)
+        self._lose(peer)
+
+    def _silent(self, peer: str) -> None:
+        """As if it were dead, until it is heard again: it may only have been cut off."""
+        self._lose(peer)
+        if peer in self._watched:
+            self._control.watch(peer)
+
+    def _met(self, peer: str) -> None:
+        if peer in self._watched:
+            self.lost.discard(peer)
+
+    def _lose(self, peer: str) -> None:
         self.lost.add(peer)
         for box in self._boxes.values():
             box.put_nowait((peer, PeerLostError(f"lost {peer}")))

@@ -117,6 +117,7 @@ class Router:
             await asyncio.sleep(self._reserve_retry_s)
         if self._engines.get(name) is engine:
             del self._engines[name]
+            self._mail.forget(engine.group.leader.control_address)
 
     def remove(self, name: str) -> None:
         """The group is gone, and with it all that it was given: those requests end at once. Unknown: nothing."""

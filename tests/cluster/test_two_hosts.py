@@ -169,9 +169,33 @@ def test_answers_are_exact_over_a_bad_link(running: Site, expected: list[str]) -
     assert lost > 0, f"of {carried} packets"
 
 
+def test_a_short_cut_costs_time_only(running: Site, expected: list[str]) -> None:
+    link = running.hosts.link
+    cut_before = link.statistics.cut
+    link.cut()
+    asked = [running.ask(prompt) for prompt in PROMPTS]
+    until(lambda: link.statistics.cut > cut_before + 10)
+    link.mend()
+    assert texts(asked) == expected
+
+
+def test_after_a_long_cut_the_groups_are_linked_again(running: Site, expected: list[str]) -> None:
+    running.hosts.link.cut()
+    asked = [running.ask(prompt) for prompt in PROMPTS]
+    until(lambda: not running.ready(), timeout_s=30)
+    running.hosts.link.mend()
+    replies = [one.result() for one in asked]
+    assert {reply.status_code for reply in replies} == {503}, [reply.text for reply in replies]
+    assert all("lost the decode group" in reply.text for reply in replies)
+    until(running.ready, timeout_s=30)
+    until(lambda: running.ask(PROMPTS[0]).result().status_code == 200, timeout_s=30)
+    assert texts([running.ask(prompt) for prompt in PROMPTS]) == expected
+
+
 def test_nothing_is_held_afterwards(running: Site) -> None:
-    """A request that needs every page of both pools finds them free."""
+    """After all that: a request that needs every page of both pools finds them free. Nobody was restarted."""
     prompt = "y" * 300
     [reply] = [running.ask(prompt, max_tokens=212, ignore_eos=True).result()]
     assert reply.status_code == 200, reply.text
     assert reply.json()["usage"]["total_tokens"] == 512
+    assert "group_lost" not in running.log("launch")

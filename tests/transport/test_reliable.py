@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from disagg.core.errors import InvariantError
 from transport import reliable
-from transport.reliable import Delivered, Envelope, Lost, Reliable, ReliableOptions
+from transport.reliable import Delivered, Envelope, Lost, Met, Reliable, ReliableOptions
 
 OPTIONS = ReliableOptions(peer_timeout_s=10.0, heartbeat_s=1.0)
 
@@ -24,6 +24,7 @@ class End:
     streams: Reliable
     got: list[int] = field(default_factory=list)
     losses: int = 0
+    meetings: int = 0
     sent: dict[int, int] = field(default_factory=dict)
     """Message -> how often the other side had been lost when it was sent."""
 
@@ -88,8 +89,10 @@ class World:
         for event in end.streams.events:
             if isinstance(event, Delivered):
                 end.got.append(int.from_bytes(event.body, "big"))
-            else:
+            elif isinstance(event, Lost):
                 end.losses += 1
+            else:
+                end.meetings += 1
         end.streams.events.clear()
         end.streams.check()
         assert end.got == sorted(set(end.got)), "twice, or out of order"
@@ -312,6 +315,41 @@ def test_a_watched_peer_is_asked_and_its_silence_noticed() -> None:
     assert world.ends["a"].losses == 1
 
 
+@pytest.mark.parametrize("both_notice", [True, False])
+def test_a_peer_that_was_cut_off_is_met_again_by_who_keeps_watching(both_notice: bool) -> None:
+    """Whether the other side noticed the cut itself or learns of it by the new stream."""
+    world = pair()
+    a, b = world.ends.values()
+    a.streams.watch("b", world.now_s)
+    world.collect(a)
+    before = a.meetings
+    if both_notice:
+        b.streams.watch("a", world.now_s)
+    for _ in range(12):
+        world.tick(1.0)
+        world.wire.clear()
+    assert (a.losses, b.losses) == (1, int(both_notice))
+    a.streams.watch("b", world.now_s)
+    if both_notice:
+        b.streams.watch("a", world.now_s)
+    for _ in range(3):
+        world.tick(1.0)
+        world.settle()
+    assert (a.meetings - before, a.losses, b.losses) == (1, 1, 1)
+    assert b.meetings >= int(both_notice)
+
+
+def test_who_watches_a_peer_that_began_anew_meets_it_at_once() -> None:
+    world = pair()
+    a, b = world.ends.values()
+    world.settle()
+    before = a.meetings
+    a.streams.watch("b", world.now_s)
+    world.collect(a)
+    assert a.meetings == before + 1, "it is there already"
+    assert b.meetings == 0, "which does not watch"
+
+
 def test_our_own_standstill_is_no_silence_of_others() -> None:
     world = pair()
     a = world.ends["a"]
@@ -384,12 +422,12 @@ def test_a_stream_to_oneself() -> None:
         turn(number + 0.1)
     for tenth in range(30):
         turn(50 + tenth / 10)
-    assert got == [Delivered("a", bytes([number])) for number in range(50)]
+    assert got == [Met("a"), *(Delivered("a", bytes([number])) for number in range(50))]
     streams.forget("a")
     streams.send("a", b"again", 60.0)
     for tenth in range(30):
         turn(60 + tenth / 10)
-    assert got[50:] == [Delivered("a", b"again")]
+    assert got[51:] == [Delivered("a", b"again")]
 
 
 def test_no_reset_answers_a_reset() -> None:

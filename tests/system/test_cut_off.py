@@ -1,0 +1,99 @@
+"""A network that breaks between the groups and comes back: nobody has died, and everybody is linked again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+
+from disagg.core.errors import BusyError, PeerLostError
+from disagg.core.types import SamplingParams
+from disagg.router.session import Router
+from transport import messages as m
+from transport.reliable import ReliableOptions
+
+SOON = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
+GREEDY = SamplingParams(max_tokens=8)
+TIMEOUT_S = 30.0
+SIDES = {
+    "decode": ["decode-0", "decode-1"],
+    "prefill": ["prefill-0", "prefill-1"],
+    "router": ["router"],
+}
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def exact_again(router: Router, checkpoints: Checkpoints) -> None:
+    """Soon requests are taken again; meanwhile they end with a clear error, and what ends well is exact."""
+    async with asyncio.timeout(TIMEOUT_S):
+        for number in range(1_000_000):
+            try:
+                answers = await asyncio.gather(
+                    *(
+                        ask(router, f"again{number}-{i}", p, GREEDY)
+                        for i, p in enumerate(random_prompts(60, 30))
+                    )
+                )
+            except (PeerLostError, BusyError):
+                await asyncio.sleep(0.02)
+                continue
+            for answer, prompt in zip(answers, random_prompts(60, 30), strict=True):
+                assert answer.tokens == checkpoints.greedy(checkpoints.source(), prompt, 8)
+            return
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_who_was_cut_off_is_linked_again(checkpoints: Checkpoints, side: str) -> None:
+    with local_groups(small_config(2, 2), checkpoints.source(), options=SOON) as groups:
+
+        async def work(router: Router) -> None:
+            running = asyncio.create_task(
+                ask(router, "r", random_prompts(60)[0], SamplingParams(max_tokens=400, ignore_eos=True))
+            )
+            await _streams(groups)
+            groups.hub.part(SIDES[side])
+            [ended] = await asyncio.gather(running, return_exceptions=True)
+            assert isinstance(ended, PeerLostError)
+            await until(lambda: bool(router.missing()))
+            groups.hub.part([])
+            await until(lambda: not router.missing())
+            await exact_again(router, checkpoints)
+
+        groups.serve(work)
+
+
+def test_a_cut_shorter_than_the_patience_is_not_noticed(checkpoints: Checkpoints) -> None:
+    patient = ReliableOptions(peer_timeout_s=TIMEOUT_S, heartbeat_s=0.1)
+    with local_groups(small_config(2, 2), checkpoints.source(), options=patient) as groups:
+
+        async def work(router: Router) -> None:
+            prompt = random_prompts(60)[0]
+            running = asyncio.create_task(ask(router, "r", prompt, SamplingParams(max_tokens=40)))
+            await _streams(groups)
+            groups.hub.part(SIDES["decode"])
+            sent_again = groups.decode[0].control.statistics().retransmitted
+            await until(lambda: groups.decode[0].control.statistics().retransmitted > sent_again)
+            assert not running.done()
+            groups.hub.part([])
+            assert (await running).tokens == checkpoints.greedy(checkpoints.source(), prompt, 40)
+
+        groups.serve(work)
+
+
+async def _streams(groups: LocalGroups) -> None:
+    """Returns when tokens pass."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+
+    def observe(source: str, destination: str, message: m.Message) -> None:
+        if isinstance(message, m.Tokens):
+            loop.call_soon_threadsafe(event.set)
+
+    groups.observe(observe)
+    await event.wait()
