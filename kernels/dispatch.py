@@ -14,7 +14,8 @@ Backend = Literal["torch", "triton"]
 VARIABLE = "DISAGG_KERNELS"
 
 # `triton.jit` reads it when a kernel's module is imported; a later change would not be heeded.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+"""Kernels run in Triton's interpreter, on the CPU."""
 
 
 def backend(device: torch.device) -> Backend:
@@ -30,7 +31,7 @@ def backend(device: torch.device) -> Backend:
         return "torch"
     if wanted != "triton":
         raise ConfigError(f"{VARIABLE}={wanted!r}: must be 'torch' or 'triton', or unset to choose by device")
-    if device.type != "cuda" and not _INTERPRETED:
+    if device.type != "cuda" and not INTERPRETED:
         raise ConfigError(
             f"{VARIABLE}=triton with tensors on {device}: start the process with TRITON_INTERPRET=1, "
             f"or unset {VARIABLE}"

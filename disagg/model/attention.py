@@ -5,27 +5,12 @@ Scores are computed in the model's dtype, the softmax in float32, as transformer
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from disagg.core.types import Span
+from kernels.attention import AttentionParams
 
 _SCORES_PER_BLOCK = 1 << 26  # elements of one block of scores [heads, queries, keys]: 256 MiB in float32
-
-
-@dataclass(frozen=True)
-class AttentionParams:
-    """What a layer asks of its attention."""
-
-    scaling: float
-    """Factor on the scores."""
-    window_tokens: int | None = None
-    """Sliding window: a token sees this many tokens, itself included."""
-    softcap: float | None = None
-    """Scores become `softcap * tanh(score / softcap)`."""
-    sinks: torch.Tensor | None = None
-    """`[query heads]`: a score that takes part in each softmax without a value."""
 
 
 class HeadMap:

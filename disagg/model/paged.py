@@ -17,8 +17,9 @@ from disagg.core.errors import UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
 from disagg.core.types import Span
 from disagg.kv.pool import MHATokenToKVPool
-from disagg.model.attention import AttentionParams, HeadMap, attend_decode, attend_prefill
+from disagg.model.attention import HeadMap, attend_decode, attend_prefill
 from disagg.model.batch import DecodeGroup, PrefillGroup, StepIndex
+from kernels.attention import AttentionParams
 
 ATTENTION_NAME = "disagg_paged"
 _REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask")  # would change the result

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from disagg.core.errors import UnsupportedModelError
-from disagg.model.attention import AttentionParams
 from disagg.model.collective import SingleCollective
 from disagg.model.layers import attention_layers
 from disagg.model.spec import ModelSpec
 from disagg.model.tp import RowParallelLinear
+from kernels.attention import AttentionParams
 
 
 @dataclass

@@ -23,11 +23,11 @@ from disagg.core.ports import Collective
 from disagg.core.types import Span
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
-from disagg.model.attention import AttentionParams
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.paged import AttentionContext
 from disagg.model.spec import ModelSpec, shard_of
+from kernels.attention import AttentionParams
 
 
 class StatePlace(NamedTuple):

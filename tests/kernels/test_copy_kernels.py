@@ -1,6 +1,6 @@
 """Gather and scatter move exactly the right bytes, on whatever backend this process chooses for the CPU.
 
-`test_copy_interpreter.py` runs this file again with the Triton kernels, in Triton's interpreter.
+`test_kernels_interpreted.py` runs this file again with the Triton kernels, in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Pool to pool: exactly the right bytes, nothing else, and nothing at all when the fence word says so.
 
-`test_copy_interpreter.py` runs this file again with the Triton kernel, in Triton's interpreter.
+`test_kernels_interpreted.py` runs this file again with the Triton kernel, in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -9,8 +9,9 @@ import torch
 
 from disagg.core.types import Span
 from disagg.model import attention
-from disagg.model.attention import AttentionParams, HeadMap, attend_decode, attend_prefill
+from disagg.model.attention import HeadMap, attend_decode, attend_prefill
 from disagg.model.spec import kv_span
+from kernels.attention import AttentionParams
 
 HEADS, GROUP, DIM, KEYS = 2, 3, 8, 21
 VARIANTS = [

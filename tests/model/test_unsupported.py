@@ -27,13 +27,13 @@ from transformers import (
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import SamplingParams
-from disagg.model.attention import AttentionParams
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective import ThreadCollective
 from disagg.model.paged import paged_attention
 from disagg.model.probe import ShapeProbe
 from disagg.model.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
+from kernels.attention import AttentionParams
 
 
 @pytest.mark.parametrize(

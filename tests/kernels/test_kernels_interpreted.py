@@ -1,4 +1,4 @@
-"""The Triton kernels themselves, without a GPU: the byte tests again, in a process that interprets Triton.
+"""The Triton kernels themselves, without a GPU: their tests again, in a process that interprets Triton.
 
 Triton decides at import whether to interpret, so a process that has imported the kernels is too late for it.
 """
@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
@@ -23,7 +25,15 @@ def interpret(*command: str) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
-def test_byte_tests_pass_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "files",
+    [
+        ("test_copy_kernels.py", "test_move_kernel.py"),
+        ("test_decode_attention.py", "test_prefill_attention.py", "test_kv_write.py"),
+    ],
+    ids=["copies", "attention"],
+)
+def test_tests_pass_in_the_interpreter(files: tuple[str, ...]) -> None:
     interpret(
         "-m",
         "pytest",
@@ -31,6 +41,5 @@ def test_byte_tests_pass_in_the_interpreter() -> None:
         "no:cacheprovider",
         "-k",
         "not reference and not cuda",
-        str(FOLDER / "test_copy_kernels.py"),
-        str(FOLDER / "test_move_kernel.py"),
+        *(str(FOLDER / name) for name in files),
     )

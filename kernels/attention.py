@@ -1,0 +1,153 @@
+"""What the attention kernels share: what a layer asks for, where its KV lies, checks, and pieces of Triton.
+
+The softmax runs in base 2 (`exp2` is what the hardware has), in float32, over a running maximum: no kernel ever holds
+all scores of a query (the online softmax of FlashAttention).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from disagg.core.errors import ConfigError
+from kernels.dispatch import INTERPRETED, backend
+from kernels.layer_kv import LayerKV, told
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+MAX_HEAD_DIM = 256
+QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_WIDEN = tl.constexpr(INTERPRETED)  # the interpreter cannot multiply bfloat16
+_E4M3_CAPABILITY = (8, 9)  # Triton has float8_e4m3fn from this on
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """What a layer asks of its attention."""
+
+    scaling: float
+    """Factor on the scores."""
+    window_tokens: int | None = None
+    """Sliding window: a token sees this many tokens, itself included."""
+    softcap: float | None = None
+    """Scores become `softcap * tanh(score / softcap)`."""
+    sinks: torch.Tensor | None = None
+    """`[query heads]`: a score that takes part in each softmax without a value."""
+
+
+def unsupported(
+    device: torch.device, q_dtype: torch.dtype, kv_dtype: torch.dtype, k_dim: int, v_dim: int
+) -> str:
+    """Why the kernels cannot do a model's attention; empty when they can."""
+    if backend(device) != "triton":
+        return (
+            f"Triton does not run on {device} here (on a CPU: TRITON_INTERPRET=1 and DISAGG_KERNELS=triton)"
+        )
+    if q_dtype not in QUERY_DTYPES:
+        return f"queries of {q_dtype}"
+    if max(k_dim, v_dim) > MAX_HEAD_DIM or min(k_dim, v_dim) < 1:
+        return f"heads of {k_dim} and {v_dim} elements (1 to {MAX_HEAD_DIM} are supported)"
+    if device.type == "cuda" and kv_dtype == torch.float8_e4m3fn:
+        found = torch.cuda.get_device_capability(device)
+        if found < _E4M3_CAPABILITY:
+            return f"{kv_dtype} on a GPU of compute capability {found[0]}.{found[1]} (8.9 is needed)"
+    return ""
+
+
+def check_queries(
+    q: torch.Tensor, kv: LayerKV, table: torch.Tensor, params: AttentionParams, out: torch.Tensor
+) -> int:
+    """Query heads for each KV head. Raises ValueError for tensors that do not fit together."""
+    kv.check()
+    if table.dim() != 2 or table.dtype != torch.int32 or not table.is_contiguous():
+        raise ValueError(f"table must be contiguous int32 [rows, max_tokens]; got {told(table)}")
+    if q.dim() != 3 or q.stride(2) != 1 or q.dtype not in QUERY_DTYPES or q.shape[2] > kv.k.shape[2]:
+        raise ValueError(
+            f"q must be float [tokens, q_heads, at most {kv.k.shape[2]}], heads contiguous; got {told(q)}"
+        )
+    fits = out.shape[:2] == q.shape[:2] and out.dim() == 3 and out.shape[2] <= kv.v.shape[2]
+    if not fits or not out.is_contiguous() or out.dtype != q.dtype:
+        raise ValueError(
+            f"out must be contiguous {q.dtype} [{q.shape[0]}, {q.shape[1]}, at most {kv.v.shape[2]}]; "
+            f"got {told(out)}"
+        )
+    if q.shape[1] % kv.k.shape[1]:
+        raise ValueError(
+            f"{q.shape[1]} query heads are no multiple of {kv.k.shape[1]} KV heads: use the torch path"
+        )
+    if params.sinks is not None and (params.sinks.shape != q.shape[1:2] or not params.sinks.is_contiguous()):
+        raise ValueError(f"sinks must be contiguous [{q.shape[1]}]; got {told(params.sinks)}")
+    return int(q.shape[1] // kv.k.shape[1])
+
+
+def check_numbers(n: int, **tensors: torch.Tensor) -> None:
+    """Raises ValueError unless each is contiguous int32 or int64 `[n]`. Their values are trusted."""
+    for name, tensor in tensors.items():
+        integer = tensor.dtype in (torch.int32, torch.int64)
+        if tensor.shape != (n,) or not integer or not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous int32 or int64 [{n}]; got {told(tensor)}")
+
+
+def require_triton(device: torch.device) -> None:
+    """Raises ConfigError where Triton does not run: the torch path is `disagg.model.attention`."""
+    if backend(device) != "triton":
+        raise ConfigError(f"the attention kernels need Triton, which does not run on {device} here")
+
+
+def block_of(count: int) -> int:
+    """The smallest power of two, at least 16, that holds `count`: an axis of `tl.dot`."""
+    return max(16, 1 << (count - 1).bit_length())
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device's current stream."""
+    device = tensor.device
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_rows(  # type: ignore[no-untyped-def]
+    rows,  # address of the head in slot 0
+    slot,  # int64 [N]
+    inside,  # bool [N]
+    DIM: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    SLOT_STRIDE: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """`[N, BLOCK]` of one head, zeros beyond `DIM` and where not `inside`: what lies there is never read."""
+    element = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (element < DIM)[None, :]
+    found = tl.load(rows + slot[:, None] * SLOT_STRIDE + element[None, :], mask=mask, other=0)
+    if FP8 is not None:
+        found = found.to(FP8, bitcast=True)
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_scales(scales, slot, inside, SCALE_SLOT_STRIDE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """float32 `[N]`."""
+    return tl.load(scales + slot * SCALE_SLOT_STRIDE, mask=inside, other=0.0)
+
+
+@triton.jit
+def base2_scores(products, scaling, softcap):  # type: ignore[no-untyped-def]
+    """Scores in units of log 2 from the products of queries and keys."""
+    scores = products * scaling
+    if softcap is not None:
+        # tanh(x) = 1 - 2 / (1 + exp(2x)), which is right at both infinities.
+        scores = softcap - 2.0 * softcap / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / softcap)))
+    return scores * LOG2_E
+
+
+@triton.jit
+def dot(left, right, added):  # type: ignore[no-untyped-def]
+    """`left @ right + added` in float32; for float32 operands without TF32."""
+    if _WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, added, input_precision="ieee")

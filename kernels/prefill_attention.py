@@ -1,0 +1,291 @@
+"""Causal attention of many query tokens per sequence over the paged pool, which holds their own K and V already.
+
+A program takes one KV head and a block of *rows*: query tokens x the query heads of that KV head, side by side in
+`q`, so that K and V are read once for all of them. It goes over the tokens that its rows can see, first those that
+all of them see, then those where some must be masked; scores stay in registers (FlashAttention 2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention import (
+    LOG2_E,
+    AttentionParams,
+    base2_scores,
+    block_of,
+    check_numbers,
+    check_queries,
+    dot,
+    load_rows,
+    load_scales,
+    on_device,
+    require_triton,
+)
+from kernels.layer_kv import LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    """What one program holds."""
+
+    rows: int = 128
+    tokens: int = 64
+    warps: int = 8
+    stages: int = 3
+
+
+@dataclass(frozen=True, slots=True)
+class PackedQueries:
+    """Which tokens of a step belong to which sequence; all int32 or int64 `[sequences]`, on the device."""
+
+    rows: torch.Tensor
+    """Row of the table."""
+    firsts: torch.Tensor
+    """Index of the first query token in `q`."""
+    starts: torch.Tensor
+    """Position of that token in its sequence: so many tokens are in the pool before it."""
+    counts: torch.Tensor
+    """Query tokens."""
+    most: int
+    """The largest of `counts`, or more: known to the host, because the grid follows from it."""
+
+    def check(self) -> None:
+        """Raises ValueError for tensors of other types or shapes."""
+        n = self.rows.shape[0]
+        check_numbers(n, rows=self.rows, firsts=self.firsts, starts=self.starts, counts=self.counts)
+
+
+def prefill_tile_of(dtype: torch.dtype, rows: int, head_dim: int) -> PrefillTile:
+    """By the queries' type, by how many rows a sequence has at most, and by the size of a head."""
+    if dtype == torch.float32:  # no tensor cores: small tiles, whose sums fit in registers
+        return PrefillTile(rows=32, tokens=32, warps=4, stages=2)
+    if rows <= 32:
+        return PrefillTile(rows=16 if rows <= 16 else 32, warps=4)
+    if rows <= 64 or head_dim > 128:
+        return PrefillTile(rows=64, tokens=64 if head_dim <= 128 else 32, warps=4, stages=2)
+    return PrefillTile()
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    kv: LayerKV,
+    table: torch.Tensor,
+    queries: PackedQueries,
+    params: AttentionParams,
+    out: torch.Tensor,
+    *,
+    tile: PrefillTile | None = None,
+) -> None:
+    """Writes the attention of each sequence's query tokens to `out`.
+
+    - q: float `[tokens, q_heads, k_dim]`, heads contiguous, other strides free; `q_heads` a multiple of the KV heads.
+    - kv, table: K and V of the layer, and int32 `[rows, max_tokens]`, the slot of each token of each row.
+    - queries: where the sequences lie in `q`; tokens of none are left alone.
+    - out: `[tokens, q_heads, v_dim]` of q's type, contiguous.
+    - tile: chosen by the sizes when left out.
+
+    A query at position `p` sees the tokens up to `p`, or the last `window_tokens` of them; no other is used, and none
+    outside of what the sequence's queries see together is read. On CUDA: one launch on the current stream, no
+    synchronization. Products in the queries' type (float32: exact, no TF32), softmax and sums in float32. Raises
+    ValueError (arguments), ConfigError (no Triton).
+    """
+    group = check_queries(q, kv, table, params, out)
+    queries.check()
+    require_triton(q.device)
+    sequences, kv_heads, k_dim, v_dim = queries.rows.shape[0], kv.k.shape[1], q.shape[2], out.shape[2]
+    if sequences == 0 or queries.most == 0:
+        return
+    tile = tile or prefill_tile_of(q.dtype, queries.most * group, max(k_dim, v_dim))
+    blocks = -(-queries.most * group // tile.rows)
+    with on_device(q):
+        _prefill_kernel[(blocks, kv_heads, sequences)](
+            q,
+            kv.k,
+            kv.v,
+            kv.k_scales,
+            kv.v_scales,
+            table,
+            queries.rows,
+            queries.firsts,
+            queries.starts,
+            queries.counts,
+            params.sinks,
+            out,
+            *q.stride()[:2],
+            table.shape[1],
+            params.scaling,
+            params.softcap,
+            params.window_tokens or None,
+            GROUP=group,
+            K_DIM=k_dim,
+            V_DIM=v_dim,
+            **kv.strides(),
+            FP8=kv.fp8,
+            BLOCK_ROWS=tile.rows,
+            BLOCK_TOKENS=tile.tokens,
+            BLOCK_K=block_of(k_dim),
+            BLOCK_V=block_of(v_dim),
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+            enable_fp_fusion=True,
+        )
+
+
+@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
+def _prefill_kernel(  # type: ignore[no-untyped-def]
+    # tensors
+    q,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    table,
+    rows,
+    firsts,
+    starts,
+    counts,
+    sinks,
+    out,
+    # sizes
+    q_stride,
+    q_head_stride,
+    table_stride,
+    # what the layer asks for
+    scaling,
+    softcap,
+    window,
+    # meta
+    GROUP: tl.constexpr,  # noqa: N803
+    K_DIM: tl.constexpr,  # noqa: N803
+    V_DIM: tl.constexpr,  # noqa: N803
+    SLOT_STRIDE: tl.constexpr,  # noqa: N803
+    HEAD_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_SLOT_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_HEAD_STRIDE: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
+    BLOCK_ROWS: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+):
+    # The last blocks see the most tokens: they start first, the short ones fill the gaps at the end.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    head, sequence = tl.program_id(1), tl.program_id(2)
+    count = tl.load(counts + sequence).to(tl.int32)
+    if block * BLOCK_ROWS >= count * GROUP:
+        return
+    start = tl.load(starts + sequence).to(tl.int32)
+    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    real = row < count * GROUP
+    query = tl.load(firsts + sequence).to(tl.int64) + row // GROUP
+    q_head = head * GROUP + row % GROUP
+    position = start + row // GROUP
+    k_element, v_element = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    q_row = query * q_stride + q_head.to(tl.int64) * q_head_stride
+    queries = tl.load(
+        q + q_row[:, None] + k_element[None, :], mask=real[:, None] & (k_element < K_DIM)[None, :], other=0.0
+    )
+
+    # What some row sees: [low, last). What all of them see: [low, shared), whole blocks from low on.
+    first_position = start + block * BLOCK_ROWS // GROUP
+    last = tl.minimum(start + (block * BLOCK_ROWS + BLOCK_ROWS - 1) // GROUP, start + count - 1) + 1
+    low = 0
+    shared = (first_position + 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    if window is not None:
+        low = tl.maximum(first_position + 1 - window, 0)
+        shared = low  # a window's blocks are few: all of them are masked
+    row_table = table + tl.load(rows + sequence).to(tl.int64) * table_stride
+    k += head * HEAD_STRIDE
+    v += head * HEAD_STRIDE
+    if k_scales is not None:
+        k_scales += head * SCALE_HEAD_STRIDE
+        v_scales += head * SCALE_HEAD_STRIDE
+    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)
+    values_sum = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
+    for token in range(low, shared, BLOCK_TOKENS):
+        largest, total, values_sum = _add_block(
+            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last, position,
+            scaling, softcap, window, False, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_TOKENS,
+            BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+    for token in range(shared, last, BLOCK_TOKENS):
+        largest, total, values_sum = _add_block(
+            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last, position,
+            scaling, softcap, window, True, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_TOKENS,
+            BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+
+    if sinks is not None:
+        sink = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+        new_largest = tl.maximum(largest, sink)
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.exp2(sink - new_largest)
+        values_sum = values_sum * shrink[:, None]
+    result = (values_sum / total[:, None]).to(out.dtype.element_ty)
+    out_row = (query * tl.num_programs(1) * GROUP + q_head) * V_DIM
+    mask = real[:, None] & (v_element < V_DIM)[None, :]
+    tl.store(out + out_row[:, None] + v_element[None, :], result, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_block(  # type: ignore[no-untyped-def]
+    largest,
+    total,
+    values_sum,
+    queries,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    row_table,
+    first_token,
+    last,
+    position,
+    scaling,
+    softcap,
+    window,
+    MASKED: tl.constexpr,  # noqa: N803
+    K_DIM: tl.constexpr,  # noqa: N803
+    V_DIM: tl.constexpr,  # noqa: N803
+    SLOT_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_SLOT_STRIDE: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+):
+    """The running softmax with one more block of tokens."""
+    token = first_token + tl.arange(0, BLOCK_TOKENS)
+    inside = token < last
+    # int64 before any product: a pool is far larger than 2^31 elements.
+    slot = tl.load(row_table + token, mask=inside, other=0).to(tl.int64)
+    keys = load_rows(k, slot, inside, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
+    values = load_rows(v, slot, inside, V_DIM, SLOT_STRIDE, FP8, BLOCK_V)
+    if k_scales is not None:
+        keys = keys.to(tl.float32)  # exact, also in 16 bits: K is scaled as scores
+        values = values.to(tl.float32) * load_scales(v_scales, slot, inside, SCALE_SLOT_STRIDE)[:, None]
+    nothing = tl.zeros([queries.shape[0], BLOCK_TOKENS], tl.float32)
+    scores = dot(queries, tl.trans(keys.to(queries.dtype)), nothing)
+    if k_scales is not None:
+        scores *= load_scales(k_scales, slot, inside, SCALE_SLOT_STRIDE)[None, :]
+    scores = base2_scores(scores, scaling, softcap)
+    if MASKED:
+        visible = token[None, :] <= position[:, None]
+        if window is not None:
+            visible &= token[None, :] > position[:, None] - window
+        scores = tl.where(visible, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, 1))
+    level = new_largest
+    if MASKED:  # a row may have seen nothing yet
+        level = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores - level[:, None])
+    shrink = tl.exp2(largest - level)
+    total = total * shrink + tl.sum(weights, 1)
+    values_sum = dot(weights.to(queries.dtype), values.to(queries.dtype), values_sum * shrink[:, None])
+    return new_largest, total, values_sum

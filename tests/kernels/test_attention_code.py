@@ -1,0 +1,128 @@
+"""The compiled attention kernels copy K and V asynchronously, 16 bytes at a time, and multiply on tensor cores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from attention_code import asynchronous_bytes, compiled
+
+from kernels.decode_attention import _combine_kernel, _decode_kernel, tile_of
+from kernels.kv_write import _write_kernel
+from kernels.prefill_attention import PrefillTile, _prefill_kernel
+
+HEADS, GROUP, DIM, SPLITS = 8, 4, 128, 8
+TENSORS = {"rows": torch.int64, "lengths": torch.int64, "table": torch.int32}
+
+
+@pytest.fixture(autouse=True)
+def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def pool(dtype: torch.dtype, scaled: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of K and V, and the constants that go with them."""
+    scales = torch.float32 if scaled else None
+    slot, head = (HEADS, 1) if scaled else (0, 0)
+    strides = {
+        "SLOT_STRIDE": HEADS * DIM,
+        "HEAD_STRIDE": DIM,
+        "SCALE_SLOT_STRIDE": slot,
+        "SCALE_HEAD_STRIDE": head,
+    }
+    return {"k": dtype, "v": dtype, "k_scales": scales, "v_scales": scales}, strides
+
+
+def layer(window: int | None, softcap: float | None) -> dict[str, Any]:
+    strides = {"q_stride": HEADS * GROUP * DIM, "q_head_stride": DIM, "table_stride": 4096}
+    return {**strides, "scaling": 0.1, "softcap": softcap, "window": window}
+
+
+def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: Any) -> str:
+    kv, strides = pool(storage, scaled=storage.itemsize == 1)
+    tile = tile_of(storage.itemsize, DIM)
+    arguments = {
+        "q": dtype,
+        **kv,
+        "table": torch.int32,
+        "rows": torch.int64,
+        "lengths": torch.int64,
+        "sinks": more.get("sinks"),
+        **dict.fromkeys(("out",), dtype),
+        **dict.fromkeys(("partial", "lse"), torch.float32),
+        **layer(more.get("window"), more.get("softcap")),
+        **{"KV_HEADS": HEADS, "GROUP": GROUP, "PARTS": 1, "SPLITS": SPLITS, "K_DIM": DIM, "V_DIM": DIM},
+        **strides,
+        **{"FP8": fp8, "BLOCK_ROWS": 16, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
+    }
+    return str(compiled(_decode_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
+
+
+@pytest.mark.parametrize(
+    ("storage", "fp8"),
+    [(torch.bfloat16, None), (torch.int8, None), (torch.uint8, tl.float8e4nv), (torch.uint8, tl.float8e5)],
+)
+def test_decode_reads_16_bytes_at_a_time(storage: torch.dtype, fp8: Any) -> None:
+    ptx = decode(torch.bfloat16, storage, fp8)
+    assert 16 in asynchronous_bytes(ptx)
+    assert "mma.sync" in ptx
+
+
+def test_decode_in_float32_is_exact() -> None:
+    assert "tf32" not in decode(torch.float32, torch.float32, window=100, softcap=3.0, sinks=torch.float32)
+
+
+def test_the_second_kernel_compiles() -> None:
+    tensors = dict.fromkeys(("partial", "lse"), torch.float32)
+    others = {"lengths": torch.int64, "sinks": torch.bfloat16, "out": torch.bfloat16, "window": 100}
+    constants = {"SPLITS": 128, "V_DIM": 96, "BLOCK_TOKENS": 64, "BLOCK_SPLITS": 32, "BLOCK_V": 128}
+    compiled(_combine_kernel, {**tensors, **others, **constants}, num_warps=4)
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_prefill_uses_the_tensor_cores_of_hopper(window: int | None) -> None:
+    kv, strides = pool(torch.bfloat16)
+    tile = PrefillTile()
+    arguments = {
+        "q": torch.bfloat16,
+        **kv,
+        "table": torch.int32,
+        **dict.fromkeys(("rows", "firsts", "starts", "counts"), torch.int64),
+        "sinks": None,
+        "out": torch.bfloat16,
+        **layer(window, None),
+        **{"GROUP": GROUP, "K_DIM": DIM, "V_DIM": DIM},
+        **strides,
+        **{"FP8": None, "BLOCK_ROWS": tile.rows, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
+    }
+    ptx = compiled(_prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"]
+    assert "wgmma" in ptx
+    assert 16 in asynchronous_bytes(ptx)
+
+
+@pytest.mark.parametrize(
+    ("storage", "fp8", "limit"),
+    [(torch.bfloat16, None, 0.0), (torch.int8, None, 127.0), (torch.uint8, tl.float8e4nv, 448.0)],
+)
+def test_kv_write_compiles(storage: torch.dtype, fp8: Any, limit: float) -> None:
+    kv, strides = pool(storage, scaled=limit > 0)
+    arguments = {
+        "k": torch.bfloat16,
+        "v": torch.bfloat16,
+        "slots": torch.int64,
+        "k_pool": kv["k"],
+        "v_pool": kv["v"],
+        "k_scales": kv["k_scales"],
+        "v_scales": kv["v_scales"],
+        "tokens": 100,
+        **dict.fromkeys(("k_stride", "v_stride"), HEADS * DIM),
+        **{"k_head_stride": DIM, "v_head_stride": DIM},
+    }
+    arguments = {name: arguments[name] for name in _write_kernel.arg_names if name in arguments}
+    constants = {"HEADS": HEADS, "K_DIM": DIM, "V_DIM": DIM, "HEAD_DIM": DIM, **strides}
+    constants |= {"LIMIT": limit, "SMALLEST": 1e-30, "FP8": fp8, "BLOCK_ROWS": 16, "BLOCK": DIM}
+    ptx = compiled(_write_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
+    assert ("div.rn" in ptx) == (limit > 0)
