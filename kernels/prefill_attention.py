@@ -129,11 +129,17 @@ def prefill_attention(
             BLOCK_ROWS=tile.rows,
             BLOCK_TOKENS=tile.tokens,
             BLOCK_K=block_of(k_dim),
-            BLOCK_V=block_of(v_dim),
+            BLOCK_V=_block_v(v_dim, converted=q.dtype != kv.dtype),
             num_warps=tile.warps,
             num_stages=tile.stages,
             enable_fp_fusion=True,
         )
+
+
+def _block_v(v_dim: int, *, converted: bool) -> int:
+    """Triton 3.6 miscompiles the second product on Hopper where V is converted and narrower than 64 elements: results
+    are wrong, or an address is. Wider, the rest is zeros."""
+    return max(64, block_of(v_dim)) if converted else block_of(v_dim)
 
 
 @triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
