@@ -177,7 +177,9 @@ def _visible(lengths, sequence, window, SPLITS: tl.constexpr, BLOCK_TOKENS: tl.c
     return low, length, split_tokens
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "lengths"]
+)
 def _decode_kernel(  # type: ignore[no-untyped-def]
     # tensors
     q,
@@ -284,7 +286,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + out_row[:, None] * V_DIM + v_element[None, :], result, mask=mask)
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["window"], do_not_specialize_on_alignment=["lengths"]
+)
 def _combine_kernel(  # type: ignore[no-untyped-def]
     # tensors
     partial,

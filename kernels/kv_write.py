@@ -72,11 +72,11 @@ def kv_write_reference(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv
     for source, target, scales in ((k, kv.k, kv.k_scales), (v, kv.v, kv.v_scales)):
         source = torch.nn.functional.pad(source, (0, target.shape[2] - source.shape[2]))
         if scales is None:
-            target[slots.long()] = source.to(target.dtype)
+            target.index_copy_(0, slots.long(), source.to(target.dtype))
         else:
             codes, scale = quantize(source, kv.dtype)
-            target[slots.long()] = codes
-            scales[slots.long()] = scale
+            target.index_copy_(0, slots.long(), codes)
+            scales.index_copy_(0, slots.long(), scale)
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,7 +108,9 @@ def _check(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV) -
         raise ValueError(f"slots must be contiguous int32 or int64 [tokens]; got {told(slots)}")
 
 
-@triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"]
+)
 def _write_kernel(  # type: ignore[no-untyped-def]
     # tensors
     k,

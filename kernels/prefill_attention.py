@@ -142,7 +142,9 @@ def _block_v(v_dim: int, *, converted: bool) -> int:
     return max(64, block_of(v_dim)) if converted else block_of(v_dim)
 
 
-@triton.jit(do_not_specialize=["window"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "firsts", "starts", "counts"]
+)
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     # tensors
     q,

@@ -88,7 +88,7 @@ def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
 def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:
     """Raises `TransportError` unless a pool has the shape of its rank's shard."""
     shape = opened.pool.shape
-    expected = (len(shard.layers), 2, len(shard.heads), layout.head_dim)
+    expected = (len(shard.layers), 2, len(shard.heads), layout.head_bytes // dtype.itemsize)
     if (shape[0], shape[1], *shape[3:]) != expected or opened.pool.dtype != dtype:
         raise TransportError(f"its pool is {list(shape)} of {opened.pool.dtype}, not {expected} of {dtype}")
 

@@ -12,6 +12,8 @@ from disagg.core.types import KVLayout, Shard, Span
 from disagg.kv.pool import MHATokenToKVPool
 
 WORD_BYTES = 8
+"""Of `words`."""
+_HEAD_WORD_BYTES = 4  # a head of codes with its scale is no whole number of longer ones
 _POISON = -1
 """A word of a pool after `MHATokenToKVPool.poison`."""
 # Splitmix64 (Steele, Lea, Flood, 2014), its constants as signed words.
@@ -26,10 +28,10 @@ def words(count: int, device: torch.device, first: int = 0) -> torch.Tensor:
 
 def check_layout(layout: KVLayout) -> None:
     """Raises `ConfigError` for heads that are not whole words."""
-    if layout.head_bytes % WORD_BYTES:
+    if layout.head_bytes % _HEAD_WORD_BYTES:
         raise ConfigError(
             f"a head of {layout.head_dim} x {layout.dtype} has {layout.head_bytes} bytes; the benchmark needs a "
-            f"multiple of {WORD_BYTES}"
+            f"multiple of {_HEAD_WORD_BYTES}"
         )
 
 
@@ -42,7 +44,7 @@ class NoisyPool:
         """`part`: the layers and heads of `shard` that requests have noise in, all when None."""
         check_layout(layout)
         self._shard, self._layout = part or shard, layout
-        self._pool = pool.buffer.view(torch.int64)
+        self._pool = pool.buffer.view(torch.int32)
         layers = self._shard.layers.shift(-shard.layers.start)
         heads = self._shard.heads.shift(-shard.heads.start)
         self._words = self._pool[layers.start : layers.stop, :, :, heads.start : heads.stop]
@@ -70,9 +72,9 @@ class NoisyPool:
             raise InvariantError(f"rank {self._shard.rank}: bytes were written beside the requests' slots")
 
     def _noise(self, request: int, tokens: int) -> torch.Tensor:
-        """int64 `[layers, 2, tokens, heads, words of a head]` of this shard."""
+        """int32 `[layers, 2, tokens, heads, words of a head]` of this shard."""
         layout, shard = self._layout, self._shard
-        sizes = (layout.layers, 2, tokens, layout.kv_heads, layout.head_bytes // WORD_BYTES)
+        sizes = (layout.layers, 2, tokens, layout.kv_heads, layout.head_bytes // _HEAD_WORD_BYTES)
         parts: tuple[Span | range, ...] = (
             shard.layers,
             range(2),
@@ -86,7 +88,7 @@ class NoisyPool:
             shape[axis] = len(part)
             place = torch.tensor(list(part), device=index.device).view(shape)
             index = index * size + place
-        return _mix(index)
+        return _mix(index).int()
 
 
 def _mix(index: torch.Tensor) -> torch.Tensor:

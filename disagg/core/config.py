@@ -21,6 +21,7 @@ import msgspec
 from disagg.core.config_api import ApiConfig
 from disagg.core.config_section import FieldError
 from disagg.core.config_tree import (
+    AttentionName,
     ClusterConfig,
     Config,
     ControlConfig,
@@ -38,6 +39,7 @@ from disagg.core.errors import ConfigError
 
 __all__ = [
     "ApiConfig",
+    "AttentionName",
     "ClusterConfig",
     "Config",
     "ControlConfig",

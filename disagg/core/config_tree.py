@@ -22,6 +22,7 @@ Role = Literal["prefill", "decode"]
 Device = Literal["auto", "cpu", "cuda"]
 CollectiveName = Literal["auto", "gloo", "nccl"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "torch", "triton"]
 TransportName = Literal["ucx", "inproc"]
 PolicyName = Literal["least_loaded", "round_robin"]
 Calibrate = Literal["auto", "always", "off"]
@@ -39,9 +40,12 @@ class ModelConfig(Section, frozen=True):
     dtype: DTypeName = "auto"
     seed: int = 0
     """Seed of the random weights; prefill and decode groups must use the same."""
+    attention: AttentionName = "auto"
+    """Who does attention. auto: the Triton kernels on a GPU, for models that they can do, else torch."""
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTypeName)
+        self._one_of("attention", AttentionName)
         self._at_least(0, "seed")
         self._needs(
             not (self.path and self.random_init),

@@ -58,6 +58,10 @@ DTYPE_BYTES: dict[str, int] = {
     "uint8": 1,
 }
 """Element types a KV pool may hold, by torch's name, with their size in bytes."""
+SCALE_BYTES = 4
+"""Of a head's scale, float32, which lies behind its elements where they are codes."""
+QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+"""Element types that are codes: a pool holds a scale for each head of each token."""
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -70,8 +74,9 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of K (or of V) of one token in one layer."""
-        return self.head_dim * DTYPE_BYTES[self.dtype]
+        """Bytes of one head of K (or of V) of one token in one layer, with its scale if it has one."""
+        scale_bytes = SCALE_BYTES if self.dtype in QUANTIZED_DTYPES else 0
+        return self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
 
     @property
     def token_bytes(self) -> int:

@@ -1,6 +1,13 @@
 """The KV pool of one rank: one allocation that holds K and V of every layer, addressed by slot.
 
 One allocation, so that a peer maps it once and one kernel moves any rectangle of it.
+
+A quantized pool (int8, fp8) keeps each head's scale behind its codes: a head is `head_dim` codes of one byte and a
+float32. So whatever moves heads (gather, scatter, writes to a peer, the planner's bytes) moves their scales too and
+need not know of them. A head of 128 takes 132 bytes, 0.516 of its 256 in bf16. The price is alignment: heads start at
+multiples of 4 bytes and no more (rows of 4 or 8 heads still at multiples of 16), so a kernel that reads one head
+copies 4 bytes at a time. Scales in a plane of their own would allow 16, for a second launch and a second segment at
+each move.
 """
 
 from __future__ import annotations
@@ -8,9 +15,9 @@ from __future__ import annotations
 import torch
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import DTYPE_BYTES
-
-_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+from disagg.core.types import DTYPE_BYTES, SCALE_BYTES
+from kernels.kv_write import dequantize, kv_write_reference
+from kernels.layer_kv import QUANTIZED, LayerKV
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -21,9 +28,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class MHATokenToKVPool:
     """K and V of `slots` tokens: `buffer`, contiguous `[layers, 2 (k, v), slots, heads, head_dim]`.
 
-    `heads` are the rank's own. All ranks of a group use the same slot numbers. fp8 is stored as uint8 in
-    `buffer` (index operations on fp8 are missing in places); `write` and `read` convert. The memory starts
-    unset: a slot is read only after it was written.
+    `heads` are the rank's own. All ranks of a group use the same slot numbers. A quantized pool's `buffer` is uint8,
+    `[..., head_dim + SCALE_BYTES]`; `write` and `read` convert. The memory starts unset: a slot is read only after it
+    was written.
     """
 
     def __init__(
@@ -41,9 +48,17 @@ class MHATokenToKVPool:
             )
         if dtype_name(dtype) not in DTYPE_BYTES:
             raise ConfigError(f"a KV pool cannot hold {dtype}; it can hold {', '.join(DTYPE_BYTES)}")
+        quantized = dtype in QUANTIZED
+        if quantized and head_dim % SCALE_BYTES:
+            raise ConfigError(
+                f"a KV pool of {dtype} needs heads of a multiple of {SCALE_BYTES} elements, not {head_dim}: their "
+                "scales would not be aligned"
+            )
         self.dtype = dtype
-        self.storage_dtype = torch.uint8 if dtype in _FP8 else dtype
-        shape = (layers, 2, slots, heads, head_dim)
+        self.storage_dtype = torch.uint8 if quantized else dtype
+        self.head_dim = head_dim
+        """Elements of one head."""
+        shape = (layers, 2, slots, heads, head_dim + SCALE_BYTES * quantized)
         self.buffer = torch.empty(shape, dtype=self.storage_dtype, device=device)
 
     @property
@@ -62,48 +77,35 @@ class MHATokenToKVPool:
         return self.buffer.shape[3]
 
     @property
-    def head_dim(self) -> int:
-        """Elements of one head."""
-        return self.buffer.shape[4]
-
-    @property
     def nbytes(self) -> int:
         """Size of the allocation."""
         return self.buffer.nbytes
 
-    def key(self, layer: int) -> torch.Tensor:
-        """View `[slots, heads, head_dim]` of one layer's K in `storage_dtype`."""
-        return self.buffer[layer, 0]
-
-    def value(self, layer: int) -> torch.Tensor:
-        """View `[slots, heads, head_dim]` of one layer's V in `storage_dtype`."""
-        return self.buffer[layer, 1]
+    def layer(self, layer: int) -> LayerKV:
+        """Views of one layer's K and V, and of their scales if they have any."""
+        k, v = self.buffer[layer]
+        if self.dtype not in QUANTIZED:
+            return LayerKV(k, v, self.dtype)
+        k_scales, v_scales = self.buffer[layer].view(torch.float32)[..., -1]
+        if self.dtype == torch.int8:
+            k, v = k.view(torch.int8), v.view(torch.int8)
+        return LayerKV(k[..., : self.head_dim], v[..., : self.head_dim], self.dtype, k_scales, v_scales)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores `k`, `v` `[tokens, heads, head_dim]` at `slots` (int64 `[tokens]`, on the pool's device).
+        """Stores `k`, `v` `[tokens, heads, up to head_dim]` at `slots` (int64 `[tokens]`, on the pool's device).
 
-        A wider float is rounded to the pool's dtype; for fp8 it is clamped to the largest finite value first,
-        because the cast alone would make NaN of it.
+        What is missing of a head is zeros; a wider float is rounded to the pool's dtype. See `kernels.kv_write`.
         """
-        expected = (len(slots), self.heads, self.head_dim)
-        if tuple(k.shape) != expected or tuple(v.shape) != expected:
-            raise ValueError(f"`k`, `v` must be {expected}, not {tuple(k.shape)} and {tuple(v.shape)}")
-        self.key(layer).index_copy_(0, slots, self._encode(k))
-        self.value(layer).index_copy_(0, slots, self._encode(v))
+        kv_write_reference(k, v, slots, self.layer(layer))
 
     def read(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies of K and V `[*slots.shape, heads, head_dim]` at `slots` (int64, any shape), as `dtype`."""
-        return self._decode(self.key(layer)[slots], dtype), self._decode(self.value(layer)[slots], dtype)
+        kv = self.layer(layer)
+        if kv.k_scales is None or kv.v_scales is None:
+            return kv.k[slots].to(dtype), kv.v[slots].to(dtype)
+        k = dequantize(kv.k[slots], kv.k_scales[slots], self.dtype)
+        return k.to(dtype), dequantize(kv.v[slots], kv.v_scales[slots], self.dtype).to(dtype)
 
     def poison(self) -> None:
         """Fills the pool with 0xFF bytes, NaN in every float type: unwritten memory that is used shows."""
         self.buffer.view(torch.uint8).fill_(0xFF)
-
-    def _encode(self, x: torch.Tensor) -> torch.Tensor:
-        if self.dtype not in _FP8:
-            return x.to(self.dtype)
-        limit = torch.finfo(self.dtype).max
-        return x.clamp(-limit, limit).to(self.dtype).view(torch.uint8)
-
-    def _decode(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return x.view(self.dtype).to(dtype)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from disagg.kv.req_to_token import ReqToTokenPool
+from kernels.prefill_attention import PackedQueries
 
 _DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention may gather
 
@@ -72,8 +73,20 @@ class PrefillGroup:
 
 
 @dataclass(frozen=True)
+class KernelIndex:
+    """What the attention kernels ask of a step: they find slots in the table themselves."""
+
+    queries: PackedQueries
+    lengths: torch.Tensor
+    """int64 `[B]`: tokens of each sequence after the step."""
+
+
+@dataclass(frozen=True)
 class StepIndex:
-    """The step's index tensors, all int64 on the device; T tokens, B sequences."""
+    """The step's index tensors, all int64 on the device; T tokens, B sequences.
+
+    For attention there are either `decodes` and `prefills`, or `kernels`.
+    """
 
     input_ids: torch.Tensor
     """`[1, T]`"""
@@ -85,10 +98,14 @@ class StepIndex:
     """`[T]`: where each token's K and V go."""
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillGroup, ...]
+    kernels: KernelIndex | None = None
 
 
-def build_index(batch: StepBatch, table: ReqToTokenPool) -> StepIndex:
-    """Builds the tensors on the table's device. Raises ValueError for a slice empty or beyond the table."""
+def build_index(batch: StepBatch, table: ReqToTokenPool, kernels: bool = False) -> StepIndex:
+    """Builds the tensors on the table's device, for the attention kernels or for the torch path.
+
+    Raises ValueError for a slice empty or beyond the table.
+    """
     for sequence in batch.sequences:
         _require_fits(sequence, table)
     device = table.table.device
@@ -97,16 +114,19 @@ def build_index(batch: StepBatch, table: ReqToTokenPool) -> StepIndex:
     positions = [p for sequence in batch.sequences for p in range(sequence.start, sequence.stop)]
     rows = [sequence.row for sequence in batch.sequences for _ in sequence.tokens]
     last = [first + len(s.tokens) - 1 for first, s in zip(firsts, batch.sequences, strict=True)]
-    packed = upload([*ids, *positions, *rows, *last], device)
-    count = len(ids)
+    packed = upload(
+        [*ids, *positions, *rows, *last, *(_kernel_numbers(batch, firsts) if kernels else [])], device
+    )
+    count, after_last = len(ids), 3 * len(ids) + len(last)
     position_tensor, row_tensor = packed[count : 2 * count], packed[2 * count : 3 * count]
     return StepIndex(
         input_ids=packed[:count][None],
         positions=position_tensor[None],
-        last=packed[3 * count :],
+        last=packed[3 * count : after_last],
         slots=table.table[row_tensor, position_tensor].long(),
-        decodes=_decode_groups(batch, firsts, table),
-        prefills=_prefill_groups(batch, firsts, table),
+        decodes=() if kernels else _decode_groups(batch, firsts, table),
+        prefills=() if kernels else _prefill_groups(batch, firsts, table),
+        kernels=_kernel_index(batch, packed[after_last:]) if kernels else None,
     )
 
 
@@ -134,6 +154,23 @@ def _first_indices(batch: StepBatch) -> list[int]:
         firsts.append(count)
         count += len(sequence.tokens)
     return firsts
+
+
+def _kernel_numbers(batch: StepBatch, firsts: list[int]) -> list[int]:
+    slices = batch.sequences
+    return [
+        *(s.row for s in slices),
+        *firsts,
+        *(s.start for s in slices),
+        *(len(s.tokens) for s in slices),
+        *(s.stop for s in slices),
+    ]
+
+
+def _kernel_index(batch: StepBatch, numbers: torch.Tensor) -> KernelIndex:
+    rows, firsts, starts, counts, lengths = numbers.view(5, -1)
+    most = max(len(sequence.tokens) for sequence in batch.sequences)
+    return KernelIndex(PackedQueries(rows, firsts, starts, counts, most), lengths)
 
 
 def _decode_groups(batch: StepBatch, firsts: list[int], table: ReqToTokenPool) -> tuple[DecodeGroup, ...]:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 from transformers import AttentionInterface
 
 from disagg.core.errors import UnsupportedModelError
@@ -89,7 +88,7 @@ class PagedStep:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """See `AttentionContext.attend`."""
-        self._write(layer, k, v)
+        self._pool.write(layer, self._index.slots, k, v)
         if self._on_layer is not None:
             self._on_layer(layer)
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
@@ -102,12 +101,6 @@ class PagedStep:
             result = self._prefill(layer, grouped[tokens].permute(1, 2, 0, 3), sequence, v.shape[-1], params)
             out[tokens] = result.permute(2, 0, 1, 3).flatten(1, 2)
         return out
-
-    def _write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Heads of K or V that are smaller than the pool's are filled up with zeros."""
-        wide = self._pool.head_dim
-        k, v = (nn.functional.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (k, v))
-        self._pool.write(layer, self._index.slots, k, v)
 
     def _decode(
         self, layer: int, q: torch.Tensor, group: DecodeGroup, v_dim: int, params: AttentionParams

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
+from disagg.core.config import AttentionName
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
 from disagg.kv.pool import MHATokenToKVPool
@@ -16,6 +17,7 @@ from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
 from disagg.model.batch import StepBatch, build_index, upload
 from disagg.model.build import build_model
+from disagg.model.kernel_step import KernelStep, use_kernels
 from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
 from disagg.model.probe import ShapeProbe, alone
@@ -53,11 +55,13 @@ class ModelRunner:
         rows: int,
         max_tokens: int,
         kv_dtype: torch.dtype | None = None,
+        attention: AttentionName = "auto",
     ) -> None:
         """Builds and loads the rank's part; every rank of the group must do so, in any order.
 
         `pool_tokens` slots, rounded down to whole pages of `page_size`, the trash page included; `rows`
-        requests of up to `max_tokens` each; `kv_dtype` stores KV in another type than the model's `dtype`.
+        requests of up to `max_tokens` each; `kv_dtype` stores KV in another type than the model's `dtype`;
+        `attention`: see `ModelConfig.attention`.
         Raises UnsupportedModelError or ConfigError, one line each.
         """
         self.device = torch.device(device)
@@ -80,6 +84,10 @@ class ModelRunner:
         self._head_map = HeadMap(
             self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
         )
+        self.attention_kernels = use_kernels(
+            attention, self.spec, self._head_map, self.device, dtype, self.kv_dtype
+        )
+        """Whether attention runs in the Triton kernels, not in torch."""
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         forward = inspect.signature(self.model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
@@ -128,12 +136,16 @@ class ModelRunner:
     def _forward(
         self, batch: StepBatch, on_layer: LayerHook | None, rows: int, cache: RequestCache | None
     ) -> torch.Tensor:
-        index = build_index(batch, self.req_to_token)
+        index = build_index(batch, self.req_to_token, self.attention_kernels)
         if self._ropes:
             long = upload(long_tokens(batch, self.spec.rope_switch_tokens), self.device).bool()
             for rope in self._ropes:
                 rope.long = long.view(rows, -1)
-        context: AttentionContext = PagedStep(self.pool, self._head_map, index, on_layer)
+        context: AttentionContext
+        if index.kernels is not None:
+            context = KernelStep(self.pool, self.req_to_token, index.kernels, index.slots, on_layer)
+        else:
+            context = PagedStep(self.pool, self._head_map, index, on_layer)
         if self._whole_attention:
             context = SharedHeads(context, self._queries, self.shard.heads, self.collective)
         ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)

@@ -81,4 +81,5 @@ def make_runner(
         page_size=group.page_size,
         rows=group.max_requests,
         max_tokens=min(group.max_context_tokens, context_tokens),
+        attention=config.model.attention,
     )

@@ -144,7 +144,7 @@ def test_a_failed_rank_ends_the_wait() -> None:
     [
         (["--dtype", "float64"], "--dtype float64"),
         (["--tokens", "0"], "1 or more"),
-        (["--head-dim", "3"], "multiple of 8"),
+        (["--head-dim", "3"], "multiple of 4"),
         (["--transport", "inproc"], "is not one of 'auto', 'ucx'"),
         (["--transport", "pigeon"], "one of"),
     ],

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from disagg.core.errors import ConfigError
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.core.types import KVLayout
+from disagg.kv.pool import MHATokenToKVPool, dtype_name
+from kernels.kv_write import dequantize, quantize
+from kernels.layer_kv import QUANTIZED
 
 SLOTS, HEADS, DIM = 12, 3, 8
 
@@ -29,8 +32,8 @@ def test_written_slots_read_back_and_all_others_stay(dtype: torch.dtype) -> None
     before = made.buffer.view(torch.uint8).clone()
     k, v = random_kv(3, dtype)
     made.write(1, slots, k, v)
-    assert torch.equal(made.key(1)[slots], k)
-    assert torch.equal(made.value(1)[slots], v)
+    assert torch.equal(made.layer(1).k[slots], k)
+    assert torch.equal(made.layer(1).v[slots], v)
     read_k, read_v = made.read(1, slots.view(3, 1), torch.float32)
     assert torch.equal(read_k[:, 0], k.float())
     assert torch.equal(read_v[:, 0], v.float())
@@ -43,26 +46,41 @@ def test_one_allocation_in_the_order_that_the_kernels_expect() -> None:
     made = pool(torch.bfloat16)
     assert made.buffer.shape == (2, 2, SLOTS, HEADS, DIM)
     assert made.buffer.is_contiguous()
-    assert made.key(1).data_ptr() == made.buffer.data_ptr() + 2 * SLOTS * HEADS * DIM * 2
+    assert made.layer(1).k.data_ptr() == made.buffer.data_ptr() + 2 * SLOTS * HEADS * DIM * 2
     assert (made.layers, made.slots, made.heads, made.head_dim) == (2, SLOTS, HEADS, DIM)
     assert made.nbytes == 2 * 2 * SLOTS * HEADS * DIM * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_fp8_is_stored_as_bytes_and_converted_both_ways(dtype: torch.dtype) -> None:
-    made, slots = pool(dtype), torch.tensor([4, 0])
-    assert made.buffer.dtype == torch.uint8
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_codes_and_scales_travel_in_one_row(dtype: torch.dtype) -> None:
+    made, other = pool(dtype), pool(dtype)
+    slots = torch.tensor([4, 0])
     k, v = random_kv(2)
-    k[0, 0, 0], v[0, 0, 0] = 1e9, -1e9  # beyond the type's range: the largest finite value, not NaN
+    k[0, 0, 0], v[0, 0, 0] = 1e9, -1e9
     made.write(0, slots, k, v)
-    limit = torch.finfo(dtype).max
-    read_k, read_v = made.read(0, slots, torch.float32)
-    assert torch.equal(read_k, k.clamp(-limit, limit).to(dtype).float())
-    assert torch.equal(read_v, v.clamp(-limit, limit).to(dtype).float())
-    assert made.key(0)[slots].dtype == torch.uint8
+    for x, found in zip((k, v), made.read(0, slots, torch.float32), strict=True):
+        assert torch.equal(found, dequantize(*quantize(x, dtype), dtype))
+        assert float(found[0, 0, 0]) == pytest.approx(float(x[0, 0, 0]))
+    other.buffer[1, :, 7] = made.buffer[0, :, 4]  # what a copy kernel does, with bytes alone
+    for mine, theirs in zip(
+        made.read(0, slots[:1], torch.float32), other.read(1, slots[:1] + 3, torch.float32), strict=True
+    ):
+        assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_quantized_pool_takes_half_of_the_memory() -> None:
+    sizes = (1, SLOTS, HEADS, 128)
+    whole = MHATokenToKVPool(*sizes, torch.bfloat16)
+    for dtype in QUANTIZED:
+        made = MHATokenToKVPool(*sizes, dtype)
+        assert made.nbytes / whole.nbytes <= 0.53
+        layout = KVLayout(1, HEADS, 128, dtype_name(dtype))
+        assert made.nbytes == SLOTS * layout.token_bytes
+    with pytest.raises(ConfigError, match="multiple of 4 elements"):
+        MHATokenToKVPool(1, SLOTS, HEADS, 6, torch.int8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *QUANTIZED])
 def test_poison_reads_as_nan(dtype: torch.dtype) -> None:
     k, v = pool(dtype).read(0, torch.arange(SLOTS), torch.float32)
     assert bool(k.isnan().all())

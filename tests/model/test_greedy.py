@@ -19,6 +19,7 @@ from model_helpers import (
 from transformers import AutoModelForCausalLM
 
 from disagg.core.types import SamplingParams
+from disagg.kv.pool import dtype_name
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective import ThreadCollective
 from disagg.model.named import named_config
@@ -130,13 +131,14 @@ def test_a_bfloat16_model_rounds_no_more_than_that_of_transformers(checkpoint: C
     assert ours < 1.5 * theirs
 
 
-def test_an_fp8_pool_stays_close_and_is_really_used(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantized_pool_stays_close_and_is_really_used(dtype: torch.dtype, checkpoint: Checkpoint) -> None:
     text, logits = prompts()[2], []
-    for kv_dtype in (None, torch.float8_e4m3fn):
+    for kv_dtype in (None, dtype):
         runner = make_runner(checkpoint("llama"), kv_dtype=kv_dtype)
         row = runner.req_to_token.alloc()
         runner.req_to_token.set_slots(row, 0, list(range(16, 16 + len(text))))
         logits.append(runner.forward(StepBatch((SequenceSlice(row, 0, tuple(text)),))))
-    assert runner.spec.layout.dtype == "float8_e4m3fn"
+    assert runner.spec.layout.dtype == dtype_name(dtype)
     similarity = torch.cosine_similarity(*logits).item()
-    assert 0.9 < similarity < 1 - 1e-6
+    assert 0.99 < similarity < 1 - 1e-6

@@ -39,8 +39,8 @@ def test_the_hook_follows_each_layers_write_and_precedes_the_next(checkpoint: Ch
     row, slots, seen = start(runner, text), slice(16, 16 + len(text)), []
 
     def on_layer(layer: int) -> None:
-        written = [bool(runner.pool.key(other)[slots].isfinite().all()) for other in range(3)]
-        written_v = [bool(runner.pool.value(other)[slots].isfinite().all()) for other in range(3)]
+        written = [bool(runner.pool.layer(other).k[slots].isfinite().all()) for other in range(3)]
+        written_v = [bool(runner.pool.layer(other).v[slots].isfinite().all()) for other in range(3)]
         assert written == written_v
         seen.append((layer, written))
 
