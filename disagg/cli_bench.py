@@ -34,6 +34,10 @@ RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements
 
 @app.command()
 def kernels(
+    what: Annotated[
+        Literal["copies", "attention"],
+        typer.Option("--what", help="attention: decode, prefill and writes of K and V (needs a GPU)."),
+    ] = "copies",
     rows: Annotated[
         str, typer.Option("--rows", help="Bytes of a token's head slice, comma-separated.")
     ] = "256,512,1024,2048,4096",
@@ -47,10 +51,17 @@ def kernels(
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Gather and scatter as a share of a plain copy on the same device."""
+    """Gather and scatter as a share of a plain copy on the same device; or the attention kernels, see --what."""
     from disagg.bench.kernels import KernelBench, run
 
     where = _device(device)
+    if what == "attention":
+        from disagg.bench import attention
+
+        with _progress() as tell:
+            results = attention.run(attention.AttentionBench(where, repeats, page_size), tell)
+        _show("attention", f"attention kernels on {_name(where)}", results, out, as_json)
+        return
     nbytes = parse_bytes(size) if size else (1 << 30 if where.type == "cuda" else 16 << 20)
     bench = KernelBench(where, _numbers("--rows", rows), nbytes, layers, page_size, repeats)
     with _progress() as tell:

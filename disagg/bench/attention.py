@@ -1,0 +1,195 @@
+"""The attention kernels beside what the device can give: decode beside plain reads, prefill beside torch's own
+attention over contiguous K and V, writes of K and V beside a plain copy. All results are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from disagg.bench.measure import copy_rate, seconds_of
+from disagg.bench.read_rate import read_rate
+from disagg.bench.report import Label, Measurement, Result
+from disagg.core.errors import ConfigError, InvariantError
+from disagg.kv.pool import MHATokenToKVPool, dtype_name
+from disagg.model.attention import attend_decode
+from kernels.attention import AttentionParams
+from kernels.decode_attention import decode_attention
+from kernels.dispatch import backend
+from kernels.kv_write import kv_write
+from kernels.prefill_attention import PackedQueries, prefill_attention
+
+_ROUNDED = 4.0
+"""Units of the model's type by which a token's result may differ in norm: weights, values and the result are rounded,
+here and in what it is compared with."""
+_SUMMED = 1e-5
+"""The same for sums in float32 in another order."""
+
+
+@dataclass(frozen=True)
+class AttentionBench:
+    """What to measure; the defaults are a rank that holds all heads of an 8B model, in one layer."""
+
+    device: torch.device
+    repeats: int
+    page_size: int = 16
+    decodes: tuple[tuple[int, int], ...] = ((64, 4096), (8, 32768), (1, 131072))
+    """Sequences, tokens of each."""
+    prompt_tokens: int = 4096
+    written_tokens: int = 65536
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    dtype: torch.dtype = torch.bfloat16
+    kv_dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+
+    def __post_init__(self) -> None:
+        if backend(self.device) != "triton":
+            raise ConfigError("the attention kernels run on a GPU: give --device cuda where there is one")
+
+    @property
+    def params(self) -> AttentionParams:
+        """Plain causal attention."""
+        return AttentionParams(self.head_dim**-0.5)
+
+    def random(self, tokens: int, heads: int, seed: int) -> torch.Tensor:
+        """`[tokens, heads, head_dim]`, normally distributed."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        shape = (tokens, heads, self.head_dim)
+        return torch.randn(shape, generator=generator, device=self.device, dtype=self.dtype)
+
+    def table(self, sequences: int, tokens: int) -> torch.Tensor:
+        """int32 `[sequences, tokens]`: slots of pages in no order, page 0 left out."""
+        pages = -(-tokens // self.page_size)
+        order = torch.randperm(sequences * pages, device=self.device) + 1
+        slots = order[:, None] * self.page_size + torch.arange(self.page_size, device=self.device)
+        return slots.view(sequences, -1)[:, :tokens].int().contiguous()
+
+    def filled(self, table: torch.Tensor, kv_dtype: torch.dtype) -> MHATokenToKVPool:
+        """A pool of one layer with noise in all slots of the table, written by the kernel."""
+        slots = int(table.max()) + self.page_size
+        pool = MHATokenToKVPool(1, slots, self.kv_heads, self.head_dim, kv_dtype, self.device)
+        pool.poison()
+        k, v = (self.random(table.numel(), self.kv_heads, seed) for seed in (1, 2))
+        kv_write(k, v, table.view(-1), pool.layer(0))
+        return pool
+
+
+def run(bench: AttentionBench, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
+    """All results. Raises `InvariantError` for wrong ones."""
+    sequences, tokens = bench.decodes[0]
+    tell("device read and copy")
+    nbytes = 2 * sequences * tokens * bench.kv_heads * bench.head_dim * bench.dtype.itemsize
+    reads = read_rate(bench.device, nbytes, bench.repeats)
+    copies = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
+    results = [Result("device read", reads, copies, {}, "a kernel that reads, and writes next to nothing")]
+    for kv_dtype in bench.kv_dtypes:
+        for sequences, tokens in bench.decodes:
+            tell(f"decode, {sequences} x {tokens} tokens, {dtype_name(kv_dtype)}")
+            results.append(_decode(bench, sequences, tokens, kv_dtype, reads))
+    for kv_dtype in bench.kv_dtypes:
+        tell(f"prefill, {dtype_name(kv_dtype)}")
+        results.append(_prefill(bench, kv_dtype))
+        tell(f"K and V written, {dtype_name(kv_dtype)}")
+        results.append(_write(bench, kv_dtype, copies))
+    return results
+
+
+def _decode(
+    bench: AttentionBench, sequences: int, tokens: int, kv_dtype: torch.dtype, reads: Measurement
+) -> Result:
+    table = bench.table(sequences, tokens)
+    pool = bench.filled(table, kv_dtype)
+    q = bench.random(sequences, bench.kv_heads * bench.group, 3)
+    out = torch.full_like(q, float("nan"))
+    rows = torch.arange(sequences, device=bench.device)
+    lengths = torch.full_like(rows, tokens)
+    kv = pool.layer(0)
+
+    def work() -> None:
+        decode_attention(q, kv, table, rows, lengths, bench.params, out)
+
+    seconds = seconds_of(work, bench.device, bench.repeats)
+    _check_decode(bench, pool, table, q, out)
+    nbytes = table.numel() * 2 * pool.buffer[0, 0, 0].nbytes
+    rates = tuple(nbytes / s / 1e9 for s in seconds)
+    labels: dict[str, Label] = {"kernel": "decode", "sequences": sequences, "tokens": tokens}
+    labels |= {"kv_dtype": dtype_name(kv_dtype), "page_size": bench.page_size}
+    title = f"decode, {sequences} x {tokens} tokens, {dtype_name(kv_dtype)}"
+    return Result(title, Measurement("decode", "GB/s", rates), reads, labels)
+
+
+def _check_decode(
+    bench: AttentionBench, pool: MHATokenToKVPool, table: torch.Tensor, q: torch.Tensor, out: torch.Tensor
+) -> None:
+    for row in (0, len(q) - 1):
+        k, v = pool.read(0, table[row : row + 1].long(), torch.float32)
+        grouped = q[row].float().view(1, bench.kv_heads, bench.group, -1)
+        position = torch.tensor([table.shape[1] - 1], device=bench.device)
+        expected = attend_decode(grouped, k, v, position, bench.params).view_as(out[row])
+        _compare(out[row], expected, "decode attention")
+
+
+def _prefill(bench: AttentionBench, kv_dtype: torch.dtype) -> Result:
+    tokens, q_heads = bench.prompt_tokens, bench.kv_heads * bench.group
+    table = bench.table(1, tokens)
+    pool = bench.filled(table, kv_dtype)
+    q = bench.random(tokens, q_heads, 3)
+    out = torch.full_like(q, float("nan"))
+    zero, count = (torch.tensor([n], device=bench.device) for n in (0, tokens))
+    queries, kv = PackedQueries(zero, zero, zero, count, tokens), pool.layer(0)
+    k, v = pool.read(0, table[0].long(), bench.dtype)
+    whole_q, whole_k, whole_v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
+
+    def work() -> None:
+        prefill_attention(q, kv, table, queries, bench.params, out)
+
+    def sdpa() -> torch.Tensor:
+        return scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=True, enable_gqa=True)
+
+    ours, theirs = (seconds_of(one, bench.device, bench.repeats) for one in (work, sdpa))
+    _compare(out, sdpa()[0].transpose(0, 1), "prefill attention")
+    flops = 4 * q_heads * bench.head_dim * tokens * (tokens + 1) / 2
+    rates = [tuple(flops / s / 1e12 for s in seconds) for seconds in (ours, theirs)]
+    labels: dict[str, Label] = {"kernel": "prefill", "tokens": tokens, "kv_dtype": dtype_name(kv_dtype)}
+    return Result(
+        f"prefill, {tokens} tokens, {dtype_name(kv_dtype)}",
+        Measurement("prefill", "TFLOP/s", rates[0]),
+        Measurement("torch SDPA", "TFLOP/s", rates[1]),
+        labels,
+        "products of visible pairs only, 4 x head_dim for each; torch has contiguous K and V in the model's type",
+    )
+
+
+def _write(bench: AttentionBench, kv_dtype: torch.dtype, copies: Measurement) -> Result:
+    tokens = bench.written_tokens
+    slots = bench.table(1, tokens)[0]
+    pool = MHATokenToKVPool(
+        1, tokens + 2 * bench.page_size, bench.kv_heads, bench.head_dim, kv_dtype, bench.device
+    )
+    k, v = (bench.random(tokens, bench.kv_heads, seed) for seed in (1, 2))
+    kv = pool.layer(0)
+    seconds = seconds_of(lambda: kv_write(k, v, slots, kv), bench.device, bench.repeats)
+    found = pool.buffer[0, :, slots.long()].clone()
+    pool.poison()
+    pool.write(0, slots.long(), k, v)
+    if not torch.equal(found.view(torch.uint8), pool.buffer[0, :, slots.long()].view(torch.uint8)):
+        raise InvariantError("kv_write has written other bytes than its reference")
+    rates = tuple((k.nbytes + v.nbytes + found.nbytes) / s / 1e9 for s in seconds)
+    labels: dict[str, Label] = {"kernel": "kv_write", "tokens": tokens, "kv_dtype": dtype_name(kv_dtype)}
+    title = f"K and V of {tokens} tokens written, {dtype_name(kv_dtype)}"
+    return Result(title, Measurement("kv_write", "GB/s", rates), copies, labels, "read plus written")
+
+
+def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    """`[..., heads, head_dim]`, token by token and head by head."""
+    allowed = max(_ROUNDED * torch.finfo(found.dtype).eps, _SUMMED)
+    error = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    worst = float(error.max())
+    if not worst <= allowed:
+        raise InvariantError(
+            f"{what} is wrong by {worst:.2g} of a head's result; rounding explains {allowed:.2g}"
+        )
