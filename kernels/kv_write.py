@@ -82,7 +82,8 @@ def kv_write_reference(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes (int8, or fp8 as uint8) of `x`, float `[..., head_dim]`, and scales, float32 `[...]`, in plain torch."""
     x, limit = x.float(), code_limit(dtype)
-    scale = x.abs().amax(-1).clamp(min=SMALLEST) / limit
+    # By a tensor: on CUDA torch divides by a number by multiplying with its rounded inverse.
+    scale = x.abs().amax(-1).clamp(min=SMALLEST) / torch.full((), limit, device=x.device)
     ratio = (x / scale[..., None]).clamp(-limit, limit)
     if dtype == torch.int8:
         return ratio.round().to(torch.int8), scale
