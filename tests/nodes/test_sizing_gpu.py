@@ -34,9 +34,9 @@ def logits_at(runner: ModelRunner, first_slot: int) -> torch.Tensor:
 def test_the_pool_fills_its_share(role: str) -> None:
     gc.collect()  # what earlier tests have left
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(DEVICE)
     group = GroupConfig(tp=1, mem_fraction=0.3)
     runner = make_runner(Config(), group, ModelSource.random_init("llama-3.2-1b"), SingleCollective(), DEVICE)
+    torch.cuda.reset_peak_memory_stats(DEVICE)
     near = logits_at(runner, 16)
     fill_memory(runner, Config(), group, role)
     total = torch.cuda.get_device_properties(DEVICE).total_memory
