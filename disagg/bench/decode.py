@@ -44,6 +44,7 @@ def run(bench: DecodeBench, tell: Callable[[str], None] = lambda text: None) -> 
     """Time of a step, the share of the copy rate at which it reads, and tokens a second."""
     tell(f"{bench.model}: loading")
     runner, batch = prepare(bench)
+    runner.record(bench.batch)
     tell("device copy")
     nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
     ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
@@ -58,6 +59,7 @@ def run(bench: DecodeBench, tell: Callable[[str], None] = lambda text: None) -> 
         "batch": bench.batch,
         "context_tokens": bench.context_tokens,
         "page_size": bench.page_size,
+        "recorded": int(runner.recorded),
         "weights_bytes": weights_bytes,
         "kv_bytes": kv_bytes,
     }

@@ -78,6 +78,8 @@ class GroupConfig(Section, frozen=True):
     """Prompt tokens that one prefill step computes."""
     max_batch: int = 32
     """Requests that one decode step computes."""
+    graphs: bool = True
+    """Record decode steps as CUDA graphs, where the model allows it."""
     collective: CollectiveName = "auto"
 
     def __post_init__(self) -> None:

@@ -23,6 +23,10 @@ class Collective(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
+    @property
+    def recordable(self) -> bool:
+        """Whether `all_reduce` may be recorded in a CUDA graph: it is queued on the device, and nothing more."""
+
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by the sum over all ranks, in place; every rank gets the same bits."""
 

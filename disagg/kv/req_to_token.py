@@ -29,10 +29,11 @@ class RowStatistics:
 
 
 class ReqToTokenPool:
-    """int32 table `[rows, max_tokens]` of slots on `device`, with the list of free rows on the host.
+    """int32 table `[rows + 1, max_tokens]` of slots on `device`, with the list of free rows on the host.
 
-    Not thread-safe: the rank's compute thread owns it. Unset entries read 0, the pool's trash page, so stray
-    reads stay inside the pool. Writes are queued on the current stream; nothing here waits for the device.
+    The last row is never handed out: all of it is the trash page's first slot. Not thread-safe: the rank's compute
+    thread owns it. Unset entries read 0, the trash page, so stray reads stay inside the pool. Writes are queued
+    on the current stream; nothing here waits for the device.
     """
 
     def __init__(self, rows: int, max_tokens: int, device: torch.device | str = "cpu") -> None:
@@ -42,9 +43,14 @@ class ReqToTokenPool:
             )
         self.rows = rows
         self.max_tokens = max_tokens
-        self.table = torch.zeros(rows, max_tokens, dtype=torch.int32, device=device)
+        self.table = torch.zeros(rows + 1, max_tokens, dtype=torch.int32, device=device)
         self._free = list(reversed(range(rows)))
         self._used = [False] * rows
+
+    @property
+    def trash_row(self) -> int:
+        """A row for what fills up a batch."""
+        return self.rows
 
     @property
     def free_rows(self) -> int:

@@ -106,8 +106,7 @@ def build_index(batch: StepBatch, table: ReqToTokenPool, kernels: bool = False) 
 
     Raises ValueError for a slice empty or beyond the table.
     """
-    for sequence in batch.sequences:
-        _require_fits(sequence, table)
+    require_fits(batch, table)
     device = table.table.device
     firsts = _first_indices(batch)
     ids = [token for sequence in batch.sequences for token in sequence.tokens]
@@ -140,12 +139,20 @@ def upload(values: list[int], device: torch.device) -> torch.Tensor:
     )  # torch keeps the pinned block until the copy is done
 
 
-def _require_fits(sequence: SequenceSlice, table: ReqToTokenPool) -> None:
-    if not sequence.tokens or sequence.start < 0 or sequence.stop > table.max_tokens:
-        raise ValueError(
-            f"row {sequence.row}: a slice needs tokens at positions 0..{table.max_tokens}, "
-            f"not {len(sequence.tokens)} from {sequence.start}"
-        )
+def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
+    """Raises ValueError for a slice that is empty, or beyond the table."""
+    for sequence in batch.sequences:
+        if not sequence.tokens or sequence.start < 0 or sequence.stop > table.max_tokens:
+            raise ValueError(
+                f"row {sequence.row}: a slice needs tokens at positions 0..{table.max_tokens}, "
+                f"not {len(sequence.tokens)} from {sequence.start}"
+            )
+
+
+def one_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
+    """The index of a step of one token for each request; int64 `[n]` both. Launches only."""
+    firsts = torch.arange(len(rows), device=rows.device)
+    return KernelIndex(PackedQueries(rows, firsts, positions, torch.ones_like(rows), 1), positions + 1)
 
 
 def _first_indices(batch: StepBatch) -> list[int]:

@@ -17,6 +17,7 @@ class SingleCollective:
 
     rank = 0
     size = 1
+    recordable = True
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """The sum over one rank is the tensor itself."""
@@ -33,6 +34,8 @@ class ThreadCollective:
 
     Ranks on CUDA must share one device and one stream: nothing here orders streams.
     """
+
+    recordable = False
 
     def __init__(self, rank: int, shared: _Shared) -> None:
         self.rank = rank

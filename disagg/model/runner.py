@@ -15,8 +15,9 @@ from disagg.core.ports import Collective, LayerHook
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
-from disagg.model.batch import StepBatch, build_index, upload
+from disagg.model.batch import StepBatch, build_index, one_each, require_fits, upload
 from disagg.model.build import build_model
+from disagg.model.graphs import DecodeGraphs
 from disagg.model.kernel_step import KernelStep, use_kernels
 from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
@@ -94,10 +95,30 @@ class ModelRunner:
         self._config, self._sample = source.config, self._probe()
         self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
         self.pool, self.states = self._memory()
+        self._graphs: DecodeGraphs | None = None
+
+    @property
+    def recordable(self) -> bool:
+        """Whether decode steps may become CUDA graphs: nothing in them is decided by the host."""
+        fixed = self.attention_kernels and self.states is None and not self._ropes
+        return fixed and self.device.type == "cuda" and self.collective.recordable
+
+    @property
+    def recorded(self) -> bool:
+        """Whether decode steps run as CUDA graphs."""
+        return self._graphs is not None and self._graphs.recorded
+
+    def record(self, largest: int) -> None:
+        """Records decode steps of up to `largest` requests, where that can be; all ranks of a group together."""
+        if self.recordable:
+            trash_row = self.req_to_token.trash_row
+            self._graphs = DecodeGraphs(self._decode, largest, trash_row, self.spec.vocab_size, self.device)
+            self._graphs.record()
 
     def resize(self, pool_tokens: int) -> None:
         """Another pool in the place of this one, whose memory is given back first; before any request has a row."""
-        assert self.req_to_token.statistics().used_rows == 0, "a pool is replaced before it is used"
+        unused = self.req_to_token.statistics().used_rows == 0 and self._graphs is None
+        assert unused, "a pool is replaced before anything uses it"
         self.pages = _whole_pages(pool_tokens, self.page_size)
         del self.pool, self.states
         self.pool, self.states = self._memory()
@@ -116,11 +137,15 @@ class ModelRunner:
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """Runs one step; float32 `[sequences, vocab]`, the logits after each sequence's last token.
 
-        `on_layer(layer)` is called right after a layer's K and V were written (on a GPU: queued). Nothing
-        waits for the device. Raises ValueError for an empty batch or a slice that the table cannot hold.
+        `on_layer(layer)` is called after a layer's K and V were written (on a GPU: queued). Nothing waits for the
+        device. The logits are good until the next step. Raises ValueError for an empty batch, or a slice that the
+        table cannot hold.
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
+        if self._graphs is not None and on_layer is None and self._graphs.takes(batch):
+            require_fits(batch, self.req_to_token)
+            return self._graphs.run(batch)
         if self.states is None:
             return self._forward(batch, on_layer, 1, None)
         logits: dict[int, torch.Tensor] = {}
@@ -146,10 +171,22 @@ class ModelRunner:
             context = KernelStep(self.pool, self.req_to_token, index.kernels, index.slots, on_layer)
         else:
             context = PagedStep(self.pool, self._head_map, index, on_layer)
-        if self._whole_attention:
-            context = SharedHeads(context, self._queries, self.shard.heads, self.collective)
+        context = self._shared(context)
         ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)
         return self._run(ids, positions, index.last if cache is None else 1, context, cache)
+
+    def _decode(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A step of one token for each request, of device tensors alone; see `graphs.Compute`."""
+        ids, positions, rows = numbers
+        slots = self.req_to_token.table[rows, positions].long()
+        index = one_each(rows, positions)
+        context = self._shared(KernelStep(self.pool, self.req_to_token, index, slots, None))
+        return self._run(ids[None], positions[None], 0, context, None)
+
+    def _shared(self, own: AttentionContext) -> AttentionContext:
+        if not self._whole_attention:
+            return own
+        return SharedHeads(own, self._queries, self.shard.heads, self.collective)
 
     def _run(
         self,

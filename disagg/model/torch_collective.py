@@ -46,6 +46,7 @@ class TorchCollective:
             raise ConfigError("a TorchCollective takes either `init_method` or `store`")
         self.rank = rank
         self.size = size
+        self.recordable = backend == "nccl"
         self._timeout_s = timeout_s
         timeout = timedelta(seconds=timeout_s)
         try:

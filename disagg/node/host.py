@@ -78,6 +78,8 @@ class RankHost:
             if group.pool_tokens == 0:
                 memory = describe(fill_memory(runner, self._config, group, self.node_class.role))
             warm_model(runner, group.chunk_tokens if self.node_class.role == "prefill" else 1)
+            if self.node_class.role == "decode" and group.graphs:
+                runner.record(min(group.max_batch, group.max_requests))
         self._node = self.node_class(
             rank=self._rank,
             config=self._config,

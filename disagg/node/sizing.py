@@ -95,6 +95,8 @@ def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) 
     cuda.synchronize(device)
     work_bytes = cuda.max_memory_allocated(device) - held_bytes
     rows = group.max_batch if role == "decode" else 1
+    if role == "decode" and group.graphs and runner.recordable:
+        work_bytes *= 2  # recorded steps have memory of their own
     work_bytes += SAMPLER_COPIES * rows * runner.spec.vocab_size * 4
     free_bytes, total_bytes = cuda.mem_get_info(device)
     outside_bytes = total_bytes - free_bytes - cuda.memory_reserved(device)

@@ -1,0 +1,94 @@
+"""Recorded decode steps give what launched ones give, whatever the batch is filled up with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from model_helpers import make_runner, prompts
+
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.graphs import batch_sizes
+from disagg.model.runner import ModelRunner
+
+
+@pytest.mark.parametrize("largest", [1, 2, 3, 16, 100, 128, 129, 256, 300])
+def test_sizes(largest: int) -> None:
+    sizes = batch_sizes(largest)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == largest
+    assert sizes[0] == 1
+    assert len(sizes) < 25
+
+
+def prefilled(runner: ModelRunner, texts: list[list[int]]) -> list[int]:
+    """Rows that hold each text but its last token, in pages of their own."""
+    rows, first = [], runner.page_size
+    for text in texts:
+        row = runner.req_to_token.alloc()
+        runner.req_to_token.set_slots(row, 0, list(range(first, first + len(text) + 8)))
+        first += -(-(len(text) + 8) // runner.page_size) * runner.page_size
+        if len(text) > 1:
+            runner.forward(StepBatch((SequenceSlice(row, 0, tuple(text[:-1])),)))
+        rows.append(row)
+    return rows
+
+
+def steps(runner: ModelRunner, texts: list[list[int]], rows: list[int]) -> list[torch.Tensor]:
+    """Logits of some steps of all requests, then of fewer and fewer of them; tokens follow from the logits."""
+    texts, found = [list(text) for text in texts], []
+    for alive in (len(texts), len(texts), max(1, len(texts) - 1), 1):
+        slices = [
+            SequenceSlice(row, len(text) - 1, (text[-1],)) for row, text in zip(rows, texts, strict=True)
+        ]
+        logits = runner.forward(StepBatch(tuple(slices[:alive]))).clone()
+        found.append(logits)
+        for text, token in zip(texts, logits.argmax(-1).tolist(), strict=False):
+            text.append(token)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recorded_steps_equal_launched_ones(
+    name: str, dtype: torch.dtype, checkpoint: Callable[[str], Path]
+) -> None:
+    texts = [text[:60] for text in prompts()[:3]]
+    launched, recorded = (
+        make_runner(checkpoint(name), device="cuda", dtype=dtype, pages=40) for _ in range(2)
+    )
+    recorded.record(6)
+    assert recorded.recorded
+    assert not launched.recorded
+    for runner in (launched, recorded):
+        runner.pool.poison()
+        runner.pool.buffer[:, :, : runner.page_size] = 0  # padding may read the trash page, and nothing else
+    outcomes = [steps(runner, texts, prefilled(runner, texts)) for runner in (launched, recorded)]
+    for a, b in zip(*outcomes, strict=True):
+        assert torch.isfinite(a).all()
+        # A filled-up batch may take another kernel for its products, which adds in another order.
+        close = 1e-4 if dtype == torch.float32 else 0.06
+        assert torch.allclose(a, b, atol=close * float(a.abs().max()), rtol=0)
+        if dtype == torch.float32:
+            assert torch.equal(a.argmax(-1), b.argmax(-1))
+
+
+@pytest.mark.gpu
+def test_a_model_that_asks_the_device_is_launched(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], Path]
+) -> None:
+    runner = make_runner(checkpoint("llama"), device="cuda", pages=40)
+    honest = runner._run
+
+    def curious(ids: torch.Tensor, *rest: object) -> torch.Tensor:
+        assert int(ids.max()) >= 0  # a host that waits for the device
+        return honest(ids, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "_run", curious)
+    runner.record(4)
+    assert not runner.recorded
+    texts = [text[:20] for text in prompts()[:2]]
+    assert torch.isfinite(steps(runner, texts, prefilled(runner, texts))[0]).all()
