@@ -23,6 +23,7 @@ from disagg.api.keys import load_api_keys
 from disagg.api.model import ServedModel
 from disagg.api.server import bind, serve
 from disagg.api.service import Service
+from disagg.api.tracing import Tracing, traced
 from disagg.cluster import Cluster
 from disagg.core.config import Config
 from disagg.core.log import configure
@@ -55,14 +56,14 @@ log = structlog.get_logger(__name__)
 def run_serve(config: Config) -> None:
     """Starts the cluster, serves until SIGINT or SIGTERM, and stops gracefully; a second signal aborts what runs.
 
-    Raises `ConfigError` before anything starts for keys, address or model that cannot be used, and
+    Raises `ConfigError` before anything starts for keys, address, model or tracing that cannot be used, and
     `KeyboardInterrupt` for a signal that comes before it serves.
     """
     configure(config.log)
     console = Console(stderr=True)
     keys = load_api_keys(config.api.key_file, os.environ)
     config = with_model(config, console.print)
-    with handlers_restored(), bind(config.api) as listener:
+    with handlers_restored(), traced(config.metrics) as tracing, bind(config.api) as listener:
         model = served_model(config)
         try:
             with console.status("starting") as status, local_cluster(config, status.update) as cluster:
@@ -70,7 +71,7 @@ def run_serve(config: Config) -> None:
                 sys.setswitchinterval(
                     SWITCH_INTERVAL_S
                 )  # the tokenizer's thread shares Python's lock with us
-                _run(_serve(_own_router(cluster), cluster.config, model, keys, listener))
+                _run(_serve(_own_router(cluster), cluster.config, model, keys, tracing, listener))
                 ignore_signals()  # the cluster's end takes seconds
         finally:
             model.close()
@@ -82,12 +83,12 @@ def run_serve_joined(config: Config, directory: str) -> None:
     keys = load_api_keys(config.api.key_file, os.environ)
     control_keys = shared_keys(config.control, directory_host(directory, config.control))
     config = with_model(config, Console(stderr=True).print)
-    with handlers_restored(), bind(config.api) as listener:
+    with handlers_restored(), traced(config.metrics) as tracing, bind(config.api) as listener:
         model = served_model(config)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         try:
             router = _joined_router(config, control_keys, directory)
-            _run(_serve(router, config, model, keys, listener))
+            _run(_serve(router, config, model, keys, tracing, listener))
         finally:
             model.close()
 
@@ -143,6 +144,7 @@ async def _serve(
     config: Config,
     model: ServedModel,
     keys: tuple[bytes, ...],
+    tracing: Tracing | None,
     listener: socket.socket,
 ) -> None:
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -160,4 +162,4 @@ async def _serve(
         log.warning("no_api_key", host=host, means="whoever reaches this address may use the model")
     async with made as router, watching(router.statuses, config.metrics.interval_s):
         service = Service(router, model, config.api)
-        await serve(make_app(service, keys), service, listener, stop, hurry, say)
+        await serve(make_app(service, keys, tracing), service, listener, stop, hurry, say)

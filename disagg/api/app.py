@@ -18,12 +18,13 @@ from disagg.api.exchange import exchange_of, read_body
 from disagg.api.fields import DetokenizeBody, TokenizeBody
 from disagg.api.responses import EventStream, error_response, whole_reply
 from disagg.api.service import Service
+from disagg.api.tracing import Tracing
 from disagg.api.writers import ChatWriter, CompletionWriter, Writer
 from disagg.core.errors import DisaggError
 
 
-def make_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
-    """The whole API as an ASGI application."""
+def make_app(service: Service, keys: tuple[bytes, ...], tracing: Tracing | None = None) -> ASGIApp:
+    """The whole API as an ASGI application. Who made `tracing` closes it."""
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     for path, method, handler in _routes(service):
         app.add_api_route(path, handler, methods=[method], response_model=None)
@@ -31,7 +32,7 @@ def make_app(service: Service, keys: tuple[bytes, ...]) -> ASGIApp:
     app.add_exception_handler(DisaggError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-    return Edge(app, service.config, keys, service.metrics)
+    return Edge(app, service.config, keys, service.metrics, tracing)
 
 
 def _routes(service: Service) -> list[tuple[str, str, Any]]:
@@ -114,7 +115,7 @@ class _Routes:
     async def _answer(self, request: Request, asked: Asked, writer_class: type[Writer]) -> Response:
         exchange = exchange_of(request)
         writer = writer_class(asked, self._model, exchange.key)
-        answers = self._service.start(asked, exchange.key, exchange.arrived_s, exchange.deadline_s)
+        answers = self._service.start(asked, exchange)
         if asked.stream:
             return EventStream(answers, writer, exchange)
         return await whole_reply(answers, writer, exchange, request.receive)

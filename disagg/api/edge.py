@@ -12,6 +12,7 @@ from disagg.api.exchange import STATE, TIMEOUT, Exchange, request_id, timeout_s
 from disagg.api.keys import check_key
 from disagg.api.metrics import Metrics
 from disagg.api.responses import error_response
+from disagg.api.tracing import Tracing
 from disagg.core.config import ApiConfig
 
 log = structlog.get_logger(__name__)
@@ -27,13 +28,23 @@ OUTCOMES = {CLIENT_GONE: "aborted", 408: "timeout", 429: "busy", 503: "unavailab
 class Edge:
     """ASGI middleware around the routes."""
 
-    def __init__(self, app: ASGIApp, config: ApiConfig, keys: tuple[bytes, ...], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ApiConfig,
+        keys: tuple[bytes, ...],
+        metrics: Metrics,
+        tracing: Tracing | None,
+    ) -> None:
         self._app, self._config, self._keys, self._metrics = app, config, keys, metrics
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         exchange = Exchange(request_id(headers.get(b"x-request-id")), self._config.request_timeout_s)
         scope["state"] = {STATE: exchange}
+        if self._tracing is not None and scope["path"] in ANSWERING:
+            exchange.trace = self._tracing.begin(headers, scope["path"], exchange.request_id)
         status = 0
 
         async def send_marked(message: Message) -> None:
@@ -71,6 +82,8 @@ class Edge:
         path, outcome = scope["path"], _outcome(exchange.ended or status)
         if path in ANSWERING:
             self._metrics.requests.labels(outcome).inc()
+        if exchange.trace is not None:
+            exchange.trace.end(exchange.ended or status, outcome)
         say = log.debug if path in OFTEN else log.info
         say(
             "request",

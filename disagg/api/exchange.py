@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope
 
 from disagg.api.errors import CLIENT_GONE, ApiError, bad
+from disagg.api.tracing import RequestTrace
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 STATE = "exchange"
@@ -30,6 +31,8 @@ class Exchange:
     """Names the request's sessions and its answer; unique whatever the client sent."""
     ended: int = 0
     """The status that says how it ended, where the one that was sent does not: a stream that broke."""
+    trace: RequestTrace | None = None
+    """Its span, where requests are traced."""
     words: dict[str, object] = field(default_factory=dict)
     """More for its line in the log."""
 

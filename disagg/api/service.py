@@ -16,11 +16,13 @@ from disagg.api.admission import Admission
 from disagg.api.answers import Answers
 from disagg.api.asked import Asked
 from disagg.api.errors import ApiError, bad, retry_after
+from disagg.api.exchange import Exchange
 from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import Metrics
 from disagg.api.model import ServedModel
 from disagg.api.quantiles import RollingQuantiles
 from disagg.api.recent import Recent, Track
+from disagg.api.tracing import RequestTrace
 from disagg.core.config import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
 from disagg.core.status import GroupStatus, ServiceStatus
@@ -113,8 +115,8 @@ class Service:
             recent=self._recent.told(),
         )
 
-    def start(self, asked: Asked, request_id: str, arrived_s: float, deadline_s: float) -> Answers:
-        """Starts all the answers. Times are `time.monotonic`'s. Raises `ApiError`, and `BusyError` when full."""
+    def start(self, asked: Asked, exchange: Exchange) -> Answers:
+        """Starts all the answers to the request. Raises `ApiError`, and `BusyError` when full."""
         self.check_ready()
         if asked.choices > self._admission.limit:
             raise bad(
@@ -123,13 +125,13 @@ class Service:
         self._admission.enter(asked.choices)
         answers = Answers()
         for choice in range(asked.choices):
-            track = self._recent.begin(f"{request_id}-{choice}", arrived_s)
-            work = self._answer(answers, choice, asked, track, deadline_s)
+            track = self._recent.begin(f"{exchange.key}-{choice}", exchange.arrived_s)
+            work = self._answer(answers, choice, asked, track, exchange.deadline_s)
             task = answers.start(choice, work)
             self._tasks[task] = answers
             self._idle.clear()
             # A callback, because a task that is cancelled before its first step runs no `finally`.
-            task.add_done_callback(partial(self._done, track))
+            task.add_done_callback(partial(self._done, track, exchange.trace))
         return answers
 
     async def drain(self, timeout_s: float) -> bool:
@@ -149,12 +151,14 @@ class Service:
             return False
         return True
 
-    def _done(self, track: Track, task: asyncio.Task[None]) -> None:
+    def _done(self, track: Track, trace: RequestTrace | None, task: asyncio.Task[None]) -> None:
         del self._tasks[task]
         self._admission.leave()
         if task.cancelled():
             self.metrics.aborts.inc()
             track.ended("aborted")
+        if trace is not None:
+            trace.answer(track)
         if not self._tasks:
             self._idle.set()
 

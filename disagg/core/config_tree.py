@@ -275,9 +275,13 @@ class MetricsConfig(Section, frozen=True):
 
     interval_s: float = 1.0
     """Ranks tell their leader, leaders the routers, this often; 0: nobody tells, and `/metrics` has no groups."""
+    otlp_endpoint: str | None = None
+    """Where `serve` sends a span for each request (OpenTelemetry, OTLP over HTTP), such as http://localhost:4318."""
 
     def __post_init__(self) -> None:
         self._needs(0 <= self.interval_s <= 3600, "interval_s", "from 0 to 3600")
+        http = self.otlp_endpoint is None or self.otlp_endpoint.startswith(("http://", "https://"))
+        self._needs(http, "otlp_endpoint", "a URL that begins with http:// or https://")
 
 
 class LogConfig(Section, frozen=True):

@@ -68,6 +68,8 @@ class SessionReport:
     segments: int = 0
     messages: int = 0
     transfer_s: float = 0.0
+    transferred_s: float = 0.0
+    """When the last segment was said to have left."""
     tokens: list[int] = field(default_factory=list)
     released: bool = False
     """Both groups confirmed that nothing of the request is left."""
@@ -280,6 +282,7 @@ class _Session:
             case m.Transferred():
                 self.report.nbytes, self.report.segments = message.nbytes, message.segments
                 self.report.messages, self.report.transfer_s = message.messages, message.seconds
+                self.report.transferred_s = time.monotonic() - self.began_s
             case m.Tokens():
                 self.early.setdefault(message.index, message)
         outputs = []

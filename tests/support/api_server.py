@@ -18,6 +18,7 @@ from disagg.api.app import make_app
 from disagg.api.model import ServedModel
 from disagg.api.server import bind, serve
 from disagg.api.service import Service
+from disagg.api.tracing import Tracing
 from disagg.core.config import ApiConfig
 from disagg.model.tiny import VOCAB_SIZE, byte_tokenizer
 
@@ -45,9 +46,15 @@ class ApiServer:
     """`with ApiServer(...) as server:` serves; `client` speaks to it, `generator` is what it asks."""
 
     def __init__(
-        self, *keys: str, template: str | None = TEMPLATE, send_buffer_bytes: int = 0, **settings: Any
+        self,
+        *keys: str,
+        template: str | None = TEMPLATE,
+        send_buffer_bytes: int = 0,
+        tracing: Tracing | None = None,
+        **settings: Any,
     ) -> None:
         """`send_buffer_bytes`: what the kernel takes from the server for a client that does not read; 0 is a lot."""
+        self._tracing = tracing
         self._send_buffer_bytes = send_buffer_bytes
         self._keys = tuple(key.encode() for key in keys)
         self._config = ApiConfig(port=0, **settings)
@@ -115,7 +122,7 @@ class ApiServer:
         self._stop, self._hurry = asyncio.Event(), asyncio.Event()
         async with self._generating() as self.generator:
             self.service = Service(self.generator, self.model, self._config)
-            app = make_app(self.service, self._keys)
+            app = make_app(self.service, self._keys, self._tracing)
             listener = bind(self._config)
             if self._send_buffer_bytes:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self._send_buffer_bytes)

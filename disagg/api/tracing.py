@@ -1,0 +1,154 @@
+"""Spans of requests for OpenTelemetry, where `metrics.otlp_endpoint` names a collector (extra `otel`).
+
+request                              the HTTP request; its parent is the client's span (W3C `traceparent`)
+  queue | reserve | prefill | decode   of each answer, one after the other, as far as it came
+  transfer                             while its KV was under way: beside them
+
+Made when they have ended, of moments that are kept anyway: a request that is traced costs no more on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from disagg import __version__
+from disagg.api.recent import Track
+from disagg.core.config import MetricsConfig
+from disagg.core.errors import ConfigError
+
+TRACES = "/v1/traces"
+"""Where a collector takes spans, by the protocol."""
+
+
+class Phase(NamedTuple):
+    """A part of an answer's way; moments on `time.monotonic`'s clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+
+
+def phases(track: Track) -> Iterator[Phase]:
+    """The parts that an answer came through before it ended, in order; then its transfer, if that was told."""
+    report, begin_s = track.report, track.arrived_s
+    moments = {
+        "queue": track.turn_s,
+        "reserve": track.turn_s + report.reserved_s if report.reserved_s else 0.0,
+        "prefill": track.first_s,
+        "decode": track.ended_s,
+    }
+    for name, moment_s in moments.items():
+        end_s = max(begin_s, moment_s or track.ended_s)
+        yield Phase(name, begin_s, end_s)
+        if not moment_s:
+            break
+        begin_s = end_s
+    if report.transferred_s:
+        end_s = track.turn_s + report.transferred_s
+        yield Phase("transfer", end_s - report.transfer_s, end_s)
+
+
+class RequestTrace:
+    """One HTTP request's span, and those of its answers. Made by `Tracing.begin`."""
+
+    def __init__(self, tracer: Any, span: Any) -> None:
+        self._tracer, self._span = tracer, span
+
+    def answer(self, track: Track) -> None:
+        """One of its answers has ended; that may be after the request."""
+        from opentelemetry import trace
+
+        parent = trace.set_span_in_context(self._span)
+        named = {
+            "disagg.answer": track.id,
+            "disagg.prefill_group": track.report.prefill,
+            "disagg.decode_group": track.report.decode,
+        }
+        found = list(phases(track))
+        failed_in = [phase for phase in found if phase.name != "transfer"][-1].name if track.error else ""
+        for phase in found:
+            more = {"disagg.transfer_bytes": track.report.nbytes} if phase.name == "transfer" else {}
+            span = self._tracer.start_span(
+                phase.name, parent, attributes=named | more, start_time=_unix_ns(track, phase.begin_s)
+            )
+            if phase.name == failed_in:
+                span.set_status(trace.StatusCode.ERROR, track.error)
+            span.end(_unix_ns(track, phase.end_s))
+
+    def end(self, status: int, outcome: str) -> None:
+        """The request has ended; `status` is HTTP's, or what says how a stream broke."""
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attributes({"http.response.status_code": status, "disagg.outcome": outcome})
+        if status >= 500:
+            self._span.set_status(StatusCode.ERROR, outcome)
+        self._span.end()
+
+
+class Tracing:
+    """Owns the provider: `close` sends what is left."""
+
+    def __init__(self, provider: Any) -> None:
+        """`provider`: the SDK's `TracerProvider`, with whatever exports its spans."""
+        self._provider, self._tracer = provider, provider.get_tracer("disagg", __version__)
+
+    def begin(self, headers: Mapping[bytes, bytes], path: str, request_id: str) -> RequestTrace:
+        """A request to `path` has come. A `traceparent` that cannot be read is as none."""
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        given = {
+            name: value.decode("latin-1")
+            for name in ("traceparent", "tracestate")
+            if (value := headers.get(name.encode())) is not None
+        }
+        attributes = {"http.request.method": "POST", "url.path": path, "disagg.request_id": request_id}
+        span = self._tracer.start_span(
+            f"POST {path}",
+            TraceContextTextMapPropagator().extract(given),
+            kind=SpanKind.SERVER,
+            attributes=attributes,
+        )
+        return RequestTrace(self._tracer, span)
+
+    def close(self) -> None:
+        """Blocks until what is left was sent, or could not be."""
+        self._provider.shutdown()
+
+
+@contextmanager
+def traced(config: MetricsConfig) -> Iterator[Tracing | None]:
+    """Within the block spans go to `metrics.otlp_endpoint`; None without one.
+
+    Raises `ConfigError` when what that needs is not installed.
+    """
+    tracing = None if config.otlp_endpoint is None else _to_collector(config.otlp_endpoint)
+    try:
+        yield tracing
+    finally:
+        if tracing is not None:
+            tracing.close()
+
+
+def _to_collector(endpoint: str) -> Tracing:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as exc:
+        raise ConfigError(
+            f"metrics.otlp_endpoint = {endpoint} needs OpenTelemetry, which is not installed ({exc.name}): "
+            f"pip install 'disagg[otel]', or leave the setting out"
+        ) from exc
+    resource = Resource.create({"service.name": "disagg", "service.version": __version__})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    url = endpoint.rstrip("/").removesuffix(TRACES) + TRACES
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(url)))
+    return Tracing(provider)
+
+
+def _unix_ns(track: Track, moment_s: float) -> int:
+    return int((track.arrived_unix_s + moment_s - track.arrived_s) * 1e9)
