@@ -126,6 +126,7 @@ class Service:
         answers = Answers()
         for choice in range(asked.choices):
             track = self._recent.begin(f"{exchange.key}-{choice}", exchange.arrived_s)
+            track.report.prompt_tokens = len(asked.choice(choice)[0])
             work = self._answer(answers, choice, asked, track, exchange.deadline_s)
             task = answers.start(choice, work)
             self._tasks[task] = answers

@@ -95,6 +95,7 @@ def test_status_counts_what_the_server_did() -> None:
         ("aborted", ""),
         ("length", ""),
     ]
+    assert [answer.prompt_tokens for answer in now.recent] == [2, 3, 2]
     assert now.recent[0].arrived_unix_s >= now.recent[-1].arrived_unix_s > now.unix_s - 60
     assert now.ready == "ready"
 
