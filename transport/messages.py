@@ -133,9 +133,9 @@ class Released(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Router -> leader: tell me how the group is, for a while; I ask again within `interval_s`."""
+    """Router -> leader: tell me how the group is; I ask again within `interval_s`. 0: tell me no more."""
 
-    interval_s: Annotated[float, msgspec.Meta(gt=0, le=3600)]
+    interval_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
 class GroupReport(Message, frozen=True):

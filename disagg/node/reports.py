@@ -1,6 +1,7 @@
 """A leader's part of the metrics: what its ranks told last, its steps, and the routers that want to hear of them.
 
-router -- Watch --> leader         asked again and again: who is silent for five of its intervals is forgotten
+router -- Watch --> leader         asked again and again: who is silent for five of its intervals is forgotten;
+                                   at its end a router says so
 rank   -- RankReport --> leader    each `metrics.interval_s`
 router <- GroupReport -- leader    at once to who is new; then when rank 0 reports, idle or not
 """
@@ -55,7 +56,10 @@ class Reports:
             self._ranks[status.rank] = status
 
     def watch(self, router: str, message: m.Watch, status: GroupStatus) -> None:
-        """A router wants to be told for a while; a new one is told at once."""
+        """A router wants to be told for a while, and a new one is told at once; or no more."""
+        if message.interval_s == 0:
+            self.lost(router)
+            return
         if router not in self._watchers:
             self._send(router, m.GroupReport(status))
         self._watchers[router] = self._clock() + FORGET_AFTER * message.interval_s

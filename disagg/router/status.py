@@ -42,8 +42,9 @@ class GroupStatuses:
             self._mail.send(leader, m.Watch(interval_s))
 
     def close(self) -> None:
-        """Listens no more."""
+        """Listens no more, and says so: else the leaders would tell us until they took us for lost."""
         for leader in list(self._heard):
+            self._mail.send(leader, m.Watch(0.0))
             self._forget(leader)
 
     def latest(self) -> tuple[GroupStatus, ...]:

@@ -46,6 +46,9 @@ def test_who_asks_is_told_for_five_of_its_intervals() -> None:
     assert leader.tell() == []
     leader.reports.watch("fast", m.Watch(1.0), STATUS)
     assert leader.told == ["fast"], "it is new again"
+    leader.reports.watch("fast", m.Watch(0.0), STATUS)
+    leader.reports.watch("never", m.Watch(0.0), STATUS)
+    assert leader.tell() == []
 
 
 def test_ranks_are_kept_in_their_order_and_no_others() -> None:

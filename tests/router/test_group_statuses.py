@@ -66,8 +66,10 @@ def test_who_is_gone_is_forgotten() -> None:
     assert [group.name for group in statuses.latest()] == ["decode"]
     statuses.ask(1.0)
     assert set(mail.listeners) == {"a"}, "b is asked no more, a again"
+    mail.sent.clear()
     statuses.close()
     assert not mail.listeners
+    assert mail.sent == [("a", m.Watch(0.0))]
 
 
 def test_another_group_at_the_same_address_is_not_taken_for_it() -> None:

@@ -151,7 +151,7 @@ def test_every_message_has_a_name_of_its_own() -> None:
             msgspec.msgpack.encode({"type": "Watermark", "dst_rank": 1, "watermark": -1, "ring_bytes": 1}),
             "watermark",
         ),
-        (msgspec.msgpack.encode({"type": "Watch", "interval_s": 0}), "interval_s"),
+        (msgspec.msgpack.encode({"type": "Watch", "interval_s": -1}), "interval_s"),
         (
             msgspec.msgpack.encode(
                 {"type": "RankReport", "status": {"name": "r", "rank": 0, "ring_bytes": -1}}
