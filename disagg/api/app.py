@@ -16,6 +16,7 @@ from disagg.api.edge import Edge
 from disagg.api.errors import ApiError, api_error, bad
 from disagg.api.exchange import exchange_of, read_body
 from disagg.api.fields import DetokenizeBody, TokenizeBody
+from disagg.api.page import page_response
 from disagg.api.responses import EventStream, error_response, whole_reply
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
@@ -38,6 +39,7 @@ def make_app(service: Service, keys: tuple[bytes, ...], tracing: Tracing | None 
 def _routes(service: Service) -> list[tuple[str, str, Any]]:
     routes = _Routes(service)
     return [
+        ("/", "GET", routes.page),
         ("/v1/completions", "POST", routes.completions),
         ("/v1/chat/completions", "POST", routes.chat),
         ("/v1/models", "GET", routes.models),
@@ -56,6 +58,10 @@ class _Routes:
 
     def __init__(self, service: Service) -> None:
         self._service, self._model = service, service.model
+
+    async def page(self, request: Request) -> Response:
+        """For a browser."""
+        return page_response()
 
     async def completions(self, request: Request) -> Response:
         """Text after a prompt."""

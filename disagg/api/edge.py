@@ -17,8 +17,8 @@ from disagg.core.config import ApiConfig
 
 log = structlog.get_logger(__name__)
 
-OPEN = frozenset({"/health", "/ready", "/metrics"})
-"""Asked by machines that hold no key."""
+OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
+"""Asked by machines, or a browser, that hold no key."""
 OFTEN = OPEN | {"/status"}
 """Asked again and again: their lines in the log are for debugging."""
 ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})

@@ -46,4 +46,4 @@ def _scaled(value: float, prefixes: tuple[str, ...]) -> str:
 
 def _three(value: float) -> str:
     """Three digits, and never an exponent."""
-    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
+    return f"{value:.0f}" if value >= 99.95 else "0" if value < 0.001 else f"{value:.3g}"

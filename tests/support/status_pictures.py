@@ -15,7 +15,12 @@ PREFILL_TOKENS_PER_S, DECODE_TOKENS_PER_S = 800.0, 120.0
 
 
 def service(
-    at_s: float, prefill: tuple[int, ...] = (2,), decode: tuple[int, ...] = (1, 1), **fields: Any
+    at_s: float,
+    prefill: tuple[int, ...] = (2,),
+    decode: tuple[int, ...] = (1, 1),
+    *,
+    began_unix_s: float = BEGAN_UNIX_S,
+    **fields: Any,
 ) -> ServiceStatus:
     """The service `at_s` seconds after its start; `prefill` and `decode` have the ranks of each group."""
     names = [_name("decode", at) for at in range(len(decode))]
@@ -25,7 +30,7 @@ def service(
     status = ServiceStatus(
         model="tiny",
         version="0.1.0",
-        unix_s=BEGAN_UNIX_S + at_s,
+        unix_s=began_unix_s + at_s,
         uptime_s=at_s,
         ready="ready",
         requests_running=5,
@@ -42,7 +47,7 @@ def service(
         itl_p50_s=0.011,
         itl_p99_s=0.042,
         groups=tuple(groups),
-        recent=answers(BEGAN_UNIX_S + at_s),
+        recent=answers(began_unix_s + at_s),
     )
     return replace(status, **fields)
 

@@ -1,0 +1,46 @@
+"""The live page at `/`: one file of HTML with its style and script, which loads nothing and asks only `/status`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from functools import cache
+from importlib.resources import files
+
+from starlette.responses import Response
+
+
+def page_response() -> Response:
+    """The page. It holds no data: what it shows it asks for, with the key that its user gives."""
+    body, policy = _page()
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",  # a newer server's page is not shadowed by an older one's
+    }
+    return Response(body, headers=headers, media_type="text/html")
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The file, and the policy that lets its own script and style run and nothing else."""
+    html = files("disagg.api").joinpath("page.html").read_text(encoding="utf-8")
+    rules = {
+        "default-src": "'none'",
+        "script-src": _hash(html, "script"),
+        "style-src": _hash(html, "style"),
+        "img-src": "data:",  # the icon
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+    }
+    return html.encode(), "; ".join(f"{name} {value}" for name, value in rules.items())
+
+
+def _hash(html: str, tag: str) -> str:
+    """What stands between `<tag>` and its end, as CSP names it."""
+    [content] = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
