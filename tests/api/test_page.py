@@ -147,7 +147,15 @@ def test_its_arithmetic_is_that_of_top(browser: Browser, server: PageServer) -> 
     tab = shown(browser, server)
     first = service(10.0, (2,), (1,))
     came = [service(11.5), service(12.25, (8, 2), (4, 4)), service(13.0, (8, 2), (4, 4)), service(19.5)]
-    for history in (came[:1], [first, *came[:2]], [first, *came[:3]], [first, *came], [*came, service(0.5)]):
+    late = service(16.8, (8, 2), (4, 4))
+    for history in (
+        came[:1],
+        [first, *came[:3], late],
+        [first, *came[:2]],
+        [first, *came[:3]],
+        [first, *came],
+        [*came, service(0.5)],
+    ):
         pictures: list[ServiceStatus] = []
         for one in history:
             pictures = append(pictures, one)
