@@ -8,7 +8,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from disagg.api.metrics import Metrics
+from disagg.api.pace import Pace
 from disagg.core.errors import BusyError, RequestTimeoutError
+from disagg.core.ports import Clock
+from disagg.router.session import SessionReport
 
 RETRY_AFTER_S = 1.0
 
@@ -16,8 +19,16 @@ RETRY_AFTER_S = 1.0
 class Admission:
     """Up to `max_running` answers run, `max_queued` wait in the order of their arrival. Lives on one event loop."""
 
-    def __init__(self, max_running: int, max_queued: int, metrics: Metrics) -> None:
-        self._limit = max_running + max_queued
+    def __init__(
+        self,
+        max_running: int,
+        max_queued: int,
+        metrics: Metrics,
+        pace: Pace | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`pace` may allow fewer of them."""
+        self._limit, self._pace, self._clock = max_running + max_queued, pace, clock
         self._inside = 0
         self._turns = asyncio.Semaphore(max_running)
         self._metrics = metrics
@@ -27,14 +38,40 @@ class Admission:
         """Answers that can be inside at one time."""
         return self._limit
 
+    def knock(self) -> None:
+        """Somebody asks for one answer, or more. Raises `BusyError` when not even one would be let in.
+
+        Before anything is read: who is refused must cost nothing, or nobody is served under overload.
+        """
+        if self._pace is not None:
+            self._pace.came(self._inside, self._clock())
+        self._check(1)
+
     def enter(self, answers: int) -> None:
         """Takes places for all of `answers`; each must `leave`. Raises `BusyError`, and takes none, when full."""
-        if self._inside + answers > self._limit:
+        self._check(answers)
+        self._inside += answers
+
+    def ended(self, report: SessionReport, inside: int) -> None:
+        """An answer came whole; `inside` were there when it had its turn."""
+        if self._pace is not None:
+            most = max(inside, self._inside)
+            self._pace.ended(len(report.tokens), report.ttft_s, report.ended_s, most, self._clock())
+
+    @property
+    def inside(self) -> int:
+        """Answers that run or wait."""
+        return self._inside
+
+    def _check(self, answers: int) -> None:
+        pace = self._pace.limit(self._clock()) if self._pace is not None else None
+        # A request for many answers is let in alone, whatever the pace: else it would be refused for ever.
+        limit = self._limit if pace is None else min(self._limit, max(pace, answers))
+        if self._inside + answers > limit:
             raise BusyError(
-                f"the server has {self._inside} answers running or waiting and takes {self._limit}: try again later",
+                f"the server has {self._inside} answers running or waiting and takes {limit}: try again later",
                 RETRY_AFTER_S,
             )
-        self._inside += answers
 
     def leave(self) -> None:
         """Gives one place back."""

@@ -65,11 +65,13 @@ class _Routes:
 
     async def completions(self, request: Request) -> Response:
         """Text after a prompt."""
+        self._service.knock()
         asked = await parse_completion(await self._body(request), self._model, self._service.config)
         return await self._answer(request, asked, CompletionWriter)
 
     async def chat(self, request: Request) -> Response:
         """The next turn of a conversation."""
+        self._service.knock()
         asked = await parse_chat(await self._body(request), self._model, self._service.config)
         return await self._answer(request, asked, ChatWriter)
 

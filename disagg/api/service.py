@@ -20,6 +20,7 @@ from disagg.api.exchange import Exchange
 from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import Metrics
 from disagg.api.model import ServedModel
+from disagg.api.pace import Pace
 from disagg.api.quantiles import RollingQuantiles
 from disagg.api.recent import Recent, Track
 from disagg.api.tracing import RequestTrace
@@ -64,7 +65,8 @@ class Service:
     def __init__(self, generator: Generator, model: ServedModel, config: ApiConfig) -> None:
         self.model, self.config, self.metrics = model, config, Metrics()
         self._generator = generator
-        self._admission = Admission(config.max_running, config.max_queued, self.metrics)
+        pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
+        self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
         self.metrics.registry.register(GroupCollector(generator.groups))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
@@ -114,6 +116,11 @@ class Service:
             draining=self._generator.draining(),
             recent=self._recent.told(),
         )
+
+    def knock(self) -> None:
+        """Before a request is read. Raises a 503 when none is taken now, and `BusyError` when full."""
+        self.check_ready()
+        self._admission.knock()
 
     def start(self, asked: Asked, exchange: Exchange) -> Answers:
         """Starts all the answers to the request. Raises `ApiError`, and `BusyError` when full."""
@@ -169,9 +176,10 @@ class Service:
         report, metrics = track.report, self.metrics
         try:
             async with self._admission.turn(deadline_s):
-                track.turn_s = time.monotonic()
+                track.turn_s, inside = time.monotonic(), self._admission.inside
                 try:
                     await self._session(answers, choice, asked, track, deadline_s)
+                    self._admission.ended(report, inside)
                 finally:
                     if report.reserved_s:
                         metrics.queue.observe(track.turn_s - track.arrived_s + report.reserved_s)

@@ -22,6 +22,11 @@ class ApiConfig(Section, frozen=True):
     """Answers that the engine is given at one time."""
     max_queued: int = 256
     """Answers that wait for their turn; what comes on top is refused at once (429)."""
+    max_queue_s: float = 10.0
+    """Nor do more wait than will have their turn within so long, by how many have ended lately."""
+    max_slowdown: float = 1.75
+    """While clearly more comes than can be answered, no more is taken in than lets an answer take so many times the
+    time of an idle server; 0: as much as otherwise."""
     request_timeout_s: float = 120.0
     """Time for a whole request, from its headers to its last token; a client may ask for less."""
     drain_timeout_s: float = 30.0
@@ -45,7 +50,8 @@ class ApiConfig(Section, frozen=True):
         self._at_least(1, "max_running", "max_prompts", "max_n", "max_stop", "max_body_bytes")
         self._at_least(0, "max_queued", "drain_timeout_s")
         self._at_least(1024, "max_header_bytes")
-        self._positive("request_timeout_s")
+        self._positive("request_timeout_s", "max_queue_s")
+        self._needs(self.max_slowdown == 0 or self.max_slowdown >= 1, "max_slowdown", "0, or from 1")
         self._needs(
             128 <= self.max_line_bytes <= self.max_header_bytes,
             "max_line_bytes",
