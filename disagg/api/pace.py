@@ -20,7 +20,7 @@ WINDOWS = 2
 """So many in a row must say the same: a burst is no overload."""
 OVERLOAD = 1.5
 """More comes than is answered when it is so many times as much."""
-CALM = 4
+CALM = 2
 """With no more than so many inside, an answer takes as long as on an idle server. So many are always let in."""
 KEPT = 0.9
 """Of a running mean, at each new value."""

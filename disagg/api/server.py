@@ -11,9 +11,8 @@ from typing import Any
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from disagg.api.edge import head_too_large
+from disagg.api.connections import bounded_http, check_file_limit
 from disagg.api.service import Service
 from disagg.core.config import ApiConfig
 from disagg.core.errors import ConfigError
@@ -61,6 +60,7 @@ async def serve(
     They have `api.drain_timeout_s`, or until `hurry` is set. `on_listening` is told the URL. Closes `listener`.
     """
     config = service.config
+    check_file_limit(config)
     server = _Server(_settings(app, config), lambda: on_listening(_url(listener)))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await _first(serving, stop.wait())
@@ -108,47 +108,17 @@ class _Server(uvicorn.Server):
 def _settings(app: ASGIApp, config: ApiConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=_bounded_http(config.max_header_bytes),
+        http=bounded_http(config),
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
         proxy_headers=False,
+        timeout_keep_alive=config.idle_timeout_s,
+        backlog=config.max_connections,
         timeout_graceful_shutdown=LAST_BYTES_S,
     )
-
-
-def _bounded_http(max_header_bytes: int) -> type[asyncio.Protocol]:
-    class BoundedHttp(HttpToolsProtocol):
-        """uvicorn's protocol, which would keep a head that never ends; the edge looks at those that end."""
-
-        _head_bytes = 0
-        _in_head = True
-
-        def data_received(self, data: bytes) -> None:
-            self._head_bytes += len(data) if self._in_head else 0
-            super().data_received(data)
-            if self._in_head and self._head_bytes > max_header_bytes and not self.transport.is_closing():
-                self._refuse_head()
-
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            self._in_head, self._head_bytes = True, 0
-            super().on_message_complete()
-
-        def _refuse_head(self) -> None:
-            body = head_too_large("the request's head", max_header_bytes).body()
-            self.transport.write(
-                b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(body), body)
-            )
-            self.transport.close()
-
-    return BoundedHttp
 
 
 def _url(listener: socket.socket) -> str:

@@ -31,6 +31,12 @@ class ApiConfig(Section, frozen=True):
     """Time for a whole request, from its headers to its last token; a client may ask for less."""
     drain_timeout_s: float = 30.0
     """How long a stop waits for running answers before it aborts them."""
+    max_connections: int = 1024
+    """Open at one time; who comes on top gets a 503."""
+    idle_timeout_s: int = 30
+    """A connection without a request is closed after so long."""
+    header_timeout_s: float = 10.0
+    """A request's head that is not whole by then is answered by a 408, also the first one of a new connection."""
     max_body_bytes: int = 4096 * KIB
     max_header_bytes: int = 32 * KIB
     """Request line and headers together."""
@@ -47,10 +53,19 @@ class ApiConfig(Section, frozen=True):
         self._needs(bool(self.host), "host", "an address or a host name")
         self._needs(0 <= self.port < 1 << 16, "port", "from 0 to 65535")
         self._needs(self.model_name != "", "model_name", "a name, or left out")
-        self._at_least(1, "max_running", "max_prompts", "max_n", "max_stop", "max_body_bytes")
+        self._at_least(
+            1,
+            "max_running",
+            "max_connections",
+            "idle_timeout_s",
+            "max_prompts",
+            "max_n",
+            "max_stop",
+            "max_body_bytes",
+        )
         self._at_least(0, "max_queued", "drain_timeout_s")
         self._at_least(1024, "max_header_bytes")
-        self._positive("request_timeout_s", "max_queue_s")
+        self._positive("request_timeout_s", "max_queue_s", "header_timeout_s")
         self._needs(self.max_slowdown == 0 or self.max_slowdown >= 1, "max_slowdown", "0, or from 1")
         self._needs(
             128 <= self.max_line_bytes <= self.max_header_bytes,

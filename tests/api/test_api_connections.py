@@ -1,0 +1,125 @@
+"""Connections: too many, too slow, idle; and the limit of open files."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
+
+import pytest
+from api_server import ApiServer, LogLines, until
+
+from disagg.api import connections
+from disagg.api.connections import OTHER_FILES, check_file_limit
+from disagg.core.config import ApiConfig
+
+GET = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@contextmanager
+def connected(server: ApiServer) -> Iterator[socket.socket]:
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        yield connection
+
+
+def rest(connection: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    found = b""
+    while data := connection.recv(65536):
+        found += data
+    return found
+
+
+def test_one_connection_too_many_is_told_so() -> None:
+    with ApiServer(max_connections=2) as server, ExitStack() as stack:
+        for _ in range(2):
+            stack.enter_context(connected(server)).sendall(GET % b"/health")
+        with connected(server) as surplus:
+            surplus.sendall(GET % b"/v1/models")
+            said = rest(surplus)
+            assert said.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+            assert b"retry-after: 1\r\n" in said
+            assert b'"code":"too_many_connections"' in said
+        with connected(server) as watcher:
+            watcher.sendall(GET % b"/health?x=1")
+            assert watcher.recv(65536).startswith(b"HTTP/1.1 200"), (
+                "who watches the server sees that it lives"
+            )
+            watcher.sendall(GET % b"/v1/models")
+            assert b"503" in rest(watcher)
+        stack.close()
+        until(lambda: server.client.get("/v1/models").status_code == 200)
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"])
+def test_a_head_that_does_not_end_runs_out_of_time(sent: bytes) -> None:
+    with ApiServer(header_timeout_s=0.2) as server, connected(server) as connection:
+        connection.sendall(sent)
+        said = rest(connection)
+        assert said.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert b"did not come within 0.2 s" in said
+
+
+def test_a_head_that_drips_does_not_win_time() -> None:
+    with ApiServer(header_timeout_s=0.3) as server, connected(server) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        connection.settimeout(0.05)
+        said = b""
+        for number in range(200):
+            try:
+                said = connection.recv(65536)
+                break
+            except TimeoutError:
+                connection.sendall(b"x-%d: y\r\n" % number)
+        assert said.startswith(b"HTTP/1.1 408")
+
+
+def test_the_second_head_of_a_connection_has_its_time_too() -> None:
+    with ApiServer(header_timeout_s=0.2) as server, connected(server) as connection:
+        connection.sendall(GET % b"/health")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /health HTTP/1.1\r\n")
+        assert rest(connection).startswith(b"HTTP/1.1 408")
+
+
+def test_an_answer_may_take_longer_than_a_head() -> None:
+    with ApiServer(header_timeout_s=0.1) as server:
+        server.set(hold_after=1)
+        with connected(server) as slow, connected(server) as clock:
+            body = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            until(lambda: server.value("disagg_requests_running") == 1)
+            assert b"408" in rest(clock), "that much time has passed"
+            server.go()
+            assert slow.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_an_idle_connection_is_closed() -> None:
+    with ApiServer(idle_timeout_s=1) as server, connected(server) as connection:
+        connection.sendall(GET % b"/health")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        assert rest(connection) == b""
+
+
+@pytest.mark.parametrize(
+    ("limits", "set_to", "warned"),
+    [
+        ((64, 10000), 100 + OTHER_FILES, False),
+        ((64, 200), 200, True),
+        ((5000, 5000), None, False),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, False),
+    ],
+)
+def test_the_limit_of_open_files(limits: tuple[int, int], set_to: int | None, warned: bool) -> None:
+    said, made = LogLines(), []
+    with (
+        patch.object(connections, "log", said),
+        patch.object(resource, "getrlimit", lambda kind: limits),
+        patch.object(resource, "setrlimit", lambda kind, new: made.append(new)),
+    ):
+        check_file_limit(ApiConfig(max_connections=100))
+    assert made == ([] if set_to is None else [(set_to, limits[1])])
+    assert [line["event"] for line in said.lines] == ["open_files_limit"] * warned
