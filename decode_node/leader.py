@@ -10,23 +10,15 @@ import torch
 from decode_node.scheduler import DecodeRequest, DecodeScheduler, DecodeStatistics
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
-from disagg.core.sampling import ending_tokens
-from disagg.core.types import GroupInfo, RequestKey, SamplingParams, TokenLogprobs
+from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.model.next_tokens import next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
-from disagg.node.leader import Leader, Scheduled, Send, check_request
+from disagg.node.leader import Leader, Scheduled, Send, check_request, finish_reason
 from disagg.node.plan import StepPlan
 from transport import messages as m
 
 log = structlog.get_logger(__name__)
-
-
-def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
-    """Why the answer ends with its last token: `stop`, `length`, or None when it goes on."""
-    if tokens[-1] in ending_tokens(sampling, eos_ids):
-        return "stop"
-    return "length" if len(tokens) >= sampling.max_tokens else None
 
 
 class DecodeLeader(Leader):

@@ -1,4 +1,4 @@
-"""The composition root: places both groups with Ray, starts them in order, wires them, and takes them down.
+"""The composition root: places all groups with Ray, starts them in order, wires them, and takes them down.
 
     placement groups -> actors -> start (models load, channels open) -> join -> link -> serving -> stop -> kill
 
@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import structlog
 
-from disagg.core.config import Config
+from disagg.core.config import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo
 from disagg.groups import Group, group_info, wait_for_exit, with_placement
-from disagg.placement import GroupPlacement, Placement
+from disagg.placement import Placement
 from transport.control import ControlChannel
 from transport.control_zmq import make_control
 from transport.keys import ControlKeys
@@ -48,9 +48,10 @@ class RayResources(NamedTuple):
 
 
 class Cluster:
-    """Prefill and decode groups on Ray. Use `start_cluster`, which also cleans up when a start fails.
+    """A cluster's groups, of the kinds that its placement has, on Ray.
 
-    One thread at a time may add and stop groups; the others only look.
+    Use `start_cluster`, which also cleans up when a start fails. One thread at a time may add and stop groups; the
+    others only look.
     """
 
     def __init__(self, config: Config, placement: Placement, keys: ControlKeys | None) -> None:
@@ -59,7 +60,7 @@ class Cluster:
         self._keys = keys
         self.groups: tuple[Group, ...] = ()
         """All that were placed and not taken down; replaced as a whole, so that every thread may go over it."""
-        self._numbers = {"prefill": itertools.count(1), "decode": itertools.count(1)}
+        self._numbers = {role: itertools.count(1) for role in placement.kinds}
         self._parked: dict[Any, tuple[Group, int]] = {}
         self._lock = threading.Lock()  # for `groups` and `_parked`
         self._stopping, self._no_more_groups = threading.Event(), threading.Event()
@@ -71,17 +72,21 @@ class Cluster:
 
     def start(self, progress: Progress) -> None:
         """Brings all groups up and links them. Raises what a rank raised, as itself."""
-        for role in ("prefill", "decode"):
-            for _ in range(self._where(role).groups):
+        for role, where in self.placement.kinds.items():
+            for _ in range(where.groups):
                 self._place(role, progress)
         self._bring_up(self.groups, progress)
         self._watcher.start()
 
-    def add_group(self, role: str, progress: Progress) -> Group:
+    def add_group(self, role: Role, progress: Progress) -> Group:
         """Places, starts and links one more group, under a name that none had before.
 
-        Raises as `start`; then nothing of it is left.
+        Raises as `start`, and `ConfigError` for a role that this cluster has none of; then nothing of it is left.
         """
+        if role not in self.placement.kinds:
+            raise ConfigError(
+                f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
+            )
         group = self._place(role, progress)
         try:
             self._bring_up([group], progress)
@@ -177,19 +182,16 @@ class Cluster:
 
     # --- inside
 
-    def _of(self, role: str) -> list[Group]:
+    def _of(self, role: Role) -> list[Group]:
         return [group for group in self.groups if group.role == role]
 
-    def _where(self, role: str) -> GroupPlacement:
-        return self.placement.prefill if role == "prefill" else self.placement.decode
-
-    def _place(self, role: str, progress: Progress) -> Group:
+    def _place(self, role: Role, progress: Progress) -> Group:
         """Takes a place and starts the processes. Names count up, also past groups that are gone."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        where, number = self._where(role), next(self._numbers[role])
+        where, number = self.placement.kinds[role], next(self._numbers[role])
         name = role if number == 1 else f"{role}-{number}"
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
         bundle = {"CPU": 1.0, **({"GPU": where.gpus_per_rank} if where.gpus_per_rank else {})}
@@ -388,7 +390,11 @@ def start_cluster(
         cluster.stop()
 
 
-def _actor_class(role: str) -> Any:
+def _actor_class(role: Role) -> Any:
+    if role == "colocated":
+        from disagg.colocated.actor import ColocatedActor
+
+        return ColocatedActor
     if role == "prefill":
         from prefill_node.actor import PrefillActor
 
@@ -413,7 +419,7 @@ def _get(refs: Sequence[Any], timeout_s: float) -> list[Any]:
     except ray.exceptions.OutOfMemoryError as exc:
         raise DisaggError(
             "the machine ran out of memory and Ray killed a rank: choose a smaller model, or lower "
-            "prefill/decode.pool_tokens and transfer.ring_bytes"
+            "pool_tokens of its groups and transfer.ring_bytes"
         ) from exc
     except ray.exceptions.RayError as exc:
         raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc

@@ -23,7 +23,7 @@ from rich.progress import (
 
 from disagg.cluster import Cluster
 from disagg.core.config import Config
-from disagg.core.errors import DisaggError, PromptTooLongError
+from disagg.core.errors import ConfigError, DisaggError, PromptTooLongError
 from disagg.core.folders import make_folder
 from disagg.core.log import configure
 from disagg.core.types import SamplingParams
@@ -57,8 +57,13 @@ class Answer:
 def run_demo(config: Config, options: RunOptions) -> None:
     """Serves the prompts, prints the table and the timeline's place, and compares every token with the reference.
 
-    Raises `MismatchError` when one differs.
+    Raises `MismatchError` when one differs, `ConfigError` for a cluster without a hand-over.
     """
+    if config.cluster.mode != "split":
+        raise ConfigError(
+            f"cluster.mode = {config.cluster.mode}: the demo shows a hand-over, so it must be split; "
+            f"`disagg generate` and `disagg serve` run colocated groups"
+        )
     configure(config.log)
     console = Console()
     config = _comparable(with_model(config, console.print))

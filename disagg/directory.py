@@ -11,7 +11,7 @@ from pathlib import Path
 
 import structlog
 
-from disagg.core.config import ControlConfig
+from disagg.core.config import ControlConfig, Role
 from disagg.core.errors import ConfigError
 from disagg.core.types import GroupInfo
 from transport import messages as m
@@ -21,7 +21,7 @@ from transport.keys import ControlKeys, load_keys
 
 log = structlog.get_logger(__name__)
 
-ScaleTo = Callable[[str, int, Callable[[str], None]], None]
+ScaleTo = Callable[[Role, int, Callable[[str], None]], None]
 """`scale(role, count, done)`, which must not block: `done` is called with an error or "" when it has happened."""
 
 

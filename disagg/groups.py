@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from disagg.core.config import Config, GroupConfig
+from disagg.core.config import Config, GroupConfig, Role
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.host import Started
@@ -24,7 +24,7 @@ class Group:
 
     name: str
     """Unique in the cluster."""
-    role: str
+    role: Role
     placement: GroupPlacement
     actors: list[Any]
     placement_group: Any
@@ -45,11 +45,8 @@ class Group:
 
 def with_placement(config: Config, placement: Placement) -> Config:
     """The configuration with what the placement chose, so that every rank is told the same."""
-    return msgspec.structs.replace(
-        config,
-        prefill=_placed(config.prefill, placement.prefill),
-        decode=_placed(config.decode, placement.decode),
-    )
+    placed = {role: _placed(getattr(config, role), where) for role, where in placement.kinds.items()}
+    return msgspec.structs.replace(config, **placed)
 
 
 def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
@@ -60,14 +57,13 @@ def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
 
 
 def group_info(group: Group, config: Config) -> GroupInfo:
-    page_size = config.prefill.page_size if group.role == "prefill" else config.decode.page_size
     return GroupInfo(
         name=group.name,
         role=group.role,
         protocol_version=PROTOCOL_VERSION,
         fingerprint=group.spec.fingerprint,
         layout=group.spec.layout,
-        page_size=page_size,
+        page_size=getattr(config, group.role).page_size,
         transport=config.transport.backend,
         ranks=tuple(started.info for started in group.started),
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from disagg.core.config import Role
 from disagg.core.errors import ConfigError
 
 
@@ -31,14 +33,24 @@ class GroupPlacement:
 class Placement:
     """Where everything runs, with the reason in words."""
 
-    prefill: GroupPlacement
-    decode: GroupPlacement
+    kinds: Mapping[Role, GroupPlacement]
+    """`prefill` and `decode`, or `colocated`."""
     why: str
+
+    @property
+    def prefill(self) -> GroupPlacement:
+        """Of a split cluster."""
+        return self.kinds["prefill"]
+
+    @property
+    def decode(self) -> GroupPlacement:
+        """Of a split cluster."""
+        return self.kinds["decode"]
 
     @property
     def ranks(self) -> int:
         """All of them."""
-        return self.prefill.ranks + self.decode.ranks
+        return sum(kind.ranks for kind in self.kinds.values())
 
 
 def choose_placement(
@@ -54,12 +66,7 @@ def choose_placement(
     too few for several groups of a kind: everybody shares them. None, or `device` is `cpu`: CPU. Raises
     `ConfigError` when GPUs are asked for and there is none.
     """
-    if device == "cuda" and gpus == 0:
-        raise ConfigError(
-            "device is cuda, but this machine shows no GPU: check the driver, or use --device cpu"
-        )
-    if device == "cpu" or gpus == 0:
-        why = "on the CPU" if device == "cpu" else "no GPU here: on the CPU"
+    if why := _on_cpu(gpus, device):
         return _both(prefill_tp or 2, decode_tp or 1, groups, "cpu", 0.0, 0.0, why)
     prefill, decode = prefill_tp or (2 if gpus >= 3 and groups == (1, 1) else 1), decode_tp or 1
     ranks = prefill * groups[0] + decode * groups[1]
@@ -74,6 +81,31 @@ def choose_placement(
         return _both(prefill, decode, groups, "cuda", share, 1.0, why)
     share = _share(decode, gpus - 1)
     return _both(prefill, decode, groups, "cuda", _share(prefill, 1), share, f"{gpus} GPUs: ranks share them")
+
+
+def place_colocated(gpus: int, tp: int | None = None, device: str = "auto", groups: int = 1) -> Placement:
+    """Places `groups` groups that prefill and decode, of `tp` ranks each (1 when None), where there are `gpus` GPUs.
+
+    A GPU for each rank while there are enough, else they share them. Raises `ConfigError` as `choose_placement`.
+    """
+    ranks = (tp or 1) * groups
+    if why := _on_cpu(gpus, device):
+        return Placement({"colocated": _group(tp or 1, "cpu", 0.0, groups)}, why)
+    share, why = (
+        (1.0, "one for each rank") if ranks <= gpus else (_share(ranks, gpus), "all ranks share them")
+    )
+    return Placement({"colocated": _group(tp or 1, "cuda", share, groups)}, f"{gpus} GPUs: {why}")
+
+
+def _on_cpu(gpus: int, device: str) -> str:
+    """Why the CPU is what is left; empty when GPUs are used."""
+    if device == "cuda" and gpus == 0:
+        raise ConfigError(
+            "device is cuda, but this machine shows no GPU: check the driver, or use --device cpu"
+        )
+    if device == "cpu":
+        return "on the CPU"
+    return "" if gpus else "no GPU here: on the CPU"
 
 
 def _share(ranks: int, gpus: int) -> float:
@@ -91,7 +123,12 @@ def _both(
     decode_gpus: float,
     why: str,
 ) -> Placement:
-    def group(tp: int, gpus: float, count: int) -> GroupPlacement:
-        return GroupPlacement(tp, device, gpus, "nccl" if gpus == 1.0 else "gloo", count)
+    kinds: dict[Role, GroupPlacement] = {
+        "prefill": _group(prefill, device, prefill_gpus, groups[0]),
+        "decode": _group(decode, device, decode_gpus, groups[1]),
+    }
+    return Placement(kinds, why)
 
-    return Placement(group(prefill, prefill_gpus, groups[0]), group(decode, decode_gpus, groups[1]), why)
+
+def _group(tp: int, device: str, gpus_per_rank: float, groups: int) -> GroupPlacement:
+    return GroupPlacement(tp, device, gpus_per_rank, "nccl" if gpus_per_rank == 1.0 else "gloo", groups)

@@ -15,7 +15,7 @@ from disagg.model.collective import ThreadCollective
 from disagg.model.source import ModelSource
 from disagg.model.spec import ModelSpec, shard_of
 from disagg.node.assemble import make_source, resolve_dtype
-from disagg.node.sizing import LIBRARY_BYTES, SAMPLER_COPIES, MemoryBudget, describe
+from disagg.node.sizing import LIBRARY_BYTES, SAMPLER_COPIES, MemoryBudget, describe, transfer_bytes_of
 
 
 class GroupMemory(msgspec.Struct, frozen=True):
@@ -38,13 +38,13 @@ def model_layout(config: Config) -> KVLayout:
 
 
 def plan_memory(config: Config, gpu_memory_bytes: int) -> list[GroupMemory]:
-    """Ranks of both kinds with a GPU of `gpu_memory_bytes` each. Raises `ConfigError`, `UnsupportedModelError`."""
+    """Ranks of each kind with a GPU of `gpu_memory_bytes` each. Raises `ConfigError`, `UnsupportedModelError`."""
     source = make_source(config)
     dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
     spec = source.spec(dtype)
     return [
-        _group(config, config.prefill, "prefill", source, spec, dtype, gpu_memory_bytes),
-        _group(config, config.decode, "decode", source, spec, dtype, gpu_memory_bytes),
+        _group(config, group, role, source, spec, dtype, gpu_memory_bytes)
+        for role, group in config.kinds.items()
     ]
 
 
@@ -83,7 +83,7 @@ def _group(
             for one in ThreadCollective.group(ranks)  # nothing is reduced
         ),
         work_bytes=_work_bytes(source.config, spec, group, role, dtype),
-        transfer_bytes=transfer.ring_bytes if role == "decode" else transfer.staging_bytes,
+        transfer_bytes=transfer_bytes_of(transfer, role),
         state_bytes=0,
         library_bytes=LIBRARY_BYTES[0],
     )
@@ -94,7 +94,8 @@ def _group(
 
 def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, role: Role, dtype: torch.dtype) -> int:
     """Estimated: some vectors of the hidden and of the MLP's size for each token of a step, and its logits."""
-    rows, tokens = (group.max_batch, group.max_batch) if role == "decode" else (1, group.chunk_tokens)
+    rows = 1 if role == "prefill" else group.max_batch
+    tokens = group.max_batch if role == "decode" else group.chunk_tokens
     hidden = int(getattr(model, "hidden_size", 0))
     inner = int(getattr(model, "intermediate_size", None) or 4 * hidden)
     vectors = tokens * (8 * hidden + 3 * inner) * dtype.itemsize

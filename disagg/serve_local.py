@@ -18,7 +18,7 @@ from disagg.core.types import GroupInfo
 from disagg.model.source import ModelSource
 from disagg.model.tp import query_span
 from disagg.node.assemble import make_source
-from disagg.placement import Placement, choose_placement
+from disagg.placement import Placement, choose_placement, place_colocated
 from disagg.router.follow import Follower
 from disagg.router.mail import MailRoom
 from disagg.router.policy import POLICIES
@@ -49,7 +49,7 @@ def with_model(config: Config, progress: Progress) -> Config:
 def check_split(source: ModelSource, placement: Placement) -> None:
     """Raises `UnsupportedModelError` when the model cannot be split as placed; before anything is started."""
     spec = source.spec(torch.float32)
-    for role, group in (("prefill", placement.prefill), ("decode", placement.decode)):
+    for role, group in placement.kinds.items():
         try:
             query_span(spec, 0, group.tp)
         except UnsupportedModelError as exc:
@@ -71,9 +71,9 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def limit_tokens(config: Config, source: ModelSource) -> int:
-    """Tokens that a prompt and its answer may have together: the model's and both pools'."""
+    """Tokens that a prompt and its answer may have together: the model's and every kind of group's."""
     context = source.spec(torch.float32).context_tokens
-    return min(context, config.prefill.max_context_tokens, config.decode.max_context_tokens)
+    return min(context, *(kind.max_context_tokens for kind in config.kinds.values()))
 
 
 @contextlib.contextmanager
@@ -119,12 +119,15 @@ def _check_cpus(placement: Placement, found: RayResources) -> None:
     if placement.ranks > found.cpus:
         raise ConfigError(
             f"the Ray cluster has {found.cpus} CPUs, but each of the {placement.ranks} ranks needs one: add nodes, "
-            f"or lower prefill/decode.tp or .groups"
+            f"or lower tp or groups of {' and '.join(placement.kinds)}"
         )
 
 
 def place(config: Config, gpus: int) -> Placement:
     """Where all groups run, of so many GPUs. Raises `ConfigError` when one must have a GPU and another must not."""
+    if config.cluster.mode == "colocated":
+        group = config.colocated
+        return place_colocated(gpus, group.tp, group.device, group.groups)
     devices = {config.prefill.device, config.decode.device}
     if devices == {"cpu", "cuda"}:
         raise ConfigError(

@@ -17,7 +17,7 @@ from functools import partial
 import structlog
 
 from disagg.cluster import Cluster
-from disagg.core.config import ClusterConfig
+from disagg.core.config import ClusterConfig, Role
 from disagg.core.errors import DisaggError
 from disagg.core.types import GroupInfo
 from disagg.groups import Group
@@ -40,7 +40,7 @@ WaitUnused = Callable[[Sequence[str], float], bool]
 class _Missing:
     """A group that died and is to be replaced."""
 
-    role: str
+    role: Role
     tries: int
     """That failed in a row, the death included."""
     due_s: float
@@ -92,7 +92,7 @@ class Supervisor:
             leaving = [group.name for group in self._cluster.groups if group.leaving]
             self._tell(self._cluster.infos(), leaving)
 
-    def scale(self, role: str, count: int, done: Callable[[str], None]) -> None:
+    def scale(self, role: Role, count: int, done: Callable[[str], None]) -> None:
         """Adds groups, or drains and stops the newest, until there are `count`; then `done("")`, or `done(error)`."""
         self._work.put(partial(self._scale, role, count, done))
 
@@ -133,7 +133,7 @@ class Supervisor:
         group = self._add(missing.role)
         self._history[group.name] = (missing.tries, time.monotonic())
 
-    def _failed(self, role: str, tries: int, why: str) -> None:
+    def _failed(self, role: Role, tries: int, why: str) -> None:
         """The first time is the death itself."""
         if tries > self._config.restart_tries:
             log.error(
@@ -144,13 +144,13 @@ class Supervisor:
         log.warning("group_is_replaced", role=role, in_s=pause_s, attempt=tries, why=why)
         self._missing.append(_Missing(role, tries, time.monotonic() + pause_s))
 
-    def _scale(self, role: str, count: int, done: Callable[[str], None]) -> None:
+    def _scale(self, role: Role, count: int, done: Callable[[str], None]) -> None:
         error = _error_of(partial(self._scale_to, role, count))
         if error:
             log.error("scale_failed", role=role, count=count, error=error)
         done(error)
 
-    def _scale_to(self, role: str, count: int) -> None:
+    def _scale_to(self, role: Role, count: int) -> None:
         self._missing = [missing for missing in self._missing if missing.role != role]
         while len(groups := self._of(role)) != count:
             if self._stopping.is_set():
@@ -160,10 +160,10 @@ class Supervisor:
             else:
                 self._add(role)
 
-    def _of(self, role: str) -> list[Group]:
+    def _of(self, role: Role) -> list[Group]:
         return [group for group in self._cluster.groups if group.role == role]
 
-    def _add(self, role: str) -> Group:
+    def _add(self, role: Role) -> Group:
         group = self._cluster.add_group(role, _say)
         self.announce()
         log.info("group_up", group=group.name)

@@ -38,7 +38,7 @@ class Generator(Protocol):
     """What the API needs of `disagg.router.session.Router`."""
 
     def missing(self) -> list[str]:
-        """Roles (`prefill`, `decode`) of which no group is up."""
+        """Roles (`prefill`, `decode`; `colocated`) of which no group is up."""
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """What each group said last."""

@@ -17,8 +17,9 @@ MIB = 1 << 20
 CPU_POOL_TOKENS = 16384
 """What a KV pool holds on a CPU, where nothing else is said."""
 
-Role = Literal["prefill", "decode"]
-"""The two kinds of group."""
+Role = Literal["prefill", "decode", "colocated"]
+"""The kinds of group; each has a section of its name."""
+Mode = Literal["split", "colocated"]
 Device = Literal["auto", "cpu", "cuda"]
 CollectiveName = Literal["auto", "gloo", "nccl"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -75,9 +76,9 @@ class GroupConfig(Section, frozen=True):
     """Longest prompt plus answer."""
     device: Device = "auto"
     chunk_tokens: int = 256
-    """Prompt tokens that one prefill step computes."""
+    """Prompt tokens that one prefill step computes; in a colocated group, tokens of prompts and answers together."""
     max_batch: int = 32
-    """Requests that one decode step computes."""
+    """Requests that one step decodes."""
     graphs: bool = True
     """Record decode steps as CUDA graphs, where the model allows it."""
     collective: CollectiveName = "auto"
@@ -241,6 +242,8 @@ class ControlConfig(Section, frozen=True):
 class ClusterConfig(Section, frozen=True):
     """Where groups are placed, and what happens when one dies. `demo` and `generate` never place one again."""
 
+    mode: Mode = "split"
+    """split: prefill and decode groups; colocated: groups that do both, as a baseline to measure against."""
     ray: str = "local"
     """`local`: a Ray of our own on this machine; `auto` or `host:port`: a cluster that runs already."""
     restart: bool = True
@@ -251,6 +254,7 @@ class ClusterConfig(Section, frozen=True):
     """After so many in a row that failed, the group is given up."""
 
     def __post_init__(self) -> None:
+        self._one_of("mode", Mode)
         self._needs(bool(self.ray), "ray", "local, auto or the address of a Ray cluster")
         self._at_least(0, "restart_backoff_s")
         self._at_least(1, "restart_tries")
@@ -301,6 +305,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model: ModelConfig = ModelConfig()
     prefill: GroupConfig = GroupConfig()
     decode: GroupConfig = GroupConfig()
+    colocated: GroupConfig = GroupConfig()
     transfer: TransferConfig = TransferConfig()
     transport: TransportConfig = TransportConfig()
     control: ControlConfig = ControlConfig()
@@ -309,3 +314,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     api: ApiConfig = ApiConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def kinds(self) -> dict[Role, GroupConfig]:
+        """The kinds of group that `cluster.mode` runs, each with its section."""
+        if self.cluster.mode == "colocated":
+            return {"colocated": self.colocated}
+        return {"prefill": self.prefill, "decode": self.decode}

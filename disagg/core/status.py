@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from disagg.core.bounds import Count, Label, Seconds
+from disagg.core.config_tree import Role
 
 MANY = msgspec.Meta(max_length=4096)
 
@@ -60,11 +61,11 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """One group, told by its leader about once a second to every router that asks."""
 
     name: Label
-    role: Literal["prefill", "decode"]
+    role: Role
     ranks: Annotated[tuple[RankStatus, ...], MANY] = ()
     requests_waiting: Count = 0
     requests_running: Count = 0
-    """Prefill: computing or sending. Decode: receiving or decoding."""
+    """Prefill: computing or sending. Decode: receiving or decoding. Colocated: all that hold memory."""
     requests_closing: Count = 0
     page_size: Count = 0
     pages: Count = 0
@@ -77,7 +78,7 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     evicted_pages_total: Count = 0
     preemptions_total: Count = 0
     tokens_total: Count = 0
-    """Prefill: prompt tokens computed. Decode: tokens generated."""
+    """Prefill: prompt tokens computed. Decode: tokens generated. Colocated: both together."""
     cached_tokens_total: Count = 0
     """Prefill: prompt tokens that the prefix cache spared. Decode: tokens that were here and so were not sent."""
     steps_total: Count = 0

@@ -169,7 +169,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     name: str
     role: str
-    """`prefill` or `decode`."""
+    """`prefill`, `decode`, or `colocated`: both."""
     protocol_version: int
     fingerprint: str
     """Hash of the model's configuration and weights' identity: equal on groups that serve the same model."""

@@ -20,8 +20,10 @@ from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.sizing import describe, describe_pool, fill_memory
 from disagg.node.warm import warm_model
+from transport.base import Transport
 from transport.control_zmq import make_control
 from transport.hosts import own_host
+from transport.inproc import InprocFabric
 from transport.keys import ControlKeys
 from transport.select import make_transport
 
@@ -54,7 +56,8 @@ class RankHost:
     @property
     def group_config(self) -> GroupConfig:
         """The part of the configuration that is about this rank's group."""
-        return self._config.prefill if self.node_class.role == "prefill" else self._config.decode
+        found: GroupConfig = getattr(self._config, self.node_class.role)
+        return found
 
     def rendezvous(self, backend: str) -> Rendezvous:
         """Where the group's ranks shall meet: a port that is free on this host now."""
@@ -77,8 +80,8 @@ class RankHost:
         if device.type == "cuda":
             if group.pool_tokens == 0:
                 memory = describe(fill_memory(runner, self._config, group, self.node_class.role))
-            warm_model(runner, group.chunk_tokens if self.node_class.role == "prefill" else 1)
-            if self.node_class.role == "decode" and group.graphs:
+            warm_model(runner, 1 if self.node_class.role == "decode" else group.chunk_tokens)
+            if self.node_class.role != "prefill" and group.graphs:
                 runner.record(min(group.max_batch, group.max_requests))
         self._node = self.node_class(
             rank=self._rank,
@@ -87,11 +90,7 @@ class RankHost:
             name=self._name,
             runner=runner,
             control=make_control(self._config.control, self._keys),
-            transport=make_transport(
-                self._config.transport.backend,
-                error_handling=self._config.transport.error_handling,
-                gpu=device.type == "cuda",
-            ),
+            transport=self._make_transport(device),
         )
         memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
         return Started(self._node.start(), runner.spec, os.getpid(), socket.gethostname(), memory)
@@ -131,6 +130,12 @@ class RankHost:
         if self._collective is not None:
             self._collective.close()
         self._stopped.set()
+
+    def _make_transport(self, device: torch.device) -> Transport:
+        if self.node_class.role == "colocated":  # it has nobody to send KV to
+            return make_transport("inproc", rank_name=self._name, fabric=InprocFabric())
+        config = self._config.transport
+        return make_transport(config.backend, error_handling=config.error_handling, gpu=device.type == "cuda")
 
     def _running(self) -> RankNode[Any, Any]:
         assert self._node is not None, "a rank is used after start"

@@ -1,4 +1,4 @@
-"""What the leaders of both node kinds share: one lock, the ranks they speak to, deadlines, and ending requests.
+"""What the leaders of all kinds of group share: one lock, the ranks they speak to, deadlines, and ending requests.
 
 A leader is rank 0's scheduler with its mail. Messages come on the control thread (and from rank 0's own transfer
 thread), steps on the compute thread; one lock keeps its books, and it is never held while the model runs. Nothing
@@ -17,7 +17,7 @@ import structlog
 from disagg.core.config import Role
 from disagg.core.errors import BusyError, DisaggError, InvalidRequestError, PeerLostError, RequestTimeoutError
 from disagg.core.ports import Clock
-from disagg.core.sampling import check_sampling
+from disagg.core.sampling import check_sampling, ending_tokens
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.model.spec import ModelSpec, require_one_rope
@@ -49,6 +49,13 @@ def check_request(prompt: Sequence[int], sampling: SamplingParams, spec: ModelSp
     require_one_rope(spec, len(prompt), sampling.max_tokens)
 
 
+def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
+    """Why the answer ends with its last token: `stop`, `length`, or None when it goes on."""
+    if tokens[-1] in ending_tokens(sampling, eos_ids):
+        return "stop"
+    return "length" if len(tokens) >= sampling.max_tokens else None
+
+
 class LedRequest(Protocol):
     """What the base needs to know of a request."""
 
@@ -69,7 +76,7 @@ class Scheduled(NamedTuple):
 
 
 class Leader(ABC):
-    """Base of `PrefillLeader` and `DecodeLeader`."""
+    """Base of `PrefillLeader`, `DecodeLeader` and `ColocatedLeader`."""
 
     _role: ClassVar[Role]
 
@@ -148,7 +155,7 @@ class Leader(ABC):
         with self._changed:
             return self._status()
 
-    # --- for the two kinds of leader
+    # --- for the kinds of leader
 
     @abstractmethod
     def link(self, other: GroupInfo) -> None:

@@ -73,7 +73,7 @@ AgentT = TypeVar("AgentT", bound=Agent)
 
 
 class RankNode(ABC, Generic[LeaderT, AgentT]):
-    """Base of `PrefillRank` and `DecodeRank`. Life: construct, `start`, `join`, `link`, serve, `stop`."""
+    """Base of the ranks of each kind of group. Life: construct, `start`, `join`, `link`, serve, `stop`."""
 
     role: ClassVar[str]
 
@@ -274,7 +274,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         else:
             self._to_leader(m.RankBroken(self.rank, reason))
 
-    # --- for the two kinds of rank
+    # --- for the kinds of rank
 
     def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
         """A step's logits, as `StepExecutor.run`; benchmarks put their clocks around it. On the compute thread."""

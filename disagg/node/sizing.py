@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from disagg.core.config import Config, GroupConfig
+from disagg.core.config import Config, GroupConfig, TransferConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.model.batch import SequenceSlice, StepBatch
@@ -94,22 +94,27 @@ def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) 
     _run_largest(runner, group, role)
     cuda.synchronize(device)
     work_bytes = cuda.max_memory_allocated(device) - held_bytes
-    rows = group.max_batch if role == "decode" else 1
-    if role == "decode" and group.graphs and runner.recordable:
+    rows = 1 if role == "prefill" else group.max_batch
+    if role != "prefill" and group.graphs and runner.recordable:
         work_bytes *= 2  # recorded steps have memory of their own
     work_bytes += SAMPLER_COPIES * rows * runner.spec.vocab_size * 4
     free_bytes, total_bytes = cuda.mem_get_info(device)
     outside_bytes = total_bytes - free_bytes - cuda.memory_reserved(device)
-    transfer = config.transfer.sized(total_bytes)
+    transfer_bytes = transfer_bytes_of(config.transfer.sized(total_bytes), role)
     token_bytes = pool_bytes // runner.pool.slots
     return MemoryBudget(
         limit_bytes=int(total_bytes * group.mem_fraction),
         weights_bytes=held_bytes - pool_bytes,
         work_bytes=int(work_bytes * WORK_MARGIN),
-        transfer_bytes=transfer.ring_bytes if role == "decode" else transfer.staging_bytes,
+        transfer_bytes=transfer_bytes,
         state_bytes=group.max_requests * runner.spec.state_tokens * token_bytes,
         library_bytes=min(max(outside_bytes, LIBRARY_BYTES[0]), LIBRARY_BYTES[1]),
     )
+
+
+def transfer_bytes_of(transfer: TransferConfig, role: str) -> int:
+    """What a rank of a group of `role` sets aside to send or receive."""
+    return {"prefill": transfer.staging_bytes, "decode": transfer.ring_bytes}.get(role, 0)
 
 
 def describe(budget: MemoryBudget) -> str:
@@ -138,18 +143,23 @@ def gigabytes(nbytes: int) -> str:
 
 
 def _run_largest(runner: ModelRunner, group: GroupConfig, role: str) -> None:
-    """On the trash page: the last chunk of the longest prompt, or a full batch of the longest requests."""
+    """On the trash page: the last chunk of the longest prompt, or a full batch of the longest requests, or both."""
     table = runner.req_to_token
     longest = table.max_tokens - runner.spec.state_tokens
-    if role == "decode":
-        rows, tokens = min(group.max_batch, group.max_requests), 1
-    else:
-        rows, tokens = 1, longest if runner.spec.whole_prompts else min(group.chunk_tokens, longest)
-    start = longest - tokens if runner.states is None else 0  # a state begins with its request's first token
-    held = [table.alloc() for _ in range(rows)]
-    runner.forward(StepBatch(tuple(SequenceSlice(row, start, (0,) * tokens) for row in held)))
-    for row in held:
-        table.free(row)
+    sizes: list[int] = []
+    if role != "decode":
+        sizes.append(longest if runner.spec.whole_prompts else min(group.chunk_tokens, longest))
+    if role != "prefill":
+        sizes += [1] * min(group.max_batch, group.max_requests - len(sizes))
+    slices = []
+    for tokens in sizes:
+        start = (
+            longest - tokens if runner.states is None else 0
+        )  # a state begins with its request's first token
+        slices.append(SequenceSlice(table.alloc(), start, (0,) * tokens))
+    runner.forward(StepBatch(tuple(slices)))
+    for one in slices:
+        table.free(one.row)
 
 
 def _least(tokens: int, collective: Collective, device: torch.device) -> int:

@@ -11,6 +11,8 @@
       | -- Release ------------> | -- Release -----------------------> | frees whatever is left
       | <- Released ------------ | <- Released ----------------------- |
 
+A colocated group is both: the same messages go to its one leader, and there is nothing to send in between.
+
 Every way out (end, stop string, client gone, timeout, error) leaves through the same `finally`: both sides
 release by (request, epoch), and the session waits until both have confirmed.
 """
@@ -90,6 +92,8 @@ class Router:
         self._engines: dict[str, Engine] = {}
         self.statuses = GroupStatuses(mail, self._living)
         """What the groups say of themselves, once `disagg.router.status.watching` asks them."""
+        self._roles: tuple[str, ...] = ("prefill", "decode")
+        """Kinds of group that each request needs."""
         for group in groups:
             self.add(group)
 
@@ -101,8 +105,10 @@ class Router:
     def add(self, group: GroupInfo) -> None:
         """From now on requests may go to this group. Known already: nothing happens.
 
-        A group of the same name with another leader takes the place of one that is gone.
+        A group of the same name with another leader takes the place of one that is gone. A cluster's groups are
+        all colocated, or none is.
         """
+        self._roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
         known = self._engines.get(group.name)
         if known is None or known.group.leader.control_address != group.leader.control_address:
             self._engines[group.name] = Engine(group)
@@ -150,7 +156,12 @@ class Router:
     def missing(self) -> list[str]:
         """Roles of which no group can be given a request; empty when requests can be served."""
         usable = {e.group.role for e in self._engines.values() if not self._lost(e) and not e.draining}
-        return sorted({"prefill", "decode"} - usable)
+        return sorted(set(self._roles) - usable)
+
+    def _pair(self) -> tuple[Engine, Engine]:
+        """Who prefills and who decodes; a colocated group does both."""
+        chosen = [self._choose(self._of(role)) for role in self._roles]
+        return chosen[0], chosen[-1]
 
     async def generate(
         self,
@@ -172,8 +183,7 @@ class Router:
         check_sampling(sampling)  # the leaders look again, and at the vocabulary too
         session = _Session(
             self._mail,
-            self._choose(self._of("prefill")),
-            self._choose(self._of("decode")),
+            *self._pair(),
             RequestKey(request_id),
             list(prompt),
             sampling,
@@ -326,7 +336,7 @@ class _Session:
         self.mail.send(peer, message)
 
     def _count(self, by: int) -> None:
-        for engine in (self.prefill, self.decode):
+        for engine in [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]:
             engine.requests += by
             engine.tokens += by * len(self.prompt)
             engine.served += by > 0
@@ -335,7 +345,8 @@ class _Session:
         return max(0.0, self.deadline_s - time.monotonic())
 
     def _role(self, address: str) -> str:
-        return "prefill" if address == self.prefill.group.leader.control_address else "decode"
+        engine = self.prefill if address == self.prefill.group.leader.control_address else self.decode
+        return engine.group.role
 
 
 def _error_of(failed: m.Failed) -> DisaggError:

@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from typing import cast
 
 import structlog
 
+from disagg.core.config import Role
 from disagg.core.errors import PeerLostError
 from disagg.core.status import GroupStatus
 from disagg.router.mail import MailRoom
@@ -59,7 +61,7 @@ class GroupStatuses:
         heard = self._heard.get(group.leader.control_address)
         if heard is not None and heard.name == group.name:  # else it is of one that had the address before
             return heard
-        return GroupStatus(group.name, "prefill" if group.role == "prefill" else "decode")
+        return GroupStatus(group.name, cast(Role, group.role))
 
     def _forget(self, leader: str) -> None:
         del self._heard[leader]

@@ -34,3 +34,20 @@ def test_a_group_that_lost_any_rank_is_missing() -> None:
             mail.close()
 
     asyncio.run(main())
+
+
+def test_a_colocated_group_is_all_that_a_request_needs() -> None:
+    async def main() -> None:
+        mail = MailRoom(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
+        mail.start()
+        try:
+            router = Router(mail, [group("colocated", 2)])
+            assert router.missing() == []
+            mail.lose("colocated-1")
+            assert router.missing() == ["colocated"]
+            router.remove("colocated")
+            assert router.missing() == ["colocated"], "what is missed does not change with the loss"
+        finally:
+            mail.close()
+
+    asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Both groups in one process, each rank with its real threads: the whole system without Ray and without sockets."""
+"""All groups in one process, each rank with its real threads: the whole system without Ray and without sockets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from decode_node.rank import DecodeRank
-from disagg.core.config import Config, GroupConfig, MetricsConfig, TransferConfig, TransportConfig
+from disagg.colocated.rank import ColocatedRank
+from disagg.core.config import (
+    ClusterConfig,
+    Config,
+    GroupConfig,
+    MetricsConfig,
+    TransferConfig,
+    TransportConfig,
+)
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams, TokenLogprobs
 from disagg.model.collective import SingleCollective, ThreadCollective
 from disagg.model.source import ModelSource
@@ -34,6 +42,7 @@ from transport.reliable import ReliableOptions
 from transport.tags import is_letter
 
 TIMEOUT_S = 30.0
+RANKS: dict[str, type[Any]] = {"prefill": PrefillRank, "decode": DecodeRank, "colocated": ColocatedRank}
 
 
 def small_config(
@@ -76,6 +85,34 @@ def small_config(
     )
 
 
+def colocated_config(
+    tp: int = 1,
+    *,
+    page: int = 16,
+    chunk_tokens: int = 24,
+    pool_tokens: int = 1024,
+    max_requests: int = 8,
+    max_batch: int = 8,
+    groups: int = 1,
+) -> Config:
+    """The same for groups that prefill and decode."""
+    group = GroupConfig(
+        tp=tp,
+        groups=groups,
+        page_size=page,
+        chunk_tokens=chunk_tokens,
+        pool_tokens=pool_tokens,
+        max_context_tokens=min(512, pool_tokens),
+        max_requests=max_requests,
+        max_batch=max_batch,
+    )
+    return Config(
+        colocated=group,
+        cluster=ClusterConfig(mode="colocated"),
+        transport=TransportConfig(backend="inproc", peer_memory=False),
+    )
+
+
 @dataclass
 class Answered:
     """What a session gave."""
@@ -90,8 +127,7 @@ class Answered:
 class LocalGroups:
     """Ranks of all groups as threads of this process. Use `local_groups`.
 
-    `prefill` and `decode` are the ranks of the first group of each kind; a second prefill group is `prefill-2`, and
-    its first rank, for `kill`, `prefill-2-0`.
+    A second prefill group is `prefill-2`, and its first rank, for `kill`, `prefill-2-0`.
     """
 
     def __init__(
@@ -107,11 +143,11 @@ class LocalGroups:
         self.device = torch.device(device)
         self.hub = InprocHub()
         self.fabric = InprocFabric()
-        groups = {**self._groups(PrefillRank, config.prefill), **self._groups(DecodeRank, config.decode)}
-        self.prefill, self.decode = groups["prefill"], groups["decode"]
-        self.ranks: list[Any] = [rank for ranks in groups.values() for rank in ranks]
-        self.infos = {name: self._info(name, ranks) for name, ranks in groups.items()}
-        self.prefill_info, self.decode_info = self.infos["prefill"], self.infos["decode"]
+        self.groups: dict[str, list[Any]] = {}
+        for role, group in config.kinds.items():
+            self.groups.update(self._groups(RANKS[role], group))
+        self.ranks: list[Any] = [rank for ranks in self.groups.values() for rank in ranks]
+        self.infos = {name: self._info(name, ranks) for name, ranks in self.groups.items()}
         for rank in self.ranks:
             rank.join(self.infos[rank.name])
         for rank in self.ranks:
@@ -120,6 +156,26 @@ class LocalGroups:
                     rank.link(info)
         if config.transport.peer_memory:
             self.wait_for_pools()
+
+    @property
+    def prefill(self) -> list[Any]:
+        """Ranks of the first prefill group."""
+        return self.groups["prefill"]
+
+    @property
+    def decode(self) -> list[Any]:
+        """Ranks of the first decode group."""
+        return self.groups["decode"]
+
+    @property
+    def prefill_info(self) -> GroupInfo:
+        """What the others know of it."""
+        return self.infos["prefill"]
+
+    @property
+    def decode_info(self) -> GroupInfo:
+        """What the others know of it."""
+        return self.infos["decode"]
 
     def wait_for_pools(self) -> None:
         """Returns when every prefill rank has opened the pools that it writes to, or refused them."""
@@ -269,7 +325,7 @@ def local_groups(
     options: ReliableOptions | None = None,
     dead: Sequence[str] = (),
 ) -> Iterator[LocalGroups]:
-    """Both groups, up and linked; at the end every book (not of the `dead`) is checked and every thread ended."""
+    """All groups, up and linked; at the end every book (not of the `dead`) is checked and every thread ended."""
     groups = LocalGroups(config, source, device, options)
     try:
         yield groups

@@ -1,0 +1,21 @@
+"""The colocated rank as a Ray actor: a shell, nothing else."""
+
+from __future__ import annotations
+
+import ray
+
+from disagg.colocated.rank import ColocatedRank
+from disagg.node.host import RankHost
+
+
+# As in prefill_node.actor: no restarts, and `park` in a thread of its own.
+@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
+class ColocatedActor(RankHost):
+    """See `disagg.node.host`."""
+
+    node_class = ColocatedRank
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def park(self) -> None:
+        """See `RankHost.park`."""
+        super().park()

@@ -1,0 +1,299 @@
+"""Prefill and decode in one group: tokens are those of Hugging Face's `generate()`, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from architectures import HYBRIDS, save
+from local_groups import (
+    Answered,
+    Checkpoints,
+    LocalGroups,
+    ask,
+    colocated_config,
+    local_groups,
+    random_prompts,
+    small_config,
+)
+from simulated_memory import poison_pages
+
+from disagg.core.errors import BusyError, PeerLostError, PromptTooLongError
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.model.source import ModelSource
+from disagg.node.plan import StepPlan
+from disagg.router.session import Router
+from transport import messages as m
+from transport.reliable import ReliableOptions
+
+TOKENS = 6
+SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.6)
+
+
+def steps_of(groups: LocalGroups, name: str = "colocated") -> list[StepPlan]:
+    """Every plan of a group from now on."""
+    rank, plans = groups.groups[name][0], []
+    step = rank._compute._step
+
+    def note(plan: StepPlan) -> None:
+        plans.append(plan)
+        step(plan)
+
+    rank._compute._step = note
+    return plans
+
+
+def poisoned(groups: LocalGroups) -> LocalGroups:
+    """Its pages turn to NaN when they are freed."""
+    for ranks in groups.groups.values():
+        poison_pages(ranks[0]._leader._scheduler._ledger, ranks)
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("tp", "chunk_tokens", "kv_heads"), [(1, 1, 4), (1, 64, 1), (2, 7, 4), (2, 24, 1), (3, 64, 4)]
+)
+def test_tokens_are_those_of_generate(
+    checkpoints: Checkpoints, tp: int, chunk_tokens: int, kv_heads: int
+) -> None:
+    source = checkpoints.source("llama", kv_heads)
+    prompts = random_prompts(5, 61, 29, 90, seed=1)
+    config = colocated_config(tp, chunk_tokens=chunk_tokens, page=(1, 16, 4)[tp - 1])
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.tokens == checkpoints.greedy(source, prompt, TOKENS)
+        assert answer.report.released
+        assert answer.report.ttft_s > 0
+        assert (answer.report.nbytes, answer.report.segments) == (0, 0), "nothing moves"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_prompts_that_come_while_others_decode_share_their_steps(checkpoints: Checkpoints, tp: int) -> None:
+    """Each next request starts when the one before has two tokens. No step leaves a running answer out."""
+    source, sampling = checkpoints.source(), SamplingParams(max_tokens=12)
+    prompts = random_prompts(40, 90, 17, 65, seed=5)
+    with local_groups(colocated_config(tp, chunk_tokens=20), source) as groups:
+        plans = steps_of(groups)
+
+        async def work(router: Router) -> list[Answered]:
+            tasks, seen = [], [asyncio.Event() for _ in prompts]
+            for number, prompt in enumerate(prompts):
+                tell = seen[number]
+                counted: list[int] = []
+
+                def on_output(output: Any, counted: list[int] = counted, tell: asyncio.Event = tell) -> None:
+                    counted.extend(output.tokens)
+                    if len(counted) >= 2:
+                        tell.set()
+
+                task = ask(router, f"r{number}", prompt, sampling, on_output=on_output)
+                tasks.append(asyncio.create_task(task))
+                await tell.wait()
+            return await asyncio.gather(*tasks)
+
+        answers = groups.serve(work)
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, 12) for p in prompts]
+    kinds = [{work.start >= work.prompt_tokens for work in plan.work} for plan in plans]
+    assert {True, False} in kinds, "some step had an answer's token and a prompt's chunk"
+    first: dict[str, int] = {}
+    last: dict[str, int] = {}
+    for number, plan in enumerate(plans):
+        assert sum(len(work.tokens) for work in plan.work) <= 20
+        for work in plan.work:
+            if work.start >= work.prompt_tokens:
+                first.setdefault(work.key.request_id, number)
+                last[work.key.request_id] = number
+    for number, plan in enumerate(plans):
+        running = {key for key in first if first[key] <= number <= last[key]}
+        assert running <= {work.key.request_id for work in plan.work}, "an answer stood still"
+
+
+def test_more_requests_than_fit_wait_their_turn(checkpoints: Checkpoints) -> None:
+    source = checkpoints.source()
+    prompts = random_prompts(*range(20, 80, 5), seed=3)
+    config = colocated_config(2, pool_tokens=256, max_requests=3, max_batch=2)
+    with local_groups(config, source) as groups:
+        answers = poisoned(groups).answers(prompts, SamplingParams(max_tokens=TOKENS))
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize(("kind", "tp"), [(kind, 1 + i % 2) for i, kind in enumerate(HYBRIDS)])
+def test_models_with_a_recurrent_state(
+    kind: str, tp: int, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    source = ModelSource.from_directory(save(HYBRIDS[kind](), tmp_path_factory.mktemp(kind)))
+    prompts = random_prompts(5, 1, 41, 24, 90)  # more than there are rows: rows are used again
+    with local_groups(colocated_config(tp, max_requests=3), source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=8))
+    assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
+
+
+def test_sampling_is_that_of_the_split_system(checkpoints: Checkpoints) -> None:
+    """Penalties, a seed, log-probabilities, and answers that end with their first token."""
+    source, prompts = checkpoints.source(), random_prompts(33, 18, seed=4)
+    drawn = SamplingParams(
+        max_tokens=10, temperature=0.9, seed=7, repetition_penalty=1.3, frequency_penalty=0.4, logprobs=2
+    )
+    first = checkpoints.greedy(source, prompts[0], 1)[0]
+    for sampling in (drawn, SamplingParams(max_tokens=1), SamplingParams(stop_token_ids=(first,))):
+        found = []
+        for config in (small_config(2, 1), colocated_config(2)):
+            with local_groups(config, source) as groups:
+                found.append(groups.answers(prompts, sampling))
+        for split, colocated in zip(*found, strict=True):
+            assert (colocated.tokens, colocated.finish) == (split.tokens, split.finish)
+            assert [one.token for one in colocated.logprobs] == [one.token for one in split.logprobs]
+            for ours, theirs in zip(colocated.logprobs, split.logprobs, strict=True):
+                assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_pages_of_aborted_requests_are_never_used_again_too_early(checkpoints: Checkpoints, tp: int) -> None:
+    """A third of the requests are cancelled, each when some message passes. The others are exact."""
+    choose, source = random.Random(tp), checkpoints.source()
+    prompts = random_prompts(*[choose.randrange(5, 150) for _ in range(18)], seed=3)
+    victims = {index: choose.randrange(1, 12) for index in range(0, len(prompts), 3)}
+    with local_groups(colocated_config(tp, pool_tokens=512, page=4), source) as groups:
+
+        async def work(router: Router) -> list[Any]:
+            loop, passed = asyncio.get_running_loop(), dict.fromkeys(victims, 0)
+            tasks = [
+                asyncio.create_task(ask(router, f"r{i}", prompt, SamplingParams(max_tokens=8)))
+                for i, prompt in enumerate(prompts)
+            ]
+
+            def observe(origin: str, destination: str, message: m.Message) -> None:
+                key = getattr(message, "key", None)
+                index = int(key.request_id[1:]) if key is not None else -1
+                if index in passed:
+                    passed[index] += 1
+                    if passed[index] == victims[index]:
+                        loop.call_soon_threadsafe(tasks[index].cancel)
+
+            groups.observe(observe)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = poisoned(groups).serve(work)
+    cancelled = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
+    assert cancelled, "some were cancelled before they had ended"
+    assert set(cancelled) <= set(victims)
+    for index, result in enumerate(results):
+        if index not in cancelled:
+            assert result.tokens == checkpoints.greedy(source, prompts[index], 8), index
+
+
+def test_both_messages_of_a_request_go_to_one_of_the_groups(checkpoints: Checkpoints) -> None:
+    source, prompts = checkpoints.source(), random_prompts(30, 50, 20, 70, 40, 60)
+    told: dict[str, list[str]] = {}
+    with local_groups(colocated_config(1, groups=2), source) as groups:
+
+        def observe(origin: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.Reserve | m.Prefill | m.Release):
+                told.setdefault(message.key.request_id, []).append(destination)
+
+        groups.observe(observe)
+        answers = groups.answers(prompts, SamplingParams(max_tokens=TOKENS))
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+    assert all(len(set(names)) == 1 and len(names) >= 3 for names in told.values()), told
+    assert {names[0] for names in told.values()} == {"colocated-0", "colocated-2-0"}
+
+
+def test_a_group_that_dies_ends_its_requests_and_the_other_goes_on(checkpoints: Checkpoints) -> None:
+    source, prompts = checkpoints.source(), random_prompts(60, 40, 50, 30)
+    groups = LocalGroups(colocated_config(1, groups=2), source, options=SHORT)
+    try:
+        struck: list[bool] = []
+
+        def observe(origin: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.Tokens) and not struck:
+                struck.append(True)
+                groups.kill("colocated-2-0")
+
+        groups.observe(observe)
+
+        async def work(router: Router) -> tuple[list[Any], list[Answered], list[str]]:
+            asked = (ask(router, f"r{i}", p, SamplingParams(max_tokens=200)) for i, p in enumerate(prompts))
+            found = await asyncio.gather(*asked, return_exceptions=True)
+            again = [ask(router, f"again{i}", p, SamplingParams(max_tokens=5)) for i, p in enumerate(prompts)]
+            return found, await asyncio.gather(*again), router.missing()
+
+        found, again, missing = groups.serve(work)
+        lost = [result for result in found if isinstance(result, BaseException)]
+        assert lost
+        assert len(lost) < len(found), "some were with the other group"
+        assert all(isinstance(error, PeerLostError) for error in lost)
+        assert [a.tokens for a in again] == [checkpoints.greedy(source, p, 5) for p in prompts]
+        assert missing == []
+        groups.settle(dead=["colocated-2-0"])
+    finally:
+        groups.stop()
+
+
+def test_a_rank_that_dies_takes_its_group_along(checkpoints: Checkpoints) -> None:
+    groups = LocalGroups(colocated_config(2), checkpoints.source(), options=SHORT)
+    try:
+        struck: list[bool] = []
+
+        def observe(origin: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.Prefilled) and not struck:
+                struck.append(True)
+                groups.kill("colocated-1")
+
+        groups.observe(observe)
+
+        async def work(router: Router) -> list[Any]:
+            prompts, sampling = random_prompts(60, 40, 100), SamplingParams(max_tokens=200)
+            asked = (ask(router, f"r{i}", p, sampling) for i, p in enumerate(prompts))
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        results = poisoned(groups).serve(work)
+        assert all(isinstance(result, PeerLostError) for result in results), results
+        groups.settle(dead=["colocated-0", "colocated-1"])
+    finally:
+        groups.stop()
+
+
+def test_what_cannot_be_served_is_said(checkpoints: Checkpoints) -> None:
+    config = colocated_config(1, pool_tokens=64)
+    sampling = SamplingParams(max_tokens=30)
+
+    async def work(router: Router) -> None:
+        with pytest.raises(PromptTooLongError, match=r"40 and answer of up to 30 .* colocated\.pool_tokens"):
+            await ask(router, "long", random_prompts(40)[0], sampling)
+        assert len((await ask(router, "short", random_prompts(30)[0], sampling)).tokens) == 30
+
+    with local_groups(config, checkpoints.source()) as groups:
+        groups.serve(work)
+
+
+def test_messages_that_are_void_change_nothing(checkpoints: Checkpoints) -> None:
+    """A reservation asked for twice is one; the ticket of an earlier try starts nothing."""
+    source = checkpoints.source()
+    prompt, sampling = random_prompts(20)[0], SamplingParams(max_tokens=3)
+    replies: list[m.Message] = []
+    with local_groups(colocated_config(1, max_requests=1), source) as groups:
+        leader = groups.groups["colocated"][0]._leader
+        leader._send = lambda peer, message: replies.append(message)
+        reserve = m.Reserve(RequestKey("r"), prompt, sampling, 30.0, "colocated")
+        leader.handle("router", reserve)
+        leader.handle("router", reserve)
+        first, again = replies
+        assert isinstance(first, m.Reserved)
+        assert first == again
+        leader.handle("other", reserve)
+        leader.handle("router", msgspec.structs.replace(reserve, key=RequestKey("another")))
+        for failed, said in zip(replies[2:], ("is in use", "no room for 23 tokens"), strict=True):
+            assert isinstance(failed, m.Failed)
+            assert (failed.code, failed.retryable) == (BusyError.code, True)
+            assert said in failed.message
+        old = msgspec.structs.replace(first.ticket, number=first.ticket.number ^ 1)
+        for router, ticket in (("router", old), ("other", first.ticket)):
+            leader.handle(router, m.Prefill(reserve.key, prompt, sampling, ticket, 30.0))
+            assert leader.statistics().reserved == 1
+        leader.handle("router", m.Release(reserve.key, "over"))
+        leader.handle("router", m.Release(reserve.key, "over"))
+        assert replies[-2:] == [m.Released(reserve.key)] * 2

@@ -1,0 +1,197 @@
+"""The colocated scheduler under any order of events: nothing starves, nothing is lost or freed early."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from disagg.colocated.scheduler import ColocatedRequest, ColocatedScheduler
+from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.node.ledger import Ledger
+from disagg.node.plan import StepPlan, Work
+
+BUDGET, BATCH = 7, 3
+
+
+def make(rows: int = 4, pool_tokens: int = 80, **changes: int) -> ColocatedScheduler:
+    limits = {"budget_tokens": BUDGET, "max_batch": BATCH, "max_context_tokens": 40} | changes
+    ledger = Ledger(pool_tokens=pool_tokens, page_size=4, rows=rows)
+    return ColocatedScheduler(ledger, group="colocated", first_ticket=(1 << 32) - 2, **limits)
+
+
+def add(scheduler: ColocatedScheduler, name: str, tokens: int, answer: int = 4) -> ColocatedRequest:
+    sampling = SamplingParams(max_tokens=answer)
+    request = scheduler.reserve(
+        RequestKey(name), list(range(tokens)), sampling, router="router", deadline_s=0.0
+    )
+    request.started = True
+    return request
+
+
+def answers(work: Work) -> bool:
+    return work.start >= work.prompt_tokens
+
+
+def commit(scheduler: ColocatedScheduler, plan: StepPlan) -> None:
+    """As a leader does: a token for each answer, and the end of those that are whole."""
+    for work in plan.work:
+        request = scheduler.requests[work.key]
+        if work.span.stop >= work.prompt_tokens and not request.closing:
+            request.tokens.append(7)
+            if len(request.tokens) == request.sampling.max_tokens:
+                scheduler.close(request)
+    scheduler.commit(plan)
+
+
+class ColocatedMachine(RuleBasedStateMachine):
+    """What was computed and who owns what is tracked here on its own, from what the scheduler hands out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scheduler = make()
+        self.count = 0
+        self.plan: StepPlan | None = None
+        self.computed: dict[RequestKey, int] = {}
+        self.numbers: set[int] = set()
+
+    def requests(self) -> list[ColocatedRequest]:
+        return list(self.scheduler.requests.values())
+
+    @rule(tokens=st.integers(1, 38), answer=st.integers(1, 8))
+    def reserve(self, tokens: int, answer: int) -> None:
+        self.count += 1
+        sampling = SamplingParams(max_tokens=answer)
+        try:
+            request = self.scheduler.reserve(
+                RequestKey(f"r{self.count}"), list(range(tokens)), sampling, router="", deadline_s=0.0
+            )
+        except PromptTooLongError:
+            assert tokens + answer > 40
+        except BusyError:
+            assert self.requests(), "an empty group has room for whatever fits it"
+        else:
+            assert request.holding is not None
+            assert len(request.holding.pages) * 4 >= tokens + answer
+            assert request.ticket.number not in self.numbers
+            self.numbers.add(request.ticket.number)
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.requests())).started = True
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def step(self) -> None:
+        prompts = [r for r in self.requests() if r.started and not r.closing and not r.tokens]
+        running = [r for r in self.requests() if r.tokens and not r.closing]
+        self.plan = self.scheduler.next_step()
+        work = self.plan.work if self.plan is not None else []
+        decodes = [one for one in work if answers(one)]
+        chunks = [one for one in work if not answers(one)]
+        assert len(decodes) == min(BATCH, len(running)), "no answer stands still for a prompt"
+        assert bool(chunks) == bool(prompts), "no prompt starves"
+        assert [one.key for one in chunks] == [r.key for r in prompts[: len(chunks)]], (
+            "first come, first served"
+        )
+        assert sum(len(one.tokens) for one in work) <= BUDGET
+        assert all(one.span.stop == one.prompt_tokens for one in chunks[:-1]), "only the last chunk is cut"
+        for one in work:
+            request = self.scheduler.requests[one.key]
+            assert one.start == self.computed.get(one.key, 0), "each position once, in order"
+            assert one.tokens == (request.prompt + request.tokens)[one.start : one.span.stop]
+            assert bool(one.pages) == (one.start == 0)
+            assert request.started
+            self.computed[one.key] = one.span.stop
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def commit(self) -> None:
+        assert self.plan is not None
+        commit(self.scheduler, self.plan)
+        self.plan = None
+
+    @precondition(lambda self: self.scheduler.requests)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.requests()))
+        self.scheduler.close(request)
+        assert (request.key in self.scheduler.requests) == request.in_step, "gone at once, or with its step"
+        self.scheduler.close(request)
+
+    @invariant()
+    def nothing_in_use_is_freed(self) -> None:
+        self.scheduler.check()
+        for request in self.requests():
+            assert request.holding is not None
+        for work in self.plan.work if self.plan is not None else ():
+            assert self.scheduler.requests[work.key].in_step
+        found = self.scheduler.statistics()
+        assert found.reserved + found.prefilling + found.decoding + found.closing == len(self.requests())
+
+    def teardown(self) -> None:
+        if self.plan is not None:
+            commit(self.scheduler, self.plan)
+        for request in self.requests():
+            self.scheduler.close(request)
+        assert not self.scheduler.requests
+        self.scheduler.check()
+        memory = self.scheduler.statistics().memory
+        assert (memory.free_rows, memory.pages.used_pages) == (memory.rows, 0)
+
+
+TestColocated = ColocatedMachine.TestCase
+TestColocated.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_answers_beyond_the_batch_take_turns() -> None:
+    scheduler = make(rows=5, pool_tokens=640, max_batch=2, budget_tokens=100)
+    for number in range(5):
+        add(scheduler, f"r{number}", 3, answer=30)
+    plan = scheduler.next_step()
+    assert plan is not None
+    commit(scheduler, plan)
+    served = []
+    for _ in range(5):
+        plan = scheduler.next_step()
+        assert plan is not None
+        served += [work.key.request_id for work in plan.work]
+        commit(scheduler, plan)
+    assert sorted(served) == sorted([f"r{n}" for n in range(5)] * 2)
+
+
+def test_a_budget_that_answers_take_whole_leaves_a_token_for_prompts() -> None:
+    scheduler = make(budget_tokens=2, max_batch=2)
+    for name in ("a", "b"):
+        add(scheduler, name, 1, answer=30)
+    plan = scheduler.next_step()
+    assert plan is not None
+    commit(scheduler, plan)
+    add(scheduler, "c", 5)
+    plan = scheduler.next_step()
+    assert plan is not None
+    assert [(work.key.request_id, len(work.tokens)) for work in plan.work] == [("a", 1), ("b", 1), ("c", 1)]
+
+
+def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
+    ledger = Ledger(pool_tokens=80, page_size=4, rows=3)
+    scheduler = ColocatedScheduler(
+        ledger,
+        group="colocated",
+        budget_tokens=7,
+        max_batch=3,
+        max_context_tokens=40,
+        first_ticket=0,
+        whole_prompts=True,
+    )
+    for name, tokens in (("a", 5), ("b", 20), ("c", 3)):
+        add(scheduler, name, tokens)
+    steps = []
+    for _ in range(2):
+        plan = scheduler.next_step()
+        assert plan is not None
+        steps.append([(work.key.request_id, len(work.tokens)) for work in plan.work])
+        commit(scheduler, plan)
+    assert steps == [[("a", 5), ("b", 20)], [("a", 1), ("b", 1), ("c", 3)]]
