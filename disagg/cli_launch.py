@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from disagg.cli_run import (
     ChunkTokensFlag,
+    ColocatedFlag,
     ConfigFlag,
     DecodePageFlag,
     DecodeTpFlag,
     DeviceFlag,
     DTypeFlag,
+    GroupsFlag,
     JoinFlag,
     ModelFlag,
     PrefillPageFlag,
@@ -22,6 +24,7 @@ from disagg.cli_run import (
     RayFlag,
     RingBytesFlag,
     SetFlag,
+    TpFlag,
     TransportFlag,
     configuration,
 )
@@ -29,9 +32,9 @@ from disagg.core.config import Role
 from disagg.core.errors import ConfigError
 
 CountsArgument = Annotated[
-    list[str], typer.Argument(metavar="ROLE=COUNT...", help="prefill=2, decode=1, or both.")
+    list[str], typer.Argument(metavar="ROLE=COUNT...", help="prefill=2, decode=1, or both; or colocated=2.")
 ]
-_COUNT = re.compile(r"(prefill|decode)=([1-9]\d{0,3})")
+_COUNT = re.compile(r"(prefill|decode|colocated)=([1-9]\d{0,3})")
 
 
 def launch(
@@ -40,6 +43,9 @@ def launch(
     dtype: DTypeFlag = None,
     prefill_tp: PrefillTpFlag = None,
     decode_tp: DecodeTpFlag = None,
+    colocated: ColocatedFlag = False,
+    tp: TpFlag = None,
+    groups: GroupsFlag = None,
     device: DeviceFlag = None,
     ray: RayFlag = None,
     config: ConfigFlag = None,
@@ -80,6 +86,9 @@ def _counts(given: list[str]) -> dict[Role, int]:
     for text in given:
         match = _COUNT.fullmatch(text)
         if match is None or match[1] in wanted:
-            raise ConfigError(f"{text}: write prefill=2 or decode=1, each at most once, with a count from 1")
-        wanted["prefill" if match[1] == "prefill" else "decode"] = int(match[2])
+            raise ConfigError(
+                f"{text}: write prefill=2 or decode=1 (colocated=2 where groups do both), each at most once, with a "
+                f"count from 1"
+            )
+        wanted[cast(Role, match[1])] = int(match[2])
     return wanted

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from disagg.core.config import Config, load_config
+from disagg.core.config import Config, Mode, load_config
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import SamplingParams
 from disagg.run_options import DEMO_PROMPTS, RunOptions
@@ -28,7 +28,16 @@ DTypeFlag = Annotated[
 ]
 PrefillTpFlag = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks that prefill [2].")]
 DecodeTpFlag = Annotated[int | None, typer.Option("--decode-tp", help="Ranks that decode [1].")]
-DeviceFlag = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda, for both groups.")]
+ColocatedFlag = Annotated[
+    bool, typer.Option("--colocated", help="Groups that prefill and decode, instead of groups for each.")
+]
+TpFlag = Annotated[
+    int | None, typer.Option("--tp", metavar="N", help="With --colocated: ranks of each group [1].")
+]
+GroupsFlag = Annotated[
+    int | None, typer.Option("--groups", metavar="K", help="With --colocated: how many of them [1].")
+]
+DeviceFlag = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda, for all groups.")]
 PromptFlag = Annotated[
     list[str] | None, typer.Option("--prompt", metavar="TEXT", help="A prompt; repeat for more requests.")
 ]
@@ -47,7 +56,8 @@ OutFlag = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Folder for the timeline and the report.")
 ]
 ChunkTokensFlag = Annotated[
-    int | None, typer.Option("--chunk-tokens", help="Prompt tokens that one prefill step computes [256].")
+    int | None,
+    typer.Option("--chunk-tokens", help="Prompt tokens of one prefill step; all of a colocated one [256]."),
 ]
 PrefillPageFlag = Annotated[
     int | None, typer.Option("--prefill-page-size", help="Tokens in one page of the prefill pool [16].")
@@ -89,8 +99,10 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "dtype": ("model.dtype",),
     "prefill_tp": ("prefill.tp",),
     "decode_tp": ("decode.tp",),
-    "device": ("prefill.device", "decode.device"),
-    "chunk_tokens": ("prefill.chunk_tokens",),
+    "tp": ("colocated.tp",),
+    "groups": ("colocated.groups",),
+    "device": ("prefill.device", "decode.device", "colocated.device"),
+    "chunk_tokens": ("prefill.chunk_tokens", "colocated.chunk_tokens"),
     "prefill_page_size": ("prefill.page_size",),
     "decode_page_size": ("decode.page_size",),
     "ring_bytes": ("transfer.ring_bytes",),
@@ -101,6 +113,11 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "ray": ("cluster.ray",),
 }
 """Parameters of commands that are short for settings."""
+_MODE_FLAGS: dict[Mode, tuple[str, ...]] = {
+    "split": ("prefill_tp", "decode_tp", "prefill_page_size", "decode_page_size", "ring_bytes", "transport"),
+    "colocated": ("tp", "groups"),
+}
+"""Parameters that mean nothing with another `cluster.mode`."""
 
 
 def demo(
@@ -182,7 +199,19 @@ def configuration(given: Mapping[str, Any]) -> Config:
         overrides.update({key: given[name] for key in keys if given.get(name) is not None})
     if given.get("transport") is not None:
         overrides["transport.peer_memory"] = given["transport"] == "auto"
-    return load_config(given["config"], os.environ, overrides)
+    if given.get("colocated"):
+        overrides["cluster.mode"] = "colocated"
+    config = load_config(given["config"], os.environ, overrides)
+    _check_mode(given, config.cluster.mode)
+    return config
+
+
+def _check_mode(given: Mapping[str, Any], mode: Mode) -> None:
+    for other, names in _MODE_FLAGS.items():
+        wrong = [f"--{name.replace('_', '-')}" for name in names if given.get(name) is not None]
+        if wrong and other != mode:
+            how = "give --colocated, or leave it out" if other == "colocated" else "leave one of them out"
+            raise ConfigError(f"{wrong[0]} is for {other} groups, and cluster.mode is {mode}: {how}")
 
 
 def _runner() -> ModuleType:

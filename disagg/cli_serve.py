@@ -8,11 +8,13 @@ import typer
 
 from disagg.cli_run import (
     ChunkTokensFlag,
+    ColocatedFlag,
     ConfigFlag,
     DecodePageFlag,
     DecodeTpFlag,
     DeviceFlag,
     DTypeFlag,
+    GroupsFlag,
     JoinFlag,
     ModelFlag,
     PrefillPageFlag,
@@ -21,6 +23,7 @@ from disagg.cli_run import (
     RayFlag,
     RingBytesFlag,
     SetFlag,
+    TpFlag,
     TransportFlag,
     configuration,
 )
@@ -47,6 +50,9 @@ def serve(
     dtype: DTypeFlag = None,
     prefill_tp: PrefillTpFlag = None,
     decode_tp: DecodeTpFlag = None,
+    colocated: ColocatedFlag = False,
+    tp: TpFlag = None,
+    groups: GroupsFlag = None,
     device: DeviceFlag = None,
     host: HostFlag = None,
     port: PortFlag = None,
@@ -66,6 +72,10 @@ def serve(
     settled = configuration(dict(locals()))  # the flags by parameter name, before anything else is assigned
     if join is not None and ray is not None:
         raise ConfigError("--join and --ray: groups that run already are joined, or new ones are placed")
+    if join is not None and colocated:
+        raise ConfigError(
+            "--join and --colocated: groups that run already are what `disagg launch` made them"
+        )
     # It brings torch and transformers along.
     if join is None:
         from disagg.serve_http import run_serve

@@ -49,6 +49,14 @@ def test_launch(asked: list[Any]) -> None:
     assert (config.cluster.ray, config.control.host) == ("auto", "auto")
 
 
+def test_launch_colocated(asked: list[Any]) -> None:
+    assert cli.run(["launch", "--colocated", "--tp", "2", "--groups", "2"]) == 0
+    assert cli.run(["scale", "--join", "tcp://a:1", "colocated=3"]) == 0
+    [config, (_, _, counts)] = asked
+    assert (config.cluster.mode, config.colocated.ranks, config.colocated.groups) == ("colocated", 2, 2)
+    assert counts == {"colocated": 3}
+
+
 def test_scale(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["scale", "--join", "tcp://a:1", "decode=2", "prefill=10"]) == 0
     assert asked == [(Config(), "tcp://a:1", {"decode": 2, "prefill": 10})]
@@ -66,6 +74,8 @@ def test_serve_joins(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> No
     assert (config.api.port, join) == (9, "tcp://a:1")
     assert cli.run(["serve", "--join", "tcp://a:1", "--ray", "auto"]) == 2
     assert "--join and --ray" in capsys.readouterr().err
+    assert cli.run(["serve", "--join", "tcp://a:1", "--colocated"]) == 2
+    assert "--join and --colocated" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,38 @@ def test_serve_flags(served: list[Config], tmp_path: Path) -> None:
     assert not config.transport.peer_memory
 
 
+def test_serve_colocated(served: list[Config], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        cli.run(
+            ["serve", "--colocated", "--tp", "2", "--groups", "3", "--chunk-tokens", "64", "--device", "cpu"]
+        )
+        == 0
+    )
+    path = tmp_path / "a.toml"
+    path.write_text('[cluster]\nmode = "colocated"\n')
+    assert cli.run(f"serve --config {path} --tp 4".split()) == 0
+    by_flags, by_file = served
+    group = by_flags.colocated
+    assert (group.tp, group.groups, group.chunk_tokens, group.device) == (2, 3, 64, "cpu")
+    assert list(by_flags.kinds) == list(by_file.kinds) == ["colocated"]
+    assert list(Config().kinds) == ["prefill", "decode"]
+    for flags, said in (
+        ("--tp 2", "--tp is for colocated groups, and cluster.mode is split: give --colocated"),
+        ("--colocated --decode-tp 1", "--decode-tp is for split groups, and cluster.mode is colocated"),
+        ("--colocated --transport ucx", "--transport is for split groups"),
+        ("--colocated --groups 0", "flag colocated.groups: colocated.groups = 0 is not allowed"),
+        (
+            "--set cluster.mode=both",
+            "cluster.mode = 'both' is not allowed; it must be one of split, colocated",
+        ),
+    ):
+        assert cli.run(["serve", *flags.split()]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert len(error.splitlines()) == 1
+    assert len(served) == 2
+
+
 def test_help_imports_no_server() -> None:
     code = (
         "import sys; from disagg import cli; assert cli.run(['serve', '--help']) == 0; "

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from disagg.core.errors import BusyError, ConfigError, InvariantError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
 from disagg.node.ledger import Holding, Ledger
-from disagg.placement import choose_placement
+from disagg.placement import choose_placement, place_colocated
 from disagg.router.policy import Engine, Policy, least_loaded, round_robin
 from disagg.router.text import TextStream
 
@@ -119,6 +119,30 @@ def test_placement_of_several_groups(
         placed.prefill.gpus_per_rank,
         placed.prefill.backend,
     ) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tp", "groups", "expected"),
+    [
+        (0, None, 2, (1, "cpu", 0.0, "gloo")),
+        (2, 1, 2, (1, "cuda", 1.0, "nccl")),
+        (2, 2, 2, (2, "cuda", 0.5, "gloo")),
+        (8, None, 1, (1, "cuda", 1.0, "nccl")),
+    ],
+)
+def test_placement_of_colocated_groups(
+    gpus: int, tp: int | None, groups: int, expected: tuple[int, str, float, str]
+) -> None:
+    placement = place_colocated(gpus, tp, groups=groups)
+    placed = placement.kinds["colocated"]
+    assert (placed.tp, placed.device, placed.gpus_per_rank, placed.backend) == expected
+    assert placement.ranks == expected[0] * groups
+
+
+def test_colocated_ranks_asked_to_run_on_gpus_need_some() -> None:
+    assert place_colocated(4, device="cpu").kinds["colocated"].device == "cpu"
+    with pytest.raises(ConfigError, match="shows no GPU"):
+        place_colocated(0, device="cuda")
 
 
 def decode_bytes(tokens: object) -> str:

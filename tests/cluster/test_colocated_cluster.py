@@ -1,0 +1,145 @@
+"""Colocated groups for real: Ray actors in processes of their own, a directory, and a router that joined it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from disagg.cluster import Cluster, local_ray, start_cluster
+from disagg.core.config import ClusterConfig, Config, GroupConfig, ModelConfig, Role, TransferConfig
+from disagg.core.errors import ConfigError
+from disagg.core.types import SamplingParams
+from disagg.directory import Directory
+from disagg.model.tiny import make_tiny_checkpoint
+from disagg.reference import reference_answers
+from disagg.router.follow import joined
+from disagg.router.mail import MailRoom
+from disagg.router.session import Router, SessionReport
+from disagg.scale import scale
+from disagg.serve_local import local_router, place
+from disagg.supervisor import supervised
+from transport.control_zmq import make_control
+from transport.keys import make_keys
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+GREEDY = SamplingParams(max_tokens=8)
+PROMPTS = [list(range(40, 40 + length)) for length in (9, 90, 46)]
+TIMEOUT_S = 30.0
+
+
+def config_for(checkpoint: Path) -> Config:
+    group = GroupConfig(tp=2, pool_tokens=1024, max_context_tokens=512, device="cpu", chunk_tokens=40)
+    return Config(
+        model=ModelConfig(path=str(checkpoint)),
+        colocated=group,
+        transfer=TransferConfig(drain_timeout_s=5.0),
+        cluster=ClusterConfig(mode="colocated", restart_backoff_s=0.1),
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def answer(router: Router, request_id: str, prompt: list[int]) -> list[int]:
+    report = SessionReport()
+    async for _ in router.generate(request_id, prompt, GREEDY, timeout_s=TIMEOUT_S, report=report):
+        pass
+    assert (report.released, report.segments) == (True, 0)
+    return report.tokens
+
+
+def names(router: Router) -> list[str]:
+    return [engine.group.name for engine in router.engines]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    checkpoint = make_tiny_checkpoint(
+        tmp_path_factory.mktemp("tiny"), layers=2, hidden=96, head_dim=8, mlp=96
+    )
+    return config_for(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def expected(config: Config) -> list[list[int]]:
+    return reference_answers(config, PROMPTS, GREEDY, lambda: None).answers
+
+
+def test_tokens_are_those_of_hugging_face(config: Config, expected: list[list[int]]) -> None:
+    async def main(cluster: Cluster) -> list[list[int]]:
+        async with local_router(cluster) as router:
+            return await asyncio.gather(*(answer(router, f"r{i}", p) for i, p in enumerate(PROMPTS)))
+
+    with local_ray(2), start_cluster(config, place(config, 0), make_keys()) as cluster:
+        assert asyncio.run(main(cluster)) == expected
+        cluster.check()
+        assert [statistics["faults"] for statistics in cluster.statistics().values()] == [0, 0]
+
+
+def test_a_kind_of_group_that_the_cluster_has_not_is_refused(config: Config) -> None:
+    cluster = Cluster(config, place(config, 0), None)
+    with pytest.raises(ConfigError, match="this cluster has no prefill groups, only colocated"):
+        cluster.add_group("prefill", lambda text: None)
+
+
+@pytest.mark.slow
+def test_groups_are_scaled_and_replaced(config: Config, expected: list[list[int]]) -> None:
+    keys = make_keys()
+    directory = Directory(make_control(config.control, keys))
+    directory.start()
+
+    async def exact(router: Router, turn: str) -> None:
+        asked = (answer(router, f"{turn}{i}", prompt) for i, prompt in enumerate(PROMPTS))
+        assert await asyncio.gather(*asked) == expected
+
+    async def main(cluster: Cluster) -> None:
+        mail = MailRoom(make_control(config.control, keys), asyncio.get_running_loop())
+        mail.start()
+        router = Router(mail)
+        try:
+            async with joined(mail, router, directory.address):
+                await until(lambda: bool(router.engines))
+                assert router.missing() == []
+                await exact(router, "first")
+                await asyncio.to_thread(ask, {"colocated": 2})
+                await until(lambda: names(router) == ["colocated", "colocated-2"])
+                await exact(router, "second")
+                await asyncio.to_thread(ask, {"colocated": 1})
+                assert names(router) == ["colocated"]
+                os.kill(cluster.groups[0].started[1].pid, signal.SIGKILL)
+                await until(lambda: names(router) == ["colocated-3"])
+                await exact(router, "third")
+        finally:
+            mail.close()
+
+    def ask(counts: dict[Role, int]) -> None:
+        control = make_control(config.control, keys)
+        try:
+            scale(control, directory.address, counts)
+        finally:
+            control.close()
+
+    try:
+        with (
+            local_ray(4),
+            start_cluster(config, place(config, 0), keys) as cluster,
+            supervised(cluster, directory.tell, directory.wait_unused) as supervisor,
+        ):
+            directory.on_scale(supervisor.scale)
+            asyncio.run(main(cluster))
+            cluster.check()
+            assert supervisor.drain(5.0, threading.Event())
+    finally:
+        directory.close()
