@@ -6,11 +6,31 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from disagg.cli_bench_compare import (
+    CheckEqualFlag,
+    ColocatedTpFlag,
+    CompareFlag,
+    RatesFlag,
+    check_flags,
+    parse_rates,
+    run_compare,
+)
+from disagg.cli_run import (
+    ChunkTokensFlag,
+    ConfigFlag,
+    DecodeTpFlag,
+    DeviceFlag,
+    DTypeFlag,
+    PrefillTpFlag,
+    RandomInitFlag,
+    SetFlag,
+)
 from disagg.core.errors import ConfigError
 from disagg.core.folders import make_folder
 from disagg.core.key_file import first_key
@@ -20,11 +40,19 @@ if TYPE_CHECKING:
     from disagg.bench.serve.report import Report
 
 _OPEN_FILES = 65536
+_URL = "http://127.0.0.1:8000/v1"
 
 
 def serve(
-    url: Annotated[str, typer.Option("--url", help="Where the API begins.")] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str, typer.Option("--model", help="[the first one that the server names]")] = "",
+    url: Annotated[
+        str | None, typer.Option("--url", help=f"Where the API begins [{_URL}].", show_default=False)
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help="[the first one that the server names]; with --compare a checkpoint's folder."
+        ),
+    ] = "",
     api_key_file: Annotated[
         Path | None, typer.Option("--api-key-file", metavar="FILE", help="Its first line is the key.")
     ] = None,
@@ -107,11 +135,26 @@ def serve(
     as_json: Annotated[
         bool, typer.Option("--json", help="For machines: print figures and requests as JSON.")
     ] = False,
+    compare: CompareFlag = None,
+    rates: RatesFlag = None,
+    check_equal: CheckEqualFlag = False,
+    random_init: RandomInitFlag = None,
+    dtype: DTypeFlag = None,
+    prefill_tp: PrefillTpFlag = None,
+    decode_tp: DecodeTpFlag = None,
+    colocated_tp: ColocatedTpFlag = None,
+    device: DeviceFlag = None,
+    chunk_tokens: ChunkTokensFlag = None,
+    config: ConfigFlag = None,
+    settings: SetFlag = None,
 ) -> int:
     """Load against any OpenAI-compatible endpoint: latencies, throughput, goodput; every answer checked.
 
-    One request that is not counted comes first. Times are taken where the client is, answers at temperature 0.
+    One request that is not counted comes first. Times are taken where the client is, answers at temperature 0. With
+    --compare two systems of this program are started here, one after the other, warmed up, and reported side by side.
     """
+    given = dict(locals())  # the flags by parameter name, before anything else is assigned
+    check_flags(given)
     from disagg.bench.serve.arrivals import Arrivals
     from disagg.bench.serve.bench import ServeBench, check_url, run
     from disagg.bench.serve.lengths import parse_lengths
@@ -127,9 +170,10 @@ def serve(
             "--slo-itl-s": slo_itl_s,
         }
     )
-    if (rate is None) == (concurrency is None):
-        raise ConfigError("give either --rate (an open loop) or --concurrency (a closed one)")
-    if rate is None and arrivals is not None:
+    if [rate, rates, concurrency].count(None) != 2:
+        several = "" if compare is None else ", --rates (one after the other)"
+        raise ConfigError(f"give either --rate (an open loop){several} or --concurrency (a closed one)")
+    if concurrency is not None and arrivals is not None:
         raise ConfigError(
             f"--arrivals {arrivals} needs --rate: with --concurrency answers decide when requests go"
         )
@@ -138,7 +182,7 @@ def serve(
     if requests is None and duration_s is None:
         requests = 100
     workload = Workload(
-        model=model,
+        model=model if compare is None else "",
         chat=chat,
         input=parse_lengths("--input-tokens", input_tokens),
         output=parse_lengths("--output-tokens", output_tokens),
@@ -148,39 +192,46 @@ def serve(
         ignore_eos=ignore_eos,
         seed=seed,
     )
-    open_loop = None if rate is None else Arrivals(arrivals or "poisson", rate, burst_size, seed)
-    bench = ServeBench(
-        url=check_url(url),
-        api_key=None if api_key_file is None else first_key("--api-key-file", api_key_file),
-        workload=workload,
-        arrivals=open_loop,
-        concurrency=concurrency,
-        requests=requests,
-        duration_s=duration_s,
-        slo=Slo(slo_ttft_s, slo_itl_s),
-        timeout_s=timeout_s,
-        asked={
-            "url": url,
-            "chat": chat,
-            "rate": rate,
-            "arrivals": None if open_loop is None else open_loop.kind,
-            "burst_size": burst_size if arrivals == "burst" else None,
-            "concurrency": concurrency,
-            "requests": requests,
-            "duration_s": duration_s,
-            "input_tokens": input_tokens,
-            "output_tokens": output_tokens,
-            "shared_prefix_tokens": shared_prefix_tokens,
-            "shared_prefixes": shared_prefixes,
-            "token_ids": None if chat else token_ids,
-            "ignore_eos": ignore_eos,
-            "seed": seed,
-            "timeout_s": timeout_s,
-        },
-    )
+    asked = {
+        "url": None if compare else url or _URL,
+        "chat": chat,
+        "burst_size": burst_size if arrivals == "burst" else None,
+        "concurrency": concurrency,
+        "requests": requests,
+        "duration_s": duration_s,
+        "input_tokens": input_tokens,
+        "output_tokens": output_tokens,
+        "shared_prefix_tokens": shared_prefix_tokens,
+        "shared_prefixes": shared_prefixes,
+        "token_ids": None if chat else token_ids,
+        "ignore_eos": ignore_eos,
+        "timeout_s": timeout_s,
+    }
+
+    def load_of(rate: float | None, seed: int) -> ServeBench:
+        open_loop = None if rate is None else Arrivals(arrivals or "poisson", rate, burst_size, seed)
+        kind = None if open_loop is None else open_loop.kind
+        return ServeBench(
+            url=check_url(url or _URL),
+            api_key=None if api_key_file is None else first_key("--api-key-file", api_key_file),
+            workload=replace(workload, seed=seed),
+            arrivals=open_loop,
+            concurrency=concurrency,
+            requests=requests,
+            duration_s=duration_s,
+            slo=Slo(slo_ttft_s, slo_itl_s),
+            timeout_s=timeout_s,
+            asked=asked | {"rate": rate, "arrivals": kind, "seed": seed},
+        )
+
+    # Each rate has prompts of its own: what a server keeps of one must not help it at the next.
+    chosen = [rate] if rates is None else parse_rates(rates)
+    loads = [load_of(one, seed + number) for number, one in enumerate(chosen)]
     _allow_open_files()
+    if compare is not None:
+        return run_compare(given | {"model": model or None}, loads, _progress())
     with _progress() as tell:
-        report = run(bench, tell)
+        report = run(loads[0], lambda counts, total: tell("requests", counts, total))
     _show(report, out, as_json)
     return 1 if report.summary.ok == 0 or (strict and report.summary.errors) else 0
 
@@ -209,20 +260,23 @@ def _allow_open_files() -> None:
 
 
 @contextmanager
-def _progress() -> Iterator[Callable[[Counts, int | None], None]]:
+def _progress() -> Iterator[Callable[[str, Counts | None, int | None], None]]:
     """A bar while requests are under way; of unknown length in a closed loop that ends by time."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    words = TextColumn("{task.description}")
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), words, TimeElapsedColumn())
+    words, state = TextColumn("{task.description}"), TextColumn("{task.fields[state]}")
+    columns = (words, BarColumn(), MofNCompleteColumn(), state, TimeElapsedColumn())
     # Drawn twice a second only: it takes time from the client, and with it from its clock's truth.
     with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as progress:
-        task = progress.add_task("starting", total=None)
+        task = progress.add_task("starting", total=None, state="")
 
-        def tell(counts: Counts, total: int | None) -> None:
-            state = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
-            progress.update(task, completed=counts.ended, total=total, description=state)
+        def tell(what: str, counts: Counts | None, total: int | None) -> None:
+            ended, state = 0, ""
+            if counts is not None:
+                ended = counts.ended
+                state = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
+            progress.update(task, completed=ended, total=total, description=what, state=state)
 
         yield tell
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -35,6 +35,8 @@ class Asked:
     stream: bool
     usage: bool
     """A last chunk with token counts was asked for."""
+    token_ids: bool = False
+    """Tokens of log-probabilities are named by their numbers."""
 
     @property
     def choices(self) -> int:
@@ -63,7 +65,8 @@ async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) ->
     _check_limits(body, config)
     prompts = await _prompts(body.prompt, model, config)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    return _asked(body, prompts, "prompt", max_tokens, body.logprobs, model)
+    asked = _asked(body, prompts, "prompt", max_tokens, body.logprobs, model)
+    return replace(asked, token_ids=body.return_tokens_as_token_ids)
 
 
 async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Asked:

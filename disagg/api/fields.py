@@ -47,6 +47,8 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
 
     prompt: str | list[Any]
     logprobs: int | None = None
+    return_tokens_as_token_ids: bool = False
+    """vLLM's: tokens of `logprobs` are named `token_id:ID`, since texts of different tokens may be the same."""
 
 
 class ChatBody(AnswerBody, frozen=True, kw_only=True):

@@ -140,10 +140,13 @@ class CompletionWriter(Writer):
         return [r.CompletionChoice(index, output.text, logprobs, output.finish)]
 
     def _completion_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> r.CompletionLogprobs:
-        tokens, offsets = [], []
+        offsets = []
         for one in logprobs:
-            tokens.append(self._speller.text(one.token))
             offsets.append(self._offsets[index])
-            self._offsets[index] += len(tokens[-1])
-        top = [{self._speller.text(token): logprob for token, logprob in one.top} for one in logprobs]
+            self._offsets[index] += len(self._speller.text(one.token))
+        tokens = [self._name(one.token) for one in logprobs]
+        top = [{self._name(token): logprob for token, logprob in one.top} for one in logprobs]
         return r.CompletionLogprobs(tokens, [one.logprob for one in logprobs], top, offsets)
+
+    def _name(self, token: int) -> str:
+        return f"token_id:{token}" if self._asked.token_ids else self._speller.text(token)

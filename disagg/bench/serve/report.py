@@ -76,18 +76,18 @@ def report_json(report: Report) -> str:
     content = {
         "command": "disagg " + " ".join(sys.argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "client": _client(),
+        "client": client(),
         "asked": report.asked,
         "slo": report.slo,
         "summary": report.summary,
         "notes": notes(report.summary),
     }
     head = msgspec.json.format(msgspec.json.encode(content), indent=2).decode().removesuffix("\n}")
-    rows = ",\n    ".join(msgspec.json.encode(_rounded(row)).decode() for row in report.rows)
+    rows = ",\n    ".join(msgspec.json.encode(rounded(row)).decode() for row in report.rows)
     return f'{head},\n  "requests": [\n    {rows}\n  ]\n}}'
 
 
-def _client() -> dict[str, Label]:
+def client() -> dict[str, Label]:
     """What the client's own speed depends on. Nothing of torch: the client needs no GPU, and takes none."""
     import httpx
 
@@ -110,10 +110,12 @@ def _spreads(found: Summary) -> Iterator[tuple[str, Spread | None]]:
         yield "sent after it was due", found.late_s
 
 
-def _rounded(row: Row) -> dict[str, Any]:
-    def rounded(value: Any) -> Any:
+def rounded(row: Row) -> dict[str, Any]:
+    """A request's fields, times to the microsecond."""
+
+    def short_of(value: Any) -> Any:
         if isinstance(value, list):
-            return [rounded(one) for one in value]
+            return [short_of(one) for one in value]
         return round(value, 6) if isinstance(value, float) else value
 
-    return {name: rounded(value) for name, value in msgspec.structs.asdict(row).items()}
+    return {name: short_of(value) for name, value in msgspec.structs.asdict(row).items()}

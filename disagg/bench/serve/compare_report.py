@@ -1,0 +1,148 @@
+"""What `disagg bench serve --compare` found: a table of both systems at every load, and JSON with every request."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from disagg.bench.report import short
+from disagg.bench.serve.equal import Equality
+from disagg.bench.serve.report import Report, client, rounded
+from disagg.bench.serve.summary import Slo, Spread, notes
+from disagg.core.config import Config
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SYSTEMS = ("split", "colocated")
+"""In the order in which they run."""
+Systems = dict[str, Config]
+"""By the names of `SYSTEMS`."""
+_COLUMNS = ("p50", "p90", "p99")
+
+
+class Compared(msgspec.Struct, frozen=True):
+    """One load on both systems."""
+
+    rate: float | None
+    """Requests a second; None in a closed loop."""
+    reports: dict[str, Report]
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """All of it."""
+
+    systems: Systems
+    slo: Slo
+    runs: list[Compared]
+    equal: Equality | None
+    """Of greedy answers, when that was asked for."""
+
+    @property
+    def faultless(self) -> bool:
+        """Whether every request was answered rightly, or refused with 429."""
+        return all(report.faultless for run in self.runs for report in run.reports.values())
+
+    @property
+    def answered(self) -> bool:
+        """Whether each load was answered at least once."""
+        return all(report.summary.ok for run in self.runs for report in run.reports.values())
+
+
+def words(config: Config) -> str:
+    """`1 x prefill TP 2, 1 x decode TP 1`."""
+    return ", ".join(f"{kind.groups} x {role} TP {kind.ranks}" for role, kind in config.kinds.items())
+
+
+def comparison_table(found: Comparison) -> Table:
+    """Two rows for each load, one under the other; latencies in ms, rates a second."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, title_justify="left")
+    names = ["requests/s", "system", *(f"{kind} {p}" for kind in ("TTFT", "ITL") for p in _COLUMNS)]
+    for name in (*names, "answered/s", "tokens/s", "goodput/s", "right"):
+        table.add_column(name, justify="left" if name == "system" else "right", no_wrap=True)
+    for run in found.runs:
+        for number, (name, report) in enumerate(run.reports.items()):
+            load = "" if number else "closed" if run.rate is None else f"{run.rate:g}"
+            table.add_row(load, name, *_cells(report), end_section=number == len(run.reports) - 1)
+    return table
+
+
+def _cells(report: Report) -> Iterator[str]:
+    summary = report.summary
+    for spread in (summary.ttft_s, summary.itl_s):
+        yield from _milliseconds(spread)
+    for rate in (summary.request_rate, summary.output_token_rate, summary.goodput):
+        yield short(rate)
+    yield f"{summary.ok}/{summary.requests}"
+
+
+def _milliseconds(spread: Spread | None) -> Iterator[str]:
+    for name in _COLUMNS:
+        yield "-" if spread is None else short(1e3 * getattr(spread, name))
+
+
+def comparison_lines(found: Comparison) -> Iterator[str]:
+    """What ran, failures, what a reader must know, and whether answers were equal."""
+    for name, config in found.systems.items():
+        yield f"{name}: {words(config)}"
+    limits = {"TTFT": found.slo.ttft_s, "mean ITL": found.slo.itl_s}
+    given = " and ".join(f"{name} <= {limit:g} s" for name, limit in limits.items() if limit is not None)
+    yield f"goodput: answers with {given}" if given else "goodput: every right answer, for no SLO was given"
+    for run in found.runs:
+        for name, report in run.reports.items():
+            at = f"{name} at {run.rate:g}/s" if run.rate is not None else name
+            for kind, count in report.summary.errors.items():
+                first = next(row for row in report.rows if row.kind == kind)
+                yield f"{at}: {kind}: {count}, the first is request {first.index}: {first.problem}"
+            yield from (f"note: {at}: {note}" for note in notes(report.summary))
+    if found.equal is not None:
+        yield from equality_lines(found.equal)
+
+
+def equality_lines(equal: Equality) -> Iterator[str]:
+    """Where the greedy answers of both systems part."""
+    if not equal.differences:
+        yield f"all {equal.tokens} tokens of {equal.prompts} greedy answers are the same on both systems"
+        return
+    for one in equal.differences:
+        said = " and ".join(
+            f"{token or 'the end'} ({name})" for token, name in zip(one.tokens, SYSTEMS, strict=True)
+        )
+        yield f"answer {one.prompt} differs from token {one.position} on: {said}"
+    yield (
+        f"{len(equal.differences)} of {equal.prompts} greedy answers differ: in 16 bits sums depend on the batch, in "
+        f"--dtype float32 it is an error"
+    )
+
+
+def comparison_json(found: Comparison) -> str:
+    """Everything, with the command, the client's machine and the time. Times in seconds."""
+    content: dict[str, Any] = {
+        "command": "disagg " + " ".join(sys.argv[1:]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "client": client(),
+        "systems": found.systems,
+        "slo": found.slo,
+        "equal": found.equal,
+        "runs": [
+            {"rate": run.rate, **{name: _report(report) for name, report in run.reports.items()}}
+            for run in found.runs
+        ],
+    }
+    return msgspec.json.encode(content).decode()
+
+
+def _report(report: Report) -> dict[str, Any]:
+    return {
+        "asked": report.asked,
+        "summary": report.summary,
+        "notes": notes(report.summary),
+        "requests": [rounded(row) for row in report.rows],
+    }

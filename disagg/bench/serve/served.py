@@ -1,0 +1,92 @@
+"""`disagg serve` in a process of its own, for as long as a benchmark needs it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import yaml
+
+import disagg
+from disagg.core.config import Config
+from disagg.core.config_tree import LogConfig
+from disagg.core.errors import DisaggError
+
+LOOK_S = 0.05
+STOP_TIMEOUT_S = 90.0
+"""For running answers (`api.drain_timeout_s`), and for the ranks to end."""
+
+
+class _Line(msgspec.Struct):
+    event: str = ""
+    url: str = ""
+
+
+@contextmanager
+def served(config: Config, request_timeout_s: float) -> Iterator[str]:
+    """Where its API begins, once it serves; at the end of the block it is stopped, gracefully if it can be.
+
+    On this machine, on a free port, without API keys; `request_timeout_s` for each request: the client decides.
+    Raises `DisaggError` with its last words when it ends before it serves.
+    """
+    with tempfile.TemporaryDirectory(prefix="disagg-serve-") as folder:
+        settings, log = Path(folder) / "config.yaml", Path(folder) / "log"
+        settings.write_text(yaml.safe_dump(msgspec.to_builtins(_local(config, request_timeout_s))))
+        command = [sys.executable, "-m", "disagg.cli", "serve", "--config", str(settings)]
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(command, stdout=stderr, stderr=stderr, env=_environment())
+        try:
+            yield _wait_for_url(process, log)
+        finally:
+            _stop(process)
+
+
+def _local(config: Config, request_timeout_s: float) -> Config:
+    replace = msgspec.structs.replace
+    api = replace(config.api, host="127.0.0.1", port=0, key_file=None, request_timeout_s=request_timeout_s)
+    return replace(config, api=api, log=LogConfig(format="json"))
+
+
+def _environment() -> dict[str, str]:
+    """Ours without settings, which are in the file; the package that runs is this one."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("DISAGG_")}
+    root = str(Path(disagg.__file__).parents[1])
+    return found | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    while True:
+        ended = process.poll() is not None  # before the look at what it said: nothing is missed
+        lines = log.read_text(errors="replace").splitlines()
+        for line in lines:
+            if url := _url(line):
+                return f"{url}/v1"
+        if ended:
+            last = next((line for line in reversed(lines) if line.strip()), "nothing was said")
+            raise DisaggError(f"the server ended before it served: {last.removeprefix('disagg: ')}")
+        time.sleep(LOOK_S)
+
+
+def _url(line: str) -> str:
+    try:
+        found = msgspec.json.decode(line, type=_Line)
+    except msgspec.DecodeError:
+        return ""  # not a log line
+    return found.url if found.event == "serving" else ""
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,120 @@
+"""`disagg bench serve --compare`: its flags, progress, and what is printed and written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from disagg.cli_run import configuration
+from disagg.core.errors import ConfigError
+from disagg.core.folders import make_folder
+
+if TYPE_CHECKING:
+    from disagg.bench.serve.bench import ServeBench
+    from disagg.bench.serve.compare import Tell
+    from disagg.bench.serve.compare_report import Comparison
+
+CompareFlag = Annotated[
+    Literal["colocated"] | None,
+    typer.Option(
+        "--compare",
+        help="Start a split system here, then a colocated one of as many ranks, and put the same load on both.",
+    ),
+]
+RatesFlag = Annotated[
+    str | None,
+    typer.Option("--rates", metavar="R,R,...", help="With --compare: an open loop at each of these rates."),
+]
+ColocatedTpFlag = Annotated[
+    int | None,
+    typer.Option("--colocated-tp", min=1, help="With --compare: ranks of a colocated group [--decode-tp]."),
+]
+CheckEqualFlag = Annotated[
+    bool,
+    typer.Option(
+        "--check-equal",
+        help="With --compare: greedy answers of both must be equal (float32), else exit code 1.",
+    ),
+]
+FLAGS = (
+    "rates",
+    "colocated_tp",
+    "check_equal",
+    "random_init",
+    "dtype",
+    "prefill_tp",
+    "decode_tp",
+    "device",
+    "chunk_tokens",
+    "config",
+    "settings",
+)
+"""Parameters of `bench serve` that need --compare."""
+
+
+def check_flags(given: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for parameters, by name, that are for another kind of run."""
+    if given["compare"] is None:
+        wrong = [name for name in FLAGS if given[name]]
+        if wrong:
+            flag = "set" if wrong[0] == "settings" else wrong[0].replace("_", "-")
+            raise ConfigError(f"--{flag} needs --compare: without it a server that runs already is asked")
+    elif given["url"] is not None or given["api_key_file"] is not None:
+        raise ConfigError("--compare starts its own servers: leave --url and --api-key-file out")
+
+
+def parse_rates(text: str) -> list[float]:
+    """`1,2.5,4` in ascending order. Raises `ConfigError`."""
+    try:
+        rates = sorted({float(one) for one in text.split(",")})
+    except ValueError:
+        rates = []
+    if not rates or not 0 < rates[0] <= rates[-1] < float("inf"):
+        raise ConfigError(f"--rates {text}: give numbers above 0 with commas between them, as 1,2,4")
+    return rates
+
+
+def run_compare(
+    given: Mapping[str, Any], loads: list[ServeBench], progress: AbstractContextManager[Tell]
+) -> int:
+    """The command's exit code. `given` are its parameters by name; `loads` in the order in which they run."""
+    from disagg.bench.serve.compare import CompareBench, both_systems, compare
+    from disagg.bench.serve.served import served
+
+    config = configuration(dict(given))
+    systems = both_systems(config, given["colocated_tp"])
+    bench = CompareBench(systems, tuple(loads), given["check_equal"])
+    with progress as tell:
+        found = compare(bench, served, tell)
+    _show(found, given["out"], given["as_json"])
+    differ = found.equal is not None and bool(found.equal.differences)
+    return 1 if not found.answered or differ or (given["strict"] and not found.faultless) else 0
+
+
+def _show(found: Comparison, out: Path | None, print_json: bool) -> None:
+    from rich.console import Console
+
+    from disagg.bench.serve.compare_chart import write_compare_chart
+    from disagg.bench.serve.compare_report import comparison_json, comparison_lines, comparison_table
+
+    text = comparison_json(found) + "\n"
+    if print_json:
+        print(text, end="")
+    else:
+        console = Console()
+        if not console.is_terminal:  # a log has room for every column
+            console = Console(width=150)
+        console.print(comparison_table(found))
+        for line in comparison_lines(found):
+            print(line)
+    if out is not None:
+        make_folder(out)
+        figures, chart = out / "bench_compare.json", out / "bench_compare.png"
+        figures.write_text(text)
+        write_compare_chart(chart, found)
+        print(f"figures: {figures}, chart: {chart}", file=sys.stderr if print_json else sys.stdout)
