@@ -1,10 +1,10 @@
-"""`disagg bench serve --compare`: its flags, progress, and what is printed and written."""
+"""`disagg bench serve --compare`: its flags, and what is printed and written; the progress of both kinds of run."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from disagg.bench.serve.bench import ServeBench
     from disagg.bench.serve.compare import Tell
     from disagg.bench.serve.compare_report import Comparison
+    from disagg.bench.serve.load import Counts
 
 CompareFlag = Annotated[
     Literal["colocated"] | None,
@@ -79,9 +80,29 @@ def parse_rates(text: str) -> list[float]:
     return rates
 
 
-def run_compare(
-    given: Mapping[str, Any], loads: list[ServeBench], progress: AbstractContextManager[Tell]
-) -> int:
+@contextmanager
+def progress() -> Iterator[Tell]:
+    """A bar while requests are under way; of unknown length in a closed loop that ends by time."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    words, state = TextColumn("{task.description}"), TextColumn("{task.fields[state]}")
+    columns = (words, BarColumn(), MofNCompleteColumn(), state, TimeElapsedColumn())
+    # Drawn twice a second only: it takes time from the client, and with it from its clock's truth.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("starting", total=None, state="")
+
+        def tell(what: str, counts: Counts | None, total: int | None) -> None:
+            ended, state = 0, ""
+            if counts is not None:
+                ended = counts.ended
+                state = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
+            bar.update(task, completed=ended, total=total, description=what, state=state)
+
+        yield tell
+
+
+def run_compare(given: Mapping[str, Any], loads: list[ServeBench]) -> int:
     """The command's exit code. `given` are its parameters by name; `loads` in the order in which they run."""
     from disagg.bench.serve.compare import CompareBench, both_systems, compare
     from disagg.bench.serve.served import served
@@ -89,7 +110,7 @@ def run_compare(
     config = configuration(dict(given))
     systems = both_systems(config, given["colocated_tp"])
     bench = CompareBench(systems, tuple(loads), given["check_equal"])
-    with progress as tell:
+    with progress() as tell:
         found = compare(bench, served, tell)
     _show(found, given["out"], given["as_json"])
     differ = found.equal is not None and bool(found.equal.differences)

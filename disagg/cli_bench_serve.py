@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -19,6 +17,7 @@ from disagg.cli_bench_compare import (
     RatesFlag,
     check_flags,
     parse_rates,
+    progress,
     run_compare,
 )
 from disagg.cli_run import (
@@ -36,7 +35,6 @@ from disagg.core.folders import make_folder
 from disagg.core.key_file import first_key
 
 if TYPE_CHECKING:
-    from disagg.bench.serve.load import Counts
     from disagg.bench.serve.report import Report
 
 _OPEN_FILES = 65536
@@ -229,8 +227,8 @@ def serve(
     loads = [load_of(one, seed + number) for number, one in enumerate(chosen)]
     _allow_open_files()
     if compare is not None:
-        return run_compare(given | {"model": model or None}, loads, _progress())
-    with _progress() as tell:
+        return run_compare(given | {"model": model or None}, loads)
+    with progress() as tell:
         report = run(loads[0], lambda counts, total: tell("requests", counts, total))
     _show(report, out, as_json)
     return 1 if report.summary.ok == 0 or (strict and report.summary.errors) else 0
@@ -257,28 +255,6 @@ def _allow_open_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, Counts | None, int | None], None]]:
-    """A bar while requests are under way; of unknown length in a closed loop that ends by time."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    words, state = TextColumn("{task.description}"), TextColumn("{task.fields[state]}")
-    columns = (words, BarColumn(), MofNCompleteColumn(), state, TimeElapsedColumn())
-    # Drawn twice a second only: it takes time from the client, and with it from its clock's truth.
-    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as progress:
-        task = progress.add_task("starting", total=None, state="")
-
-        def tell(what: str, counts: Counts | None, total: int | None) -> None:
-            ended, state = 0, ""
-            if counts is not None:
-                ended = counts.ended
-                state = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
-            progress.update(task, completed=ended, total=total, description=what, state=state)
-
-        yield tell
 
 
 def _show(report: Report, out: Path | None, print_json: bool) -> None:

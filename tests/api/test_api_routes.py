@@ -200,6 +200,15 @@ def test_logprobs_of_a_completion(server: ApiServer) -> None:
     assert {name: got[0][name] + got[1][name] for name in want} == want
 
 
+def test_tokens_of_logprobs_by_their_numbers(server: ApiServer) -> None:
+    """As vLLM names them: texts of two tokens may be the same."""
+    asked = {"max_tokens": 2, "logprobs": 1, "return_tokens_as_token_ids": True}
+    found = server.ask(**asked).json()["choices"][0]["logprobs"]
+    assert found["tokens"] == ["token_id:97", "token_id:98"]
+    assert found["top_logprobs"] == [{"token_id:97": -0.5}, {"token_id:98": -0.5}]
+    assert found["text_offset"] == [0, 1]
+
+
 def test_logprobs_of_a_chat(server: ApiServer) -> None:
     want = [
         {

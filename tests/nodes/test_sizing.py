@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.core.config import Config, GroupConfig, ModelConfig
+from disagg.core.config import ClusterConfig, Config, GroupConfig, ModelConfig
 from disagg.core.errors import ConfigError
 from disagg.groups import with_placement
+from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.collective import ThreadCollective
 from disagg.node import sizing
 from disagg.node.sizing import MemoryBudget, fill_memory
@@ -115,6 +116,38 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
     assert shared.prefill.mem_fraction == pytest.approx(0.2)
     assert shared.decode.mem_fraction == pytest.approx(0.125)
     assert with_placement(config, choose_placement(0, 2, 2)).prefill.mem_fraction == 0.8
+
+
+@pytest.mark.parametrize(
+    ("role", "largest"),
+    [
+        ("prefill", [(72, 24)]),
+        ("decode", [(95, 1)] * 3),
+        ("colocated", [(72, 24), (95, 1), (95, 1)]),  # one of the three rows has the chunk
+    ],
+)
+def test_the_largest_step_of_each_role(role: str, largest: list[tuple[int, int]]) -> None:
+    seen: list[tuple[int, int]] = []
+    runner: Any = SimpleNamespace(
+        req_to_token=ReqToTokenPool(3, 96),
+        spec=SimpleNamespace(state_tokens=0, whole_prompts=False),
+        states=None,
+        forward=lambda batch: seen.extend((one.start, len(one.tokens)) for one in batch.sequences),
+    )
+    sizing._run_largest(runner, GroupConfig(tp=1, chunk_tokens=24, max_batch=8, max_requests=3), role)
+    assert seen == largest
+    assert [runner.req_to_token.alloc() for _ in range(3)] == [0, 1, 2], "every row is free again"
+
+
+def test_the_plan_of_colocated_ranks() -> None:
+    model = ModelConfig(random_init="llama-3.1-8b")
+    split = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1))
+    both = Config(model=model, colocated=GroupConfig(tp=1), cluster=ClusterConfig(mode="colocated"))
+    [colocated], (_, decode) = plan_memory(both, 80 * GB), plan_memory(split, 80 * GB)
+    assert (colocated.role, colocated.budget.transfer_bytes) == ("colocated", 0)
+    assert colocated.budget.weights_bytes == decode.budget.weights_bytes
+    assert colocated.budget.work_bytes > decode.budget.work_bytes
+    assert colocated.pool_tokens > decode.pool_tokens, "no ring"
 
 
 def test_the_plan_of_a_known_model() -> None:

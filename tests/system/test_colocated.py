@@ -151,6 +151,19 @@ def test_sampling_is_that_of_the_split_system(checkpoints: Checkpoints) -> None:
                 assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+def test_a_group_tells_of_itself(checkpoints: Checkpoints) -> None:
+    prompts = random_prompts(30, 50)
+    with local_groups(colocated_config(2), checkpoints.source()) as groups:
+        groups.answers(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+        groups.settle()
+        rank = groups.groups["colocated"][0]
+        rank._loop.call(rank._report)
+        status = rank._leader.status()
+    assert (status.role, status.tokens_total) == ("colocated", 80 + 2 * TOKENS)
+    assert status.steps_total > TOKENS
+    assert (status.requests_running, status.pages_used, status.ranks[0].name) == (0, 0, "colocated r0")
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_pages_of_aborted_requests_are_never_used_again_too_early(checkpoints: Checkpoints, tp: int) -> None:
     """A third of the requests are cancelled, each when some message passes. The others are exact."""

@@ -53,7 +53,10 @@ class _Reply(msgspec.Struct):
 
 def ask_answers(bench: ServeBench) -> Answers:
     """Answers to the first prompts of the bench's load. Raises `DisaggError` unless all are answered."""
-    return asyncio.run(_ask_all(bench, replace(bench.workload, chat=False)))
+    try:
+        return asyncio.run(_ask_all(bench, replace(bench.workload, chat=False)))
+    except httpx.HTTPError as exc:
+        raise DisaggError(f"{bench.url}: answers are to be compared, but none came: {exc!r}") from exc
 
 
 def compare_answers(one: Answers, other: Answers) -> Equality:
