@@ -136,7 +136,7 @@ def test_the_largest_step_of_each_role(role: str, largest: list[tuple[int, int]]
     )
     sizing._run_largest(runner, GroupConfig(tp=1, chunk_tokens=24, max_batch=8, max_requests=3), role)
     assert seen == largest
-    assert [runner.req_to_token.alloc() for _ in range(3)] == [0, 1, 2], "every row is free again"
+    assert sorted(runner.req_to_token.alloc() for _ in range(3)) == [0, 1, 2], "every row is free again"
 
 
 def test_the_plan_of_colocated_ranks() -> None:
