@@ -76,9 +76,12 @@ class PrefillGroup:
 class KernelIndex:
     """What the attention kernels ask of a step: they find slots in the table themselves."""
 
-    queries: PackedQueries
+    rows: torch.Tensor
+    """int64 `[n]`: of the first `n` sequences, which are of one token each, so that query `i` is sequence `i`'s."""
     lengths: torch.Tensor
-    """int64 `[B]`: tokens of each sequence after the step."""
+    """int64 `[n]`: tokens of each of them after the step."""
+    chunks: PackedQueries
+    """All other sequences. A single token among them is a short chunk."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +179,10 @@ def _kernel_numbers(batch: StepBatch, firsts: list[int]) -> list[int]:
 
 def _kernel_index(batch: StepBatch, numbers: torch.Tensor) -> KernelIndex:
     rows, firsts, starts, counts, lengths = numbers.view(5, -1)
-    most = max(len(sequence.tokens) for sequence in batch.sequences)
-    return KernelIndex(PackedQueries(rows, firsts, starts, counts, most), lengths)
+    sizes = [len(sequence.tokens) for sequence in batch.sequences]
+    n = next((i for i, size in enumerate(sizes) if size > 1), len(sizes))
+    chunks = PackedQueries(rows[n:], firsts[n:], starts[n:], counts[n:], max(sizes[n:], default=0))
+    return KernelIndex(rows[:n], lengths[:n], chunks)
 
 
 def _decode_groups(batch: StepBatch, firsts: list[int], table: ReqToTokenPool) -> tuple[DecodeGroup, ...]:

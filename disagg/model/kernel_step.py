@@ -43,7 +43,7 @@ def use_kernels(
 class KernelStep:
     """As `PagedStep`: writes K and V to the pool by slot, then attends to what the pool holds.
 
-    A step of single tokens is split over the context; in any other, a single token is a short chunk.
+    The single tokens that a step begins with are split over the context; later ones are short chunks.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class KernelStep:
         if self._on_layer is not None:
             self._on_layer(layer)
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-        queries = self._index.queries
-        if queries.most == 1:  # so that query i is sequence i's
-            decode_attention(q, kv, self._table, queries.rows, self._index.lengths, params, out)
-        else:
-            prefill_attention(q, kv, self._table, queries, params, out)
+        index, n = self._index, self._index.rows.shape[0]
+        if n:
+            decode_attention(q[:n], kv, self._table, index.rows, index.lengths, params, out[:n])
+        if index.chunks.most:
+            prefill_attention(q, kv, self._table, index.chunks, params, out)
         return out

@@ -18,6 +18,8 @@ from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ra
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
+from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.batch import SequenceSlice, StepBatch, build_index
 from disagg.model.collective import ThreadCollective
 from disagg.model.unsplit import generate_unsplit
 from kernels.dispatch import INTERPRETED
@@ -63,6 +65,30 @@ def test_they_run_in_the_interpreter() -> None:
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "decoded"),
+    [((1, 1, 1), 3), ((1, 1, 5, 1), 2), ((4, 1), 0), ((1,), 1)],
+)
+def test_single_tokens_before_chunks_are_split_over_their_context(
+    sizes: tuple[int, ...], decoded: int
+) -> None:
+    """In a step of both, a running answer must not wait for one program that goes over all of its context."""
+    table = ReqToTokenPool(len(sizes), 32)
+    rows = [table.alloc() for _ in sizes]
+    for row in rows:
+        table.set_slots(row, 0, list(range(32)))
+    slices = [SequenceSlice(row, 9 + row, (0,) * size) for row, size in zip(rows, sizes, strict=True)]
+    index = build_index(StepBatch(tuple(slices)), table, kernels=True).kernels
+    assert index is not None
+    assert index.rows.tolist() == rows[:decoded]
+    assert index.lengths.tolist() == [one.stop for one in slices[:decoded]]
+    assert index.chunks.rows.tolist() == rows[decoded:]
+    assert index.chunks.firsts.tolist() == [sum(sizes[:i]) for i in range(decoded, len(sizes))]
+    assert index.chunks.starts.tolist() == [one.start for one in slices[decoded:]]
+    assert index.chunks.counts.tolist() == list(sizes[decoded:])
+    assert index.chunks.most == max(sizes[decoded:], default=0)
 
 
 def test_without_a_gpu_torch_does_it_unless_triton_is_asked_for(checkpoint: Checkpoint) -> None:
