@@ -32,8 +32,8 @@ from kernels.layer_kv import LayerKV
 _MAX_SPLITS = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 16
 """Enough that the last programs to end leave few multiprocessors idle; a split less costs nothing but that."""
-_MAX_GROUP_ROWS = 64
-"""Query heads of one program; more of one KV head take further programs."""
+_MAX_GROUP_ROWS = {torch.float32: 16}
+"""Query heads of one program, 64 in 16 bits; more of one KV head take further programs."""
 _COMBINED_ELEMENTS = 4096
 """Of partial outputs that a program of the second kernel holds at a time."""
 
@@ -48,22 +48,19 @@ class DecodeTile:
     """Blocks of tokens under way: the loads of one beside the arithmetic of another."""
 
 
-def tile_of(element_bytes: int, head_dim: int) -> DecodeTile:
-    """By the size of a head in the pool, so that K and V of all stages fit in shared memory several times."""
-    head_bytes = element_bytes * block_of(head_dim)
-    if element_bytes == 4:
-        return DecodeTile(tokens=32 if head_bytes <= 512 else 16, stages=2)
-    return DecodeTile(tokens=64 if head_bytes <= 256 else 32)
+def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int) -> DecodeTile:
+    """By the queries' type, and an element and a head in the pool: a multiprocessor has room for several programs."""
+    if dtype == torch.float32:  # no tensor cores
+        return DecodeTile(tokens=16, stages=2)
+    if element_bytes == 1:
+        return DecodeTile(tokens=32, stages=5)
+    return DecodeTile(tokens=64 if head_dim <= 128 else 32)
 
 
 def splits_of(sequences: int, kv_heads: int, max_tokens: int, device: torch.device, block_tokens: int) -> int:
-    """How many splits fill the device, whatever the lengths will be; a power of two, so that few kernels compile."""
-    wanted = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) / max(1, sequences * kv_heads)
-    most = min(_MAX_SPLITS, -(-max_tokens // block_tokens))
-    splits = 1
-    while splits < wanted and splits * 2 <= most:
-        splits *= 2
-    return splits
+    """How many splits fill the device, whatever the lengths will be."""
+    wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // max(1, sequences * kv_heads))
+    return max(1, min(wanted, _MAX_SPLITS, -(-max_tokens // block_tokens)))
 
 
 def decode_attention(
@@ -98,13 +95,13 @@ def decode_attention(
     if n == 0:
         return
     kv_heads, v_dim = kv.k.shape[1], out.shape[2]
-    tile = tile or tile_of(kv.k.element_size(), max(k_dim, v_dim))
+    tile = tile or tile_of(q.dtype, kv.k.element_size(), max(k_dim, v_dim))
     splits = splits or splits_of(n, kv_heads, table.shape[1], q.device, tile.tokens)
     partial = lse = None
     if splits > 1:
         partial = torch.empty(n, q_heads, splits, v_dim, dtype=torch.float32, device=q.device)
         lse = torch.empty(n, q_heads, splits, dtype=torch.float32, device=q.device)
-    block_rows = min(_MAX_GROUP_ROWS, block_of(group))
+    block_rows = min(_MAX_GROUP_ROWS.get(q.dtype, 64), block_of(group))
     parts = -(-group // block_rows)
     with on_device(q):
         _decode_kernel[(kv_heads * parts, splits, n)](
@@ -125,10 +122,10 @@ def decode_attention(
             params.scaling,
             params.softcap,
             params.window_tokens or None,
+            splits,
             KV_HEADS=kv_heads,
             GROUP=group,
             PARTS=parts,
-            SPLITS=splits,
             K_DIM=k_dim,
             V_DIM=v_dim,
             **kv.strides(),
@@ -150,10 +147,10 @@ def decode_attention(
                 params.sinks,
                 out,
                 params.window_tokens or None,
-                SPLITS=splits,
+                splits,
                 V_DIM=v_dim,
                 BLOCK_TOKENS=tile.tokens,
-                BLOCK_SPLITS=min(splits, max(1, _COMBINED_ELEMENTS // block_v)),
+                BLOCK_SPLITS=max(1, _COMBINED_ELEMENTS // block_v),
                 BLOCK_V=block_v,
                 enable_fp_fusion=True,
             )
@@ -167,18 +164,18 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _visible(lengths, sequence, window, SPLITS: tl.constexpr, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _visible(lengths, sequence, window, splits, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """First visible token, the sequence's length, tokens of a split (whole blocks)."""
     length = tl.load(lengths + sequence).to(tl.int32)
     low = 0
     if window is not None:
         low = tl.maximum(length - window, 0)
-    split_tokens = tl.cdiv(tl.cdiv(length - low, SPLITS), BLOCK_TOKENS) * BLOCK_TOKENS
+    split_tokens = tl.cdiv(tl.cdiv(length - low, splits), BLOCK_TOKENS) * BLOCK_TOKENS
     return low, length, split_tokens
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "lengths"]
+    do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["rows", "lengths"]
 )
 def _decode_kernel(  # type: ignore[no-untyped-def]
     # tensors
@@ -202,11 +199,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     scaling,
     softcap,
     window,
+    splits,
     # meta
     KV_HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
     PARTS: tl.constexpr,  # noqa: N803
-    SPLITS: tl.constexpr,  # noqa: N803
     K_DIM: tl.constexpr,  # noqa: N803
     V_DIM: tl.constexpr,  # noqa: N803
     SLOT_STRIDE: tl.constexpr,  # noqa: N803
@@ -221,10 +218,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):
     # Heads run fastest: those of one token lie side by side in memory and are read at about the same time.
     head, split, sequence = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    low, length, split_tokens = _visible(lengths, sequence, window, SPLITS, BLOCK_TOKENS)
+    low, length, split_tokens = _visible(lengths, sequence, window, splits, BLOCK_TOKENS)
     first = low + split * split_tokens
     last = tl.minimum(first + split_tokens, length)
-    if SPLITS > 1 and first >= last:
+    if partial is not None and first >= last:
         return  # the second kernel knows as well that this split is empty
 
     member = (tl.program_id(0) % PARTS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -268,8 +265,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
     out_row = sequence * (KV_HEADS * GROUP) + q_head
     mask = real[:, None] & (v_element < V_DIM)[None, :]
-    if SPLITS > 1:
-        place = out_row * SPLITS + split
+    if partial is not None:
+        place = out_row * splits + split
         tl.store(
             partial + place[:, None] * V_DIM + v_element[None, :], values_sum / total[:, None], mask=mask
         )
@@ -287,7 +284,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window"], do_not_specialize_on_alignment=["lengths"]
+    do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["lengths"]
 )
 def _combine_kernel(  # type: ignore[no-untyped-def]
     # tensors
@@ -298,15 +295,15 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     out,
     # what the layer asks for
     window,
+    splits,
     # meta
-    SPLITS: tl.constexpr,  # noqa: N803
     V_DIM: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_SPLITS: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
     q_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    low, length, split_tokens = _visible(lengths, sequence, window, SPLITS, BLOCK_TOKENS)
+    low, length, split_tokens = _visible(lengths, sequence, window, splits, BLOCK_TOKENS)
     used = tl.cdiv(length - low, tl.maximum(split_tokens, 1))  # the others were not written
     row = sequence * tl.num_programs(0) + q_head
     element = tl.arange(0, BLOCK_V)
@@ -319,7 +316,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, used, BLOCK_SPLITS):
         split = start + tl.arange(0, BLOCK_SPLITS)
         inside = split < used
-        place = row * SPLITS + split
+        place = row * splits + split
         level = tl.load(lse + place, mask=inside, other=float("-inf"))
         found = tl.load(
             partial + place[:, None] * V_DIM + element[None, :],

@@ -63,7 +63,7 @@ class PackedQueries:
 def prefill_tile_of(dtype: torch.dtype, rows: int, head_dim: int) -> PrefillTile:
     """By the queries' type, by how many rows a sequence has at most, and by the size of a head."""
     if dtype == torch.float32:  # no tensor cores: small tiles, whose sums fit in registers
-        return PrefillTile(rows=32, tokens=32, warps=4, stages=2)
+        return PrefillTile(rows=32 if head_dim <= 128 else 16, tokens=16, stages=2)
     if rows <= 32:
         return PrefillTile(rows=16 if rows <= 16 else 32, warps=4)
     if rows <= 64 or head_dim > 128:

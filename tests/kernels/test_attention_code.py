@@ -14,7 +14,7 @@ from kernels.decode_attention import _combine_kernel, _decode_kernel, tile_of
 from kernels.kv_write import _write_kernel
 from kernels.prefill_attention import PrefillTile, _prefill_kernel
 
-HEADS, GROUP, DIM, SPLITS = 8, 4, 128, 8
+HEADS, GROUP, DIM = 8, 4, 128
 TENSORS = {"rows": torch.int64, "lengths": torch.int64, "table": torch.int32}
 
 
@@ -43,7 +43,7 @@ def layer(window: int | None, softcap: float | None) -> dict[str, Any]:
 
 def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: Any) -> str:
     kv, strides = pool(storage, scaled=storage.itemsize == 1)
-    tile = tile_of(storage.itemsize, DIM)
+    tile = tile_of(dtype, storage.itemsize, DIM)
     arguments = {
         "q": dtype,
         **kv,
@@ -54,7 +54,8 @@ def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: An
         **dict.fromkeys(("out",), dtype),
         **dict.fromkeys(("partial", "lse"), torch.float32),
         **layer(more.get("window"), more.get("softcap")),
-        **{"KV_HEADS": HEADS, "GROUP": GROUP, "PARTS": 1, "SPLITS": SPLITS, "K_DIM": DIM, "V_DIM": DIM},
+        "splits": 5,
+        **{"KV_HEADS": HEADS, "GROUP": GROUP, "PARTS": 1, "K_DIM": DIM, "V_DIM": DIM},
         **strides,
         **{"FP8": fp8, "BLOCK_ROWS": 16, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
     }
@@ -77,8 +78,14 @@ def test_decode_in_float32_is_exact() -> None:
 
 def test_the_second_kernel_compiles() -> None:
     tensors = dict.fromkeys(("partial", "lse"), torch.float32)
-    others = {"lengths": torch.int64, "sinks": torch.bfloat16, "out": torch.bfloat16, "window": 100}
-    constants = {"SPLITS": 128, "V_DIM": 96, "BLOCK_TOKENS": 64, "BLOCK_SPLITS": 32, "BLOCK_V": 128}
+    others = {
+        "lengths": torch.int64,
+        "sinks": torch.bfloat16,
+        "out": torch.bfloat16,
+        "window": 100,
+        "splits": 128,
+    }
+    constants = {"V_DIM": 96, "BLOCK_TOKENS": 64, "BLOCK_SPLITS": 32, "BLOCK_V": 128}
     compiled(_combine_kernel, {**tensors, **others, **constants}, num_warps=4)
 
 

@@ -121,7 +121,7 @@ def test_replays_in_a_cuda_graph_with_other_lengths() -> None:
 def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.decode_attention._multiprocessors", lambda device: 132)
     device = torch.device("cuda")
-    assert splits_of(64, 8, 4096, device, 64) == 8
+    assert splits_of(64, 8, 4096, device, 64) == 5
     assert splits_of(1, 8, 1 << 17, device, 64) == 128
     assert splits_of(1, 8, 512, device, 64) == 8  # no split without a block of tokens
     assert splits_of(1024, 8, 4096, device, 64) == 1
