@@ -36,14 +36,14 @@ def reference_answers(
 ) -> Reference:
     """What the same model answers in one process, greedily.
 
-    A checkpoint is asked through Hugging Face's `generate()`; random weights, which have no checkpoint, through
-    our own engine unsplit. `advance` is called after each prompt.
+    A checkpoint is asked through Hugging Face's `generate()`; random weights, which have no checkpoint, and quantized
+    KV, which Hugging Face has not, through our own engine unsplit. `advance` is called after each prompt.
     """
     source = make_source(config)
     device = resolve_device(config.decode.device)
     dtype = resolve_dtype(config.model.dtype, source, device)
     where = f"({str(dtype).removeprefix('torch.')} on {device.type}, one process)"
-    if source.directory is not None:
+    if source.directory is not None and config.model.kv_dtype == "auto":
         answers = _hugging_face(source, prompts, sampling, device, dtype, advance)
         return Reference(f"Hugging Face generate() {where}", answers)
     return Reference(

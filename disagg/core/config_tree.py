@@ -24,6 +24,7 @@ Device = Literal["auto", "cpu", "cuda"]
 CollectiveName = Literal["auto", "gloo", "nccl"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton"]
+KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 TransportName = Literal["ucx", "inproc"]
 PolicyName = Literal["least_loaded", "round_robin"]
 Calibrate = Literal["auto", "always", "off"]
@@ -43,10 +44,14 @@ class ModelConfig(Section, frozen=True):
     """Seed of the random weights; prefill and decode groups must use the same."""
     attention: AttentionName = "auto"
     """Who does attention. auto: the Triton kernels on a GPU, for models that they can do, else torch."""
+    kv_dtype: KVDTypeName = "auto"
+    """How KV is stored and moved. auto: in the model's own type; else in 8 bits, with a scale for each head of each
+    token: half of the memory and of the wire, and answers that differ a little."""
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTypeName)
         self._one_of("attention", AttentionName)
+        self._one_of("kv_dtype", KVDTypeName)
         self._at_least(0, "seed")
         self._needs(
             not (self.path and self.random_init),

@@ -34,13 +34,19 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
-    """The type of weights and KV: as asked; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
+    """The type of weights and activations: as asked; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cpu":
         return torch.float32
     own = getattr(source.config, "dtype", None)
     return next((dtype for dtype in _DTYPES.values() if dtype == own), torch.bfloat16)
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of KV in a model of `dtype`; see `ModelConfig.kv_dtype`."""
+    found: torch.dtype = dtype if name == "auto" else getattr(torch, name)
+    return found
 
 
 def make_source(config: Config) -> ModelSource:
@@ -81,5 +87,6 @@ def make_runner(
         page_size=group.page_size,
         rows=group.max_requests,
         max_tokens=min(group.max_context_tokens, context_tokens),
+        kv_dtype=resolve_kv_dtype(config.model.kv_dtype, dtype),
         attention=config.model.attention,
     )

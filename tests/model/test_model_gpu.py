@@ -40,12 +40,13 @@ def no_synchronization() -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("attention", ["torch", "triton"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_equals_generate_on_the_gpu(name: str, checkpoint: Checkpoint) -> None:
+def test_greedy_equals_generate_on_the_gpu(name: str, attention: str, checkpoint: Checkpoint) -> None:
     plain = load_plain(checkpoint(name)).to("cuda")
     expected = [plain_greedy(plain, prompt, ANSWER_TOKENS) for prompt in prompts()]
     for chunk_tokens in (512, 13):
-        runner = make_runner(checkpoint(name), device="cuda")
+        runner = make_runner(checkpoint(name), device="cuda", attention=attention)
         assert generate_unsplit(runner, prompts(), GREEDY, chunk_tokens=chunk_tokens) == expected
 
 
