@@ -154,8 +154,8 @@ def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
 
 def one_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
     """The index of a step of one token for each request; int64 `[n]` both. Launches only."""
-    firsts = torch.arange(len(rows), device=rows.device)
-    return KernelIndex(PackedQueries(rows, firsts, positions, torch.ones_like(rows), 1), positions + 1)
+    nothing = rows[:0]
+    return KernelIndex(rows, positions + 1, PackedQueries(nothing, nothing, nothing, nothing, 0))
 
 
 def _first_indices(batch: StepBatch) -> list[int]:
