@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 import structlog
 import torch
 
-from decode_node.scheduler import DecodeRequest, DecodeScheduler, DecodeStatistics
-from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestError, error_from_code
+from decode_node.request import DecodeRequest
+from decode_node.scheduler import DecodeScheduler, DecodeStatistics
+from disagg.core.errors import (
+    BusyError,
+    DisaggError,
+    PeerLostError,
+    RequestError,
+    TransportError,
+    error_from_code,
+)
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.model.next_tokens import next_tokens
@@ -40,6 +48,13 @@ class DecodeLeader(Leader):
         self._eos_ids = tuple(eos_ids)
         self._prefill_leaders: dict[str, str] = {}
         """Control address of each linked prefill group's leader."""
+        self._step_began_s = 0.0
+
+    def join(self, group: GroupInfo) -> None:
+        """The group is complete: all of its ranks have as much host memory for preempted requests."""
+        super().join(group)
+        with self._changed:
+            self._scheduler.join(min(rank.swap_blocks for rank in group.ranks))
 
     def link(self, other: GroupInfo) -> None:
         """Requests may come from this prefill group."""
@@ -56,17 +71,19 @@ class DecodeLeader(Leader):
             self._changed.notify_all()
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """A step ended: samples every request's next token and streams it.
+        """A step ended: samples the next token of every request that is computed to its end, and streams it.
 
         `logits`: float32 `[len(plan.work), vocab]`.
         """
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
-        rows = [Row(request.sampling, request.tokens, request.history) for request in requests]
-        found = next_tokens(logits, rows, self._eos_ids)
+            ended = [i for i, r in enumerate(requests) if plan.work[i].span.stop == r.known_tokens]
+        rows = [Row(requests[i].sampling, requests[i].tokens, requests[i].history) for i in ended]
+        whole = len(ended) == len(requests)
+        found = next_tokens(logits if whole else logits[ended], rows, self._eos_ids) if ended else []
         generated = 0
         with self._changed:
-            for request, chosen in zip(requests, found, strict=True):
+            for request, chosen in zip((requests[i] for i in ended), found, strict=True):
                 if request.closing:
                     continue
                 if isinstance(chosen, RequestError):
@@ -75,6 +92,7 @@ class DecodeLeader(Leader):
                     request.tokens.append(chosen.token)
                     generated += 1
                     self._emit(request, len(request.tokens) - 1, [chosen.token], chosen.logprobs)
+            self._observe_step(plan)
             for request in self._scheduler.commit(plan):
                 self._tell_released(request)
             self._reports.step_ended(generated)
@@ -92,12 +110,15 @@ class DecodeLeader(Leader):
 
     def _scheduled(self) -> Scheduled:
         found = self._scheduler.statistics()
-        return Scheduled(0, found.receiving + found.running, found.closing, found.memory)
+        preemptions = found.recomputed_total + found.swapped_total
+        running = found.receiving + found.running
+        return Scheduled(found.preempted, running, found.closing, found.memory, preemptions)
 
     def _requests(self) -> Iterable[DecodeRequest]:
         return list(self._scheduler.requests.values())
 
     def _next_step(self) -> StepPlan | None:
+        self._step_began_s = self._clock()
         return self._scheduler.next_step()
 
     def _on_message(self, peer: str, message: m.Message) -> None:
@@ -119,6 +140,9 @@ class DecodeLeader(Leader):
                 if request := self._current(message.key, message.ticket):
                     request.landed_ranks.add(message.rank)
                     self._maybe_start(request)
+            case m.Swapped():
+                if request := self._current(message.key, message.ticket):
+                    self._swapped(request, message)
             case m.RankFailed():
                 if request := self._current(message.key, message.ticket):
                     self._fail(request, error_from_code(message.code, message.message))
@@ -149,7 +173,7 @@ class DecodeLeader(Leader):
             check_request(message.prompt, message.sampling, self._spec)
             request = self._scheduler.reserve(
                 message.key,
-                len(message.prompt),
+                message.prompt,
                 message.sampling,
                 router=router,
                 prefill_group=message.prefill_group,
@@ -159,8 +183,22 @@ class DecodeLeader(Leader):
             self._refuse(router, message.key, error)
             return
         request.history = history_of(message.prompt, message.sampling)
-        assert request.holding is not None, "a new reservation holds its memory"
         self._to_ranks(m.OpenReceive(request.ticket, request.holding.pages, message.prefill_group))
+
+    def _swapped(self, request: DecodeRequest, message: m.Swapped) -> None:
+        pressure = self._scheduler.pressure
+        if message.error:
+            self._fail(request, TransportError(f"{request.key} could not be preempted: {message.error}"))
+        else:
+            pressure.rates = pressure.rates.copied(len(request.holding.pages), message.seconds)
+        self._scheduler.swapped(request, message.rank)
+        self._tell_released(request)
+
+    def _observe_step(self, plan: StepPlan) -> None:
+        tokens = sum(len(work.tokens) for work in plan.work if len(work.tokens) > 1)
+        if tokens:
+            pressure = self._scheduler.pressure
+            pressure.rates = pressure.rates.computed(tokens, self._clock() - self._step_began_s)
 
     def _maybe_start(self, request: DecodeRequest) -> None:
         """All KV and the first token are here: the next step takes the request, unless it has ended already."""

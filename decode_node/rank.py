@@ -5,16 +5,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from decode_node.costs import Rates
 from decode_node.leader import DecodeLeader
 from decode_node.receiver import SegmentReceiver
 from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import GroupInfo, RankInfo
+from disagg.node.device import mark
 from disagg.node.ledger import Ledger
 from disagg.node.links import Link, make_link
-from disagg.node.plan import StepPlan
+from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode, aligned
+from disagg.node.swap import Swapper, block_pages, page_bytes, swap_bytes
 from transport import messages as m
 from transport.base import Transport
 from transport.tags import TICKET_NUMBERS
@@ -25,10 +28,22 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
 
     role: ClassVar[str] = "decode"
 
+    def __init__(self, **arguments: Any) -> None:
+        """As `RankNode`."""
+        super().__init__(**arguments)
+        group = self.group_config
+        self._swapper = Swapper(
+            self.runner.pool,
+            self.runner.shard,
+            group.page_size,
+            block_pages=self._block_pages(),
+            nbytes=0 if group.preemption == "recompute" else swap_bytes(group.swap_bytes, self.runner.device),
+            done=self._swapped,
+        )
+
     def _make_leader(self) -> DecodeLeader:
         group, spec = self.group_config, self.runner.spec
-        pool_tokens = self.runner.pool.slots - group.page_size  # without the trash page
-        ledger = Ledger(pool_tokens=pool_tokens, page_size=group.page_size, rows=group.max_requests)
+        ledger = Ledger(pool_tokens=self._pool_tokens(), page_size=group.page_size, rows=group.max_requests)
         scheduler = DecodeScheduler(
             ledger,
             group=self.name,
@@ -37,6 +52,12 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
             # Not from 0: what an earlier life of this group left on the wire must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
+            chunk_tokens=group.chunk_tokens,
+            rates=Rates.of(page_bytes(spec.layout, group.ranks, group.page_size)),
+            preemption=group.preemption,
+            watermark=group.watermark,
+            block_pages=self._block_pages(),
+            whole_prompts=spec.whole_prompts,
             state_tokens=spec.state_tokens,
             has_kv=spec.has_attention,
         )
@@ -85,7 +106,29 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
         return None
 
     def _step(self, plan: StepPlan) -> None:
-        with self.timeline.span("decode", self.lane):
-            logits = self._forward(plan)
-            if self._leader is not None:
-                self._leader.commit(plan, logits)
+        if plan.swaps:
+            marker = mark(self.runner.device)
+            for swap in plan.swaps:
+                self._swapper.order(swap, marker)
+        if plan.work:
+            with self.timeline.span("decode", self.lane):
+                logits = self._forward(plan)
+                if self._leader is not None:
+                    self._leader.commit(plan, logits)
+
+    def _swapped(self, swap: Swap, seconds: float, error: str) -> None:
+        self._to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))
+
+    def _swap_blocks(self) -> int:
+        return self._swapper.blocks
+
+    def _end_copies(self) -> None:
+        self._swapper.stop()
+
+    def _pool_tokens(self) -> int:
+        return self.runner.pool.slots - self.group_config.page_size  # without the trash page
+
+    def _block_pages(self) -> int:
+        group = self.group_config
+        pages = self._pool_tokens() // group.page_size
+        return block_pages(self.runner.spec.layout, group.ranks, group.page_size, pages)

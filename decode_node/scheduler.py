@@ -1,53 +1,31 @@
 """Decides what the decode group holds and computes. Pure: no threads, no clocks, no I/O.
 
-Who owns a request's row and pages (its holding), and who frees them:
+Who owns a request's row, pages and host blocks, and who frees them:
 
-    [reserve, settled)     the request: from the ticket on, segments may be scattered into its pages at any time
-    settled                `_settle` frees: the request is closing, no step that computes it is running, and
-                           every rank has confirmed that no segment can land any more (`rank_closed`)
+    [reserve, settled)     the request: from the ticket on, segments may be scattered into its pages at any time; when
+                           all ranks have landed, its pages may be taken from it and given back (`Pressure`)
+    settled                `_settle` frees: the request is closing, no step that computes it is running, no rank
+                           copies its pages, and every rank has confirmed that no segment can land any more
+                           (`rank_closed`)
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from decode_node.costs import Rates
+from decode_node.pressure import Pressure
+from decode_node.request import DecodeRequest, Place
+from disagg.core.config import Preemption
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
-from disagg.model.penalties import TokenHistory
-from disagg.node.ledger import Holding, Ledger, LedgerStatistics
+from disagg.kv.host_blocks import HostBlocks, HostStatistics
+from disagg.node.ledger import Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
 from transport.tags import TICKET_NUMBERS
-
-
-@dataclass(slots=True, eq=False)
-class DecodeRequest:
-    """One request on the decode side."""
-
-    key: RequestKey
-    ticket: Ticket
-    prompt_tokens: int
-    sampling: SamplingParams
-    router: str
-    prefill_group: str
-    deadline_s: float
-    """On the leader's clock."""
-    holding: Holding | None
-    """None once freed."""
-    tokens: list[int] = field(default_factory=list)
-    """The answer so far; the first one comes from the prefill group."""
-    history: TokenHistory | None = None
-    """For penalties; the compute thread's. None when the request has none."""
-    joined: bool = False
-    """Its pages are in every rank's request-to-token table."""
-    in_step: bool = False
-    """A step that computes it is running: nothing of it may be freed."""
-    closing: bool = False
-    release_asked: bool = False
-    """The router waits to hear that nothing of it is left."""
-    opened_ranks: set[int] = field(default_factory=set)
-    landed_ranks: set[int] = field(default_factory=set)
-    closed_ranks: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +35,24 @@ class DecodeStatistics:
     receiving: int
     """Reserved, but not all KV or not the first token is here."""
     running: int
+    preempted: int
+    """Without pages, or on their way out or back."""
     closing: int
     memory: LedgerStatistics
+    host: HostStatistics
+    recomputed_total: int
+    """Preemptions by recomputation, since the start."""
+    swapped_total: int
+    """Preemptions by a copy to host memory."""
+    swapped_pages_total: int
+    """Pages copied there."""
 
 
 class DecodeScheduler:
-    """Continuous batching: every request whose KV has landed takes part in every step, up to `max_batch`."""
+    """Continuous batching: every request whose KV has landed takes part in every step, up to `max_batch`.
+
+    A request holds pages for the tokens that it has. When they run out, see `Pressure`.
+    """
 
     def __init__(
         self,
@@ -73,12 +63,19 @@ class DecodeScheduler:
         max_batch: int,
         max_context_tokens: int,
         first_ticket: int,
+        chunk_tokens: int,
+        rates: Rates,
+        preemption: Preemption = "auto",
+        watermark: float = 0.0,
+        block_pages: int = 1,
+        whole_prompts: bool = False,
         state_tokens: int = 0,
         has_kv: bool = True,
     ) -> None:
         """`state_tokens`: a recurrent state lands in the answer's place, as if it were this many tokens.
 
-        Without KV (`has_kv`) nothing else lands.
+        Without KV (`has_kv`) nothing else lands. At most `chunk_tokens` tokens are computed again in a step; with
+        `whole_prompts` all of a request, however many. `block_pages`: see `HostBlocks`.
         """
         self._ledger = ledger
         self._group = group
@@ -87,24 +84,68 @@ class DecodeScheduler:
         self._max_tokens = min(max_context_tokens, ledger.capacity_tokens)
         self._state_tokens = state_tokens
         self._has_kv = has_kv
+        self._chunk_tokens, self._whole_prompts = chunk_tokens, whole_prompts
         self._numbers = itertools.count(first_ticket)
         self._step = 0
         self.requests: dict[RequestKey, DecodeRequest] = {}
+        self.pressure = Pressure(
+            ledger,
+            self.requests,
+            ranks=ranks,
+            preemption=preemption,
+            watermark=watermark,
+            rates=rates,
+            block_pages=block_pages,
+            has_kv=has_kv,
+        )
+
+    def join(self, host_blocks: int) -> None:
+        """The group is complete: each of its ranks has at least so many blocks of host memory."""
+        self.pressure.host = HostBlocks(host_blocks, self.pressure.host.block_pages)
 
     def reserve(
         self,
         key: RequestKey,
-        prompt_tokens: int,
+        prompt: Sequence[int],
         sampling: SamplingParams,
         *,
         router: str,
         prefill_group: str,
         deadline_s: float,
     ) -> DecodeRequest:
-        """Sets a row and every page aside that prompt and answer can need. Raises `PromptTooLongError`, `BusyError`.
+        """Sets a row and every page aside that is received. Raises `PromptTooLongError`, `BusyError`.
 
-        The whole answer is reserved too: a request that was admitted can never run out of pages while it decodes.
+        Pages for the answer come later, one at a time; a request that could not even have them alone is refused.
         """
+        self._require_fits(len(prompt), sampling)
+        landing = len(prompt) + self._state_tokens
+        holding = self._ledger.reserve(landing) if self.pressure.admits(landing) else None
+        if holding is None:
+            memory = self._ledger.statistics()
+            raise BusyError(
+                f"the decode group has no room for {landing} tokens more now ({memory.pages.free_pages} pages and "
+                f"{memory.free_rows} rows are free, {self.statistics().preempted} requests wait for pages)"
+            )
+        age = next(self._numbers)
+        tokens = Span(0 if self._has_kv else len(prompt), landing)
+        ticket = Ticket(key, age % TICKET_NUMBERS, self._group, tokens, holding.row, tuple(holding.pages))
+        request = DecodeRequest(
+            key,
+            ticket,
+            age,
+            array("i", prompt),
+            sampling,
+            router,
+            prefill_group,
+            deadline_s,
+            holding,
+            computed_tokens=len(prompt),
+            holds_state=self._state_tokens > 0,
+        )
+        self.requests[key] = request
+        return request
+
+    def _require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
         total = prompt_tokens + sampling.max_tokens
         if total > self._max_tokens:
             raise PromptTooLongError(
@@ -112,29 +153,12 @@ class DecodeScheduler:
                 f"group, which takes {self._max_tokens} in all: raise decode.max_context_tokens or "
                 f"decode.pool_tokens, or shorten them"
             )
-        landing = prompt_tokens + self._state_tokens
-        if landing > self._ledger.capacity_tokens:
+        if prompt_tokens + self._state_tokens > self._ledger.capacity_tokens:
             raise PromptTooLongError(
                 f"prompt of {prompt_tokens} tokens, with the {self._state_tokens} that its recurrent state takes, "
                 f"does not fit the decode group's pool of {self._ledger.capacity_tokens}: raise decode.pool_tokens, "
                 f"or shorten it"
             )
-        total = max(total, landing)
-        holding = self._ledger.reserve(total)
-        if holding is None:
-            memory = self._ledger.statistics()
-            raise BusyError(
-                f"the decode group has no room for {total} tokens now ({memory.pages.free_pages} pages and "
-                f"{memory.free_rows} rows are free)"
-            )
-        number = next(self._numbers) % TICKET_NUMBERS
-        tokens = Span(0 if self._has_kv else prompt_tokens, landing)
-        ticket = Ticket(key, number, self._group, tokens, holding.row, tuple(holding.pages))
-        request = DecodeRequest(
-            key, ticket, prompt_tokens, sampling, router, prefill_group, deadline_s, holding
-        )
-        self.requests[key] = request
-        return request
 
     def rank_opened(self, request: DecodeRequest, rank: int) -> bool:
         """A rank is ready to receive. True when that made it all ranks: the ticket may be given out."""
@@ -143,27 +167,32 @@ class DecodeScheduler:
         return not known and len(request.opened_ranks) == self._ranks
 
     def next_step(self) -> StepPlan | None:
-        """One token of each request whose KV is here; None when there is none."""
-        work: list[Work] = []
-        for request in self.requests.values():
-            if self._ready(request):
-                work.append(self._next_token(request))
-            if len(work) == self._max_batch:
-                break
-        if not work:
+        """One token of each request whose KV is here, a chunk of each that is computed again; None without either."""
+        self.pressure.resume()
+        turn = self._turn()
+        work = [self._work(request, turn[request]) for request in self.pressure.make_room(list(turn))]
+        swaps = self.pressure.take_orders()
+        if not work and not swaps:
             return None
         self._step += 1
-        return StepPlan(self._step, work)
+        return StepPlan(self._step, work, swaps)
 
     def commit(self, plan: StepPlan) -> list[DecodeRequest]:
         """A step ended; returns, in the plan's order, its requests (closing ones too: their token is void)."""
         requests = [self.requests[work.key] for work in plan.work]
-        for request in requests:
+        for request, work in zip(requests, plan.work, strict=True):
             request.in_step = False
+            request.computed_tokens = work.span.stop
+            self._give_back_state(request)
             # Moved behind the others, so that with more requests than `max_batch` each has its turn.
             self.requests[request.key] = self.requests.pop(request.key)
             self._settle(request)
         return requests
+
+    def swapped(self, request: DecodeRequest, rank: int) -> None:
+        """A rank has copied the request's pages, or cannot."""
+        self.pressure.swapped(request, rank)
+        self._settle(request)
 
     def close(self, request: DecodeRequest) -> bool:
         """Starts the end of a request. True when the ranks must be told; False when they were told before."""
@@ -179,41 +208,67 @@ class DecodeScheduler:
 
     def statistics(self) -> DecodeStatistics:
         """Counts at this moment."""
-        requests = self.requests.values()
+        requests = [r for r in self.requests.values() if not r.closing]
+        running = sum(map(self.pressure.runs, requests))
+        preempted = sum(r.place is not Place.RESIDENT for r in requests)
+        counts = self.pressure.counts
         return DecodeStatistics(
-            receiving=sum(not self._ready(r) and not r.closing for r in requests),
-            running=sum(self._ready(r) for r in requests),
-            closing=sum(r.closing for r in requests),
+            receiving=len(requests) - running - preempted,
+            running=running,
+            preempted=preempted,
+            closing=len(self.requests) - len(requests),
             memory=self._ledger.statistics(),
+            host=self.pressure.host.statistics(),
+            recomputed_total=counts.recomputed,
+            swapped_total=counts.swapped,
+            swapped_pages_total=counts.swapped_pages,
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless rows and pages are owned by exactly the requests that hold them."""
-        self._ledger.check([r.holding for r in self.requests.values() if r.holding is not None])
+        """Raises `InvariantError` unless rows, pages and host blocks are owned by exactly the requests."""
+        self._ledger.check([request.holding for request in self.requests.values()])
+        self.pressure.check()
 
-    def _ready(self, request: DecodeRequest) -> bool:
-        landed = len(request.landed_ranks) == self._ranks
-        return landed and bool(request.tokens) and not request.closing
+    def _turn(self) -> dict[DecodeRequest, int]:
+        """Whose turn it is, and how many tokens of each: of what is computed again, `chunk_tokens` in all."""
+        turn: dict[DecodeRequest, int] = {}
+        budget_tokens = self._chunk_tokens
+        for request in self.requests.values():
+            if len(turn) == self._max_batch:
+                break
+            if not self.pressure.runs(request) or (request.left_tokens > 1 and budget_tokens <= 0):
+                continue
+            whole = self._whole_prompts or request.left_tokens == 1
+            turn[request] = request.left_tokens if whole else min(budget_tokens, request.left_tokens)
+            budget_tokens -= turn[request] if request.left_tokens > 1 else 0
+        return turn
 
-    def _next_token(self, request: DecodeRequest) -> Work:
-        assert request.holding is not None, "a ready request holds its memory"
-        pages = [] if request.joined else request.holding.pages
-        request.joined = request.in_step = True
-        position = request.prompt_tokens + len(request.tokens) - 1
+    def _work(self, request: DecodeRequest, count: int) -> Work:
+        pages, told = request.holding.pages, request.told_pages
+        request.told_pages = len(pages)
+        request.in_step = True
         return Work(
             request.key,
             request.ticket.number,
             request.holding.row,
-            position,
-            request.tokens[-1:],
+            request.computed_tokens,
+            request.next_tokens(count),
             request.prompt_tokens,
-            pages,
+            pages[told:],
+            told,
         )
 
+    def _give_back_state(self, request: DecodeRequest) -> None:
+        """Each rank has read the recurrent state that landed behind the prompt: its place is the answer's."""
+        if request.holds_state:
+            request.holds_state = False
+            self._ledger.shrink(request.holding, request.computed_tokens if self._has_kv else 0)
+            request.told_pages = len(request.holding.pages)
+
     def _settle(self, request: DecodeRequest) -> None:
-        if request.in_step or not request.closing or len(request.closed_ranks) < self._ranks:
+        if request.in_step or request.copying or not request.closing:
             return
-        if request.holding is not None:
+        if len(request.closed_ranks) == self._ranks:
+            self.pressure.drop(request)
             self._ledger.release(request.holding)
-            request.holding = None
-        del self.requests[request.key]
+            del self.requests[request.key]

@@ -95,7 +95,7 @@ def _group(
 def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, role: Role, dtype: torch.dtype) -> int:
     """Estimated: some vectors of the hidden and of the MLP's size for each token of a step, and its logits."""
     rows = 1 if role == "prefill" else group.max_batch
-    tokens = group.max_batch if role == "decode" else group.chunk_tokens
+    tokens = group.chunk_tokens + (0 if role == "prefill" else group.max_batch)
     hidden = int(getattr(model, "hidden_size", 0))
     inner = int(getattr(model, "intermediate_size", None) or 4 * hidden)
     vectors = tokens * (8 * hidden + 3 * inner) * dtype.itemsize

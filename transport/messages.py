@@ -261,6 +261,16 @@ class Landed(Message, frozen=True):
     rank: Rank
 
 
+class Swapped(Message, frozen=True):
+    """Decode rank -> its leader: a copy of pages that a plan ordered is done, or `error` says why not."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+    seconds: Seconds
+    error: str = ""
+
+
 class RankFailed(Message, frozen=True):
     """Rank -> its leader: this request cannot go on here."""
 

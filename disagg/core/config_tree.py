@@ -26,6 +26,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton"]
 KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 TransportName = Literal["ucx", "inproc"]
+Preemption = Literal["auto", "recompute", "swap"]
 PolicyName = Literal["least_loaded", "round_robin"]
 Calibrate = Literal["auto", "always", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -81,12 +82,21 @@ class GroupConfig(Section, frozen=True):
     """Longest prompt plus answer."""
     device: Device = "auto"
     chunk_tokens: int = 256
-    """Prompt tokens that one prefill step computes; in a colocated group, tokens of prompts and answers together."""
+    """Prompt tokens that one prefill step computes; in a decode group, tokens that one step computes again after a
+    preemption; in a colocated group, tokens of prompts and answers together."""
     max_batch: int = 32
     """Requests that one step decodes."""
     graphs: bool = True
     """Record decode steps as CUDA graphs, where the model allows it."""
     collective: CollectiveName = "auto"
+    preemption: Preemption = "auto"
+    """What becomes of the KV of a request whose pages others need (decode): computed again, or copied to host memory
+    and back (computed again where that is full). auto: whichever takes less time."""
+    swap_bytes: int | None = None
+    """Pinned host memory of each decode rank for that; 0 for none. None: on a GPU 4 GiB, at most 1/16 of the host's
+    memory; none on a CPU. Taken when it is first needed, piece by piece."""
+    watermark: float = 0.01
+    """Share of a decode group's pages that new requests leave free for the answers of those that run."""
 
     def __post_init__(self) -> None:
         if self.tp is not None:
@@ -96,6 +106,10 @@ class GroupConfig(Section, frozen=True):
         self._at_least(1, "chunk_tokens", "max_batch", "groups")
         self._one_of("device", Device)
         self._one_of("collective", CollectiveName)
+        self._one_of("preemption", Preemption)
+        if self.swap_bytes is not None:
+            self._at_least(0, "swap_bytes")
+        self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
         self._needs(
             self.pool_tokens % self.page_size == 0,
             "pool_tokens",

@@ -162,6 +162,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Opaque; made and read by the transport of the same name."""
     ring_bytes: int = 0
     """Size of the rank's receive ring; 0 on a rank that never receives."""
+    swap_blocks: int = 0
+    """Blocks of host memory that the rank has for pages of preempted requests."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

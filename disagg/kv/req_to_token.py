@@ -97,6 +97,22 @@ class ReqToTokenPool:
         target = self.slots(row, Span(start, start + len(values)))
         target.copy_(values, non_blocking=True)
 
+    def set_slots_of(self, places: Sequence[tuple[int, int, torch.Tensor]]) -> None:
+        """As `set_slots` for each `(row, start, slots)` of `places`, rows and positions all different, in one copy.
+
+        `slots`: integers `[n]` on the CPU. Pinned on the way to a GPU: else the copy, and with it the caller, would
+        wait for every step that is queued.
+        """
+        targets = []
+        for row, start, slots in places:
+            self.slots(row, Span(start, start + len(slots)))  # checks row and range
+            first = row * self.max_tokens + start
+            targets.append(torch.arange(first, first + len(slots)))
+        packed = torch.stack([torch.cat(targets), torch.cat([slots.long() for _, _, slots in places])])
+        if self.table.is_cuda:
+            packed = packed.pin_memory().to(self.table.device, non_blocking=True)
+        self.table.view(-1).index_copy_(0, packed[0], packed[1].int())
+
     def slots(self, row: int, span: Span) -> torch.Tensor:
         """View int32 `[len(span)]` of the slots of positions `span` at `row`; ValueError out of range."""
         self._require_used(row)

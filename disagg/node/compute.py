@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
 import torch
 
 from disagg.core.ports import LayerHook
-from disagg.core.types import Span
+from disagg.core.types import RequestKey, Span
 from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.node.plan import StepPlan
+from disagg.node.plan import StepPlan, Work
 
 if TYPE_CHECKING:
     from disagg.model.runner import ModelRunner  # it brings transformers, which a rank without a model spares
@@ -29,24 +29,34 @@ class StepExecutor:
 
     def __init__(self, runner: ModelRunner, rows: int) -> None:
         self._runner = runner
+        self._of_row: list[tuple[RequestKey, int] | None] = [None] * rows
         # The leader hands out rows for all ranks, so here every row counts as taken from the start.
         for _ in range(rows):
             runner.req_to_token.alloc()
 
     def run(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
         """Logits, float32 `[len(plan.work), vocab]`, of each work's last token."""
-        for work in plan.work:
-            if work.pages:
-                span = Span(0, len(work.pages) * self._runner.page_size)
-                limit = Span(0, self._runner.req_to_token.max_tokens)
-                slots = slots_of(work.pages, self._runner.page_size, span.intersect(limit))
-                self._runner.req_to_token.set_slots(work.row, 0, slots)
-                if self._runner.states is not None:
-                    self._runner.states.forget(work.row)
+        self._follow(plan.work)
         slices = tuple(
             SequenceSlice(work.row, work.start, tuple(work.tokens), work.prompt_tokens) for work in plan.work
         )
         return self._runner.forward(StepBatch(slices), on_layer)
+
+    def _follow(self, works: Sequence[Work]) -> None:
+        """Rows learn of new pages, all in one copy; what a row kept of another request is forgotten."""
+        runner, size = self._runner, self._runner.page_size
+        places: list[tuple[int, int, torch.Tensor]] = []
+        for work in works:
+            if self._of_row[work.row] != (work.key, work.ticket):
+                self._of_row[work.row] = (work.key, work.ticket)
+                if runner.states is not None:
+                    runner.states.forget(work.row)
+            if work.pages:
+                start = work.first_page * size
+                room = Span(0, min(len(work.pages) * size, runner.req_to_token.max_tokens - start))
+                places.append((work.row, start, slots_of(work.pages, size, room)))
+        if places:
+            runner.req_to_token.set_slots_of(places)
 
 
 class PlanQueue:

@@ -80,8 +80,7 @@ class RankHost:
         if device.type == "cuda":
             if group.pool_tokens == 0:
                 memory = describe(fill_memory(runner, self._config, group, self.node_class.role))
-            chunk_tokens = 1 if self.node_class.role == "decode" else group.chunk_tokens
-            warm_model(runner, chunk_tokens, min(group.max_batch, group.max_requests))
+            warm_model(runner, group.chunk_tokens, min(group.max_batch, group.max_requests))
             if self.node_class.role != "prefill" and group.graphs:
                 runner.record(min(group.max_batch, group.max_requests))
         self._node = self.node_class(

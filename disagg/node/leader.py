@@ -73,6 +73,7 @@ class Scheduled(NamedTuple):
     running: int
     closing: int
     memory: LedgerStatistics
+    preemptions: int = 0
 
 
 class Leader(ABC):
@@ -206,6 +207,7 @@ class Leader(ABC):
             pages=pages.pages,
             pages_used=pages.used_pages,
             tokens_held=pages.used_tokens,
+            preemptions_total=scheduled.preemptions,
             tokens_total=reports.tokens,
             steps_total=reports.steps,
             step_s_total=reports.step_s,

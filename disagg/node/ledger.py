@@ -1,23 +1,28 @@
-"""Rows and pages of a group, handed out together by its leader: a request has both or none.
+"""Rows and pages of a group, handed out by its leader: a request has a row, and pages as it grows.
 
 All ranks of a group use the same numbers, so only the leader keeps books.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from disagg.core.errors import InvariantError
 from disagg.kv.page_values import PageStatistics
-from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
+from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator
 
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """A row and pages. Owned by the request from `reserve` until `release`."""
+    """A row, and the pages of `tokens` tokens. Owned by the request from `reserve` until `release`.
+
+    It is what `TokenToKVPoolAllocator.append_one_to_each` grows.
+    """
 
     row: int
     pages: list[int] = field(repr=False)
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +52,46 @@ class Ledger:
         """Most tokens that one request could ever hold."""
         return (self._pages.pages - 1) * self._pages.page_size
 
+    @property
+    def pages(self) -> int:
+        """Pages that can be handed out, all together."""
+        return self._pages.pages - 1
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be handed out now."""
+        return self._pages.free_pages
+
     def reserve(self, tokens: int) -> Holding | None:
         """A row and pages for `tokens` tokens, or None, changing nothing, when either is short."""
-        if not self._free_rows or pages_for(tokens, self.page_size) > self._pages.free_pages:
+        if not self._free_rows:
             return None
         pages: list[int] = []
-        self._pages.alloc_tokens(0, tokens, pages)
-        return Holding(self._free_rows.pop(), pages)
+        if self._pages.alloc_tokens(0, tokens, pages) is None:
+            return None
+        return Holding(self._free_rows.pop(), pages, tokens)
+
+    def grow(self, holdings: Sequence[Holding]) -> bool:
+        """One token more for each of `holdings`; False, changing nothing, when there is no room for all of them."""
+        return (
+            self._pages.append_one_to_each(holdings) is not None
+        )  # nothing is shared here: no copies are owed
+
+    def shrink(self, holding: Holding, tokens: int) -> None:
+        """Keeps the first `tokens` tokens; pages behind them are free again."""
+        self._pages.truncate_tokens(holding.tokens, tokens, holding.pages)
+        holding.tokens = tokens
+
+    def vacate(self, holding: Holding) -> None:
+        """Frees the pages; the row stays with the request, which may `refill` them."""
+        self.shrink(holding, 0)
+
+    def refill(self, holding: Holding, tokens: int) -> bool:
+        """Pages for `tokens` tokens for a request without any; False, changing nothing, when there is no room."""
+        if self._pages.alloc_tokens(holding.tokens, tokens, holding.pages) is None:
+            return False
+        holding.tokens = tokens
+        return True
 
     def release(self, holding: Holding) -> None:
         """Takes both back. Once: a second release raises `ValueError`."""

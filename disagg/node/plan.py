@@ -1,7 +1,7 @@
 """What one step of a group runs, as the leader tells its ranks.
 
-A leader decides, then sends the same `StepPlan` to every rank; ranks never decide on their own. Pages travel once,
-with the first work of a request; afterwards its row in the request-to-token table is known everywhere.
+A leader decides, then sends the same `StepPlan` to every rank; ranks never decide on their own. A page travels once,
+with the first work that needs it; afterwards the request's row in the request-to-token table has it everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     """Length of the request's whole prompt."""
     pages: list[int] = []
-    """All the request's pages, in the request's first work only."""
+    """Those of the request's pages that the ranks do not know yet."""
+    first_page: int = 0
+    """Which of the request's pages the first of `pages` is."""
 
     @property
     def span(self) -> Span:
@@ -30,11 +32,27 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
         return Span(self.start, self.start + len(self.tokens))
 
 
+class Swap(msgspec.Struct, frozen=True, array_like=True):
+    """Copy a request's pages to host memory (`out`) or back; each rank copies its own heads of them.
+
+    Ranks do it beside their steps, and tell the leader when it is done (`transport.messages.Swapped`).
+    """
+
+    key: RequestKey
+    ticket: int
+    out: bool
+    pages: list[int]
+    blocks: list[int]
+    """Of host memory: each holds as many pages as the group has agreed on, the last one what is left."""
+
+
 class StepPlan(msgspec.Struct, frozen=True):
-    """One forward pass of the whole group."""
+    """One forward pass of the whole group, and what is copied beside it; one of them may be missing."""
 
     step: int
     work: list[Work]
+    swaps: list[Swap] = []
+    """Each is copied after the steps before this one; this step does not touch its pages."""
 
     def encode(self) -> bytes:
         """For `transport.messages.Plan.body`."""

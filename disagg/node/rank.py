@@ -129,8 +129,14 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         if self.runner.device.type == "cuda":
             self._loop.call(partial(torch.cuda.set_device, self.runner.device))
             self._loop.call(self._agent.adopt_thread)
-        address = self._transport.address
-        return RankInfo(self.rank, self.runner.shard, self.control.address, address, self._ring_bytes())
+        return self.info()
+
+    def info(self) -> RankInfo:
+        """What peers need to know."""
+        control, transport = self.control.address, self._transport.address
+        return RankInfo(
+            self.rank, self.runner.shard, control, transport, self._ring_bytes(), self._swap_blocks()
+        )
 
     def join(self, group: GroupInfo) -> None:
         """All ranks of the group are up: starts to compute."""
@@ -159,6 +165,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         if self._leader is not None and drain_timeout_s > 0:
             self._leader.wait_idle(drain_timeout_s)
         self._compute.stop(self._leader.wake if self._leader is not None else self._plans.wake)
+        self._end_copies()
         self._loop.stop()
         self.control.close(linger_s=0.1)
 
@@ -303,6 +310,12 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
 
     def _ring_bytes(self) -> int:
         return 0
+
+    def _swap_blocks(self) -> int:
+        return 0
+
+    def _end_copies(self) -> None:
+        """Ends what still copies KV within this rank, after its last step."""
 
 
 def aligned(nbytes: int) -> int:

@@ -143,19 +143,17 @@ def gigabytes(nbytes: int) -> str:
 
 
 def _run_largest(runner: ModelRunner, group: GroupConfig, role: str) -> None:
-    """On the trash page: the last chunk of the longest prompt, or a full batch of the longest requests, or both."""
+    """On the trash page: the last chunk of the longest prompt; but for a prefill rank, beside a full batch of the
+    longest requests."""
     table = runner.req_to_token
     longest = table.max_tokens - runner.spec.state_tokens
-    sizes: list[int] = []
-    if role != "decode":
-        sizes.append(longest if runner.spec.whole_prompts else min(group.chunk_tokens, longest))
+    sizes = [longest if runner.spec.whole_prompts else min(group.chunk_tokens, longest)]
     if role != "prefill":
-        sizes += [1] * min(group.max_batch, group.max_requests - len(sizes))
+        sizes += [1] * min(group.max_batch, group.max_requests - 1)
     slices = []
     for tokens in sizes:
-        start = (
-            longest - tokens if runner.states is None else 0
-        )  # a state begins with its request's first token
+        # A recurrent state begins with its request's first token.
+        start = longest - tokens if runner.states is None else 0
         slices.append(SequenceSlice(table.alloc(), start, (0,) * tokens))
     runner.forward(StepBatch(tuple(slices)))
     for one in slices:

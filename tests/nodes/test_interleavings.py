@@ -25,19 +25,20 @@ from transport.tags import is_letter
 
 STEPS = 1500
 SEEDS = 40
-MORE_SEEDS = {"abort fail death": 60}
-"""Where an end is rarer."""
+SEEDS_OF = {"abort fail death": 60, "crowded": 12, "crowded abort": 12, "crowded abort fail death": 16}
+"""Where an end is rarer, or a run longer."""
+CROWDED_TOKENS = 96
 
 
-def config_of(choose: random.Random, peer_memory: bool) -> Config:
-    """Small in every way, so that requests wait for pages, rows, ring and staging."""
+def config_of(choose: random.Random, peer_memory: bool, crowded: bool = False) -> Config:
+    """Small in every way, so that requests wait for pages, rows, ring and staging; `crowded`: answers for pages."""
     config = small_config(
         choose.choice([1, 2, 3]),
         choose.choice([1, 2, 3]),
         prefill_page=choose.choice([1, 4, 16]),
         decode_page=choose.choice([1, 4, 16]),
         chunk_tokens=choose.choice([5, 16, 64]),
-        pool_tokens=choose.choice([96, 256]),
+        pool_tokens=CROWDED_TOKENS if crowded else choose.choice([96, 256]),
         ring_bytes=4096,
         layer_groups=choose.choice([1, 2, 3]),
         max_requests=choose.choice([2, 6]),
@@ -49,7 +50,14 @@ def config_of(choose: random.Random, peer_memory: bool) -> Config:
         segment_overhead_s=choose.choice([0.0, 1.0]),  # with 1, in one group below 2.25 KB
         wire_bytes_per_s=1e3,
     )
-    return msgspec.structs.replace(config, transfer=transfer)
+    decode = msgspec.structs.replace(
+        config.decode,
+        preemption=choose.choice(["auto", "recompute", "swap", "swap"]),
+        swap_bytes=choose.choice([0, 8192, 1 << 20]),
+        chunk_tokens=choose.choice([7, 64]),
+        max_requests=6 if crowded else config.decode.max_requests,
+    )
+    return msgspec.structs.replace(config, transfer=transfer, decode=decode)
 
 
 def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None:
@@ -99,18 +107,21 @@ def run(
     With `probed`, which takes their ends, ranks time their wires in between.
     """
     choose = random.Random(seed)
-    simulation = Simulation(config_of(choose, seed % 2 == 1), seed, patch, state_tokens=seed // 2 % 2 * 7)
+    crowded = "crowded" in what
+    config = config_of(choose, seed % 2 == 1, crowded)
+    simulation = Simulation(config, seed, patch, state_tokens=seed // 2 % 2 * 7)
     add_faults(simulation, what, choose)
     if "fence" in what:
         patch.setattr(InprocTransport, "disconnect", no_fence)
-    left, kill_at = choose.choice([2, 4, 7]), choose.randrange(100, 4000)
+    left, kill_at = 7 if crowded else choose.choice([2, 4, 7]), choose.randrange(100, 4000)
+    prompts, answers = (range(1, 17), [70]) if crowded else (range(1, 60), [1, 5, 30])
     requests: list[SimulatedRequest] = []
     for step in range(kill_at + 200 if STRIKES & set(what.split()) else STEPS):
         if left and choose.random() < 0.03:
             left -= 1
-            answer, limit_s = choose.choice([1, 5, 30]), 0.3 * choose.random()
+            answer, limit_s = choose.choice(answers), 0.3 * choose.random()
             limits = {"deadline_s": limit_s} if "deadline" in what else {}
-            requests.append(simulation.router.submit(choose.randrange(1, 60), answer, **limits))
+            requests.append(simulation.router.submit(choose.choice(prompts), answer, **limits))
         if "abort" in what and requests and choose.random() < 0.002:
             simulation.router.end(choose.choice(requests), "aborted")
         if probed is not None and choose.random() < 0.01:
@@ -146,6 +157,9 @@ ENDS = {
     "silence": {"done", "peer_lost"},
     "router": {"done", "gone"},
     "deadline": {"done", "timeout"},
+    "crowded": {"done"},
+    "crowded abort": {"done", "aborted"},
+    "crowded abort fail death": {"done", "aborted", "transport", "peer_lost"},
 }
 """How requests may end, for each kind of trouble."""
 
@@ -153,7 +167,7 @@ ENDS = {
 @pytest.mark.parametrize("what", ENDS)
 def test_any_order(what: str) -> None:
     ends: Counter[str] = Counter()
-    for seed in range(MORE_SEEDS.get(what, SEEDS)):
+    for seed in range(SEEDS_OF.get(what, SEEDS)):
         with pytest.MonkeyPatch.context() as patch:
             try:
                 ends.update(request.ended for request in run(seed, what, patch))
@@ -184,13 +198,14 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     Those of the directory are between routers and the launcher only; those for metrics go by the clock.
     """
     seen: set[type[m.Message]] = set()
-    for seed, what in itertools.product(range(10), ("abort and fail", "short")):
+    for seed, what in [*itertools.product(range(10), ("abort and fail", "short")), (0, "crowded")]:
         with pytest.MonkeyPatch.context() as patch:
             choose = random.Random(seed)
-            simulation = Simulation(config_of(choose, seed % 2 == 1), seed, patch)
+            simulation = Simulation(config_of(choose, seed % 2 == 1, what == "crowded"), seed, patch)
             add_faults(simulation, what, choose)
             simulation.probe()
-            requests = [simulation.router.submit(40, 3) for _ in range(3)]
+            size = (10, 70) if what == "crowded" else (40, 3)
+            requests = [simulation.router.submit(*size) for _ in range(3)]
             for _ in range(400):
                 simulation.step()
             simulation.router.end(requests[0], "aborted")

@@ -76,8 +76,8 @@ class FakeRunner:
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """float32 `[sequences, VOCAB]`."""
         for one in batch.sequences:
-            if self.states is not None and one.start == one.prompt_tokens:
-                self.states.check(one.row, one.start)
+            if self.states is not None:
+                self.states.follow(one.row, one.start, one.stop)
         for layer in range(self.pool.layers):
             for one in batch.sequences:
                 tokens, positions = torch.tensor(one.tokens), torch.arange(one.start, one.stop)
@@ -107,9 +107,22 @@ class FakeStates:
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
+        self._known: dict[int, int] = {}
+        """By row, the position behind which each state is."""
+
+    def follow(self, row: int, start: int, stop: int) -> None:
+        """A step goes on at `start`: from the beginning, from the row's own state, or from the one in the pool."""
+        if start > 0 and row not in self._known:
+            self.check(row, start)
+        elif start > 0:
+            assert self._known[row] == start, (
+                f"row {row}: its state is behind {self._known[row]}, not {start}"
+            )
+        self._known[row] = stop
 
     def store(self, row: int, position: int) -> None:
         """Writes it behind the prompt."""
+        assert self._known.pop(row) == position
         slots, state = self._place(row, position)
         self._runner.pool.buffer[:, :, slots] = state
 
@@ -119,7 +132,8 @@ class FakeStates:
         assert torch.equal(self._runner.pool.buffer[:, :, slots], state), f"row {row}: its state is wrong"
 
     def forget(self, row: int) -> None:
-        """Nothing is kept."""
+        """Another request begins at `row`."""
+        self._known.pop(row, None)
 
     def _place(self, row: int, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         positions = torch.arange(position, position + self._runner.spec.state_tokens)

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 from fake_model import FakeRunner, fake_spec
-from simulated_memory import Device, late_kernels, poison_pages, poison_ring
+from simulated_memory import Device, late_kernels, poison_host, poison_pages, poison_ring
 from simulated_router import SimulatedRouter
 
 from decode_node.rank import DecodeRank
 from disagg.core.config import Config
 from disagg.core.errors import TransportError
-from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RankInfo
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from prefill_node.probe import Probed
 from prefill_node.rank import PrefillRank
 from transport import messages as m
@@ -84,6 +84,8 @@ class Simulation:
         """How each probe ended."""
         self.fabric.observe(self._on_wire)
         self.devices: dict[str, Device] = {}
+        self.copies: dict[str, Device] = {}
+        """Of decode ranks: pages on their way to host memory or back."""
         self.computing: set[str] = set()
         self.plans: dict[str, tuple[Any, set[str]]] = {}
         """For each group, the step that its leader has planned and the followers that have not computed it."""
@@ -157,6 +159,8 @@ class Simulation:
                 found.append((f"inbox {name}", partial(self._inbox, rank)))
             if self.devices[name].work:
                 found.append((f"device {name}", self.devices[name].step))
+            if name in self.copies and self.copies[name].work:
+                found.append((f"copy {name}", self.copies[name].step))
             found.append((f"wire {name}", partial(self._wire, rank)))
             if rank.role not in self.computing:  # a rank computes one step at a time, and its group with it
                 found.append((f"compute {name}", partial(self._compute, rank)))
@@ -299,8 +303,9 @@ class Simulation:
             rank._agent._queue.mark = self.devices[name].mark
             ring = getattr(rank._agent, "_ring", None) or rank._agent._allocator
             poison_ring(ring, rank._agent._buffer.memory)
-            address = rank._transport.address
-            infos.append(RankInfo(number, runner.shard, name, address, rank._ring_bytes()))
+            if cls is DecodeRank:
+                self._copy_late(name, rank)
+            infos.append(rank.info())
         info = GroupInfo(
             cls.role, cls.role, PROTOCOL_VERSION, "fake", spec.layout, group.page_size, "inproc", tuple(infos)
         )
@@ -308,4 +313,11 @@ class Simulation:
         for rank in mine:
             rank.join(info)
         poison_pages(mine[0]._leader._scheduler._ledger, mine)
+        if cls is DecodeRank:
+            poison_host(mine[0]._leader._scheduler, mine)
         return info
+
+    def _copy_late(self, name: str, rank: Any) -> None:
+        """The swapper's thread comes to each order when it likes."""
+        copies = self.copies[name] = Device()
+        rank._swapper.order = lambda swap, after: copies.work.append(partial(rank._swapper.copy, swap, after))

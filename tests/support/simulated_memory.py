@@ -14,9 +14,10 @@ import torch
 import decode_node.receiver
 import prefill_node.direct
 import prefill_node.sender
+from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
-from disagg.node.ledger import Holding, Ledger
+from disagg.node.ledger import Ledger
 from kernels.move import Place
 from staging.allocator import Lease, StagingAllocator
 
@@ -42,29 +43,46 @@ def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
 
     On a GPU as well, where it waits for the device: nothing that is queued may write them any more.
     """
-    reserve, release = ledger.reserve, ledger.release
+    allocator = ledger._pages
+    take, free = allocator._take_page, allocator.free
 
-    def slots(holding: Holding) -> torch.Tensor:
+    def slots(pages: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
         size = ledger.page_size
-        return slots_of(holding.pages, size, Span(0, size * len(holding.pages))).long()
+        return slots_of(pages, size, Span(0, size * len(pages))).long().to(buffer.device)
 
-    def checked_reserve(tokens: int) -> Holding | None:
-        holding = reserve(tokens)
-        for rank in ranks if holding is not None else ():
-            buffer = rank.runner.pool.buffer
-            untouched = buffer[:, :, slots(holding).to(buffer.device)].isnan().all()
-            assert untouched, f"{rank.lane}: a page was written after it was freed"
-        return holding
-
-    def poisoning_release(holding: Holding) -> None:
-        release(holding)
+    def checked_take() -> int:
+        page = take()
         for rank in ranks:
             buffer = rank.runner.pool.buffer
-            buffer[:, :, slots(holding).to(buffer.device)] = float("nan")
+            untouched = buffer[:, :, slots([page], buffer)].isnan().all()
+            assert untouched, f"{rank.lane}: a page was written after it was freed"
+        return page
+
+    def poisoning_free(pages: Sequence[int]) -> int:
+        count = free(pages)
+        unread = [page for page in pages if not allocator.readers(page)]
+        for rank in ranks if unread else ():
+            buffer = rank.runner.pool.buffer
+            buffer[:, :, slots(unread, buffer)] = float("nan")
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)
+        return count
 
-    ledger.reserve, ledger.release = checked_reserve, poisoning_release  # type: ignore[method-assign]
+    allocator._take_page, allocator.free = checked_take, poisoning_free  # type: ignore[method-assign]
+
+
+def poison_host(scheduler: DecodeScheduler, ranks: Sequence[Any]) -> None:
+    """From now on freed blocks of host memory turn to NaN on all `ranks`."""
+    host = scheduler.pressure.host
+    free = host.free
+
+    def poisoning_free(blocks: Sequence[int]) -> None:
+        free(blocks)
+        for rank in ranks:
+            for block in blocks:
+                rank._swapper._host(block).fill_(0xFF)
+
+    host.free = poisoning_free  # type: ignore[method-assign]
 
 
 def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_node.scheduler import DecodeRequest, DecodeScheduler
+from decode_node.costs import Rates
+from decode_node.request import DecodeRequest, Place
+from decode_node.scheduler import DecodeScheduler
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.node.ledger import Ledger
-from disagg.node.plan import StepPlan
+from disagg.node.plan import StepPlan, Swap, Work
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler
 
 RANKS = 2
@@ -125,44 +129,73 @@ class PrefillMachine(RuleBasedStateMachine):
 
 
 class DecodeMachine(RuleBasedStateMachine):
+    """Under pressure: 16 pages for up to 4 requests of up to 40 tokens each. Copies end late, ranks in any order."""
+
     def __init__(self) -> None:
         super().__init__()
-        ledger = Ledger(pool_tokens=64, page_size=4, rows=3)
-        self.scheduler = DecodeScheduler(
-            ledger,
-            group="decode",
-            ranks=RANKS,
-            max_batch=2,
-            max_context_tokens=40,
-            first_ticket=(1 << 32) - 2,
-        )
         self.count = 0
         self.plan: StepPlan | None = None
         self.numbers: set[int] = set()
+        self.tables: dict[RequestKey, list[int]] = {}
+        """What the ranks know of each request's pages."""
+        self.copies: list[tuple[Swap, set[int]]] = []
+        """Ordered, and the ranks that have not done them."""
+
+    @initialize(
+        preemption=st.sampled_from(["auto", "recompute", "swap"]),
+        blocks=st.sampled_from([0, 3, 20]),
+        state_tokens=st.sampled_from([0, 6]),
+        whole_prompts=st.booleans(),
+    )
+    def begin(self, preemption: Any, blocks: int, state_tokens: int, whole_prompts: bool) -> None:
+        self.ledger = Ledger(pool_tokens=64, page_size=4, rows=4)
+        self.scheduler = DecodeScheduler(
+            self.ledger,
+            group="decode",
+            ranks=RANKS,
+            max_batch=3,
+            max_context_tokens=40,
+            first_ticket=(1 << 32) - 2,
+            chunk_tokens=5,
+            rates=Rates(1e3, 1e4),
+            preemption=preemption,
+            block_pages=2,
+            whole_prompts=whole_prompts,
+            state_tokens=state_tokens,
+        )
+        self.scheduler.join(blocks)
+        self.whole_prompts, self.state_tokens = whole_prompts, state_tokens
 
     def requests(self) -> list[DecodeRequest]:
         return list(self.scheduler.requests.values())
 
-    @rule(tokens=st.integers(1, 40), answer=st.integers(1, 8))
+    def live(self) -> list[DecodeRequest]:
+        return [request for request in self.requests() if not request.closing]
+
+    @rule(tokens=st.integers(1, 24), answer=st.integers(2, 30))
     def reserve(self, tokens: int, answer: int) -> None:
         key = key_of(self.count)
         self.count += 1
         sampling = SamplingParams(max_tokens=answer)
+        free, landing = self.ledger.free_pages, tokens + self.state_tokens
+        waits = any(r.place in (Place.LEAVING, Place.OUT) for r in self.live())
         try:
             request = self.scheduler.reserve(
-                key, tokens, sampling, router="router", prefill_group="prefill", deadline_s=0.0
+                key, range(tokens), sampling, router="router", prefill_group="prefill", deadline_s=0.0
             )
         except PromptTooLongError:
             assert tokens + answer > 40
         except BusyError:
             assert self.requests(), "an empty group has room for whatever fits it"
         else:
+            assert not waits, "who was preempted comes back first"
             assert request.ticket.number not in self.numbers
-            assert request.holding is not None
-            assert len(request.holding.pages) * 4 >= tokens + answer
+            assert len(request.holding.pages) == -(-landing // 4), "what is received, and no more"
+            others = len(self.live()) - 1
+            assert others == 0 or free - len(request.holding.pages) >= others, "each may need a page soon"
             self.numbers.add(request.ticket.number)
 
-    @precondition(lambda self: self.scheduler.requests)
+    @precondition(lambda self: self.requests())
     @rule(data=st.data(), rank=st.integers(0, RANKS - 1), what=st.sampled_from(["opened", "landed", "token"]))
     def something_came(self, data: st.DataObject, rank: int, what: str) -> None:
         request = data.draw(st.sampled_from(self.requests()))
@@ -173,17 +206,50 @@ class DecodeMachine(RuleBasedStateMachine):
         elif not request.tokens:
             request.tokens.append(7)
 
+    @precondition(lambda self: self.requests())
+    @rule()
+    def everything_came(self) -> None:
+        for request in self.live():
+            request.landed_ranks |= set(range(RANKS))
+            request.tokens = request.tokens or [7]
+
     @precondition(lambda self: self.plan is None)
     @rule()
     def step(self) -> None:
+        before = {r: list(r.holding.pages) for r in self.live() if self.scheduler.pressure.runs(r)}
         self.plan = self.scheduler.next_step()
-        for work in self.plan.work if self.plan is not None else ():
-            request = self.scheduler.requests[work.key]
-            assert len(request.landed_ranks) == RANKS, "no token before all KV is here"
-            assert not request.closing
-            assert work.start == request.prompt_tokens + len(request.tokens) - 1
-            assert work.tokens == request.tokens[-1:]
-        assert self.plan is None or len(self.plan.work) <= 2
+        self.only_younger_ones_leave(before)
+        works = self.plan.work if self.plan is not None else []
+        for work in works:
+            self.computes_what_is_missing(work)
+        for swap in self.plan.swaps if self.plan is not None else ():
+            assert swap.key not in {work.key for work in works}, "its pages are copied beside the step"
+            self.copies.append((swap, set(range(RANKS))))
+        assert len(works) <= 3
+        again = sum(len(work.tokens) for work in works if len(work.tokens) > 1)
+        assert again <= 5 or self.whole_prompts
+
+    def only_younger_ones_leave(self, before: dict[DecodeRequest, list[int]]) -> None:
+        kept = [request for request in before if request.place is Place.RESIDENT]
+        for victim in before.keys() - set(kept):
+            assert any(request.age < victim.age for request in kept), "pages are for an older one"
+            assert victim.holding.pages in ([], before[victim]), "all or nothing"
+
+    def computes_what_is_missing(self, work: Work) -> None:
+        request = self.scheduler.requests[work.key]
+        known = [*request.prompt, *request.tokens]
+        assert len(request.landed_ranks) == RANKS, "no token before all KV is here"
+        assert not request.closing
+        assert work.start == request.computed_tokens
+        assert work.tokens == known[work.start : work.span.stop]
+        if self.whole_prompts:
+            assert work.span.stop == len(known)
+        table = self.tables.setdefault(work.key, [])
+        table[work.first_page :] = work.pages or table[work.first_page :]
+        needed = -(-work.span.stop // 4)
+        assert table[:needed] == request.holding.pages[:needed], (
+            "the ranks know every page that the step touches"
+        )
 
     @precondition(lambda self: self.plan is not None)
     @rule()
@@ -191,21 +257,32 @@ class DecodeMachine(RuleBasedStateMachine):
         assert self.plan is not None
         for work in self.plan.work:
             request = self.scheduler.requests[work.key]
-            if not request.closing:
+            if not request.closing and work.span.stop == request.known_tokens:
                 request.tokens.append(9)
                 if len(request.tokens) == request.sampling.max_tokens:
                     self.scheduler.close(request)
         self.scheduler.commit(self.plan)
         self.plan = None
 
-    @precondition(lambda self: self.scheduler.requests)
+    @precondition(lambda self: self.copies)
+    @rule(data=st.data(), rank=st.integers(0, RANKS - 1))
+    def a_rank_has_copied(self, data: st.DataObject, rank: int) -> None:
+        swap, missing = data.draw(st.sampled_from(self.copies))
+        request = self.scheduler.requests[swap.key]
+        assert request.holding.pages == swap.pages
+        assert request.blocks == swap.blocks
+        missing.discard(rank)
+        self.scheduler.swapped(request, rank)
+        self.copies = [copy for copy in self.copies if copy[1]]
+
+    @precondition(lambda self: self.requests())
     @rule(data=st.data())
     def close(self, data: st.DataObject) -> None:
         request = data.draw(st.sampled_from(self.requests()))
         self.scheduler.close(request)
         assert not self.scheduler.close(request)
 
-    @precondition(lambda self: any(r.closing for r in self.scheduler.requests.values()))
+    @precondition(lambda self: any(r.closing for r in self.requests()))
     @rule(data=st.data(), rank=st.integers(0, RANKS - 1))
     def a_rank_has_closed(self, data: st.DataObject, rank: int) -> None:
         request = data.draw(st.sampled_from([r for r in self.requests() if r.closing]))
@@ -214,20 +291,34 @@ class DecodeMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_in_use_is_freed(self) -> None:
         self.scheduler.check()
+        for swap, _ in self.copies:
+            request = self.scheduler.requests[swap.key]
+            assert request.holding.pages == swap.pages, "a rank may still copy them"
+            assert request.blocks == swap.blocks
         for request in self.requests():
-            if request.in_step or len(request.closed_ranks) < RANKS:
-                assert request.holding is not None, "a step, or a segment, may still write its pages"
+            if request.in_step or len(request.landed_ranks) < RANKS:
+                assert request.holding.pages, "a step, or a segment, may still write its pages"
 
     def teardown(self) -> None:
-        if self.plan is not None:
-            self.scheduler.commit(self.plan)
-        for request in self.requests():
-            self.scheduler.close(request)
-            for rank in range(RANKS):
-                if request.key in self.scheduler.requests:
-                    self.scheduler.rank_closed(request, rank)
-        assert not self.scheduler.requests
+        """Whatever has happened, everybody comes to an end, the preempted too."""
+        for _ in range(1000):
+            if not self.requests():
+                break
+            if self.plan is not None:
+                self.commit()
+            for swap, missing in self.copies:
+                for rank in missing:
+                    self.scheduler.swapped(self.scheduler.requests[swap.key], rank)
+            self.copies = []
+            self.everything_came()
+            self.step()
+            for request in [r for r in self.requests() if r.closing]:
+                for rank in range(RANKS):
+                    if request.key in self.scheduler.requests:
+                        self.scheduler.rank_closed(request, rank)
+        assert not self.requests()
         self.scheduler.check()
+        assert self.ledger.free_pages == 16
 
 
 TestPrefill = PrefillMachine.TestCase
@@ -239,11 +330,23 @@ TestDecode.settings = STEPS
 def test_requests_beyond_the_batch_take_turns() -> None:
     ledger = Ledger(pool_tokens=640, page_size=4, rows=5)
     scheduler = DecodeScheduler(
-        ledger, group="decode", ranks=1, max_batch=2, max_context_tokens=40, first_ticket=0
+        ledger,
+        group="decode",
+        ranks=1,
+        max_batch=2,
+        max_context_tokens=40,
+        first_ticket=0,
+        chunk_tokens=8,
+        rates=Rates(1.0, 1.0),
     )
     for number in range(5):
         request = scheduler.reserve(
-            key_of(number), 3, SamplingParams(max_tokens=30), router="", prefill_group="", deadline_s=0.0
+            key_of(number),
+            [1, 2, 3],
+            SamplingParams(max_tokens=30),
+            router="",
+            prefill_group="",
+            deadline_s=0.0,
         )
         request.landed_ranks.add(0)
         request.tokens.append(1)

@@ -111,8 +111,11 @@ def test_memory_and_requests_are_told_while_they_are_held(checkpoints: Checkpoin
             await until(lambda: any(g.role == "decode" and g.tokens_total for g in router.groups()))
             decode = router.groups()[1]
             assert decode.requests_running == 1
-            assert decode.tokens_held == 433, "the whole answer is reserved"
-            assert decode.pages_used == -(-433 // decode.page_size)
+            held = decode.tokens_held
+            assert held - 33 - decode.tokens_total in (0, 1), (
+                "the prompt and the answer so far, with one in a step"
+            )
+            assert decode.pages_used == -(-held // decode.page_size)
             running.cancel()
             await until(lambda: idle(router.groups()))
 

@@ -1,0 +1,207 @@
+"""Who keeps its pages when they run out, and who comes back first. Pure: no threads, no clocks, no I/O.
+
+A request may take pages only from younger ones (by ticket), the youngest first, each all or nothing. Such a victim
+is *recomputed*: its pages are free at once; or *swapped*: its pages are copied to host memory, and free when every
+rank has said that its copy is done, for the next to write there may be a transfer, which no compute stream orders.
+
+Progress: the oldest request that runs is nobody's victim, and what it lacks comes to it. It can take all pages of the
+younger ones that run. Those whose KV is still landing, those being copied and those that end need no page to get done
+with it, and then run (are victims) or have freed their pages. Alone it fits: who could not is refused a ticket. So
+the oldest ends, the next one is the oldest, and so on. Who was preempted comes back when those that run have left
+enough, and with nobody else there at the latest: while one waits no ticket is given, so they are a finite number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from decode_node.costs import Kind, Rates, cheaper
+from decode_node.request import DecodeRequest, Place
+from disagg.core.config import Preemption
+from disagg.core.errors import InvariantError
+from disagg.core.types import RequestKey
+from disagg.kv.host_blocks import HostBlocks
+from disagg.kv.pages import pages_for
+from disagg.node.ledger import Ledger
+from disagg.node.plan import Swap
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has been preempted since the start."""
+
+    recomputed: int = 0
+    swapped: int = 0
+    swapped_pages: int = 0
+
+
+class Pressure:
+    """Owns the host blocks; the pages are the ledger's. `requests` is the scheduler's, looked at only."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        requests: Mapping[RequestKey, DecodeRequest],
+        *,
+        ranks: int,
+        preemption: Preemption,
+        watermark: float,
+        rates: Rates,
+        block_pages: int,
+        has_kv: bool,
+    ) -> None:
+        """`watermark`: share of the pages that a ticket leaves free. Without KV (`has_kv`) no answer needs pages."""
+        self._ledger, self._requests, self._ranks = ledger, requests, ranks
+        self._preemption, self._has_kv = preemption, has_kv
+        self._watermark_pages = math.ceil(watermark * ledger.pages)
+        self._orders: list[Swap] = []
+        self.host = HostBlocks(0, block_pages)
+        """None of them until the group is complete and has said how much each rank has."""
+        self.rates = rates
+        self.counts = Counts()
+
+    # --- for the scheduler
+
+    def admits(self, tokens: int) -> bool:
+        """Whether a ticket for `tokens` tokens leaves enough to those who are here, and nobody waits to come back."""
+        waits = any(r.place in (Place.LEAVING, Place.OUT) for r in self._requests.values() if not r.closing)
+        return not waits and self._leaves_enough(tokens)
+
+    def resume(self) -> None:
+        """Gives pages to those who were preempted, the oldest first, while they last."""
+        out = [r for r in self._requests.values() if r.place is Place.OUT and not r.closing]
+        for request in sorted(out, key=_age):
+            tokens = request.swapped_tokens if request.blocks else request.known_tokens
+            if not self._leaves_enough(tokens) or not self._ledger.refill(request.holding, tokens):
+                break  # a smaller one behind does not overtake
+            request.told_pages = 0
+            if request.blocks:
+                self._order(request, Place.RETURNING)
+            else:
+                request.place = Place.RESIDENT
+
+    def make_room(self, chosen: Sequence[DecodeRequest]) -> list[DecodeRequest]:
+        """Those of `chosen` that the step takes, each with a place for its next token; others wait, or are preempted.
+
+        The oldest gets pages first. One that waits keeps what it has: it goes on when an older one has ended.
+        """
+        if self._ledger.grow([r.holding for r in chosen if self._grows(r)]):
+            return list(chosen)
+        taken: set[DecodeRequest] = set()
+        coming = sum(len(r.holding.pages) for r in self._requests.values() if r.place is Place.LEAVING)
+        for request in sorted(chosen, key=_age):
+            if request.place is not Place.RESIDENT:
+                continue  # an older one has taken its pages
+            fits = self._fits(request)
+            while not fits and coming == 0 and (victim := self._youngest_behind(request)) is not None:
+                coming += self._preempt(victim)
+                fits = self._fits(request)
+            if fits:
+                taken.add(request)
+            elif coming:
+                coming -= 1  # it waits for one of those pages
+        return [request for request in chosen if request in taken]
+
+    def swapped(self, request: DecodeRequest, rank: int) -> None:
+        """A rank has done with the copy under way. Behind the last one the source of the copy is free."""
+        request.swapped_ranks.add(rank)
+        if not request.copying or len(request.swapped_ranks) < self._ranks:
+            return
+        request.swapped_ranks.clear()
+        if request.place is Place.LEAVING:
+            self._ledger.vacate(request.holding)
+            request.place = Place.OUT
+        else:
+            self.drop(request)
+            request.place = Place.RESIDENT
+
+    def drop(self, request: DecodeRequest) -> None:
+        """Frees the request's host blocks."""
+        self.host.free(request.blocks)
+        request.blocks = []
+
+    def take_orders(self) -> list[Swap]:
+        """Copies that the next plan must order."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless blocks and pages are where each request's place says."""
+        requests = list(self._requests.values())
+        self.host.check([block for request in requests for block in request.blocks])
+        for request in requests:
+            if request.place is Place.RESIDENT:
+                sound = not request.blocks
+            elif request.place is Place.OUT:
+                sound = not request.holding.pages
+            else:
+                sound = bool(request.blocks) and bool(request.holding.pages)
+            if not sound:
+                raise InvariantError(
+                    f"{request.key} is {request.place.value}: {request.holding}, {request.blocks}"
+                )
+
+    # --- its parts
+
+    def _leaves_enough(self, tokens: int) -> bool:
+        """The watermark, and a page for each of those who are here: who is admitted should not make others leave.
+
+        Where nobody is, whatever fits is enough. Idea of the watermark: vLLM's block manager (Kwon et al., 2023).
+        """
+        here = sum(
+            request.place in (Place.RESIDENT, Place.RETURNING)
+            for request in self._requests.values()
+            if not request.closing
+        )
+        left_pages = self._ledger.free_pages - pages_for(tokens, self._ledger.page_size)
+        return here == 0 or left_pages >= max(here, self._watermark_pages)
+
+    def _grows(self, request: DecodeRequest) -> bool:
+        return self._has_kv and request.holding.tokens <= request.computed_tokens
+
+    def _fits(self, request: DecodeRequest) -> bool:
+        return not self._grows(request) or self._ledger.grow([request.holding])
+
+    def _youngest_behind(self, request: DecodeRequest) -> DecodeRequest | None:
+        victims = [r for r in self._requests.values() if r.age > request.age and self.runs(r)]
+        return max(victims, key=_age, default=None)
+
+    def runs(self, request: DecodeRequest) -> bool:
+        """All its KV and its first token are here, and none of its pages is on the way."""
+        landed = len(request.landed_ranks) == self._ranks
+        return landed and bool(request.tokens) and not request.closing and request.place is Place.RESIDENT
+
+    def _preempt(self, victim: DecodeRequest) -> int:
+        """Takes all its pages. Returns how many are free only when they have been copied."""
+        assert not victim.in_step, "steps are planned one after the other"
+        pages = len(victim.holding.pages)
+        blocks = self.host.alloc(pages) if self._kind(victim) == "swap" else None
+        if blocks is None:  # nor does it wait for host memory: that of one who waits himself
+            self._ledger.vacate(victim.holding)
+            victim.computed_tokens, victim.holds_state = 0, False
+            victim.place = Place.OUT
+            self.counts.recomputed += 1
+            return 0
+        victim.blocks, victim.swapped_tokens = blocks, victim.holding.tokens
+        self._order(victim, Place.LEAVING)
+        self.counts.swapped += 1
+        self.counts.swapped_pages += pages
+        return pages
+
+    def _kind(self, victim: DecodeRequest) -> Kind:
+        if victim.left_tokens > 1:
+            return "recompute"  # it is being computed again: most of its pages hold nothing yet
+        if self._preemption == "auto":
+            return cheaper(len(victim.holding.pages), victim.known_tokens, self.rates)
+        return self._preemption
+
+    def _order(self, request: DecodeRequest, place: Place) -> None:
+        request.place = place
+        out, pages = place is Place.LEAVING, list(request.holding.pages)
+        self._orders.append(Swap(request.key, request.ticket.number, out, pages, list(request.blocks)))
+
+
+def _age(request: DecodeRequest) -> int:
+    return request.age

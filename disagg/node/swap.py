@@ -1,0 +1,161 @@
+"""Copies of a rank's KV pages to pinned host memory and back, for preempted requests.
+
+On a thread and a stream of their own, so that neither the compute thread nor the compute stream waits: pages are
+gathered into one contiguous block on the device, and the block crosses PCIe in one copy. (One copy for each page and
+layer, a few KiB, would be bound by latency.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import structlog
+import torch
+
+from disagg.core.types import KVLayout, Shard, Span
+from disagg.kv.pages import slots_of
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.model.spec import shard_of
+from disagg.node.device import DeviceQueue, Marker
+from disagg.node.plan import Swap
+from disagg.node.warm import warm_copies
+from kernels.gather import gather
+from kernels.layout import segment_bytes
+from kernels.scatter import scatter
+from staging.routes import Route
+
+log = structlog.get_logger(__name__)
+
+BLOCK_BYTES = 4 << 20
+"""Of a block, or one page where that is larger: PCIe carries it in 80 to 200 us, ten times a copy's own cost."""
+SLAB_BYTES = 64 << 20
+"""Host memory is pinned in pieces of this size when they are first needed: all 4 GiB at once would hold up the first
+preemption for a second or two, and a server that never preempts pins nothing."""
+AUTOMATIC_BYTES = 4 << 30
+HOST_SHARE = 16
+"""A rank takes at most one part in so many of its host's memory, when nothing is set: eight ranks take half."""
+
+
+def page_bytes(layout: KVLayout, ranks: int, page_size: int) -> int:
+    """Of a page on the rank that has most heads."""
+    heads = max(len(shard_of(layout, rank, ranks).heads) for rank in range(ranks))
+    return layout.token_bytes // layout.kv_heads * heads * page_size
+
+
+def block_pages(layout: KVLayout, ranks: int, page_size: int, pool_pages: int) -> int:
+    """Pages in a block, the same on all ranks; at most an eighth of the pool, so that no request wastes much."""
+    return max(1, min(BLOCK_BYTES // page_bytes(layout, ranks, page_size), pool_pages // 8))
+
+
+def swap_bytes(asked: int | None, device: torch.device) -> int:
+    """Host memory of a rank for swapped pages: as asked, else by the host's memory; see `GroupConfig.swap_bytes`."""
+    if asked is not None:
+        return asked
+    return min(AUTOMATIC_BYTES, host_memory_bytes() // HOST_SHARE) if device.type == "cuda" else 0
+
+
+def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """What this process may use: the container's limit, where there is one, or the host's memory."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int(limit.read_text()))
+    except (OSError, ValueError):  # no such file, or `max`
+        return total
+
+
+class Swapper:
+    """Owns the host memory, a stream and a thread, which starts with the first order.
+
+    `order` is for the compute thread. `done(swap, seconds, error)` is called on the swapper's own thread, when the
+    copy is complete: only then may pages or blocks be used for anything else.
+    """
+
+    def __init__(
+        self,
+        pool: MHATokenToKVPool,
+        shard: Shard,
+        page_size: int,
+        *,
+        block_pages: int,
+        nbytes: int,
+        done: Callable[[Swap, float, str], None],
+    ) -> None:
+        """`nbytes` of host memory, in whole blocks; 0 for none."""
+        device = pool.buffer.device
+        self._pool, self._page_size, self._done = pool, page_size, done
+        self._block_pages = block_pages
+        self._layers, self._heads = Span(0, pool.layers), Span(0, pool.heads)
+        self._block_bytes = self._bytes_of(block_pages)
+        self.blocks = nbytes // self._block_bytes
+        """How many blocks it has."""
+        self._slab_blocks = max(1, min(SLAB_BYTES // self._block_bytes, self.blocks))
+        self._slabs: dict[int, torch.Tensor] = {}
+        self._queue = DeviceQueue(device)
+        self._staging = torch.empty(self._block_bytes if self.blocks else 0, dtype=torch.uint8, device=device)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="swap", initializer=partial(_use, device))
+        if self.blocks:
+            with self._queue.use():
+                warm_copies((Route(0, 0, shard.layers, shard.heads),), shard, pool)
+
+    def order(self, swap: Swap, after: Marker) -> None:
+        """Copies when `after`, a marker on the compute stream, has come; in the order of the calls. Never blocks."""
+        self._thread.submit(self.copy, swap, after)
+
+    def copy(self, swap: Swap, after: Marker) -> None:
+        """Does it, and says so. On the swapper's thread."""
+        began_s, error = time.monotonic(), ""
+        try:
+            self._queue.after(after)
+            for index, block in enumerate(swap.blocks):
+                first = index * self._block_pages
+                self._copy_block(swap.pages[first : first + self._block_pages], block, swap.out)
+            self._wait()
+        except Exception as exc:  # whatever it is ends this request and no other
+            log.exception("swap_failed", request=str(swap.key))
+            error = f"{type(exc).__name__}: {exc}"
+        self._done(swap, time.monotonic() - began_s, error)
+
+    def stop(self) -> None:
+        """Ends the thread after the copies ordered so far. Again: nothing happens."""
+        self._thread.shutdown()
+
+    def _copy_block(self, pages: list[int], block: int, out: bool) -> None:
+        # The next block's gather and scatter wait for this block's copy, some microseconds of a hundred.
+        span = Span(0, len(pages) * self._page_size)
+        slots = self._queue.upload(slots_of(pages, self._page_size, span))
+        nbytes = self._bytes_of(len(pages))
+        staged, host = self._staging[:nbytes], self._host(block)[:nbytes]
+        with self._queue.use():
+            if out:
+                gather(self._pool.buffer, slots, self._layers, self._heads, staged)
+                host.copy_(staged, non_blocking=True)
+            else:
+                staged.copy_(host, non_blocking=True)
+                scatter(staged, self._pool.buffer, slots, self._layers, self._heads)
+
+    def _host(self, block: int) -> torch.Tensor:
+        number, place = divmod(block, self._slab_blocks)
+        if number not in self._slabs:
+            pin = self._pool.buffer.is_cuda
+            blocks = min(self._slab_blocks, self.blocks - number * self._slab_blocks)
+            self._slabs[number] = torch.empty(blocks * self._block_bytes, dtype=torch.uint8, pin_memory=pin)
+        return self._slabs[number][place * self._block_bytes : (place + 1) * self._block_bytes]
+
+    def _bytes_of(self, pages: int) -> int:
+        return segment_bytes(self._pool.buffer, pages * self._page_size, self._layers, self._heads)
+
+    def _wait(self) -> None:
+        marker = self._queue.mark()
+        if marker is not None:
+            marker.synchronize()
+
+
+def _use(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
