@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 from disagg.api.metrics import Metrics
 from disagg.api.pace import Pace
+from disagg.core.clock import Clock
 from disagg.core.errors import BusyError, RequestTimeoutError
-from disagg.core.ports import Clock
 from disagg.router.session import SessionReport
 
 RETRY_AFTER_S = 1.0

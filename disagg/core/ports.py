@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from disagg.core.clock import Clock as Clock
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,13 +37,6 @@ class Collective(Protocol):
 
     def close(self) -> None:
         """Releases what the collective holds; a rank still waiting in it gets an error."""
-
-
-class Clock(Protocol):
-    """Monotonic seconds; tests drive it by hand."""
-
-    def __call__(self) -> float:
-        """Now."""
 
 
 LayerHook = Callable[[int], None]
