@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 import torch
 
 from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.next_tokens import Chosen, next_tokens
 from disagg.model.penalties import Row, history_of
@@ -19,6 +20,16 @@ from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStat
 from transport import messages as m
 
 log = structlog.get_logger(__name__)
+
+
+def prefix_key(prompt: Sequence[int], salt: str, spec: ModelSpec) -> PrefixKey:
+    """A prompt as the prefix cache knows it.
+
+    Where rotary embeddings change with the length, and KV with them, long prompts share nothing with short ones.
+    """
+    if spec.rope_switch_tokens:
+        salt = f"{'long' if len(prompt) > spec.rope_switch_tokens else 'short'} {salt}"
+    return PrefixKey.of(prompt, salt)
 
 
 class PrefillLeader(Leader):
@@ -54,8 +65,9 @@ class PrefillLeader(Leader):
         rows = [Row(r.sampling, (), history_of(r.prompt, r.sampling)) for r in (requests[i] for i in whole)]
         found = next_tokens(logits[whole], rows, self._spec.eos_ids) if whole else []
         first = {plan.work[i].key: chosen for i, chosen in zip(whole, found, strict=True)}
+        wrong = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
         with self._changed:
-            for request in self._scheduler.commit(plan):
+            for request in self._scheduler.commit(plan, wrong):
                 chosen = first[request.key]
                 if isinstance(chosen, RequestError):
                     self._fail(request, chosen)
@@ -126,6 +138,8 @@ class PrefillLeader(Leader):
                     f"the ticket of {message.key} ends at {message.ticket.tokens.stop}: a prompt of "
                     f"{len(message.prompt)} tokens needs {self._spec.state_tokens} more for its recurrent state"
                 )
+            if self._scheduler.caches_prefixes:
+                request.prefix = prefix_key(message.prompt, message.cache_salt, self._spec)
             self._scheduler.submit(request)
         except DisaggError as error:
             self._refuse(router, message.key, error)

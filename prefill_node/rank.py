@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
+import structlog
+
 from disagg.core.types import GroupInfo, RankInfo, Span
 from disagg.node.device import mark
 from disagg.node.ledger import Ledger
@@ -18,6 +20,8 @@ from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender import SegmentSender
 from transport import messages as m
 from transport.base import Transport
+
+log = structlog.get_logger(__name__)
 
 MAX_WAITING = 1024
 
@@ -46,7 +50,12 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
     def _make_leader(self) -> PrefillLeader:
         group = self.group_config
         pool_tokens = self.runner.pool.slots - group.page_size  # without the trash page
-        ledger = Ledger(pool_tokens=pool_tokens, page_size=group.page_size, rows=group.max_requests)
+        ledger = Ledger(
+            pool_tokens=pool_tokens,
+            page_size=group.page_size,
+            rows=group.max_requests,
+            eviction=group.eviction if self._caches_prefixes() else None,
+        )
         scheduler = PrefillScheduler(
             ledger,
             ranks=group.ranks,
@@ -56,6 +65,16 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             whole_prompts=self.runner.spec.whole_prompts,
         )
         return PrefillLeader(scheduler, self.runner.spec, self.control.send, self._to_self, self.clock)
+
+    def _caches_prefixes(self) -> bool:
+        """A recurrent state is known behind a whole prompt only, so none can begin with a part of another one."""
+        spec = self.runner.spec
+        if self.group_config.prefix_cache and (spec.state_tokens or spec.whole_prompts):
+            log.info(
+                "no_prefix_cache", model=spec.architecture, why="its recurrent state is not kept by tokens"
+            )
+            return False
+        return self.group_config.prefix_cache
 
     def _make_agent(self, transport: Transport) -> SegmentSender:
         transfer = self.config.transfer
@@ -102,8 +121,10 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
     def _step(self, plan: StepPlan) -> None:
         """Leases are asked for before the step, so that they are there when the first layers are.
 
-        A recurrent state follows the prompt like one chunk more, which has a step number of its own: below 0.
+        What leaves beside the chunks has a step number of its own, below 0: a cached beginning goes before a prompt's
+        first chunk, at once; a recurrent state, of a model that caches none, follows the last.
         """
+        self._send_cached(plan)
         state_tokens = self.runner.spec.state_tokens
         ended = [work for work in plan.work if state_tokens and work.span.stop == work.prompt_tokens]
         for work in plan.work:
@@ -125,6 +146,16 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
                 self._send_states(plan.step, ended)
             if self._leader is not None:
                 self._leader.commit(plan, logits)
+
+    def _send_cached(self, plan: StepPlan) -> None:
+        """Behind the earlier steps on the device, which wrote it."""
+        cached = [work for work in plan.work if work.pages and work.start]
+        if not cached:
+            return
+        for work in cached:
+            self._loop.post(partial(self._agent.plan_chunk, -plan.step, work.key, Span(0, work.start)))
+        marker = mark(self.runner.device)
+        self._loop.post(partial(self._agent.layers_ready, -plan.step, self.runner.shard.layers, marker))
 
     def _send_states(self, step: int, ended: Sequence[Work]) -> None:
         assert self.runner.states is not None, "a model with state tokens has states"

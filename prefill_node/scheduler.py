@@ -3,16 +3,19 @@
 Who owns a request's row and pages (its holding), and who frees them:
 
     [submit, admit)                     nobody
-    [admit, settled)                    the request
+    [admit, settled)                    the request; the pages that it found cached, others and the cache too
+    the prompt is computed              the prefix cache, too, where there is one; see `disagg.node.ledger`
     settled                             `_settle` frees: no step that computes it is running, and either every
                                         rank reported its segments sent, or every rank closed the transfer
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from disagg.node.ledger import Holding, Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
@@ -29,6 +32,8 @@ class PrefillRequest:
     router: str
     deadline_s: float
     """On the leader's clock."""
+    prefix: PrefixKey | None = None
+    """The prompt as the prefix cache knows it; None: it is computed whole, and not cached."""
     holding: Holding | None = None
     admitted: bool = False
     """Ranks were told of it, so they must be told to close."""
@@ -115,9 +120,11 @@ class PrefillScheduler:
         for request in self.requests.values():
             if request.admitted or request.closing:
                 continue
-            request.holding = self._ledger.reserve(max(len(request.prompt), request.ticket.tokens.stop))
+            tokens = max(len(request.prompt), request.ticket.tokens.stop)
+            request.holding = self._ledger.reserve(tokens, request.prefix)
             if request.holding is None:
                 break  # first come, first served: a shorter one behind does not overtake
+            request.planned_tokens = request.holding.cached_tokens
             request.admitted = True
             admitted.append(request)
         return admitted
@@ -139,13 +146,24 @@ class PrefillScheduler:
         self._step += 1
         return StepPlan(self._step, work)
 
-    def commit(self, plan: StepPlan) -> list[PrefillRequest]:
-        """A step ended; returns the requests whose prompt is now whole and whose first token is wanted."""
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether a request's `prefix` is looked at."""
+        return self._ledger.caches
+
+    def commit(self, plan: StepPlan, wrong: Container[RequestKey] = ()) -> list[PrefillRequest]:
+        """A step ended; returns the requests whose prompt is now whole and whose first token is wanted.
+
+        `wrong`: those whose KV nobody else may have, because what came of it is no good.
+        """
         finished: list[PrefillRequest] = []
         for work in plan.work:
             request = self.requests[work.key]
             request.in_step = False
             request.computed = work.span.stop == len(request.prompt)
+            if request.computed and request.prefix is not None and work.key not in wrong:
+                assert request.holding is not None, "a running step reads and writes its pages"
+                self._ledger.keep(request.holding, request.prefix)
             if request.computed and not request.closing:
                 finished.append(request)
             self._settle(request)
@@ -200,7 +218,7 @@ class PrefillScheduler:
             start,
             request.prompt[start : start + take],
             len(request.prompt),
-            request.holding.pages if start == 0 else [],
+            request.holding.pages if start == request.holding.cached_tokens else [],
         )
 
     def _settle(self, request: PrefillRequest) -> None:

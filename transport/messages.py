@@ -70,6 +70,8 @@ class Prefill(Message, frozen=True):
     sampling: SamplingParams
     ticket: Ticket
     deadline_s: Seconds
+    cache_salt: str = ""
+    """Only prompts of the same salt share cached KV."""
 
 
 class Prefilled(Message, frozen=True):

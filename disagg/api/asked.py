@@ -20,6 +20,7 @@ from disagg.core.types import SamplingParams
 COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chat answers may be as long as the context allows."""
 STOP_CHARACTERS = 256
+SALT_CHARACTERS = 256
 BIASES = 1024
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles, and what templates call them: `developer` is OpenAI's newer word for `system`."""
@@ -37,6 +38,8 @@ class Asked:
     """A last chunk with token counts was asked for."""
     token_ids: bool = False
     """Tokens of log-probabilities are named by their numbers."""
+    cache_salt: str = ""
+    """Only prompts of the same salt share cached KV."""
 
     @property
     def choices(self) -> int:
@@ -144,6 +147,8 @@ def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
             raise bad(name, f"{name} has {len(values)} entries; this server takes {config.max_stop}")
     if any(len(text) > STOP_CHARACTERS for text in _stop(body)):
         raise bad("stop", f"stop has a text of more than {STOP_CHARACTERS} characters")
+    if len(body.cache_salt) > SALT_CHARACTERS:
+        raise bad("cache_salt", f"cache_salt has more than {SALT_CHARACTERS} characters")
     if len(body.logit_bias) > BIASES:
         raise bad("logit_bias", f"logit_bias has {len(body.logit_bias)} entries; this server takes {BIASES}")
 
@@ -172,7 +177,7 @@ def _asked(
             )
     sampling = _sampling(body, max_tokens, logprobs, model)
     usage = body.stream_options is not None and body.stream_options.include_usage
-    return Asked(tuple(prompts), body.n, sampling, body.stream, usage)
+    return Asked(tuple(prompts), body.n, sampling, body.stream, usage, cache_salt=body.cache_salt)
 
 
 def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: ServedModel) -> SamplingParams:

@@ -40,6 +40,7 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: list[int] = []
     repetition_penalty: float = 1.0
+    cache_salt: str = ""
 
 
 class CompletionBody(AnswerBody, frozen=True, kw_only=True):

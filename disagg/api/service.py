@@ -55,6 +55,7 @@ class Generator(Protocol):
         timeout_s: float,
         decode: Decode | None = None,
         report: SessionReport | None = None,
+        cache_salt: str = "",
     ) -> AsyncGenerator[Output, None]:
         """Streams an answer; closing the iterator aborts it."""
 
@@ -202,7 +203,13 @@ class Service:
         self.metrics.prompt_tokens.inc(len(prompt))
         left_s = max(0.0, deadline_s - time.monotonic())
         stream = self._generator.generate(
-            track.id, prompt, sampling, timeout_s=left_s, decode=self.model.decode, report=track.report
+            track.id,
+            prompt,
+            sampling,
+            timeout_s=left_s,
+            decode=self.model.decode,
+            report=track.report,
+            cache_salt=asked.cache_salt,
         )
         async with aclosing(stream) as outputs:
             async for output in outputs:

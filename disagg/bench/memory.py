@@ -15,9 +15,9 @@ import numpy as np
 from disagg.bench.memory_waste import waste
 from disagg.bench.report import Label, Measurement, Result
 from disagg.bench.serve.lengths import Lengths
+from disagg.core.config_tree import EvictionName
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.prefixes import TOKEN_BYTES, PrefixKey
-from disagg.kv.eviction import Policy
 from disagg.kv.pages import TokenToKVPoolAllocator, pages_for
 from disagg.kv.radix import RadixCache
 from disagg.kv.sequence import KVSequence
@@ -42,7 +42,7 @@ class MemoryBench:
     """That decode together."""
     input: Lengths
     output: Lengths
-    eviction: Policy
+    eviction: EvictionName
     repeats: int
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 TransportName = Literal["ucx", "inproc"]
 Preemption = Literal["auto", "recompute", "swap"]
 PolicyName = Literal["least_loaded", "round_robin"]
+EvictionName = Literal["lru", "lfu", "fifo"]
 Calibrate = Literal["auto", "always", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["plain", "json"]
@@ -88,6 +89,11 @@ class GroupConfig(Section, frozen=True):
     """Requests that one step decodes."""
     graphs: bool = True
     """Record decode steps as CUDA graphs, where the model allows it."""
+    prefix_cache: bool = True
+    """Whether a prefill group keeps the KV of prompts for others that begin alike, in pages that nothing else needs.
+    Not looked at by decode groups, nor for models whose prompts must be computed whole."""
+    eviction: EvictionName = "lru"
+    """What goes first when the pages are needed: longest unused, least often used, oldest."""
     collective: CollectiveName = "auto"
     preemption: Preemption = "auto"
     """What becomes of the KV of a request whose pages others need (decode): computed again, or copied to host memory
@@ -110,6 +116,7 @@ class GroupConfig(Section, frozen=True):
         if self.swap_bytes is not None:
             self._at_least(0, "swap_bytes")
         self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
+        self._one_of("eviction", EvictionName)
         self._needs(
             self.pool_tokens % self.page_size == 0,
             "pool_tokens",

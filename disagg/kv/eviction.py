@@ -5,13 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable
-from typing import Literal
 
+from disagg.core.config_tree import EvictionName
 from disagg.kv.radix_node import Node
 
-Policy = Literal["lru", "lfu", "fifo"]
-
-ORDERS: dict[Policy, Callable[[Node], tuple[int, ...]]] = {
+ORDERS: dict[EvictionName, Callable[[Node], tuple[int, ...]]] = {
     "lru": lambda node: (node.used,),
     "lfu": lambda node: (node.hits, node.used),
     "fifo": lambda node: (node.born,),
@@ -26,7 +24,7 @@ class LeafQueue:
     order any more comes to the top too early, and is put back then; one whose node is no leaf any more is dropped.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: EvictionName) -> None:
         self._order = ORDERS[policy]
         self._heap: list[tuple[tuple[int, ...], int, Node]] = []
         self._serial = itertools.count()

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from disagg.core.config_tree import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import TOKEN_BYTES, Digest, PrefixKey
-from disagg.kv.eviction import LeafQueue, Policy
+from disagg.kv.eviction import LeafQueue
 from disagg.kv.journal import MarkJournal, unit_tokens_for
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix_node import Node, common_pages, marks_in
@@ -59,7 +60,7 @@ class RadixCache:
     """
 
     def __init__(
-        self, allocator: TokenToKVPoolAllocator, policy: Policy = "lru", unit_tokens: int | None = None
+        self, allocator: TokenToKVPoolAllocator, policy: EvictionName = "lru", unit_tokens: int | None = None
     ) -> None:
         """`unit_tokens`: tokens between two marks in a digest, whole pages; by the size of the pool when None."""
         self._allocator = allocator
@@ -169,6 +170,10 @@ class RadixCache:
             asked_tokens=self._asked_tokens,
             evicted_pages=self._evicted_pages,
         )
+
+    def pages(self) -> list[int]:
+        """All that it holds a reference to. O(pages): for checks."""
+        return [page for root in self._roots.values() for node in _below(root) for page in node.pages]
 
     def check(self) -> None:
         """Raises InvariantError unless the tree, its counters, its queue and its marks agree. O(tokens cached)."""

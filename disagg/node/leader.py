@@ -195,7 +195,8 @@ class Leader(ABC):
     def _status(self) -> GroupStatus:
         assert self._group is not None, "a leader is used after join"
         scheduled, reports = self._scheduled(), self._reports
-        pages = scheduled.memory.pages
+        pages, cache = scheduled.memory.pages, scheduled.memory.cache
+        alone = cache.cached_pages - cache.locked_pages if cache is not None else 0
         return GroupStatus(
             self._group.name,
             self._role,
@@ -205,8 +206,11 @@ class Leader(ABC):
             requests_closing=scheduled.closing,
             page_size=pages.page_size,
             pages=pages.pages,
-            pages_used=pages.used_pages,
-            tokens_held=pages.used_tokens,
+            pages_used=pages.used_pages - alone,
+            pages_cached=alone,
+            tokens_held=pages.used_tokens - alone * pages.page_size,
+            evicted_pages_total=cache.evicted_pages if cache is not None else 0,
+            cached_tokens_total=cache.hit_tokens if cache is not None else 0,
             preemptions_total=scheduled.preemptions,
             tokens_total=reports.tokens,
             steps_total=reports.steps,

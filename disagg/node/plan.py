@@ -22,7 +22,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     """Length of the request's whole prompt."""
     pages: list[int] = []
-    """Those of the request's pages that the ranks do not know yet."""
+    """Those of the request's pages that the ranks do not know yet. In a request's first work all of them, also those
+    before `start` whose KV was cached."""
     first_page: int = 0
     """Which of the request's pages the first of `pages` is."""
 

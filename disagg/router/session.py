@@ -172,9 +172,10 @@ class Router:
         timeout_s: float,
         decode: Decode | None = None,
         report: SessionReport | None = None,
+        cache_salt: str = "",
     ) -> AsyncGenerator[Output, None]:
         """Streams the answer to `prompt`. `decode` turns tokens into text (needed for stop strings);
-        `disagg.router.text.decode_with` makes it of a tokenizer.
+        `disagg.router.text.decode_with` makes it of a tokenizer. Only prompts of one `cache_salt` share cached KV.
 
         Raises what ended the request: `InvalidRequestError`, `BusyError`, `PromptTooLongError`,
         `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
@@ -191,6 +192,7 @@ class Router:
             TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None,
             report or SessionReport(),
             self._reserve_retry_s,
+            cache_salt,
         )
         async with aclosing(session.run()) as outputs:
             async for output in outputs:
@@ -209,6 +211,7 @@ class _Session:
     stream: TextStream | None
     report: SessionReport
     reserve_retry_s: float
+    cache_salt: str = ""
     began_s: float = field(default_factory=time.monotonic)
     involved: set[str] = field(default_factory=set)
     """Leaders that have heard of the request, and so must release it."""
@@ -222,8 +225,9 @@ class _Session:
             self._count(1)
             try:
                 ticket = await self._reserve(box)
+                left_s, salt = self._left_s(), self.cache_salt
                 self._tell(
-                    self.prefill, m.Prefill(self.key, self.prompt, self.sampling, ticket, self._left_s())
+                    self.prefill, m.Prefill(self.key, self.prompt, self.sampling, ticket, left_s, salt)
                 )
                 while True:
                     for output in self._outputs(await self._next(box)):

@@ -48,6 +48,7 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"max_tokens": "9"}, "max_tokens", None),
     (COMPLETIONS, {"temperature": "hot"}, "temperature", None),
     (COMPLETIONS, {"stop": ["a", 1]}, "stop[1]", None),
+    (COMPLETIONS, {"cache_salt": "x" * 300}, "cache_salt", None),
     (COMPLETIONS, {"stop_token_ids": ["1"]}, "stop_token_ids[0]", None),
     (COMPLETIONS, {"stream": 1}, "stream", None),
     (COMPLETIONS, {"logprobs": True}, "logprobs", None),

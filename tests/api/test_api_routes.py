@@ -97,7 +97,10 @@ def test_every_field_reaches_the_sampler(server: ApiServer) -> None:
         "frequency_penalty": -0.25,
         "repetition_penalty": 1.5,
     }
-    server.ask(**same, stop=["xx", "yy"], stop_token_ids=[65], logit_bias={"66": -3.5}, user="me")
+    server.ask(
+        **same, stop=["xx", "yy"], stop_token_ids=[65], logit_bias={"66": -3.5}, user="me", cache_salt="a"
+    )
+    assert server.generator.salts[-1] == "a"
     sampling = server.generator.calls[-1][2]
     assert {name: getattr(sampling, name) for name in sampling.__struct_fields__} == {
         **same,

@@ -189,6 +189,8 @@ def test_sections_made_by_hand_are_checked_too() -> None:
         GroupConfig(tp=0)
     with pytest.raises(ConfigError, match="one of auto, cpu, cuda"):
         msgspec.structs.replace(GroupConfig(), device="tpu")
+    with pytest.raises(ConfigError, match="one of lru, lfu, fifo"):
+        msgspec.structs.replace(GroupConfig(), eviction="random")
 
 
 def test_the_tree_is_frozen() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from disagg.core.config_tree import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
-from disagg.kv.eviction import Policy
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 
@@ -16,7 +16,7 @@ PAGE = 4
 class Cached:
     """A cache over a small pool, and prompts whose KV is thought of as computed."""
 
-    def __init__(self, pages: int = 40, policy: Policy = "lru") -> None:
+    def __init__(self, pages: int = 40, policy: EvictionName = "lru") -> None:
         self.allocator = TokenToKVPoolAllocator(pages, PAGE)
         self.cache = RadixCache(self.allocator, policy, unit_tokens=2 * PAGE)
 
@@ -127,7 +127,7 @@ def test_eviction_takes_ends_first_and_no_more_than_asked() -> None:
         ("fifo", ["aaaa", "bbbb", "cccc"]),
     ],
 )
-def test_the_policy_chooses_who_goes(policy: Policy, order: list[str]) -> None:
+def test_the_policy_chooses_who_goes(policy: EvictionName, order: list[str]) -> None:
     """a: first in, counted three times, used last; b: counted once; c: never counted, used between b and a."""
     it = Cached(policy=policy)
     for text in ("aaaa", "bbbb", "cccc"):

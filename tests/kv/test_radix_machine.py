@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 from kv_memory import KVMemory, Word
 
+from disagg.core.config_tree import EvictionName
 from disagg.core.prefixes import HeldPrefixes, PrefixKey
-from disagg.kv.eviction import Policy
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
 from disagg.kv.radix_node import Node
@@ -61,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.router = HeldPrefixes()
 
     @initialize(policy=st.sampled_from(["lru", "lfu", "fifo"]))
-    def choose(self, policy: Policy) -> None:
+    def choose(self, policy: EvictionName) -> None:
         self.cache = RadixCache(self.allocator, policy, unit_tokens=2 * PAGE)
 
     def room_for(self, pages: int) -> bool:

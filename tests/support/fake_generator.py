@@ -19,6 +19,8 @@ class FakeGenerator:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, list[int], SamplingParams]] = []
+        self.salts: list[str] = []
+        """Of each call."""
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
         self.down: list[str] = []
@@ -52,11 +54,13 @@ class FakeGenerator:
         timeout_s: float,
         decode: Decode | None = None,
         report: SessionReport | None = None,
+        cache_salt: str = "",
     ) -> AsyncGenerator[Output, None]:
         assert timeout_s > 0
         assert decode is not None
         assert report is not None
         self.calls.append((request_id, list(prompt), sampling))
+        self.salts.append(cache_salt)
         report.reserved_s, report.nbytes, report.segments, report.transfer_s = 0.25, 1000, 2, 0.5
         stream, done = TextStream(decode, sampling.stop), False
         try:

@@ -262,7 +262,9 @@ class LocalGroups:
             assert held == 0, f"{rank.lane}: {transfer}"
             if "leader" in statistics:
                 memory = statistics["leader"].memory
-                assert memory.pages.used_pages == 0, f"{rank.lane}: {memory}"
+                cached = memory.cache.cached_pages if memory.cache else 0
+                assert memory.pages.references == cached, f"{rank.lane}: {memory}"
+                assert not (memory.cache and memory.cache.locked_pages), f"{rank.lane}: {memory}"
                 assert memory.free_rows == memory.rows, f"{rank.lane}: {memory}"
 
     def kill(self, name: str) -> None:

@@ -44,31 +44,31 @@ def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
     On a GPU as well, where it waits for the device: nothing that is queued may write them any more.
     """
     allocator = ledger._pages
-    take, free = allocator._take_page, allocator.free
+    take, free = allocator._take_pages, allocator.free
 
-    def slots(pages: Sequence[int], buffer: torch.Tensor) -> torch.Tensor:
-        size = ledger.page_size
-        return slots_of(pages, size, Span(0, size * len(pages))).long().to(buffer.device)
+    def slots(pages: Sequence[int]) -> torch.Tensor:
+        return slots_of(pages, ledger.page_size, Span(0, ledger.page_size * len(pages))).long()
 
-    def checked_take() -> int:
-        page = take()
-        for rank in ranks:
+    def checked_take(count: int) -> list[int]:
+        pages = take(count)
+        for rank in ranks if pages else ():
             buffer = rank.runner.pool.buffer
-            untouched = buffer[:, :, slots([page], buffer)].isnan().all()
+            untouched = buffer[:, :, slots(pages).to(buffer.device)].isnan().all()
             assert untouched, f"{rank.lane}: a page was written after it was freed"
-        return page
+        return pages
 
     def poisoning_free(pages: Sequence[int]) -> int:
-        count = free(pages)
-        unread = [page for page in pages if not allocator.readers(page)]
-        for rank in ranks if unread else ():
+        """Those that others still read keep what they hold."""
+        before = len(allocator._free)
+        freed = free(pages)
+        for rank in ranks if freed else ():
             buffer = rank.runner.pool.buffer
-            buffer[:, :, slots(unread, buffer)] = float("nan")
+            buffer[:, :, slots(allocator._free[before:]).to(buffer.device)] = float("nan")
             if buffer.is_cuda:
                 torch.cuda.synchronize(buffer.device)
-        return count
+        return freed
 
-    allocator._take_page, allocator.free = checked_take, poisoning_free  # type: ignore[method-assign]
+    allocator._take_pages, allocator.free = checked_take, poisoning_free  # type: ignore[method-assign]
 
 
 def poison_host(scheduler: DecodeScheduler, ranks: Sequence[Any]) -> None:

@@ -13,6 +13,7 @@ from disagg.core.types import RequestKey, SamplingParams, Ticket
 from transport import messages as m
 
 FOREVER_S = 1e6
+STEM_TOKENS = 48
 
 
 @dataclass
@@ -43,14 +44,20 @@ class SimulatedRouter:
         self._send, self._choose = send, choose
         self.requests: dict[RequestKey, SimulatedRequest] = {}
         self.lost: set[str] = set()
+        self._stems = [self._draw(STEM_TOKENS) for _ in range(2)]
 
     def submit(self, prompt_tokens: int, max_tokens: int, deadline_s: float = FOREVER_S) -> SimulatedRequest:
-        prompt = [self._choose.randrange(VOCAB) for _ in range(prompt_tokens)]
+        """Some prompts begin alike, some are a beginning of another."""
+        common = self._choose.choice([0, STEM_TOKENS // 2, STEM_TOKENS])
+        prompt = (self._choose.choice(self._stems)[:common] + self._draw(prompt_tokens))[:prompt_tokens]
         request = SimulatedRequest(RequestKey(f"r{len(self.requests)}"), prompt, max_tokens)
         self.requests[request.key] = request
         sampling = SamplingParams(max_tokens=max_tokens)
         self._tell(request, "decode-0", m.Reserve(request.key, prompt, sampling, deadline_s, "prefill"))
         return request
+
+    def _draw(self, tokens: int) -> list[int]:
+        return [self._choose.randrange(VOCAB) for _ in range(tokens)]
 
     def end(self, request: SimulatedRequest, how: str) -> None:
         if not request.ended:

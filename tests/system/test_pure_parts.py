@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.core.errors import BusyError, ConfigError, InvariantError
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
 from disagg.node.ledger import Holding, Ledger
 from disagg.placement import choose_placement, place_colocated
@@ -207,6 +208,45 @@ def test_ledger_gives_both_or_none() -> None:
     ledger.release(second)
     ledger.check([])
     assert ledger.statistics().free_rows == 2
+
+
+def test_ledger_begins_with_what_is_cached_and_evicts_the_rest_when_it_must() -> None:
+    ledger = Ledger(pool_tokens=64, page_size=16, rows=3, eviction="lru")
+    prompt, other = PrefixKey.of(range(40)), PrefixKey.of(range(100, 140))
+    first = ledger.reserve(40, prompt)
+    assert first is not None
+    assert first.cached_tokens == 0
+    ledger.keep(first, prompt)
+    second = ledger.reserve(33, PrefixKey.of(range(33)))
+    assert second is not None
+    assert second.cached_tokens == 32
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2], "the last page is its own"
+    ledger.check([first, second])
+    before = ledger.statistics()
+    assert ledger.reserve(40, other) is None, "what is read cannot be evicted"
+    assert ledger.statistics() == before
+    ledger.release(first)
+    ledger.release(second)
+    third = ledger.reserve(64, other)
+    assert third is not None
+    assert ledger.statistics().cache.evicted_pages == 2
+    ledger.release(third)
+    ledger.check([])
+
+
+def test_ledger_leaves_a_token_to_compute() -> None:
+    ledger = Ledger(pool_tokens=64, page_size=16, rows=3, eviction="lru")
+    prompt = PrefixKey.of(range(32))
+    first = ledger.reserve(32, prompt)
+    ledger.keep(first, prompt)
+    again = ledger.reserve(32, prompt)
+    assert again.cached_tokens == 16
+    ledger.keep(again, prompt)
+    ledger.release(again)
+    ledger.release(first)
+    assert ledger.statistics().cache.cached_pages == 2, "its second copy of the last page is gone"
+    ledger.check([])
 
 
 def test_ledger_notices_a_page_owned_twice() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -11,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from decode_node.costs import Rates
 from decode_node.request import DecodeRequest, Place
 from decode_node.scheduler import DecodeScheduler
+from disagg.core.config_tree import EvictionName
 from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.node.ledger import Ledger
 from disagg.node.plan import StepPlan, Swap, Work
@@ -28,9 +30,11 @@ def key_of(number: int) -> RequestKey:
 class PrefillMachine(RuleBasedStateMachine):
     """Rows and pages in use are tracked here on their own, from what the scheduler hands out."""
 
+    eviction: ClassVar[EvictionName | None] = None
+
     def __init__(self) -> None:
         super().__init__()
-        ledger = Ledger(pool_tokens=64, page_size=4, rows=3)
+        ledger = Ledger(pool_tokens=64, page_size=4, rows=3, eviction=self.eviction)
         self.scheduler = PrefillScheduler(
             ledger, ranks=RANKS, chunk_tokens=7, max_context_tokens=40, max_waiting=3
         )
@@ -38,16 +42,24 @@ class PrefillMachine(RuleBasedStateMachine):
         self.plan: StepPlan | None = None
         self.admitted: list[PrefillRequest] = []
         self.computed: dict[RequestKey, int] = {}
+        self.wrong: set[RequestKey] = set()
+        self.kv: dict[int, tuple[int, ...]] = {}
+        """For each slot, the tokens up to the one whose KV stands there; of a `wrong` request none."""
 
     def requests(self) -> list[PrefillRequest]:
         return list(self.scheduler.requests.values())
 
-    @rule(tokens=st.integers(1, 50))
-    def submit(self, tokens: int) -> None:
+    @rule(tokens=st.integers(1, 50), common=st.integers(0, 50), wrong=st.booleans())
+    def submit(self, tokens: int, common: int, wrong: bool) -> None:
+        """The first `common` tokens are those of all other prompts. `wrong`: its first token cannot be told."""
         key = key_of(self.count)
         self.count += 1
         ticket = Ticket(key, self.count, "decode", Span(0, tokens))
-        request = PrefillRequest(key, list(range(tokens)), SamplingParams(), ticket, "router", 0.0)
+        prompt = [token if token < common else token + 100 * self.count for token in range(tokens)]
+        request = PrefillRequest(key, prompt, SamplingParams(), ticket, "router", 0.0)
+        request.prefix = PrefixKey.of(prompt) if self.scheduler.caches_prefixes else None
+        if wrong:
+            self.wrong.add(key)
         try:
             self.scheduler.submit(request)
             self.scheduler.submit(request)
@@ -71,15 +83,32 @@ class PrefillMachine(RuleBasedStateMachine):
         if self.plan is not None:
             assert 0 < sum(len(work.tokens) for work in self.plan.work) <= 7
             for work in self.plan.work:
-                assert work.start == self.computed.get(work.key, 0), "chunks follow each other"
-                assert bool(work.pages) == (work.start == 0)
+                holding = self.scheduler.requests[work.key].holding
+                assert holding is not None
+                first = work.key not in self.computed
+                assert bool(work.pages) == first, "pages travel once"
+                start = self.computed.get(work.key, holding.cached_tokens)
+                assert work.start == start, "chunks follow each other, and what is cached"
+                self.write(work, holding.pages)
                 self.computed[work.key] = work.span.stop
+
+    def write(self, work: Work, pages: list[int]) -> None:
+        """Reads what is there of the prompt, and writes the chunk behind it."""
+        prompt = tuple(self.scheduler.requests[work.key].prompt)
+        slots = [page * 4 + offset for page in pages for offset in range(4)]
+        own = self.computed.get(work.key, 0)
+        for position in range(own, work.start):
+            assert self.kv[slots[position]] == prompt[: position + 1], (
+                "KV of another prompt is taken for cached"
+            )
+        for position in range(work.start, work.span.stop):
+            self.kv[slots[position]] = () if work.key in self.wrong else prompt[: position + 1]
 
     @precondition(lambda self: self.plan is not None)
     @rule()
     def commit(self) -> None:
         assert self.plan is not None
-        finished = self.scheduler.commit(self.plan)
+        finished = self.scheduler.commit(self.plan, self.wrong)
         assert {request.key for request in finished} <= {work.key for work in self.plan.work}
         assert all(self.computed[r.key] == len(r.prompt) and not r.closing for r in finished)
         self.plan = None
@@ -126,6 +155,12 @@ class PrefillMachine(RuleBasedStateMachine):
                     self.scheduler.rank_closed(request, rank)
         assert not self.scheduler.requests
         self.scheduler.check()
+
+
+class CachingPrefillMachine(PrefillMachine):
+    """The same with a prefix cache: what it hands out as cached holds the KV of just these tokens."""
+
+    eviction = "lru"
 
 
 class DecodeMachine(RuleBasedStateMachine):
@@ -323,6 +358,8 @@ class DecodeMachine(RuleBasedStateMachine):
 
 TestPrefill = PrefillMachine.TestCase
 TestPrefill.settings = STEPS
+TestCachingPrefill = CachingPrefillMachine.TestCase
+TestCachingPrefill.settings = STEPS
 TestDecode = DecodeMachine.TestCase
 TestDecode.settings = STEPS
 

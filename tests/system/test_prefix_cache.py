@@ -1,0 +1,175 @@
+"""The prefill group's prefix cache in the whole system: tokens stay exact, all bytes still cross, nothing leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from fake_model import fake_spec
+from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from simulated_groups import Simulation
+from simulated_memory import poison_pages
+
+from disagg.core.config import Config
+from disagg.core.types import SamplingParams
+from disagg.kv.radix import RadixStatistics
+from disagg.router.session import Router
+from prefill_node.leader import prefix_key
+from transport import messages as m
+
+TOKENS = 4
+GREEDY = SamplingParams(max_tokens=TOKENS)
+
+
+def without_cache(config: Config) -> Config:
+    return msgspec.structs.replace(
+        config, prefill=msgspec.structs.replace(config.prefill, prefix_cache=False)
+    )
+
+
+def cache_of(groups: LocalGroups) -> RadixStatistics | None:
+    found: RadixStatistics | None = groups.prefill[0].statistics()["leader"].memory.cache
+    return found
+
+
+def alike(*tails: int, stem: int = 70, seed: int = 1) -> list[list[int]]:
+    """Prompts of one beginning."""
+    (common,) = random_prompts(stem, seed=seed)
+    return [common + tail for tail in random_prompts(*tails, seed=seed + 1)]
+
+
+def computed_tokens(groups: LocalGroups) -> list[int]:
+    """A list that prompt tokens are added to as the prefill ranks' leader plans them."""
+    counted = [0]
+    scheduler = groups.prefill[0]._leader._scheduler
+    plan = scheduler.next_step
+
+    def next_step() -> Any:
+        found = plan()
+        counted[0] += sum(len(work.tokens) for work in found.work) if found else 0
+        return found
+
+    scheduler.next_step = next_step
+    return counted
+
+
+@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+def test_what_is_cached_is_sent_and_not_computed(
+    checkpoints: Checkpoints, tp: tuple[int, int], peer_memory: bool
+) -> None:
+    """One after the other: the second prompt, and the first again, find the beginning; all bytes cross each time."""
+    first, second = alike(20, 30)
+    asked = [first, second, first, first[:64]]
+    source = checkpoints.source()
+    with local_groups(small_config(*tp, peer_memory=peer_memory), source) as groups:
+        counted = computed_tokens(groups)
+
+        async def work(router: Router) -> list[Any]:
+            return [await ask(router, f"r{i}", prompt, GREEDY) for i, prompt in enumerate(asked)]
+
+        answers = groups.serve(work)
+        found = cache_of(groups)
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, prompt, TOKENS) for prompt in asked]
+    each = answers[0].report.nbytes // len(first)
+    assert [a.report.nbytes for a in answers] == [each * len(prompt) for prompt in asked]
+    assert counted[0] == len(first) + (len(second) - 64) + (len(first) - 80) + (64 - 48)
+    assert found is not None
+    assert (found.hits, found.misses, found.hit_tokens) == (3, 1, 64 + 80 + 48)
+
+
+def test_switched_off_it_is_not_there(checkpoints: Checkpoints) -> None:
+    prompts = alike(20, 30)
+    source = checkpoints.source()
+    with local_groups(without_cache(small_config()), source) as groups:
+        answers = groups.answers(prompts, GREEDY) + groups.answers(prompts, GREEDY)
+        assert cache_of(groups) is None
+        assert groups.prefill[0].statistics()["leader"].memory.pages.used_pages == 0
+    assert [a.tokens for a in answers] == 2 * [
+        checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
+    ]
+
+
+def test_salts_share_nothing(checkpoints: Checkpoints) -> None:
+    (prompt,) = random_prompts(60)
+    salts = ["", "a", "b", "a"]
+    with local_groups(small_config(), checkpoints.source()) as groups:
+
+        async def work(router: Router) -> list[list[int]]:
+            answers = []
+            for index, salt in enumerate(salts):
+                outputs = router.generate(f"r{index}", prompt, GREEDY, timeout_s=30, cache_salt=salt)
+                answers.append([token async for output in outputs for token in output.tokens])
+            return answers
+
+        answers = groups.serve(work)
+        found = cache_of(groups)
+        source = groups.source
+    assert answers == [checkpoints.greedy(source, prompt, TOKENS)] * len(salts)
+    assert found is not None
+    assert (found.hits, found.misses) == (1, 3)
+
+
+@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+@pytest.mark.parametrize("eviction", ["lru", "fifo"])
+def test_sharing_under_a_pool_that_is_too_small_with_aborts(
+    checkpoints: Checkpoints, eviction: str, peer_memory: bool
+) -> None:
+    """Freed pages are NaN. Three beginnings, more than the pool holds; a third of the requests is cancelled."""
+    choose = random.Random(peer_memory)
+    config = small_config(2, 1, pool_tokens=320, prefill_page=8, peer_memory=peer_memory)
+    config = msgspec.structs.replace(
+        config, prefill=msgspec.structs.replace(config.prefill, eviction=eviction)
+    )
+    stems = [alike(*(choose.randrange(1, 40) for _ in range(6)), stem=80, seed=seed) for seed in (3, 5, 7)]
+    prompts = [stems[i % 3][i // 3] for i in range(18)]
+    victims = {index: choose.randrange(1, 20) for index in range(0, 18, 3)}
+    with local_groups(config, checkpoints.source()) as groups:
+        poison_pages(groups.prefill[0]._leader._scheduler._ledger, groups.prefill)
+
+        async def work(router: Router) -> list[Any]:
+            loop, passed = asyncio.get_running_loop(), dict.fromkeys(victims, 0)
+            tasks = [
+                asyncio.create_task(ask(router, f"r{i}", prompt, GREEDY)) for i, prompt in enumerate(prompts)
+            ]
+
+            def observe(origin: str, destination: str, message: m.Message) -> None:
+                key = getattr(message, "key", None)
+                index = int(key.request_id[1:]) if key is not None else -1
+                if index in passed:
+                    passed[index] += 1
+                    if passed[index] == victims[index]:
+                        loop.call_soon_threadsafe(tasks[index].cancel)
+
+            groups.observe(observe)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = groups.serve(work)
+        found, source = cache_of(groups), groups.source
+    cancelled = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
+    assert set(cancelled) <= set(victims)
+    for index, result in enumerate(results):
+        if index not in cancelled:
+            assert result.tokens == checkpoints.greedy(source, prompts[index], TOKENS), index
+    assert found is not None
+    assert found.hit_tokens > 0
+    assert found.evicted_pages > 0
+
+
+@pytest.mark.parametrize(("state_tokens", "caches"), [(0, True), (7, False)])
+def test_models_with_a_recurrent_state_have_none(
+    state_tokens: int, caches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulation = Simulation(small_config(), 0, monkeypatch, state_tokens=state_tokens)
+    memory = simulation.ranks["prefill-0"]._leader.statistics().memory
+    assert (memory.cache is not None) == caches
+
+
+def test_long_and_short_prompts_share_nothing_where_the_rotary_embedding_changes() -> None:
+    switch = msgspec.structs.replace(fake_spec(2, 2), rope_switch_tokens=10)
+    short, edge, long = (prefix_key(range(count), "x", switch).salt for count in (3, 10, 11))
+    assert short == edge != long
+    assert prefix_key(range(11), "x", fake_spec(2, 2)).salt == "x"
