@@ -122,8 +122,9 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
     ("role", "largest"),
     [
         ("prefill", [(72, 24)]),
-        ("decode", [(95, 1)] * 3),
-        ("colocated", [(72, 24), (95, 1), (95, 1)]),  # one of the three rows has the chunk
+        # One of the three rows has the chunk: a decode group computes requests again that were preempted.
+        ("decode", [(72, 24), (95, 1), (95, 1)]),
+        ("colocated", [(72, 24), (95, 1), (95, 1)]),
     ],
 )
 def test_the_largest_step_of_each_role(role: str, largest: list[tuple[int, int]]) -> None:
@@ -146,7 +147,7 @@ def test_the_plan_of_colocated_ranks() -> None:
     [colocated], (_, decode) = plan_memory(both, 80 * GB), plan_memory(split, 80 * GB)
     assert (colocated.role, colocated.budget.transfer_bytes) == ("colocated", 0)
     assert colocated.budget.weights_bytes == decode.budget.weights_bytes
-    assert colocated.budget.work_bytes > decode.budget.work_bytes
+    assert colocated.budget.work_bytes == decode.budget.work_bytes
     assert colocated.pool_tokens > decode.pool_tokens, "no ring"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -412,3 +413,23 @@ def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step_and_keeps_room_fo
     assert [len(work.tokens) for work in first.work] == [5, 20]
     assert second is not None
     assert [len(work.tokens) for work in second.work] == [3]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_prompt_is_cached_when_it_is_computed_and_its_logits_are_good(wrong: bool) -> None:
+    ledger = Ledger(pool_tokens=64, page_size=4, rows=3, eviction="lru")
+    scheduler = PrefillScheduler(ledger, ranks=1, chunk_tokens=99, max_context_tokens=40, max_waiting=3)
+    starts = []
+    for number in range(2):
+        key, prompt = key_of(number), list(range(10))
+        ticket = Ticket(key, number, "decode", Span(0, 10))
+        request = PrefillRequest(key, prompt, SamplingParams(), ticket, "router", 0.0, PrefixKey.of(prompt))
+        scheduler.submit(request)
+        scheduler.admit()
+        plan = scheduler.next_step()
+        assert plan is not None
+        starts.append(plan.work[0].start)
+        assert plan.work[0].pages
+        scheduler.commit(plan, {key} if wrong else ())
+    assert starts == [0, 0 if wrong else 8]
+    scheduler.check()
