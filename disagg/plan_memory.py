@@ -14,7 +14,7 @@ from disagg.model.build import weights_bytes
 from disagg.model.collective import ThreadCollective
 from disagg.model.source import ModelSource
 from disagg.model.spec import ModelSpec, shard_of
-from disagg.node.assemble import make_source, resolve_dtype
+from disagg.node.assemble import make_source, resolve_dtype, resolve_kv_dtype
 from disagg.node.sizing import LIBRARY_BYTES, SAMPLER_COPIES, MemoryBudget, describe, transfer_bytes_of
 
 
@@ -34,14 +34,15 @@ class GroupMemory(msgspec.Struct, frozen=True):
 def model_layout(config: Config) -> KVLayout:
     """The KV cache's shape of the model that `config.model` names, in the type it would have on a GPU."""
     source = make_source(config)
-    return source.spec(resolve_dtype(config.model.dtype, source, torch.device("cuda"))).layout
+    dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
+    return source.spec(resolve_kv_dtype(config.model.kv_dtype, dtype)).layout
 
 
 def plan_memory(config: Config, gpu_memory_bytes: int) -> list[GroupMemory]:
     """Ranks of each kind with a GPU of `gpu_memory_bytes` each. Raises `ConfigError`, `UnsupportedModelError`."""
     source = make_source(config)
     dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
-    spec = source.spec(dtype)
+    spec = source.spec(resolve_kv_dtype(config.model.kv_dtype, dtype))
     return [
         _group(config, group, role, source, spec, dtype, gpu_memory_bytes)
         for role, group in config.kinds.items()

@@ -17,7 +17,7 @@ from disagg.model.collective import ThreadCollective
 from disagg.node import sizing
 from disagg.node.sizing import MemoryBudget, fill_memory
 from disagg.placement import choose_placement
-from disagg.plan_memory import memory_lines, plan_memory
+from disagg.plan_memory import memory_lines, model_layout, plan_memory
 
 GB = 10**9
 PAGE = 16
@@ -167,3 +167,10 @@ def test_the_plan_of_a_known_model() -> None:
     assert told[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
     assert "requests of 4,096 tokens" in told[1]
     assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[1]
+
+
+def test_quantized_kv_takes_half_of_the_room() -> None:
+    model = ModelConfig(random_init="llama-3.1-8b", kv_dtype="int8")
+    config = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1))
+    assert plan_memory(config, 80 * GB)[1].token_bytes == 131072 * 132 // 256
+    assert model_layout(config).token_bytes == 131072 * 132 // 256
