@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from page_server import PageServer
 from status_pictures import service
 
-from disagg.core.status import ServiceStatus
+from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 from disagg.plan import describe_bytes
 from disagg.top.rates import append, paired, rates
 from disagg.top.words import count_words, rate_words, time_words
@@ -209,6 +209,15 @@ def test_groups_that_come_and_go(browser: Browser, server: PageServer) -> None:
     look(tab)
     assert tab.value("lines.size") == 36
     assert tab.value("document.documentElement.scrollWidth <= innerWidth")
+    no_trouble(tab, server)
+
+
+def test_groups_that_prefill_and_decode(browser: Browser, server: PageServer) -> None:
+    ranks = (RankStatus("colocated r0", 0, "cpu"), RankStatus("colocated r1", 1, "cpu"))
+    server.shape = {"groups": (GroupStatus("colocated", "colocated", ranks, tokens_total=7),)}
+    tab = shown(browser, server)
+    assert texts(tab, "#prefill h3") == ["colocated"]
+    assert texts(tab, "#decode h3") == texts(tab, ".none") == texts(tab, "#flow-rows td") == []
     no_trouble(tab, server)
 
 

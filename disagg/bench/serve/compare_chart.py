@@ -34,6 +34,8 @@ def write_compare_chart(path: Path, found: Comparison) -> None:
 
 def _distributions(axis: Any, found: Comparison, name: str, limit_s: float | None, values: Any) -> None:
     """The higher the rate, the stronger the line."""
+    from matplotlib.ticker import LogLocator
+
     for number, run in enumerate(found.runs, 1):
         for system, report in run.reports.items():
             values_s = values(report)
@@ -52,6 +54,9 @@ def _distributions(axis: Any, found: Comparison, name: str, limit_s: float | Non
     axis.set_ylabel("share")
     axis.set_ylim(0, 1)
     axis.set_xscale("log")
+    axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")  # else their labels overlap within one decade
     axis.legend(loc="lower right", **_LEGEND)
     _plain(axis)
 
