@@ -147,7 +147,8 @@ ENDS = {
     "abort and repeat": {"done", "aborted"},
     "fail": {"done", "transport"},
     "abort and fail": {"done", "aborted", "transport"},
-    "letters fail": {"done", "transport"},
+    # A prompt with a cached beginning asks in two letters at once: without the first, the second leaves a gap.
+    "letters fail": {"done", "transport", "protocol"},
     "short": {"done", "protocol"},
     "death": {"done", "peer_lost"},
     "abort fail death": {"done", "aborted", "transport", "peer_lost"},
