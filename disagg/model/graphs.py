@@ -66,6 +66,7 @@ class DecodeGraphs:
         except (RuntimeError, ValueError) as exc:
             self._numbers.clear()
             self._logits = torch.empty(0)
+            self._end_recording(stream)
             log.warning("steps_not_recorded", why=str(exc).splitlines()[0], then="launched kernel by kernel")
         else:
             self._graphs = graphs
@@ -90,6 +91,11 @@ class DecodeGraphs:
         self._numbers[size].copy_(host, non_blocking=True)
         self._graphs[size].replay()
         return self._logits[:count]
+
+    def _end_recording(self, stream: Any) -> None:
+        """A recording that failed leaves torch's random generator believing in it; one that succeeds mends that."""
+        with cuda.graph(cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            torch.zeros(1, device=self._device)
 
     def _record(self, size: int, pool: Any, stream: Any) -> Any:
         numbers = torch.zeros(3, size, dtype=torch.int64, device=self._device)

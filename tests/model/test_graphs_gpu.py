@@ -90,5 +90,6 @@ def test_a_model_that_asks_the_device_is_launched(
     monkeypatch.setattr(runner, "_run", curious)
     runner.record(4)
     assert not runner.recorded
+    assert torch.randn(3, device="cuda").isfinite().all(), "random numbers can be drawn as before"
     texts = [text[:20] for text in prompts()[:2]]
     assert torch.isfinite(steps(runner, texts, prefilled(runner, texts))[0]).all()
