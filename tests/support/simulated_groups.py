@@ -211,8 +211,10 @@ class Simulation:
         assert held == 0, f"{name}: {transfer}"
         assert rank._transport.statistics().pending == 0, f"{name}: an operation never ends"
         if rank._leader is not None:
-            memory = rank._leader.statistics().memory
+            found = rank._leader.statistics()
+            memory, host = found.memory, getattr(found, "host", None)
             assert memory.free_rows == memory.rows, f"{name}: {memory}"
+            assert host is None or host.used_blocks == 0, f"{name}: {host}"
             assert not list(rank._leader._requests()), name
 
     def _deliver(self, source: str, destination: str) -> None:
