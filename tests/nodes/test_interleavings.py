@@ -25,7 +25,13 @@ from transport.tags import is_letter
 
 STEPS = 1500
 SEEDS = 40
-SEEDS_OF = {"abort fail death": 60, "crowded": 5, "crowded abort": 5, "crowded death": 6, "crowded deadline": 5}
+SEEDS_OF = {
+    "abort fail death": 60,
+    "crowded": 5,
+    "crowded abort": 5,
+    "crowded death": 6,
+    "crowded deadline": 5,
+}
 """Where an end is rarer, or a run longer."""
 CROWDED_TOKENS = 96
 
