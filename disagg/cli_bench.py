@@ -70,6 +70,30 @@ def kernels(
 
 
 @app.command()
+def swap(
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, help="Of a request [8192; 512 on a CPU].")
+    ] = None,
+    kv_heads: Annotated[int, typer.Option("--kv-heads", min=1, help="Of the rank, 128 x 2 bytes each.")] = 8,
+    layers: Annotated[int, typer.Option("--layers", min=1)] = 32,
+    page_size: Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")] = 16,
+    repeats: RepeatsFlag = 9,
+    device: DeviceFlag = "auto",
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """A preempted request's pages to pinned host memory and back, as a share of a plain copy."""
+    from disagg.bench.swap import SwapBench, run
+
+    where = _device(device)
+    count = tokens or (8192 if where.type == "cuda" else 512)
+    bench = SwapBench(where, count, kv_heads, layers, page_size, repeats)
+    with _progress() as tell:
+        results = run(bench, tell)
+    _show("swap", f"pages of {bench.nbytes >> 20} MiB out and back on {_name(where)}", results, out, as_json)
+
+
+@app.command()
 def transfer(
     prefill_tp: Annotated[int, typer.Option("--prefill-tp", min=1, help="Ranks that send.")] = 1,
     decode_tp: Annotated[int, typer.Option("--decode-tp", min=1, help="Ranks that receive.")] = 1,

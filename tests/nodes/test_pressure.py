@@ -1,0 +1,151 @@
+"""What a preemption costs, by which way it goes, and what the host's books take."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from decode_node.costs import SWAP_OVERHEAD_S, Rates, cheaper
+from decode_node.request import DecodeRequest, Place
+from decode_node.scheduler import DecodeScheduler
+from disagg.core.errors import BusyError, InvariantError, PromptTooLongError
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.kv.host_blocks import HostBlocks
+from disagg.node.ledger import Ledger
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    rates = Rates(pages_per_s=1000.0, tokens_per_s=1000.0)
+    assert cheaper(10, 1000, rates) == "swap", "22 ms against a second"
+    assert cheaper(10, 10, rates) == "recompute", "22 ms against 10"
+    swap_s = SWAP_OVERHEAD_S + 2 * 10 / 1000
+    assert cheaper(10, round(swap_s * 1000) + 1, rates) == "swap"
+    assert cheaper(10, round(swap_s * 1000) - 1, rates) == "recompute"
+
+
+def test_rates_follow_what_is_measured() -> None:
+    rates = Rates.of(page_bytes=1 << 20)
+    assert rates.pages_per_s == pytest.approx(16e9 / (1 << 20))
+    for _ in range(40):
+        rates = rates.copied(100, 1.0).computed(50, 1.0)
+    assert rates.pages_per_s == pytest.approx(100, rel=0.03)
+    assert rates.tokens_per_s == pytest.approx(50, rel=0.05)
+    assert rates.copied(5, 0.0) == rates, "a clock that stands still measures nothing"
+    once = Rates(100.0, 100.0).copied(1000, 1.0)
+    assert 100 < once.pages_per_s < 300, "one odd copy does not turn the choice"
+
+
+def test_host_blocks() -> None:
+    host = HostBlocks(4, block_pages=3)
+    first = host.alloc(7)
+    assert first is not None
+    assert len(first) == 3
+    assert host.alloc(4) is None
+    host.check(first)
+    with pytest.raises(InvariantError):
+        host.check(first[1:])
+    with pytest.raises(ValueError, match="freed twice"):
+        host.free([*first, first[0]])
+    host.free(first)
+    with pytest.raises(ValueError, match="freed twice"):
+        host.free(first)
+    host.check([])
+    assert host.statistics().peak_used_blocks == 3
+
+
+def make(pool_tokens: int, rows: int, watermark: float = 0.0, page_size: int = 4) -> DecodeScheduler:
+    ledger = Ledger(pool_tokens=pool_tokens, page_size=page_size, rows=rows)
+    return DecodeScheduler(
+        ledger,
+        group="decode",
+        ranks=1,
+        max_batch=rows,
+        max_context_tokens=pool_tokens,
+        first_ticket=0,
+        chunk_tokens=64,
+        rates=Rates(1e3, 1e3),
+        preemption="recompute",
+        watermark=watermark,
+    )
+
+
+def start(scheduler: DecodeScheduler, number: int, prompt_tokens: int, max_tokens: int) -> DecodeRequest:
+    """A request whose KV and first token are here."""
+    request = scheduler.reserve(
+        RequestKey(f"r{number}"),
+        range(prompt_tokens),
+        SamplingParams(max_tokens=max_tokens),
+        router="",
+        prefill_group="",
+        deadline_s=0.0,
+    )
+    request.landed_ranks.add(0)
+    request.tokens.append(1)
+    return request
+
+
+def step(scheduler: DecodeScheduler) -> set[str]:
+    """Who took part."""
+    plan = scheduler.next_step()
+    assert plan is not None
+    for work in plan.work:
+        scheduler.requests[work.key].tokens.append(2)
+    scheduler.commit(plan)
+    return {work.key.request_id for work in plan.work}
+
+
+def test_the_youngest_leaves_and_comes_back_when_an_older_one_has_ended() -> None:
+    scheduler = make(40, 3)
+    one, two = start(scheduler, 1, 12, 28), start(scheduler, 2, 16, 24)
+    seen = []
+    while two.place is Place.RESIDENT:
+        seen.append(step(scheduler))
+    assert {"r1", "r2"} in seen
+    assert seen[-1] == {"r1"}, "the older one goes on with its pages, in the same step"
+    assert two.holding.pages == []
+    with pytest.raises(BusyError, match="1 requests wait for pages"):
+        start(scheduler, 3, 1, 1)
+    scheduler.close(one)
+    scheduler.rank_closed(one, 0)
+    assert step(scheduler) == {"r2"}
+    assert two.computed_tokens == two.known_tokens - 1, "all of it was computed again, in one chunk"
+    scheduler.check()
+
+
+def test_who_finds_nobody_younger_waits_with_its_pages() -> None:
+    scheduler = make(40, 3)
+    one, two = start(scheduler, 1, 28, 12), start(scheduler, 2, 4, 30)
+    one.landed_ranks.clear()  # its KV is still on the way: it cannot be preempted, nor does it run
+    for _ in range(8):
+        assert step(scheduler) == {"r2"}
+    assert scheduler.next_step() is None
+    assert two.place is Place.RESIDENT
+    assert len(two.holding.pages) == 3
+    one.landed_ranks.add(0)
+    assert step(scheduler) == {"r1"}
+    assert two.place is Place.OUT, "its pages are for the older one, now that it runs"
+
+
+def test_tickets_keep_the_watermark_but_for_the_first() -> None:
+    scheduler = make(400, 8, watermark=0.25)
+    start(scheduler, 1, 320, 80)
+    assert scheduler.statistics().memory.pages.free_pages == 20, "less than a quarter of 100"
+    with pytest.raises(BusyError):
+        start(scheduler, 2, 1, 1)
+    with pytest.raises(PromptTooLongError):
+        start(scheduler, 3, 320, 81)
+
+
+def test_a_step_of_256_requests_costs_the_books_little() -> None:
+    """Growth of all of them, in one call: its share of a plan. The limit is ten times what an idle core takes."""
+    ledger = Ledger(pool_tokens=1 << 16, page_size=16, rows=256)
+    holdings = [ledger.reserve(100 + number % 16) for number in range(256)]
+    grown = [holding for holding in holdings if holding is not None]
+    best_s = 1.0
+    for _ in range(50):
+        began_s = time.perf_counter()
+        assert ledger.grow(grown)
+        best_s = min(best_s, time.perf_counter() - began_s)
+    ledger.check(grown)
+    assert best_s < 1e-3

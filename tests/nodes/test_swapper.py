@@ -1,0 +1,120 @@
+"""A rank's copies to host memory: bit for bit, nothing beside them touched, and a failure is told, not raised."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.core.types import KVLayout, RequestKey, Shard, Span
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.node import swap as node_swap
+from disagg.node.plan import StepPlan, Swap, Work
+from disagg.node.swap import Swapper, block_pages, host_memory_bytes, page_bytes, swap_bytes
+
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+PAGE, PAGES, HEADS, LAYERS = 4, 20, 3, 2
+KEY = RequestKey("r")
+
+
+class Done:
+    """Collects what a swapper says, and waits for it."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Swap, str]] = []
+        self._one = threading.Semaphore(0)
+
+    def __call__(self, swap: Swap, seconds: float, error: str) -> None:
+        assert seconds >= 0
+        self.told.append((swap, error))
+        self._one.release()
+
+    def wait(self) -> str:
+        assert self._one.acquire(timeout=30)
+        return self.told[-1][1]
+
+
+def make(dtype: torch.dtype, device: str, blocks: int = 8, pages_each: int = 3) -> tuple[Swapper, Done]:
+    pool = MHATokenToKVPool(LAYERS, PAGE * PAGES, HEADS, 8, dtype, device)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8, generator=generator)
+    pool.buffer.view(torch.uint8).view(-1).copy_(noise)
+    done = Done()
+    nbytes = blocks * pages_each * pool.nbytes // PAGES
+    shard = Shard(0, Span(0, LAYERS), Span(0, HEADS))
+    return Swapper(pool, shard, PAGE, block_pages=pages_each, nbytes=nbytes, done=done), done
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_pages_come_back_as_they_left(
+    device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_swap, "SLAB_BYTES", 1)  # a slab for each block
+    swapper, done = make(dtype, device)
+    assert swapper.blocks == 8
+    pool = swapper._pool
+    before = pool.buffer.clone()
+    source, target, blocks = [7, 2, 19, 4, 11], [3, 18, 1, 9, 6], [6, 1]
+    swapper.order(Swap(KEY, 1, True, source, blocks), None)
+    assert done.wait() == ""
+    assert torch.equal(pool.buffer.view(torch.uint8), before.view(torch.uint8)), "going out changes no page"
+    for page in source:
+        pool.buffer[:, :, page * PAGE : (page + 1) * PAGE] = 0
+    swapper.order(Swap(KEY, 1, False, target, blocks), None)
+    assert done.wait() == ""
+    swapper.stop()
+    for page in range(PAGES):
+        found = pool.buffer[:, :, page * PAGE : (page + 1) * PAGE].contiguous().view(torch.uint8)
+        was = source[target.index(page)] if page in target else page
+        wanted = before[:, :, was * PAGE : (was + 1) * PAGE].contiguous().view(torch.uint8)
+        if page in source:
+            assert not found.any()
+        else:
+            assert torch.equal(found, wanted), page
+    assert sorted(swapper._slabs) == [1, 6], "no more host memory than was needed"
+
+
+def test_a_failure_is_told_and_the_next_copy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    swapper, done = make(torch.float32, "cpu")
+
+    def no_memory(self: Swapper, block: int) -> torch.Tensor:
+        raise RuntimeError("cannot pin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Swapper, "_host", no_memory)
+        swapper.order(Swap(KEY, 1, True, [1], [0]), None)
+        assert done.wait() == "RuntimeError: cannot pin"
+    swapper.order(Swap(KEY, 2, True, [1], [0]), None)
+    assert done.wait() == ""
+    swapper.stop()
+    swapper.stop()
+
+
+def test_sizes_of_blocks_are_the_same_on_all_ranks() -> None:
+    layout = KVLayout(32, 8, 128, "bfloat16")
+    assert page_bytes(layout, 1, 16) == 2 << 20
+    assert page_bytes(layout, 3, 16) == 1 << 20, "the one in the middle has 4 of 8 heads"
+    assert block_pages(layout, 1, 16, 10_000) == 2
+    assert block_pages(layout, 8, 16, 10_000) == 16
+    assert block_pages(layout, 8, 16, 40) == 5, "a small pool has small blocks"
+    assert block_pages(layout, 1, 64, 10_000) == 1, "one page is larger than a block"
+
+
+def test_host_memory_is_the_containers(tmp_path: Path) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text("1048576\n")
+    assert host_memory_bytes(limit) == 1 << 20
+    limit.write_text("max\n")
+    assert host_memory_bytes(limit) == host_memory_bytes(tmp_path / "none") > 1 << 20
+    assert swap_bytes(None, torch.device("cpu")) == 0
+    assert swap_bytes(4096, torch.device("cpu")) == 4096
+    assert 0 < swap_bytes(None, torch.device("cuda")) <= 4 << 30
+
+
+def test_a_plan_crosses_the_wire() -> None:
+    work = Work(KEY, 3, 1, 40, [7], 20, [5], 2)
+    plan = StepPlan(9, [work], [Swap(KEY, 3, True, [1, 2], [0])])
+    assert StepPlan.decode(plan.encode()) == plan
