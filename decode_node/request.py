@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from disagg.core.types import RequestKey, SamplingParams, Ticket
@@ -80,7 +79,7 @@ class DecodeRequest:
     @property
     def left_tokens(self) -> int:
         """Tokens to be computed before the next one can be chosen: 1, and more of one that is computed again."""
-        return self.known_tokens - self.computed_tokens
+        return len(self.prompt) + len(self.tokens) - self.computed_tokens
 
     @property
     def copying(self) -> bool:
@@ -89,7 +88,8 @@ class DecodeRequest:
 
     def next_tokens(self, count: int) -> list[int]:
         """The `count` tokens behind those that are computed."""
+        inside = len(self.prompt)
         start, end = self.computed_tokens, self.computed_tokens + count
-        inside = self.prompt_tokens
-        answer: Sequence[int] = self.tokens[max(0, start - inside) : max(0, end - inside)]
-        return [*self.prompt[start:end], *answer]
+        if start >= inside:
+            return self.tokens[start - inside : end - inside]
+        return [*self.prompt[start:end], *self.tokens[: max(0, end - inside)]]

@@ -236,11 +236,15 @@ class DecodeScheduler:
         for request in self.requests.values():
             if len(turn) == self._max_batch:
                 break
-            if not self.pressure.runs(request) or (request.left_tokens > 1 and budget_tokens <= 0):
+            if not self.pressure.runs(request):
                 continue
-            whole = self._whole_prompts or request.left_tokens == 1
-            turn[request] = request.left_tokens if whole else min(budget_tokens, request.left_tokens)
-            budget_tokens -= turn[request] if request.left_tokens > 1 else 0
+            count = request.left_tokens
+            if count > 1:
+                if budget_tokens <= 0:
+                    continue
+                count = count if self._whole_prompts else min(budget_tokens, count)
+                budget_tokens -= count
+            turn[request] = count
         return turn
 
     def _work(self, request: DecodeRequest, count: int) -> Work:

@@ -122,10 +122,12 @@ def run(
     if "fence" in what:
         patch.setattr(InprocTransport, "disconnect", no_fence)
     pace = 4 if crowded else 1  # answers are longer, so less happens to each token
-    left, kill_at = 7 if crowded else choose.choice([2, 4, 7]), pace * choose.randrange(100, 4000)
+    left, kill_at = choose.choice([2, 4, 7]), choose.randrange(100, 4000)
+    if crowded:
+        left, kill_at = 7, choose.randrange(5000, 15000)
     prompts, answers = (range(1, 17), [70]) if crowded else (range(1, 60), [1, 5, 30])
     requests: list[SimulatedRequest] = []
-    for step in range(kill_at + 200 if STRIKES & set(what.split()) else STEPS):
+    for step in range(kill_at + 200 if STRIKES & set(what.split()) else pace * STEPS):
         if left and choose.random() < 0.03:
             left -= 1
             answer, limit_s = choose.choice(answers), 0.3 * pace * choose.random()
