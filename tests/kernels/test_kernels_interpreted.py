@@ -30,8 +30,9 @@ def interpret(*command: str) -> None:
     [
         ("test_copy_kernels.py", "test_move_kernel.py"),
         ("test_decode_attention.py", "test_prefill_attention.py", "test_kv_write.py"),
+        ("test_small_layers.py",),
     ],
-    ids=["copies", "attention"],
+    ids=["copies", "attention", "small layers"],
 )
 def test_tests_pass_in_the_interpreter(files: tuple[str, ...]) -> None:
     interpret(
