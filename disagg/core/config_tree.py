@@ -49,6 +49,8 @@ class ModelConfig(Section, frozen=True):
     kv_dtype: KVDTypeName = "auto"
     """How KV is stored and moved. auto: in the model's own type; else in 8 bits, with a scale for each head of each
     token: half of the memory and of the wire, and answers that differ a little."""
+    fused: bool = True
+    """On a GPU: norms, rotary embeddings and gated MLPs in Triton kernels, where those agree with the model."""
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTypeName)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import structlog
 import torch
 
 from disagg.core.config import AttentionName
@@ -17,6 +18,7 @@ from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
 from disagg.model.batch import StepBatch, build_index, one_each, require_fits, upload
 from disagg.model.build import build_model
+from disagg.model.fused import fuse
 from disagg.model.graphs import DecodeGraphs
 from disagg.model.kernel_step import KernelStep, use_kernels
 from disagg.model.layers import attention_layers, recurrent_layers
@@ -34,6 +36,9 @@ from disagg.model.rope import long_tokens, wrap_ropes
 from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
 from disagg.model.tp import query_span
+from kernels.dispatch import backend
+
+log = structlog.get_logger(__name__)
 
 
 class ModelRunner:
@@ -57,12 +62,13 @@ class ModelRunner:
         max_tokens: int,
         kv_dtype: torch.dtype | None = None,
         attention: AttentionName = "auto",
+        fused: bool = True,
     ) -> None:
         """Builds and loads the rank's part; every rank of the group must do so, in any order.
 
         `pool_tokens` slots, rounded down to whole pages of `page_size`, the trash page included; `rows`
         requests of up to `max_tokens` each; `kv_dtype` stores KV in another type than the model's `dtype`;
-        `attention`: see `ModelConfig.attention`.
+        `attention` and `fused`: see `ModelConfig`.
         Raises UnsupportedModelError or ConfigError, one line each.
         """
         self.device = torch.device(device)
@@ -89,10 +95,13 @@ class ModelRunner:
             attention, self.spec, self._head_map, self.device, dtype, self.kv_dtype
         )
         """Whether attention runs in the Triton kernels, not in torch."""
+        small_layers = fuse(self.model) if fused and backend(self.device) == "triton" else None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         forward = inspect.signature(self.model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
         self._config, self._sample = source.config, self._probe()
+        if small_layers is not None and collective.rank == 0:
+            log.info("small_layers_fused", model=self.spec.architecture, **small_layers.summary())
         self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
         self.pool, self.states = self._memory()
         self._graphs: DecodeGraphs | None = None

@@ -89,4 +89,5 @@ def make_runner(
         max_tokens=min(group.max_context_tokens, context_tokens),
         kv_dtype=resolve_kv_dtype(config.model.kv_dtype, dtype),
         attention=config.model.attention,
+        fused=config.model.fused,
     )

@@ -34,12 +34,13 @@ Checkpoint = Callable[[str], Path]
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_greedy_equals_generate(name: str, device: str, checkpoint: Checkpoint) -> None:
-    """Chunks beside single tokens, windows, a soft cap; in a poisoned pool."""
+    """Chunks beside single tokens, windows, a soft cap; in a poisoned pool. Small layers in kernels of their own."""
     model = load_plain(checkpoint(name)).to(device)
     texts = prompts()[1:3]
     expected = [plain_greedy(model, prompt, TOKENS) for prompt in texts]
     runner = make_runner(checkpoint(name), device=device, attention="triton")
     assert runner.attention_kernels
+    assert "forward" in vars(runner.model.model.norm)
     assert generate_unsplit(runner, texts, GREEDY, chunk_tokens=29) == expected
 
 
