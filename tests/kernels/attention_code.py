@@ -1,4 +1,4 @@
-"""Compiles the attention kernels for Hopper, which needs no GPU, and looks at the PTX."""
+"""Compiles kernels for Hopper, which needs no GPU, and looks at the PTX."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _TYPES = {
 }
 
 
-def compiled(kernel: Any, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 3) -> Any:
+def compiled(
+    kernel: Any, arguments: dict[str, Any], *, num_warps: int, num_stages: int = 3, fp_fusion: bool = True
+) -> Any:
     """`arguments` by name: a dtype is a 16-byte aligned tensor of it, an int or float a number, what is spelled in
     upper case or None a constant."""
     names = list(arguments)
@@ -37,7 +39,7 @@ def compiled(kernel: Any, arguments: dict[str, Any], *, num_warps: int, num_stag
                 aligned[(place,)] = [["tt.divisibility", 16]]
     assert names == list(kernel.arg_names), "each of the kernel's arguments, in order"
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": fp_fusion}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

@@ -44,7 +44,7 @@ def check_norm(x: torch.Tensor, how: NormWeight, eps: float = 1e-5) -> None:
     if INTERPRETED and x.dtype == torch.bfloat16:
         unit *= 2  # it cuts off
     expected = norm_in_float64(x, weight, eps, how)
-    assert bool(((found.double().cpu() - expected).abs() <= unit * expected.abs() + 1e-7).all())
+    assert bool(((found.double().cpu() - expected).abs() <= unit * expected.abs() + 3e-7).all())
     if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not INTERPRETED):
         # A sum in another order moves float32's last bit, and that now and then a rounding to 16 bits.
         same = found == rms_norm_reference(x, weight, eps, how)
@@ -162,7 +162,8 @@ def test_silu_mul(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> No
     gate, up = (4 * noise(*shape, dtype=dtype, device=device, seed=seed) for seed in (1, 2))
     found = silu_mul(gate, up)
     expected = torch.nn.functional.silu(gate.double()) * up.double()
-    unit = torch.finfo(dtype).eps * (4 if dtype == torch.float32 or INTERPRETED else 1.05)
+    # In float32, exp of -20 by a power of 2 is off by some 20 roundings of the exponent.
+    unit = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 2 if INTERPRETED else 1.05)
     assert found.dtype == dtype
     assert bool(((found.double() - expected).abs() <= unit * expected.abs() + 1e-6).all())
     if gate.numel() and dtype == torch.float16:
@@ -213,3 +214,43 @@ def test_bad_silu_mul() -> None:
         silu_mul(torch.zeros(2, 3), torch.zeros(3, 2))
     with pytest.raises(ValueError, match="gate must be contiguous"):
         silu_mul(torch.zeros(2, 3).T, torch.zeros(2, 3).T)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuda_sizes_of_models(dtype: torch.dtype) -> None:
+    """A batch of tokens and a long chunk; heads as attention gets them, and as Qwen 3 norms them."""
+    for tokens in (64, 1000):
+        for how in NORM_WEIGHTS:
+            check_norm(noise(1, tokens, 5120, dtype=dtype, device="cuda"), how)
+            check_norm(noise(1, tokens, 32, 128, dtype=dtype, device="cuda"), how)
+        q, k = (projection(1, tokens, heads, 128, dtype, "cuda") for heads in (32, 8))
+        cos, sin = angles(1, tokens, 128, dtype, "cuda")
+        for one, other in zip(rotary(q, k, cos, sin), rotary_reference(q, k, cos, sin), strict=True):
+            assert torch.equal(one, other)
+            assert one.transpose(1, 2).is_contiguous()  # so that attention need not copy it
+        gate, up = (noise(1, tokens, 14336, dtype=dtype, device="cuda", seed=seed) for seed in (1, 2))
+        torch.testing.assert_close(silu_mul(gate, up), silu_mul_reference(gate, up))
+
+
+@pytest.mark.gpu
+def test_cuda_offsets_beyond_two_to_the_31st() -> None:
+    rows, dim = 2**31 // 4096 + 8, 4096
+    if torch.cuda.mem_get_info()[0] < 5 * rows * dim * 2:
+        pytest.skip("needs 22 GB of GPU memory")
+    x, weight = (
+        torch.zeros(rows, dim, dtype=torch.bfloat16, device="cuda"),
+        noise(dim, device="cuda").bfloat16(),
+    )
+    x[-8:] = noise(8, dim, device="cuda").bfloat16()
+    last = x[-8:].clone()
+    normed = rms_norm(x, weight, 1e-6, "one_plus")
+    assert not normed[0].any()
+    assert torch.equal(normed[-8:], rms_norm(last, weight, 1e-6, "one_plus"))
+    del normed
+    assert torch.equal(silu_mul(x, x)[-8:], silu_mul(last, last))
+    cos, sin = (table.expand(1, rows, 128) for table in angles(1, 1, 128, torch.bfloat16, "cuda"))
+    q, q_last = (one.view(1, -1, 32, 128).transpose(1, 2) for one in (x, last))
+    turned, _ = rotary(q, q[:, :1], cos, sin)
+    expected, _ = rotary(q_last, q_last[:, :1], cos[:, :8], sin[:, :8])
+    assert torch.equal(turned[:, :, -8:], expected)
