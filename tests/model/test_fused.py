@@ -142,8 +142,7 @@ def test_other_models_give_what_they_gave(config: Any, expected: dict[str, int],
         fused = fuse(model)
         after = model(input_ids=ids).logits
     assert fused.summary() == expected
-    near = 1e-5 if dtype == torch.float32 else 0.02
-    assert torch.allclose(before, after, rtol=0, atol=near * float(before.abs().max()))
+    assert torch.equal(before, after)  # where the torch references run
 
 
 class OtherNorm(modeling_llama.LlamaRMSNorm):
