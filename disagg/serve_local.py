@@ -61,7 +61,7 @@ def load_tokenizer(source: ModelSource) -> Any:
     if source.directory is None:
         from disagg.model.tiny import byte_tokenizer
 
-        return byte_tokenizer()
+        return byte_tokenizer(source.config.vocab_size)
     from transformers import AutoTokenizer
 
     try:

@@ -37,9 +37,15 @@ _CONFIGS: dict[str, Any] = {
 ARCHITECTURES = tuple(_CONFIGS)
 
 
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per byte plus `SPECIALS`; ids 0..255 are the bytes themselves."""
-    vocabulary = {character: byte for byte, character in _byte_alphabet().items()}
+def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per byte plus `SPECIALS`; ids 0..255 are the bytes themselves.
+
+    Higher ids of a larger vocabulary, which no text becomes, are spelled by their numbers: ` 12345`.
+    """
+    alphabet = _byte_alphabet()
+    vocabulary = {character: byte for byte, character in alphabet.items()}
+    vocabulary |= {name: BYTES + number for number, name in enumerate(SPECIALS)}
+    vocabulary |= {f"{alphabet[32]}{token}": token for token in range(VOCAB_SIZE, vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -153,6 +153,14 @@ def test_named_architectures_have_the_published_sizes() -> None:
         ModelSource.random_init("gpt-5")
 
 
+def test_higher_tokens_are_spelled_by_their_numbers() -> None:
+    tokenizer = byte_tokenizer(1000)
+    assert len(tokenizer) == 1000
+    assert tokenizer.convert_ids_to_tokens(EOS_ID) == byte_tokenizer().convert_ids_to_tokens(EOS_ID)
+    assert tokenizer.decode([72, 300, EOS_ID, 999, 33], skip_special_tokens=True) == "H 300 999!"
+    assert tokenizer("H 300")["input_ids"] == [72, 32, 51, 48, 48], "no text becomes one"
+
+
 def test_the_byte_tokenizer_round_trips_any_text(checkpoint: Checkpoint) -> None:
     loaded = AutoTokenizer.from_pretrained(checkpoint("llama"))
     text = "".join(map(chr, range(300))) + "  two  spaces\r\n\t🎈 ☃ 中文 \u0301\U0010ffff , .don't"
