@@ -155,7 +155,7 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
     return {name: value for name, value in merged.items() if value is not ...}
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 10.0) -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> Any:
     """Waits for `condition` and returns its value."""
     deadline_s = time.monotonic() + timeout_s
     while not (value := condition()):
