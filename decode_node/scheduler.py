@@ -169,8 +169,7 @@ class DecodeScheduler:
     def next_step(self) -> StepPlan | None:
         """One token of each request whose KV is here, a chunk of each that is computed again; None without either."""
         self.pressure.resume()
-        turn = self._turn()
-        work = [self._work(request, turn[request]) for request in self.pressure.make_room(list(turn))]
+        work = self._works()
         swaps = self.pressure.take_orders()
         if not work and not swaps:
             return None
@@ -228,6 +227,22 @@ class DecodeScheduler:
         """Raises `InvariantError` unless rows, pages and host blocks are owned by exactly the requests."""
         self._ledger.check([request.holding for request in self.requests.values()])
         self.pressure.check()
+
+    def _works(self) -> list[Work]:
+        """What those compute whose turn it is and who have pages for it.
+
+        Who lacks pages moves behind the others, as who had its turn does: with more requests than `max_batch`, those
+        who wait would keep the oldest, who alone may take pages from all of them, from its turn for ever.
+        """
+        for _ in range(0, len(self.requests), self._max_batch):
+            turn = self._turn()
+            taken = dict.fromkeys(self.pressure.make_room(list(turn)))
+            for request in turn:
+                if request not in taken:
+                    self.requests[request.key] = self.requests.pop(request.key)
+            if taken:
+                return [self._work(request, turn[request]) for request in taken]
+        return []
 
     def _turn(self) -> dict[DecodeRequest, int]:
         """Whose turn it is, and how many tokens of each: of what is computed again, `chunk_tokens` in all."""

@@ -54,13 +54,15 @@ def test_host_blocks() -> None:
     assert host.statistics().peak_used_blocks == 3
 
 
-def make(pool_tokens: int, rows: int, watermark: float = 0.0, page_size: int = 4) -> DecodeScheduler:
+def make(
+    pool_tokens: int, rows: int, watermark: float = 0.0, page_size: int = 4, max_batch: int = 0
+) -> DecodeScheduler:
     ledger = Ledger(pool_tokens=pool_tokens, page_size=page_size, rows=rows)
     return DecodeScheduler(
         ledger,
         group="decode",
         ranks=1,
-        max_batch=rows,
+        max_batch=max_batch or rows,
         max_context_tokens=pool_tokens,
         first_ticket=0,
         chunk_tokens=64,
@@ -125,6 +127,23 @@ def test_who_finds_nobody_younger_waits_with_its_pages() -> None:
     one.landed_ranks.add(0)
     assert step(scheduler) == {"r1"}
     assert two.place is Place.OUT, "its pages are for the older one, now that it runs"
+
+
+@pytest.mark.parametrize("max_batch", [1, 2])
+def test_who_waits_for_pages_does_not_take_the_turn_of_the_oldest(max_batch: int) -> None:
+    scheduler = make(40, 3, max_batch=max_batch)
+    prompts = [12, 16] if max_batch == 1 else [12, 12, 4]
+    left = {start(scheduler, at, tokens, 40 - tokens) for at, tokens in enumerate(prompts)}
+    for _ in range(200):
+        step(scheduler)  # one that computes nothing would be the last one
+        scheduler.check()
+        for request in [r for r in left if r.known_tokens == 40]:
+            left.discard(request)
+            scheduler.close(request)
+            scheduler.rank_closed(request, 0)
+        if not left:
+            return
+    raise AssertionError(f"unfinished: {[(r.key, r.place, r.known_tokens) for r in left]}")
 
 
 def test_tickets_keep_the_watermark_but_for_the_first() -> None:
