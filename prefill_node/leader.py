@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import structlog
 import torch
 
 from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
-from disagg.core.prefixes import PrefixKey
 from disagg.core.types import GroupInfo, RequestKey
+from disagg.kv.journal import MarkJournal
 from disagg.model.next_tokens import Chosen, next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
 from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request
 from disagg.node.plan import StepPlan
+from disagg.node.prefix_news import MUCH_NEWS
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
 from transport import messages as m
 
 log = structlog.get_logger(__name__)
-
-
-def prefix_key(prompt: Sequence[int], salt: str, spec: ModelSpec) -> PrefixKey:
-    """A prompt as the prefix cache knows it.
-
-    Where rotary embeddings change with the length, and KV with them, long prompts share nothing with short ones.
-    """
-    if spec.rope_switch_tokens:
-        salt = f"{'long' if len(prompt) > spec.rope_switch_tokens else 'short'} {salt}"
-    return PrefixKey.of(prompt, salt)
 
 
 class PrefillLeader(Leader):
@@ -77,6 +68,7 @@ class PrefillLeader(Leader):
                 self._tell_released(request)
             self._admit()
             self._reports.step_ended(sum(len(work.tokens) for work in plan.work))
+            self._tell_prefixes(MUCH_NEWS)
             self._changed.notify_all()
 
     def statistics(self) -> PrefillStatistics:
@@ -92,6 +84,9 @@ class PrefillLeader(Leader):
     def _scheduled(self) -> Scheduled:
         found = self._scheduler.statistics()
         return Scheduled(found.waiting, found.computing + found.sending, found.closing, found.memory)
+
+    def _journal(self) -> MarkJournal | None:
+        return self._scheduler.journal
 
     def _requests(self) -> Iterable[LedRequest]:
         return list(self._scheduler.requests.values())
@@ -139,7 +134,7 @@ class PrefillLeader(Leader):
                     f"{len(message.prompt)} tokens needs {self._spec.state_tokens} more for its recurrent state"
                 )
             if self._scheduler.caches_prefixes:
-                request.prefix = prefix_key(message.prompt, message.cache_salt, self._spec)
+                request.prefix = self._prefix(message.prompt, message.cache_salt)
             self._scheduler.submit(request)
         except DisaggError as error:
             self._refuse(router, message.key, error)

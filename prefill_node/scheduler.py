@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Ticket
+from disagg.kv.journal import MarkJournal
 from disagg.node.ledger import Holding, Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
 
@@ -150,6 +151,11 @@ class PrefillScheduler:
     def caches_prefixes(self) -> bool:
         """Whether a request's `prefix` is looked at."""
         return self._ledger.caches
+
+    @property
+    def journal(self) -> MarkJournal | None:
+        """See `Ledger`."""
+        return self._ledger.journal
 
     def commit(self, plan: StepPlan, wrong: Container[RequestKey] = ()) -> list[PrefillRequest]:
         """A step ended; returns the requests whose prompt is now whole and whose first token is wanted.

@@ -6,13 +6,14 @@ the wire. Fields that a peer could abuse carry bounds, checked when decoding.
 
 from __future__ import annotations
 
-from typing import Annotated, Union
+from typing import Annotated, Literal, Union
 
 import msgspec
 
 from disagg.core.bounds import Count, Label, Seconds
 from disagg.core.config import Role
 from disagg.core.errors import ProtocolError
+from disagg.core.prefixes import Digest
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Segment, Ticket, TokenLogprobs
 from transport.handles import MemoryHandle
@@ -138,6 +139,17 @@ class Watch(Message, frozen=True):
     """Router -> leader: tell me how the group is; I ask again within `interval_s`. 0: tell me no more."""
 
     interval_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    prefixes: Literal["none", "news", "all"] = "none"
+    """Whether to be told of cached prefixes too; `all`: some of that is missing, so all of it again."""
+
+
+class CacheDigest(Message, frozen=True):
+    """Leader -> router that watches prefixes: what came into this group's cache and went since it was told last."""
+
+    group: Label
+    digest: Digest
+    switch_tokens: Count = 0
+    """See `disagg.core.prefixes.PrefixKey.of`."""
 
 
 class GroupReport(Message, frozen=True):

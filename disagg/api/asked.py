@@ -21,6 +21,7 @@ COMPLETION_TOKENS = 16
 """OpenAI's default for completions; chat answers may be as long as the context allows."""
 STOP_CHARACTERS = 256
 SALT_CHARACTERS = 256
+SESSION_CHARACTERS = 256
 BIASES = 1024
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles, and what templates call them: `developer` is OpenAI's newer word for `system`."""
@@ -40,6 +41,8 @@ class Asked:
     """Tokens of log-probabilities are named by their numbers."""
     cache_salt: str = ""
     """Only prompts of the same salt share cached KV."""
+    session: str = ""
+    """The client's name for a conversation, to be decoded in one place; empty: it gave none."""
 
     @property
     def choices(self) -> int:
@@ -149,6 +152,8 @@ def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
         raise bad("stop", f"stop has a text of more than {STOP_CHARACTERS} characters")
     if len(body.cache_salt) > SALT_CHARACTERS:
         raise bad("cache_salt", f"cache_salt has more than {SALT_CHARACTERS} characters")
+    if len(body.prompt_cache_key or "") > SESSION_CHARACTERS:
+        raise bad("prompt_cache_key", f"prompt_cache_key has more than {SESSION_CHARACTERS} characters")
     if len(body.logit_bias) > BIASES:
         raise bad("logit_bias", f"logit_bias has {len(body.logit_bias)} entries; this server takes {BIASES}")
 
@@ -177,7 +182,15 @@ def _asked(
             )
     sampling = _sampling(body, max_tokens, logprobs, model)
     usage = body.stream_options is not None and body.stream_options.include_usage
-    return Asked(tuple(prompts), body.n, sampling, body.stream, usage, cache_salt=body.cache_salt)
+    return Asked(
+        tuple(prompts),
+        body.n,
+        sampling,
+        body.stream,
+        usage,
+        cache_salt=body.cache_salt,
+        session=body.prompt_cache_key or "",
+    )
 
 
 def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: ServedModel) -> SamplingParams:

@@ -8,7 +8,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from disagg.api.errors import CLIENT_GONE, ApiError
-from disagg.api.exchange import STATE, TIMEOUT, Exchange, request_id, timeout_s
+from disagg.api.exchange import SESSION, STATE, TIMEOUT, Exchange, request_id, session_id, timeout_s
 from disagg.api.keys import check_key
 from disagg.api.metrics import Metrics
 from disagg.api.responses import error_response
@@ -60,6 +60,7 @@ class Edge:
             if scope["path"] not in OPEN:
                 check_key(self._keys, headers.get(b"authorization"))
             exchange.timeout_s = timeout_s(headers.get(TIMEOUT.encode()), exchange.timeout_s)
+            exchange.session = session_id(headers.get(SESSION.encode()))
             await self._app(scope, receive, send_marked)
         except ApiError as error:
             await error_response(error)(scope, receive, send_marked)

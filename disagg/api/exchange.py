@@ -17,6 +17,7 @@ from disagg.api.tracing import RequestTrace
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 STATE = "exchange"
 TIMEOUT = "x-request-timeout-s"
+SESSION = "x-session-id"
 
 
 @dataclass(slots=True)
@@ -31,6 +32,8 @@ class Exchange:
     """Names the request's sessions and its answer; unique whatever the client sent."""
     ended: int = 0
     """The status that says how it ended, where the one that was sent does not: a stream that broke."""
+    session: str = ""
+    """The client's name for the conversation; empty when it gave none."""
     trace: RequestTrace | None = None
     """Its span, where requests are traced."""
     words: dict[str, object] = field(default_factory=dict)
@@ -52,6 +55,13 @@ def exchange_of(request: Request) -> Exchange:
 def request_id(given: bytes | None) -> str:
     """`given` when it can be echoed and logged, else a new one."""
     return given.decode() if given and _ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def session_id(given: bytes | None) -> str:
+    """The client's name for a conversation, from `SESSION`; empty without one."""
+    if given is not None and not _ID.fullmatch(given):
+        raise bad(SESSION, f"{SESSION} must be 1 to 128 letters, digits or any of . _ : -")
+    return given.decode() if given else ""
 
 
 def timeout_s(given: bytes | None, most_s: float) -> float:

@@ -33,6 +33,7 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = None
+    prompt_cache_key: str | None = None
 
     top_k: int = 0
     min_p: float = 0.0

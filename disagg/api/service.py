@@ -56,6 +56,7 @@ class Generator(Protocol):
         decode: Decode | None = None,
         report: SessionReport | None = None,
         cache_salt: str = "",
+        session: str = "",
     ) -> AsyncGenerator[Output, None]:
         """Streams an answer; closing the iterator aborts it."""
 
@@ -135,7 +136,7 @@ class Service:
         for choice in range(asked.choices):
             track = self._recent.begin(f"{exchange.key}-{choice}", exchange.arrived_s)
             track.report.prompt_tokens = len(asked.choice(choice)[0])
-            work = self._answer(answers, choice, asked, track, exchange.deadline_s)
+            work = self._answer(answers, choice, asked, track, exchange)
             task = answers.start(choice, work)
             self._tasks[task] = answers
             self._idle.clear()
@@ -172,14 +173,14 @@ class Service:
             self._idle.set()
 
     async def _answer(
-        self, answers: Answers, choice: int, asked: Asked, track: Track, deadline_s: float
+        self, answers: Answers, choice: int, asked: Asked, track: Track, exchange: Exchange
     ) -> None:
         report, metrics = track.report, self.metrics
         try:
-            async with self._admission.turn(deadline_s):
+            async with self._admission.turn(exchange.deadline_s):
                 track.turn_s, inside = time.monotonic(), self._admission.inside
                 try:
-                    await self._session(answers, choice, asked, track, deadline_s)
+                    await self._session(answers, choice, asked, track, exchange)
                     self._admission.ended(report, inside)
                 finally:
                     if report.reserved_s:
@@ -196,12 +197,12 @@ class Service:
             answers.fail(choice, DisaggError("internal error; the server's log has its details"))
 
     async def _session(
-        self, answers: Answers, choice: int, asked: Asked, track: Track, deadline_s: float
+        self, answers: Answers, choice: int, asked: Asked, track: Track, exchange: Exchange
     ) -> None:
         prompt, sampling = asked.choice(choice)
         meter = self._meter(track)
         self.metrics.prompt_tokens.inc(len(prompt))
-        left_s = max(0.0, deadline_s - time.monotonic())
+        left_s = max(0.0, exchange.deadline_s - time.monotonic())
         stream = self._generator.generate(
             track.id,
             prompt,
@@ -210,6 +211,7 @@ class Service:
             decode=self.model.decode,
             report=track.report,
             cache_salt=asked.cache_salt,
+            session=asked.session or exchange.session,
         )
         async with aclosing(stream) as outputs:
             async for output in outputs:

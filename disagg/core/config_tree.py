@@ -27,7 +27,7 @@ AttentionName = Literal["auto", "torch", "triton"]
 KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 TransportName = Literal["ucx", "inproc"]
 Preemption = Literal["auto", "recompute", "swap"]
-PolicyName = Literal["least_loaded", "round_robin"]
+PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
 EvictionName = Literal["lru", "lfu", "fifo"]
 Calibrate = Literal["auto", "always", "off"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -291,8 +291,10 @@ class ClusterConfig(Section, frozen=True):
 class RouterConfig(Section, frozen=True):
     """One request's way through the pair of engines."""
 
-    policy: PolicyName = "least_loaded"
-    """How a request's groups are chosen where there are several of a kind."""
+    policy: PolicyName = "prefix_aware"
+    """How a request's groups are chosen where there are several of a kind: by what is before it and what of its
+    beginning they have cached, a session's decode group by the session; by load alone; each in turn. Routers hear of
+    caches each `metrics.interval_s`, or never."""
     request_timeout_s: float = 120.0
     reserve_retry_s: float = 0.05
     """Pause before a busy decode group is asked again."""

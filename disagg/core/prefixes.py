@@ -12,8 +12,12 @@ import struct
 from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
+import msgspec
 import xxhash
+
+from disagg.core.bounds import Count
 
 TOKEN_BYTES = 4
 MARK_BYTES = 8
@@ -29,8 +33,13 @@ class PrefixKey:
     """Prompts with different salts share nothing: it keeps tenants apart, who could otherwise time each other."""
 
     @classmethod
-    def of(cls, tokens: Sequence[int], salt: str = "") -> PrefixKey:
-        """Raises ValueError for a token id beyond 31 bits."""
+    def of(cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0) -> PrefixKey:
+        """Raises ValueError for a token id beyond 31 bits.
+
+        `switch_tokens`: prompts of more tokens share nothing with others; 0: length does not matter.
+        """
+        if switch_tokens:
+            salt = f"{'long' if len(tokens) > switch_tokens else 'short'} {salt}"
         try:
             return cls(struct.pack(f"<{len(tokens)}i", *tokens), salt)
         except struct.error as exc:
@@ -57,9 +66,9 @@ class PrefixKey:
 class Digest:
     """What changed in a cache from version `since` to `version`; everything that it holds when `since` is None."""
 
-    since: int | None
-    version: int
-    unit_tokens: int
+    since: Count | None
+    version: Count
+    unit_tokens: Annotated[int, msgspec.Meta(ge=1)]
     added: bytes
     """Marks, uint64, little endian, in ascending order."""
     removed: bytes
@@ -71,17 +80,27 @@ class HeldPrefixes:
     def __init__(self) -> None:
         self.version: int | None = None
         """Of the digest that was taken in last; None before the first."""
-        self.unit_tokens = 1
+        self.unit_tokens, self.switch_tokens = 1, 0
+        """How its marks are made: of every so many tokens; see `PrefixKey.of`."""
         self._marks: set[int] = set()
 
-    def apply(self, digest: Digest) -> bool:
-        """Takes in a digest. False, changing nothing, when one before it is missing: ask for everything."""
+    def __len__(self) -> int:
+        """How many marks."""
+        return len(self._marks)
+
+    def apply(self, digest: Digest, switch_tokens: int = 0) -> bool:
+        """Takes in a digest. False, changing nothing, when one before it is missing: ask for everything.
+
+        Raises ValueError, changing nothing, for marks that cannot be read.
+        """
+        if digest.since not in (None, self.version):
+            return False
+        added, removed = unpack_marks(digest.added), unpack_marks(digest.removed)
         if digest.since is None:
             self._marks = set()
-        elif digest.since != self.version:
-            return False
-        self._marks.update(unpack_marks(digest.added))
-        self._marks.difference_update(unpack_marks(digest.removed))
+        self._marks.update(added)
+        self._marks.difference_update(removed)
+        self.switch_tokens = switch_tokens
         self.version, self.unit_tokens = digest.version, digest.unit_tokens
         return True
 

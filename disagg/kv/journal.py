@@ -55,10 +55,9 @@ class MarkJournal:
         missed = None if since is None else self.version - since
         if missed is None or not 0 <= missed <= min(len(self._changes), len(self.held)):
             return Digest(None, self.version, self.unit_tokens, pack_marks(list(self.held)), b"")
-        latest = {
-            change if change >= 0 else ~change: change >= 0
-            for change in islice(self._changes, len(self._changes) - missed, None)
-        }
+        latest: dict[int, bool] = {}
+        for change in islice(reversed(self._changes), missed):
+            latest.setdefault(change if change >= 0 else ~change, change >= 0)
         added = pack_marks([mark for mark, came in latest.items() if came])
         removed = pack_marks([mark for mark, came in latest.items() if not came])
         return Digest(since, self.version, self.unit_tokens, added, removed)

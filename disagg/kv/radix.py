@@ -68,8 +68,9 @@ class RadixCache:
         self._page_bytes = allocator.page_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
         self._leaves = LeafQueue(policy)
-        self._journal = MarkJournal(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
-        self._unit_pages = self._journal.unit_tokens // allocator.page_size
+        self.journal = MarkJournal(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
+        """What routers are told of; to be read only."""
+        self._unit_pages = self.journal.unit_tokens // allocator.page_size
         self._clock = self._cached_pages = self._locked_pages = self._nodes = 0
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = self._evicted_pages = 0
 
@@ -156,7 +157,7 @@ class RadixCache:
 
     def digest(self, since: int | None = None) -> Digest:
         """What changed since that version, for routers; everything when `since` is None or long ago."""
-        return self._journal.digest(since)
+        return self.journal.digest(since)
 
     def statistics(self) -> RadixStatistics:
         """Counts at this moment."""
@@ -188,7 +189,7 @@ class RadixCache:
                 "references": all(self._allocator.readers(page) for node in nodes for page in node.pages),
                 "locks": sum(len(node.pages) for node in nodes if node.locks) == self._locked_pages,
                 "leaves": self._leaves.sound([node for node in nodes if node.evictable]),
-                "marks": len(marks) == len(self._journal.held) and set(marks) == self._journal.held,
+                "marks": len(marks) == len(self.journal.held) and set(marks) == self.journal.held,
             }.items()
             if not sound
         ]
@@ -219,9 +220,9 @@ class RadixCache:
         start, stop = parent.end * self._page_bytes, (parent.end + len(pages)) * self._page_bytes
         leaf = Node(parent, key.salt, key.data[start:stop], pages)
         leaf.used = leaf.born = self._clock
-        leaf.marks = key.marks(self._journal.unit_tokens, parent.end * self._page_size)
+        leaf.marks = key.marks(self.journal.unit_tokens, parent.end * self._page_size)
         parent.children[leaf.first_page(self._page_bytes)] = leaf
-        self._journal.add(leaf.marks)
+        self.journal.add(leaf.marks)
         self._cached_pages += len(pages)
         self._nodes += 1
         self._leaves.push(leaf)
@@ -236,7 +237,7 @@ class RadixCache:
         leaf.edge = leaf.edge[: keep * self._page_bytes]
         leaf.end -= pages
         marks = marks_in(leaf, self._unit_pages)
-        self._journal.remove(reversed(leaf.marks[marks:]))
+        self.journal.remove(reversed(leaf.marks[marks:]))
         del leaf.marks[marks:]
         self._cached_pages -= pages
         self._evicted_pages += pages
@@ -263,7 +264,7 @@ class RadixCache:
             and len(node.edge) == len(node.pages) * page_bytes > 0
             and node.start == above.end
             and node.locks >= sum(child.locks for child in node.children.values())
-            and node.marks == key.marks(self._journal.unit_tokens, above.end * self._page_size)
+            and node.marks == key.marks(self.journal.unit_tokens, above.end * self._page_size)
         )
 
 

@@ -17,12 +17,15 @@ import structlog
 from disagg.core.config import Role
 from disagg.core.errors import BusyError, DisaggError, InvalidRequestError, PeerLostError, RequestTimeoutError
 from disagg.core.ports import Clock
+from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import check_sampling, ending_tokens
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
+from disagg.kv.journal import MarkJournal
 from disagg.model.spec import ModelSpec, require_one_rope
 from disagg.node.ledger import LedgerStatistics
 from disagg.node.plan import StepPlan
+from disagg.node.prefix_news import PrefixNews
 from disagg.node.reports import Reports
 from transport import messages as m
 
@@ -91,6 +94,7 @@ class Leader(ABC):
         self._changed = threading.Condition()
         self._group: GroupInfo | None = None
         self._reports = Reports(send, clock)
+        self._prefix_news = PrefixNews(send)
         self.broken: str = ""
         """Why the group can serve nothing any more; empty while it can."""
 
@@ -106,6 +110,8 @@ class Leader(ABC):
             match message:
                 case m.Watch():
                     self._reports.watch(peer, message, self._status())
+                    self._prefix_news.watch(peer, message)
+                    self._tell_prefixes()
                 case m.RankReport():
                     self._on_report(message.status)
                 case _:
@@ -183,6 +189,10 @@ class Leader(ABC):
     @abstractmethod
     def _requests(self) -> Iterable[LedRequest]: ...
 
+    def _journal(self) -> MarkJournal | None:
+        """What the prefix cache has to tell; None without one. Under the lock."""
+        return None
+
     @abstractmethod
     def _close(self, key: RequestKey, reason: str) -> None:
         """Starts the end of a request; unknown or already closing: nothing happens."""
@@ -191,6 +201,22 @@ class Leader(ABC):
         self._reports.heard(status, self._ranks)
         if status.rank == 0:  # the one clock that all reports of the group go by
             self._reports.tell(self._status())
+            self._tell_prefixes()
+
+    def _tell_prefixes(self, news: int = 1) -> None:
+        """Tells routers that want to know, of whose news there are so many, what is cached."""
+        journal = self._journal()
+        if journal is not None:
+            assert self._group is not None, "a leader is used after join"
+            switch_tokens = self._spec.rope_switch_tokens
+            self._prefix_news.tell(journal, self._reports.watchers, self._group.name, switch_tokens, news)
+
+    def _prefix(self, prompt: Sequence[int], salt: str) -> PrefixKey:
+        """A prompt as the prefix cache knows it.
+
+        Where rotary embeddings change with the length, and KV with them, long prompts share nothing with short ones.
+        """
+        return PrefixKey.of(prompt, salt, self._spec.rope_switch_tokens)
 
     def _status(self) -> GroupStatus:
         assert self._group is not None, "a leader is used after join"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from disagg.core.config_tree import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
+from disagg.kv.journal import MarkJournal
 from disagg.kv.page_values import PageStatistics
 from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
 from disagg.kv.radix import RadixCache, RadixStatistics
@@ -71,6 +72,11 @@ class Ledger:
     def caches(self) -> bool:
         """Whether it has a prefix cache."""
         return self._cache is not None
+
+    @property
+    def journal(self) -> MarkJournal | None:
+        """What the prefix cache has to tell routers; None without one."""
+        return self._cache.journal if self._cache is not None else None
 
     @property
     def capacity_tokens(self) -> int:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -28,11 +29,12 @@ from dataclasses import dataclass, field
 import structlog
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, error_from_code
+from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import check_sampling
 from disagg.core.status import GroupStatus
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.router.mail import Mail, MailRoom
-from disagg.router.policy import Engine, Policy, least_loaded
+from disagg.router.policy import Asking, Engine, Policy, prefix_aware
 from disagg.router.status import GroupStatuses
 from disagg.router.text import Decode, TextStream
 from transport import messages as m
@@ -86,11 +88,11 @@ class Router:
         groups: Iterable[GroupInfo] = (),
         *,
         reserve_retry_s: float = 0.05,
-        choose: Policy = least_loaded,
+        choose: Policy = prefix_aware,
     ) -> None:
         self._mail, self._reserve_retry_s, self._choose = mail, reserve_retry_s, choose
         self._engines: dict[str, Engine] = {}
-        self.statuses = GroupStatuses(mail, self._living)
+        self.statuses = GroupStatuses(mail, self._living, self._compares)
         """What the groups say of themselves, once `disagg.router.status.watching` asks them."""
         self._roles: tuple[str, ...] = ("prefill", "decode")
         """Kinds of group that each request needs."""
@@ -158,9 +160,23 @@ class Router:
         usable = {e.group.role for e in self._engines.values() if not self._lost(e) and not e.draining}
         return sorted(set(self._roles) - usable)
 
-    def _pair(self) -> tuple[Engine, Engine]:
+    def _compares(self, engine: Engine) -> bool:
+        """Whether it matters what a group has cached: where there is a choice, and by a policy that looks at it."""
+        kinds = Counter(e.group.role for e in self._engines.values())
+        return self._choose is prefix_aware and kinds[engine.group.role] > 1
+
+    def _asking(self, prompt: Sequence[int], cache_salt: str, session: str) -> Asking:
+        """What the policy looks at. A prompt is hashed only where groups that hold something are compared."""
+        helds = [e.held for e in self._engines.values() if len(e.held) and self._compares(e)]
+        marks = {
+            (unit, switch): PrefixKey.of(prompt, cache_salt, switch).marks(unit)
+            for unit, switch in {(held.unit_tokens, held.switch_tokens) for held in helds}
+        }
+        return Asking(len(prompt), session, marks)
+
+    def _pair(self, asking: Asking) -> tuple[Engine, Engine]:
         """Who prefills and who decodes; a colocated group does both."""
-        chosen = [self._choose(self._of(role)) for role in self._roles]
+        chosen = [self._choose(self._of(role), asking) for role in self._roles]
         return chosen[0], chosen[-1]
 
     async def generate(
@@ -173,18 +189,22 @@ class Router:
         decode: Decode | None = None,
         report: SessionReport | None = None,
         cache_salt: str = "",
+        session: str = "",
     ) -> AsyncGenerator[Output, None]:
         """Streams the answer to `prompt`. `decode` turns tokens into text (needed for stop strings);
         `disagg.router.text.decode_with` makes it of a tokenizer. Only prompts of one `cache_salt` share cached KV.
+        Requests that name the same `session` are decoded by the same group, as far as its load allows.
 
         Raises what ended the request: `InvalidRequestError`, `BusyError`, `PromptTooLongError`,
         `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
         on both sides.
         """
         check_sampling(sampling)  # the leaders look again, and at the vocabulary too
-        session = _Session(
+        asking = self._asking(prompt, cache_salt, session)
+        pair = self._pair(asking)
+        run = _Session(
             self._mail,
-            *self._pair(),
+            *pair,
             RequestKey(request_id),
             list(prompt),
             sampling,
@@ -193,8 +213,9 @@ class Router:
             report or SessionReport(),
             self._reserve_retry_s,
             cache_salt,
+            {engine: asking.missing_tokens(engine) for engine in pair},
         )
-        async with aclosing(session.run()) as outputs:
+        async with aclosing(run.run()) as outputs:
             async for output in outputs:
                 yield output
 
@@ -211,7 +232,9 @@ class _Session:
     stream: TextStream | None
     report: SessionReport
     reserve_retry_s: float
-    cache_salt: str = ""
+    cache_salt: str
+    load: dict[Engine, int]
+    """Tokens that it counts with its groups."""
     began_s: float = field(default_factory=time.monotonic)
     involved: set[str] = field(default_factory=set)
     """Leaders that have heard of the request, and so must release it."""
@@ -222,7 +245,7 @@ class _Session:
         self.report.prompt_tokens = len(self.prompt)
         self.report.prefill, self.report.decode = self.prefill.group.name, self.decode.group.name
         with self.mail.open(self.key) as box:
-            self._count(1)
+            self._begin()
             try:
                 ticket = await self._reserve(box)
                 left_s, salt = self._left_s(), self.cache_salt
@@ -236,7 +259,7 @@ class _Session:
                             return
             finally:
                 self.report.ended_s = time.monotonic() - self.began_s
-                self._count(-1)
+                self._end()
                 await asyncio.shield(self._release(box))
 
     async def _reserve(self, box: Mail) -> Ticket:
@@ -291,6 +314,7 @@ class _Session:
         match message:
             case m.Prefilled():
                 self.report.ttft_s = time.monotonic() - self.began_s
+                self._computed()
                 told = [] if message.logprobs is None else [message.logprobs]
                 self.early[0] = m.Tokens(self.key, 0, [message.first_token], logprobs=told)
             case m.Transferred():
@@ -339,11 +363,22 @@ class _Session:
         self.involved.add(peer)
         self.mail.send(peer, message)
 
-    def _count(self, by: int) -> None:
-        for engine in [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]:
-            engine.requests += by
-            engine.tokens += by * len(self.prompt)
-            engine.served += by > 0
+    def _begin(self) -> None:
+        for engine, tokens in self.load.items():
+            engine.requests += 1
+            engine.served += 1
+            engine.tokens += tokens
+
+    def _computed(self) -> None:
+        """A prefill group has the prompt no more before it; a colocated one goes on with it."""
+        if self.prefill is not self.decode:
+            self.prefill.tokens -= self.load[self.prefill]
+            self.load[self.prefill] = 0
+
+    def _end(self) -> None:
+        for engine, tokens in self.load.items():
+            engine.requests -= 1
+            engine.tokens -= tokens
 
     def _left_s(self) -> float:
         return max(0.0, self.deadline_s - time.monotonic())

@@ -26,22 +26,29 @@ log = structlog.get_logger(__name__)
 class GroupStatuses:
     """Lives on the router's event loop."""
 
-    def __init__(self, mail: MailRoom, engines: Callable[[], Sequence[Engine]]) -> None:
-        """`engines` are those whose groups live."""
-        self._mail, self._engines = mail, engines
+    def __init__(
+        self,
+        mail: MailRoom,
+        engines: Callable[[], Sequence[Engine]],
+        compares: Callable[[Engine], bool] = lambda _: False,
+    ) -> None:
+        """`engines` are those whose groups live; of some of them `compares` says that cached prefixes matter."""
+        self._mail, self._engines, self._compares = mail, engines, compares
+        self._interval_s = 0.0
         self._heard: dict[str, GroupStatus | None] = {}
         """By the leader's address; None until it has answered."""
 
     def ask(self, interval_s: float) -> None:
         """Asks each leader to tell for a while, again in `interval_s`; forgets the groups that are gone."""
-        leaders = {engine.group.leader.control_address for engine in self._engines()}
-        for leader in self._heard.keys() - leaders:
+        self._interval_s = interval_s
+        engines = {engine.group.leader.control_address: engine for engine in self._engines()}
+        for leader in self._heard.keys() - engines:
             self._forget(leader)
-        for leader in leaders:
+        for leader, engine in engines.items():
             if leader not in self._heard:
                 self._heard[leader] = None
                 self._mail.listen(leader, partial(self._on_message, leader))
-            self._mail.send(leader, m.Watch(interval_s))
+            self._mail.send(leader, m.Watch(interval_s, "news" if self._compares(engine) else "none"))
 
     def close(self) -> None:
         """Listens no more, and says so: else the leaders would tell us until they took us for lost."""
@@ -71,10 +78,23 @@ class GroupStatuses:
         match message:
             case m.GroupReport():
                 self._heard[leader] = message.status
+            case m.CacheDigest():
+                self._on_digest(leader, message)
             case PeerLostError():
                 self._forget(leader)
             case _:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=leader)
+
+    def _on_digest(self, leader: str, message: m.CacheDigest) -> None:
+        for engine in self._engines():
+            if (engine.group.leader.control_address, engine.group.name) == (leader, message.group):
+                try:
+                    known = engine.held.apply(message.digest, message.switch_tokens)
+                except ValueError as exc:
+                    log.warning("digest_not_read", peer=leader, why=str(exc))
+                    return
+                if not known:
+                    self._mail.send(leader, m.Watch(self._interval_s, "all"))
 
 
 @contextlib.asynccontextmanager

@@ -49,6 +49,8 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"temperature": "hot"}, "temperature", None),
     (COMPLETIONS, {"stop": ["a", 1]}, "stop[1]", None),
     (COMPLETIONS, {"cache_salt": "x" * 300}, "cache_salt", None),
+    (COMPLETIONS, {"prompt_cache_key": "x" * 300}, "prompt_cache_key", None),
+    (COMPLETIONS, {"prompt_cache_key": 7}, "prompt_cache_key", None),
     (COMPLETIONS, {"stop_token_ids": ["1"]}, "stop_token_ids[0]", None),
     (COMPLETIONS, {"stream": 1}, "stream", None),
     (COMPLETIONS, {"logprobs": True}, "logprobs", None),
@@ -177,6 +179,12 @@ def test_routes_that_are_not(server: ApiServer, method: str, path: str, status: 
 def test_a_time_limit_that_is_none(server: ApiServer, given: str) -> None:
     reply = server.client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"x-request-timeout-s": given})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-request-timeout-s")
+
+
+@pytest.mark.parametrize("given", ["", "two words", "x" * 129])
+def test_a_session_name_that_is_none(server: ApiServer, given: str) -> None:
+    reply = server.client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"x-session-id": given})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "x-session-id")
 
 
 def test_a_body_too_large(server: ApiServer) -> None:

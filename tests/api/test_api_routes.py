@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from api_server import CONTEXT_TOKENS, ApiServer, until
+from api_server import CONTEXT_TOKENS, ApiServer, body, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.api.asked import derived_seed
@@ -108,6 +108,20 @@ def test_every_field_reaches_the_sampler(server: ApiServer) -> None:
         "stop_token_ids": (65,),
         "logit_bias": ((66, -3.5),),
     }
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_session_is_named_by_field_or_header(server: ApiServer, path: str) -> None:
+    """OpenAI's field comes first; without either there is none."""
+    header = {"x-session-id": "chat-1"}
+    for fields, headers in (
+        ({"prompt_cache_key": "a b"}, header),
+        ({}, header),
+        ({"prompt_cache_key": None}, {}),
+    ):
+        asked = body(path, max_tokens=1, **fields)
+        assert server.client.post(path, json=asked, headers=headers).status_code == 200
+    assert server.generator.sessions[-3:] == ["a b", "chat-1", ""]
 
 
 def test_a_stop_string_ends_an_answer(server: ApiServer) -> None:

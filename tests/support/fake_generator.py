@@ -21,6 +21,8 @@ class FakeGenerator:
         self.calls: list[tuple[str, list[int], SamplingParams]] = []
         self.salts: list[str] = []
         """Of each call."""
+        self.sessions: list[str] = []
+        """Of each call."""
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
         self.down: list[str] = []
@@ -55,12 +57,14 @@ class FakeGenerator:
         decode: Decode | None = None,
         report: SessionReport | None = None,
         cache_salt: str = "",
+        session: str = "",
     ) -> AsyncGenerator[Output, None]:
         assert timeout_s > 0
         assert decode is not None
         assert report is not None
         self.calls.append((request_id, list(prompt), sampling))
         self.salts.append(cache_salt)
+        self.sessions.append(session)
         report.reserved_s, report.nbytes, report.segments, report.transfer_s = 0.25, 1000, 2, 0.5
         stream, done = TextStream(decode, sampling.stop), False
         try:

@@ -31,6 +31,7 @@ from disagg.model.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.node.links import make_link
 from disagg.router.mail import MailRoom
+from disagg.router.policy import POLICIES
 from disagg.router.session import Output, Router, SessionReport
 from disagg.router.status import watching
 from prefill_node.rank import PrefillRank
@@ -220,7 +221,7 @@ class LocalGroups:
         mail = MailRoom(InprocControl(self.hub, "router", self._options), asyncio.get_running_loop())
         mail.start()
         try:
-            router = Router(mail, self.infos.values())
+            router = Router(mail, self.infos.values(), choose=POLICIES[self.config.router.policy])
             async with watching(router.statuses, self.config.metrics.interval_s):
                 yield router
         finally:

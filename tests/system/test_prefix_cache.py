@@ -8,16 +8,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_model import fake_spec
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from simulated_groups import Simulation
 from simulated_memory import poison_pages
 
 from disagg.core.config import Config
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import SamplingParams
 from disagg.kv.radix import RadixStatistics
 from disagg.router.session import Router
-from prefill_node.leader import prefix_key
 from transport import messages as m
 
 TOKENS = 4
@@ -169,7 +168,6 @@ def test_models_with_a_recurrent_state_have_none(
 
 
 def test_long_and_short_prompts_share_nothing_where_the_rotary_embedding_changes() -> None:
-    switch = msgspec.structs.replace(fake_spec(2, 2), rope_switch_tokens=10)
-    short, edge, long = (prefix_key(range(count), "x", switch).salt for count in (3, 10, 11))
+    short, edge, long = (PrefixKey.of(range(count), "x", 10).salt for count in (3, 10, 11))
     assert short == edge != long
-    assert prefix_key(range(11), "x", fake_spec(2, 2)).salt == "x"
+    assert PrefixKey.of(range(11), "x").salt == "x"

@@ -11,7 +11,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
 from disagg.node.ledger import Holding, Ledger
 from disagg.placement import choose_placement, place_colocated
-from disagg.router.policy import Engine, Policy, least_loaded, round_robin
+from disagg.router.policy import POLICIES, Asking, Engine, Policy, least_loaded, round_robin
 from disagg.router.text import TextStream
 
 
@@ -65,6 +65,9 @@ def test_placement_on_a_cpu_by_wish_and_on_a_gpu_that_is_not_there() -> None:
         choose_placement(0, device="cuda")
 
 
+ASKING = Asking(5, "session")
+
+
 def engine(name: str, **changes: int | bool) -> Engine:
     rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"")
     info = GroupInfo(name, "prefill", PROTOCOL_VERSION, "f", KVLayout(1, 1, 1, "float32"), 1, "ucx", (rank,))
@@ -75,29 +78,29 @@ def engine(name: str, **changes: int | bool) -> Engine:
 
 
 def test_least_loaded() -> None:
-    assert least_loaded([engine("a", tokens=5), engine("b", tokens=4)]).group.name == "b"
-    assert least_loaded([engine("a", requests=2), engine("b", requests=1)]).group.name == "b"
-    assert least_loaded([engine("a"), engine("b")]).group.name == "a"
-    assert least_loaded([engine("a", lost=True), engine("b", tokens=9)]).group.name == "b"
+    assert least_loaded([engine("a", tokens=5), engine("b", tokens=4)], ASKING).group.name == "b"
+    assert least_loaded([engine("a", requests=2), engine("b", requests=1)], ASKING).group.name == "b"
+    assert least_loaded([engine("a"), engine("b")], ASKING).group.name == "a"
+    assert least_loaded([engine("a", lost=True), engine("b", tokens=9)], ASKING).group.name == "b"
     with pytest.raises(BusyError, match="prefill"):
-        least_loaded([engine("a", lost=True)])
+        least_loaded([engine("a", lost=True)], ASKING)
 
 
 def test_round_robin() -> None:
     engines = [engine("a"), engine("b"), engine("c", lost=True), engine("d", draining=True)]
     chosen = []
     for _ in range(5):
-        one = round_robin(engines)
+        one = round_robin(engines, ASKING)
         one.served += 1
         chosen.append(one.group.name)
     assert chosen == ["a", "b", "a", "b", "a"]
 
 
-@pytest.mark.parametrize("choose", [least_loaded, round_robin])
+@pytest.mark.parametrize("choose", POLICIES.values())
 def test_a_group_that_drains_is_given_nothing(choose: Policy) -> None:
-    assert choose([engine("a", draining=True), engine("b", tokens=9)]).group.name == "b"
+    assert choose([engine("a", draining=True), engine("b", tokens=9)], ASKING).group.name == "b"
     with pytest.raises(BusyError, match="prefill"):
-        choose([engine("a", draining=True)])
+        choose([engine("a", draining=True)], ASKING)
 
 
 @pytest.mark.parametrize(

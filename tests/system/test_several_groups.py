@@ -11,7 +11,7 @@ from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_pro
 
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Router
+from disagg.router.session import Router, SessionReport
 from transport import messages as m
 from transport.reliable import ReliableOptions
 
@@ -117,6 +117,84 @@ def test_a_group_is_drained_and_another_takes_its_place(checkpoints: Checkpoints
 
         expected = [checkpoints.greedy(groups.source, prompt, 20) for prompt in prompts]
         assert groups.serve(work) == [expected] * 3
+
+
+def test_prompts_that_begin_alike_meet_where_their_beginning_is_cached(checkpoints: Checkpoints) -> None:
+    """One after the other, as soon as the router has heard: each beginning stays with one of three groups, and the
+    beginnings are not all with the same. Then all at once: every group gets some."""
+    config = small_config(1, 1, groups=(3, 1), metrics_interval_s=0.02)
+    stems, tails = random_prompts(128, 128, 128, 128, seed=4), random_prompts(6, 9, 12, seed=5)
+    prompts = [[stem + tail for tail in tails] for stem in stems]
+    with local_groups(config, checkpoints.source()) as groups:
+
+        async def work(router: Router) -> tuple[list[list[Any]], list[Any]]:
+            async def heard(count: int) -> None:
+                async with asyncio.timeout(10):
+                    while sum(len(engine.held) for engine in router.engines) < count:
+                        await asyncio.sleep(0.002)
+
+            calm = []
+            for number, begin_alike in enumerate(prompts):
+                answers = []
+                for index, prompt in enumerate(begin_alike):
+                    answers.append(
+                        await ask(router, f"r{number}-{index}", prompt, SamplingParams(max_tokens=3))
+                    )
+                    await heard(2 * (number + 1))
+                calm.append(answers)
+            assert all(engine.tokens == engine.requests == 0 for engine in router.engines)
+            asked = [prompt for begin_alike in prompts for prompt in begin_alike]
+            sampling = SamplingParams(max_tokens=3)
+            busy = [ask(router, f"busy{i}", stems[0] + p, sampling) for i, p in enumerate(asked)]
+            return calm, await asyncio.gather(*busy)
+
+        calm, busy = groups.serve(work)
+        source = groups.source
+    homes = [{answer.report.prefill for answer in answers} for answers in calm]
+    assert all(len(home) == 1 for home in homes)
+    assert set.union(*homes) == {"prefill", "prefill-2", "prefill-3"}
+    assert {answer.report.prefill for answer in busy} == {"prefill", "prefill-2", "prefill-3"}
+    for answers, begin_alike in zip(calm, prompts, strict=True):
+        assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, 3) for p in begin_alike]
+
+
+def test_a_session_is_decoded_in_one_place(checkpoints: Checkpoints) -> None:
+    """Of the only group of a kind the router asks for no digests: there is nothing to choose."""
+    watches: dict[str, set[str]] = {}
+    with local_groups(
+        small_config(1, 1, groups=(1, 3), metrics_interval_s=0.02), checkpoints.source()
+    ) as groups:
+
+        def observe(source: str, destination: str, message: m.Message) -> None:
+            if isinstance(message, m.Watch) and message.interval_s:
+                watches.setdefault(destination, set()).add(message.prefixes)
+
+        groups.hub.observe(observe)
+
+        async def work(router: Router) -> list[set[str]]:
+            homes = []
+            for session in ("ann", "bob", "cy", "dee", "eve", "fay"):
+                reports = [SessionReport() for _ in range(3)]
+                for index, (prompt, report) in enumerate(
+                    zip(random_prompts(9, 30, 50), reports, strict=True)
+                ):
+                    asked = router.generate(
+                        f"{session}{index}",
+                        prompt,
+                        SamplingParams(max_tokens=2),
+                        timeout_s=30,
+                        report=report,
+                        session=session,
+                    )
+                    assert [output async for output in asked]
+                homes.append({report.decode for report in reports})
+            return homes
+
+        homes = groups.serve(work)
+    assert all(len(home) == 1 for home in homes)
+    assert len(set.union(*homes)) > 1
+    assert watches["prefill-0"] == {"none"}
+    assert watches["decode-2-0"] == {"news"}
 
 
 def test_room_is_given_in_the_order_of_asking(checkpoints: Checkpoints) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.core.errors import HandshakeError, ProtocolError
+from disagg.core.prefixes import Digest
 from disagg.core.status import GroupStatus, RankStatus, RouteStatus
 from disagg.core.types import (
     GroupInfo,
@@ -56,6 +57,8 @@ EXAMPLES: list[Message] = [
     messages.FirstToken(KEY, 7, 11),
     messages.Tokens(KEY, 4, [1, 2], "stop"),
     messages.Tokens(KEY, 4, [9], None, [TokenLogprobs(9, -0.5, ((9, -0.5), (3, float("-inf"))))]),
+    messages.Watch(1.5, "all"),
+    messages.CacheDigest("p0", Digest(None, 3, 64, b"12345678", b""), 4096),
     messages.Release(KEY, "done"),
     messages.Released(KEY),
     messages.Plan(8, b"\x00\x01"),

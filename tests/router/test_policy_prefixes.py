@@ -1,0 +1,153 @@
+"""Which group the prefix-aware policy chooses; pure functions, no messages."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from disagg.core.prefixes import PrefixKey
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
+from disagg.kv.journal import MarkJournal
+from disagg.router.policy import SESSION_LOAD, SLACK, Asking, Engine, prefix_aware
+
+UNIT = 64
+LAYOUT = KVLayout(1, 1, 8, "float32")
+
+
+def engine(name: str, role: str = "prefill", **counts: int) -> Engine:
+    rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"")
+    return Engine(GroupInfo(name, role, PROTOCOL_VERSION, "", LAYOUT, 16, "inproc", (rank,)), **counts)
+
+
+def holds(engine: Engine, *prompts: range, unit: int = UNIT, switch: int = 0, salt: str = "") -> Engine:
+    """The engine has told that it has cached the prompts."""
+    journal = MarkJournal(unit)
+    journal.add({mark: None for p in prompts for mark in PrefixKey.of(p, salt, switch).marks(unit)})
+    assert engine.held.apply(journal.digest(), switch)
+    return engine
+
+
+def asking(prompt: range, *engines: Engine, session: str = "", salt: str = "") -> Asking:
+    kinds = {(e.held.unit_tokens, e.held.switch_tokens) for e in engines if len(e.held)}
+    marks = {(unit, switch): PrefixKey.of(prompt, salt, switch).marks(unit) for unit, switch in kinds}
+    return Asking(len(prompt), session, marks)
+
+
+def test_the_longest_beginning_wins_until_its_load_outweighs_it() -> None:
+    prompt = range(1000)
+    engines = [engine("a"), holds(engine("b"), range(512)), holds(engine("c"), range(320))]
+    request = asking(prompt, *engines)
+    assert [request.missing_tokens(e) for e in engines] == [1000, 488, 680]
+    assert prefix_aware(engines, request).group.name == "b"
+    engines[1].tokens = 300
+    assert prefix_aware(engines, request).group.name == "c"
+    engines[2].tokens = 500
+    assert prefix_aware(engines, request).group.name == "b"
+    engines[1].tokens = 800
+    assert prefix_aware(engines, request).group.name == "a"
+
+
+def test_who_is_gone_is_not_chosen_for_what_it_holds() -> None:
+    engines = [engine("a"), holds(engine("b"), range(512)), holds(engine("c"), range(512))]
+    engines[1].lost = engines[2].draining = True
+    assert prefix_aware(engines, asking(range(600), *engines)).group.name == "a"
+
+
+def test_a_prompt_that_is_held_whole_lacks_its_last_token() -> None:
+    one = holds(engine("a"), range(512))
+    assert asking(range(512), one).missing_tokens(one) == 1
+
+
+@pytest.mark.parametrize("mine", [0, 100])
+def test_groups_of_other_pages_salts_and_lengths_are_compared_rightly(mine: int) -> None:
+    """Marks of each kind are made for each kind; what holds for short prompts does not for long ones."""
+    coarse = holds(engine("coarse"), range(512), unit=256, switch=mine)
+    fine = holds(engine("fine"), range(384), switch=mine)
+    request = asking(range(400), coarse, fine)
+    assert [request.missing_tokens(e) for e in (coarse, fine)] == [400 - 256, 400 - 384]
+    other = asking(range(400), coarse, fine, salt="tenant")
+    assert [other.missing_tokens(e) for e in (coarse, fine)] == [400, 400]
+    if mine:
+        short = asking(range(100), fine)
+        assert short.missing_tokens(fine) == 100
+
+
+def test_a_new_group_gets_what_has_no_better_place() -> None:
+    """A beginning that all prompts have, but too short to matter, does not keep them all in one place."""
+    old, new = holds(engine("old"), range(64), range(1000, 3000)), engine("new")
+    chosen = Counter[str]()
+    for number in range(10):
+        prompt = range(10_000 * number, 10_000 * number + 2000)
+        one = prefix_aware([old, new], asking(prompt, old, new))
+        chosen[one.group.name] += 1
+        one.requests += 1
+        one.tokens += 2000
+    assert chosen == {"old": 5, "new": 5}
+    calm_old, calm_new = holds(engine("old"), range(64)), engine("new")
+    assert prefix_aware([calm_old, calm_new], asking(range(2000), calm_old)).group.name == "new"
+
+
+COUNTS = st.lists(
+    st.tuples(st.integers(0, 5000), st.integers(0, 20), st.integers(0, 40)), min_size=1, max_size=8
+)
+
+
+@given(COUNTS, st.integers(1, 4000))
+def test_the_choice_is_never_far_from_the_least_to_do(
+    counts: list[tuple[int, int, int]], tokens: int
+) -> None:
+    """And enough before it drives a request away from any group, whatever that holds."""
+    engines = [
+        holds(engine(f"e{i}", tokens=load, requests=requests), range(units * UNIT))
+        for i, (load, requests, units) in enumerate(counts)
+    ]
+    request = asking(range(tokens), *engines)
+    costs = {e.group.name: e.tokens + request.missing_tokens(e) for e in engines}
+    one = prefix_aware(engines, request)
+    assert costs[one.group.name] <= min(costs.values()) + tokens // SLACK
+    one.tokens = max(e.tokens for e in engines) + 2 * tokens + 1
+    if len(engines) > 1:
+        assert prefix_aware(engines, request) is not one
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.text(max_size=20))
+def test_a_session_never_overfills_a_group(requests: list[int], session: str) -> None:
+    assume(session)
+    engines = [engine(f"e{i}", "decode", requests=count, tokens=9 * i) for i, count in enumerate(requests)]
+    one = prefix_aware(engines, Asking(10, session))
+    assert one.requests < SESSION_LOAD * (sum(requests) + 1) / len(requests) + 1
+
+
+@given(st.integers(2, 8), st.integers(0, 7), st.text(min_size=1, max_size=20))
+def test_a_session_keeps_its_group_when_others_come_and_go(groups: int, gone: int, session: str) -> None:
+    """Rendezvous hashing: only the sessions of a group that goes move, only to a new one do they move to."""
+    engines = [engine(f"decode-{i}", "decode") for i in range(groups)]
+    home = prefix_aware(engines, Asking(10, session))
+    left = [e for i, e in enumerate(engines) if i != gone % groups]
+    if home in left:
+        assert prefix_aware(left, Asking(10, session)) is home
+    more = [*engines, engine("decode-new", "decode")]
+    assert prefix_aware(more, Asking(10, session)).group.name in (home.group.name, "decode-new")
+
+
+def test_sessions_spread_and_a_full_group_gives_way() -> None:
+    engines = [engine(f"decode-{i}", "decode") for i in range(4)]
+    homes = Counter(prefix_aware(engines, Asking(1, f"s{i}")).group.name for i in range(400))
+    assert min(homes.values()) > 50
+    for number in range(400):  # all at once: nobody is over 1.25 times the mean
+        prefix_aware(engines, Asking(1, f"s{number}")).requests += 1
+    assert max(e.requests for e in engines) <= 125
+    home = prefix_aware([engine(f"decode-{i}", "decode") for i in range(4)], Asking(1, "s"))
+    for one in engines:
+        one.requests = 9 if one.group.name == home.group.name else 1
+    assert prefix_aware(engines, Asking(1, "s")).group.name != home.group.name
+
+
+def test_prefill_groups_know_no_sessions() -> None:
+    engines = [holds(engine("a"), range(512)), engine("b")]
+    assert {
+        prefix_aware(engines, asking(range(600), *engines, session=f"s{i}")).group.name for i in range(20)
+    } == {"a"}
