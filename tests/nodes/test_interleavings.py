@@ -225,5 +225,5 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
             simulation.settle()
             seen.update(type(message) for message in simulation.seen)
     directory = {m.Join, m.Groups, m.Using, m.Scale, m.Scaled}
-    metrics = {m.Watch, m.RankReport, m.GroupReport}
+    metrics = {m.Watch, m.RankReport, m.GroupReport, m.CacheDigest}
     assert set(m.MESSAGE_TYPES) - seen == {m.RankBroken} | directory | metrics
