@@ -90,7 +90,7 @@ class GroupConfig(Section, frozen=True):
     max_batch: int = 32
     """Requests that one step decodes."""
     graphs: bool = True
-    """Record decode steps as CUDA graphs, where the model allows it."""
+    """Record decode steps and short prefill steps as CUDA graphs, where the model allows it."""
     prefix_cache: bool = True
     """Whether a prefill group keeps the KV of prompts for others that begin alike, in pages that nothing else needs.
     Not looked at by decode groups, nor for models whose prompts must be computed whole."""

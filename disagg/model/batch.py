@@ -152,6 +152,12 @@ def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
             )
 
 
+def chunks_of(queries: PackedQueries) -> KernelIndex:
+    """The index of a step in which every sequence counts as a chunk."""
+    nothing = queries.rows[:0]
+    return KernelIndex(nothing, nothing, queries)
+
+
 def one_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
     """The index of a step of one token for each request; int64 `[n]` both. Launches only."""
     nothing = rows[:0]

@@ -16,10 +16,17 @@ from disagg.core.ports import Collective, LayerHook
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
-from disagg.model.batch import StepBatch, build_index, one_each, require_fits, upload
+from disagg.model.batch import StepBatch, build_index, chunks_of, one_each, require_fits, upload
 from disagg.model.build import build_model
 from disagg.model.fused import fuse
-from disagg.model.graphs import DecodeGraphs
+from disagg.model.graphs import (
+    ChunkGraphs,
+    Compute,
+    DecodeGraphs,
+    StepGraphs,
+    batch_sizes,
+    chunk_sizes,
+)
 from disagg.model.kernel_step import KernelStep, use_kernels
 from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
@@ -37,6 +44,7 @@ from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
 from disagg.model.tp import query_span
 from kernels.dispatch import backend
+from kernels.prefill_attention import PackedQueries
 
 log = structlog.get_logger(__name__)
 
@@ -104,24 +112,31 @@ class ModelRunner:
             log.info("small_layers_fused", model=self.spec.architecture, **small_layers.summary())
         self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
         self.pool, self.states = self._memory()
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
 
     @property
     def recordable(self) -> bool:
-        """Whether decode steps may become CUDA graphs: nothing in them is decided by the host."""
+        """Whether steps may become CUDA graphs: nothing in them is decided by the host."""
         fixed = self.attention_kernels and self.states is None and not self._ropes
         return fixed and self.device.type == "cuda" and self.collective.recordable
 
     @property
     def recorded(self) -> bool:
-        """Whether decode steps run as CUDA graphs."""
+        """Whether steps run as CUDA graphs."""
         return self._graphs is not None and self._graphs.recorded
 
     def record(self, largest: int) -> None:
         """Records decode steps of up to `largest` requests, where that can be; all ranks of a group together."""
-        if self.recordable:
+        self._record(DecodeGraphs, self._decode, batch_sizes(largest))
+
+    def record_chunks(self, chunk_tokens: int) -> None:
+        """Records short prefill steps, of up to `chunk_tokens` tokens, where that can be; all ranks together."""
+        self._record(ChunkGraphs, self._chunk, chunk_sizes(chunk_tokens))
+
+    def _record(self, kind: type[StepGraphs], compute: Compute, sizes: tuple[int, ...]) -> None:
+        if self.recordable and sizes:
             trash_row = self.req_to_token.trash_row
-            self._graphs = DecodeGraphs(self._decode, largest, trash_row, self.spec.vocab_size, self.device)
+            self._graphs = kind(compute, sizes, trash_row, self.spec.vocab_size, self.device)
             self._graphs.record()
 
     def resize(self, pool_tokens: int) -> None:
@@ -152,9 +167,13 @@ class ModelRunner:
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
-        if self._graphs is not None and on_layer is None and self._graphs.takes(batch):
+        if self._graphs is not None and self._graphs.takes(batch):
             require_fits(batch, self.req_to_token)
-            return self._graphs.run(batch)
+            found = self._graphs.run(batch)
+            if on_layer is not None:
+                for layer in range(self.pool.layers):
+                    on_layer(layer)
+            return found
         if self.states is None:
             return self._forward(batch, on_layer, 1, None)
         logits: dict[int, torch.Tensor] = {}
@@ -186,11 +205,21 @@ class ModelRunner:
 
     def _decode(self, numbers: torch.Tensor) -> torch.Tensor:
         """A step of one token for each request, of device tensors alone; see `graphs.Compute`."""
-        ids, positions, rows = numbers
+        ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
         index = one_each(rows, positions)
         context = self._shared(KernelStep(self.pool, self.req_to_token, index, slots, None))
         return self._run(ids[None], positions[None], 0, context, None)
+
+    def _chunk(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A step of some tokens of some requests, of device tensors alone; see `graphs.ChunkGraphs`."""
+        of_sequences = numbers[-5 * ChunkGraphs.SEQUENCES :]
+        ids, positions, rows = numbers[: -len(of_sequences)].view(3, -1)
+        own_rows, firsts, starts, counts, last = of_sequences.view(5, -1)
+        slots = self.req_to_token.table[rows, positions].long()
+        index = chunks_of(PackedQueries(own_rows, firsts, starts, counts, len(ids)))
+        context = self._shared(KernelStep(self.pool, self.req_to_token, index, slots, None))
+        return self._run(ids[None], positions[None], last, context, None)
 
     def _shared(self, own: AttentionContext) -> AttentionContext:
         if not self._whole_attention:

@@ -81,7 +81,9 @@ class RankHost:
             if group.pool_tokens == 0:
                 memory = describe(fill_memory(runner, self._config, group, self.node_class.role))
             warm_model(runner, group.chunk_tokens, min(group.max_batch, group.max_requests))
-            if self.node_class.role != "prefill" and group.graphs:
+            if group.graphs and self.node_class.role == "prefill":
+                runner.record_chunks(group.chunk_tokens)
+            elif group.graphs:
                 runner.record(min(group.max_batch, group.max_requests))
         self._node = self.node_class(
             rank=self._rank,

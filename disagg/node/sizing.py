@@ -95,7 +95,7 @@ def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) 
     cuda.synchronize(device)
     work_bytes = cuda.max_memory_allocated(device) - held_bytes
     rows = 1 if role == "prefill" else group.max_batch
-    if role != "prefill" and group.graphs and runner.recordable:
+    if group.graphs and runner.recordable:
         work_bytes *= 2  # recorded steps have memory of their own
     work_bytes += SAMPLER_COPIES * rows * runner.spec.vocab_size * 4
     free_bytes, total_bytes = cuda.mem_get_info(device)

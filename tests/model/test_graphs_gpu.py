@@ -10,7 +10,7 @@ import torch
 from model_helpers import make_runner, prompts
 
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.graphs import batch_sizes
+from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes
 from disagg.model.runner import ModelRunner
 
 
@@ -21,6 +21,22 @@ def test_sizes(largest: int) -> None:
     assert sizes[-1] == largest
     assert sizes[0] == 1
     assert len(sizes) < 25
+
+
+def test_chunk_sizes() -> None:
+    assert chunk_sizes(8) == ()
+    assert chunk_sizes(100) == (16, 32, 64)
+    assert chunk_sizes(2048) == (16, 32, 64, 128, 256)
+
+
+def test_what_a_short_step_is_told() -> None:
+    graphs = ChunkGraphs(lambda numbers: numbers, (16,), 9, 5, torch.device("cpu"))
+    told = torch.tensor(graphs._told(16, (SequenceSlice(3, 7, (50, 51)), SequenceSlice(1, 0, (60,)))))
+    tokens, sequences = told[:48].view(3, 16), told[48:].view(5, ChunkGraphs.SEQUENCES)
+    assert tokens[:, :4].tolist() == [[50, 51, 60, 0], [7, 8, 0, 0], [3, 3, 1, 9]]
+    assert tokens[:, 4:].unique(dim=1).tolist() == [[0], [0], [9]]
+    assert sequences[:, :3].tolist() == [[3, 1, 9], [0, 2, 0], [7, 0, 0], [2, 1, 0], [1, 2, 0]]
+    assert sequences[:, 3:].unique(dim=1).tolist() == [[9], [0], [0], [0], [0]]
 
 
 def prefilled(runner: ModelRunner, texts: list[list[int]]) -> list[int]:
@@ -74,6 +90,42 @@ def test_recorded_steps_equal_launched_ones(
         assert torch.allclose(a, b, atol=close * float(a.abs().max()), rtol=0)
         if dtype == torch.float32:
             assert torch.equal(a.argmax(-1), b.argmax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral"])
+def test_recorded_chunks_equal_launched_ones(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Prompts in chunks of any length up to the largest, several in a step; the pool's KV too."""
+    texts, layers = [text[:90] for text in prompts()[:3]], list[int]()
+    launched, recorded = (make_runner(checkpoint(name), device="cuda", pages=40) for _ in range(2))
+    recorded.record_chunks(64)
+    assert recorded.recorded
+    outcomes = []
+    for runner in (launched, recorded):
+        runner.pool.poison()
+        rows, done, found = [], [0, 0, 0], []
+        for number, text in enumerate(texts):
+            row = runner.req_to_token.alloc()
+            first = (1 + 10 * number) * runner.page_size
+            runner.req_to_token.set_slots(row, 0, list(range(first, first + len(text))))
+            rows.append(row)
+        for sizes in ((5, 1, 17), (1, 0, 2), (40, 20, 0), (90, 90, 90)):
+            slices = []
+            for number, size in enumerate(sizes):
+                part = tuple(texts[number][done[number] : done[number] + size])
+                if part:
+                    slices.append(SequenceSlice(rows[number], done[number], part))
+                    done[number] += len(part)
+            layers.clear()
+            found.append(runner.forward(StepBatch(tuple(slices)), layers.append).clone())
+            assert layers == list(range(runner.pool.layers))
+        outcomes.append((found, runner.pool.buffer[:, :, runner.page_size :].clone()))
+    for a, b in zip(outcomes[0][0], outcomes[1][0], strict=True):
+        assert torch.isfinite(a).all()
+        assert torch.allclose(a, b, atol=1e-4 * float(a.abs().max()), rtol=0)
+    (_, a), (_, b) = outcomes
+    assert torch.equal(a.isnan(), b.isnan()), "nothing else was written"
+    assert torch.allclose(a.nan_to_num(), b.nan_to_num(), atol=1e-4)
 
 
 @pytest.mark.gpu
