@@ -2,8 +2,8 @@
 
 Decode steps are recorded for each of a few batch sizes, short prefill steps for each of a few numbers of tokens, the
 largest first, all in one memory pool; what a step has less is filled up with the trash row, whose tokens all lie in
-the trash page. As in vLLM and SGLang. Only what follows from tensors is in a graph, so a step must not look at the device
-from the host: a model that does cannot be recorded, and then its steps are launched kernel by kernel.
+the trash page. As in vLLM and SGLang. Only what follows from tensors is in a graph, so a step must not look at the
+device from the host: a model that does cannot be recorded, and then its steps are launched kernel by kernel.
 """
 
 from __future__ import annotations
