@@ -25,6 +25,7 @@ from disagg.groups import Group
 log = structlog.get_logger(__name__)
 
 LONGEST_BACKOFF_S = 60.0
+MOST_DOUBLINGS = 64
 STABLE_S = 60.0
 """A group that served for so long has started for good: when it dies, tries are counted from one again."""
 WAIT_S = 0.2
@@ -140,7 +141,10 @@ class Supervisor:
                 "group_given_up", role=role, tries=tries - 1, why=why, how="`disagg scale` adds a group"
             )
             return
-        pause_s = min(LONGEST_BACKOFF_S, self._config.restart_backoff_s * 2 ** (tries - 1))
+        doublings = min(
+            tries - 1, MOST_DOUBLINGS
+        )  # as an exponent, a thousand tries would be no number any more
+        pause_s = min(LONGEST_BACKOFF_S, self._config.restart_backoff_s * 2**doublings)
         log.warning("group_is_replaced", role=role, in_s=pause_s, attempt=tries, why=why)
         self._missing.append(_Missing(role, tries, time.monotonic() + pause_s))
 

@@ -151,6 +151,14 @@ def test_a_group_that_does_not_come_up_is_given_up_and_the_others_go_on(logs: li
     assert (line["role"], line["tries"], line["why"]) == ("decode", 3, "no room")
 
 
+def test_who_is_never_given_up_is_tried_a_thousand_times(logs: list[Any]) -> None:
+    cluster, told = cluster_with(restart_tries=10_000), Told()
+    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
+        cluster.failing = 1100
+        cluster.die("decode")
+        told.until("prefill", "decode-1102")
+
+
 def test_a_group_that_dies_again_and_again_is_given_up_too(logs: list[Any]) -> None:
     cluster, told = cluster_with(restart_tries=2), Told()
     with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
