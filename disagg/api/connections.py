@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -24,6 +25,8 @@ def bounded_http(config: ApiConfig) -> type[asyncio.Protocol]:
 
     uvicorn itself would keep a head that never ends, for ever; the edge looks at those that end. A connection beyond
     `max_connections` is told so, and closed, when its first request is read; who watches the server is answered.
+    Nor does uvicorn look at a client that does not read: the kernel gives it up after `idle_timeout_s`, even where
+    what is left to send keeps a connection that was closed.
     """
 
     class BoundedHttp(HttpToolsProtocol):
@@ -35,6 +38,9 @@ def bounded_http(config: ApiConfig) -> type[asyncio.Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             self._surplus = len(self.connections) > config.max_connections
+            transport.get_extra_info("socket").setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, config.idle_timeout_s * 1000
+            )
             self._expect_head()
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -46,6 +52,9 @@ def bounded_http(config: ApiConfig) -> type[asyncio.Protocol]:
             super().data_received(data)
             if self._in_head and self._head_bytes > config.max_header_bytes:
                 self._refuse(head_too_large("the request's head", config.max_header_bytes))
+            elif self._late is None and (self.cycle is None or self.cycle.response_complete):
+                # A body that is not wanted any more, or line breaks before a head: they stopped uvicorn's own clock.
+                self._late = self.loop.call_later(config.header_timeout_s, self.transport.close)
 
         def on_message_begin(self) -> None:
             self._expect_head()

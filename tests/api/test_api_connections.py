@@ -112,6 +112,33 @@ def test_an_idle_connection_is_closed() -> None:
         assert rest(connection) == b""
 
 
+@pytest.mark.parametrize("more", [b"\r\n", b"a", b"abcde"])
+def test_what_nobody_waits_for_does_not_keep_a_connection(more: bytes) -> None:
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n"
+        if more.strip()
+        else GET % b"/x"
+    )
+    with ApiServer("key", idle_timeout_s=1, header_timeout_s=0.2) as server, connected(server) as connection:
+        connection.sendall(head)
+        while not connection.recv(65536).endswith(b"}"):  # the 401, with the body still to come
+            pass
+        connection.sendall(more)
+        assert rest(connection) == b""
+
+
+def test_a_client_that_does_not_read_is_given_up() -> None:
+    with (
+        ApiServer(max_connections=1, send_buffer_bytes=4096, idle_timeout_s=1) as server,
+        socket.socket() as slow,
+    ):
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.connect(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+        slow.sendall(GET % b"/" * 10)
+        assert slow.recv(1), "it is there"
+        until(lambda: server.client.get("/v1/models").status_code == 200)
+
+
 @pytest.mark.parametrize(
     ("limits", "set_to", "warned"),
     [
