@@ -368,6 +368,8 @@ def _import_ray() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # When a start fails on every rank, one error is raised; Ray would print the others as unhandled.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Ray's default of 15 leaves ranks nothing where others want their cores: the router, or a client beside it.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Else a call that comes after the end, of a watcher that Ctrl-C left alone, starts a whole new Ray.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:

@@ -31,6 +31,8 @@ class Admission:
         self._limit, self._pace, self._clock = max_running + max_queued, pace, clock
         self._inside = 0
         self._turns = asyncio.Semaphore(max_running)
+        self._waiting: set[asyncio.Timeout] = set()
+        """Of those that may be turned away while they wait."""
         self._metrics = metrics
 
     @property
@@ -45,7 +47,12 @@ class Admission:
         """
         if self._pace is not None:
             self._pace.came(self._inside, self._clock())
-        self._check(1)
+        try:
+            self._check(1)
+        except BusyError:
+            if self._pace is not None and self._pace.refused(self._clock()):
+                self._turn_away()
+            raise
 
     def enter(self, answers: int) -> None:
         """Takes places for all of `answers`; each must `leave`. Raises `BusyError`, and takes none, when full."""
@@ -68,10 +75,18 @@ class Admission:
         # A request for many answers is let in alone, whatever the pace: else it would be refused for ever.
         limit = self._limit if pace is None else min(self._limit, max(pace, answers))
         if self._inside + answers > limit:
-            raise BusyError(
-                f"the server has {self._inside} answers running or waiting and takes {limit}: try again later",
-                RETRY_AFTER_S,
-            )
+            raise self._busy(limit)
+
+    def _busy(self, limit: int) -> BusyError:
+        return BusyError(
+            f"the server has {self._inside} answers running or waiting and takes {limit}: try again later",
+            RETRY_AFTER_S,
+        )
+
+    def _turn_away(self) -> None:
+        """Those that wait and may be: an overload has begun, and they would wait for nothing good."""
+        while self._waiting:
+            self._waiting.pop().reschedule(asyncio.get_running_loop().time())
 
     def leave(self) -> None:
         """Gives one place back."""
@@ -79,16 +94,30 @@ class Admission:
         assert self._inside >= 0, "more answers left than entered"
 
     @asynccontextmanager
-    async def turn(self, deadline_s: float) -> AsyncIterator[None]:
-        """Waits until one may run, on `time.monotonic`'s clock. Raises `RequestTimeoutError`."""
+    async def turn(self, deadline_s: float, alone: bool = True) -> AsyncIterator[None]:
+        """Waits until one may run, on `time.monotonic`'s clock. Raises `RequestTimeoutError`.
+
+        `alone`: no other answer belongs to the same request, so this one may still be refused: then `BusyError`.
+        """
         with self._metrics.queued.track_inprogress():
-            try:
-                async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
-                    await self._turns.acquire()
-            except TimeoutError as exc:
-                raise RequestTimeoutError("the request did not have its turn in time") from exc
+            await self._acquire(deadline_s, alone)
         try:
             with self._metrics.running.track_inprogress():
                 yield
         finally:
             self._turns.release()
+
+    async def _acquire(self, deadline_s: float, alone: bool) -> None:
+        try:
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())) as patience:
+                if alone:
+                    self._waiting.add(patience)
+                try:
+                    await self._turns.acquire()
+                finally:
+                    away = alone and patience not in self._waiting
+                    self._waiting.discard(patience)
+        except TimeoutError as exc:
+            if away:
+                raise self._busy(self._inside - 1) from exc
+            raise RequestTimeoutError("the request did not have its turn in time") from exc

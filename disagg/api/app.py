@@ -33,7 +33,7 @@ def make_app(service: Service, keys: tuple[bytes, ...], tracing: Tracing | None 
     app.add_exception_handler(DisaggError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-    return Edge(app, service.config, keys, service.metrics, tracing)
+    return Edge(app, service.config, keys, service.metrics, tracing, service.knock)
 
 
 def _routes(service: Service) -> list[tuple[str, str, Any]]:
@@ -65,13 +65,11 @@ class _Routes:
 
     async def completions(self, request: Request) -> Response:
         """Text after a prompt."""
-        self._service.knock()
         asked = await parse_completion(await self._body(request), self._model, self._service.config)
         return await self._answer(request, asked, CompletionWriter)
 
     async def chat(self, request: Request) -> Response:
         """The next turn of a conversation."""
-        self._service.knock()
         asked = await parse_chat(await self._body(request), self._model, self._service.config)
         return await self._answer(request, asked, ChatWriter)
 

@@ -1,19 +1,26 @@
-"""What every request passes first: ids, limits of its head, API keys; and what is logged and counted at its end."""
+"""What every request passes first: ids, limits of its head, API keys, and whether there is room for it; and what is
+logged and counted at its end.
+
+Under overload most requests get no further, and all that is spent on them is taken from the others: they are turned
+away before routing, before their body is read, with one line in the log for all of a second.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import structlog
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from disagg.api.errors import CLIENT_GONE, ApiError
+from disagg.api.errors import CLIENT_GONE, ApiError, api_error
 from disagg.api.exchange import SESSION, STATE, TIMEOUT, Exchange, request_id, session_id, timeout_s
 from disagg.api.keys import check_key
 from disagg.api.metrics import Metrics
 from disagg.api.responses import error_response
 from disagg.api.tracing import Tracing
 from disagg.core.config import ApiConfig
+from disagg.core.errors import BusyError
 
 log = structlog.get_logger(__name__)
 
@@ -22,6 +29,8 @@ OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
 OFTEN = OPEN | {"/status"}
 """Asked again and again: their lines in the log are for debugging."""
 ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})
+REFUSALS_S = 1.0
+"""Between two lines in the log that say how many were turned away."""
 OUTCOMES = {CLIENT_GONE: "aborted", 408: "timeout", 429: "busy", 503: "unavailable", 504: "timeout"}
 
 
@@ -35,9 +44,12 @@ class Edge:
         keys: tuple[bytes, ...],
         metrics: Metrics,
         tracing: Tracing | None,
+        knock: Callable[[], None],
     ) -> None:
+        """`knock` raises `ApiError` or `BusyError` when no answer can be had now."""
         self._app, self._config, self._keys, self._metrics = app, config, keys, metrics
-        self._tracing = tracing
+        self._tracing, self._knock = tracing, knock
+        self._refused, self._said_s = 0, 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -59,11 +71,16 @@ class Edge:
             self._check_head(scope)
             if scope["path"] not in OPEN:
                 check_key(self._keys, headers.get(b"authorization"))
+            # Behind the keys: strangers learn nothing of the load, and do not count as any.
+            if scope["path"] in ANSWERING and scope["method"] == "POST":
+                self._knock()
             exchange.timeout_s = timeout_s(headers.get(TIMEOUT.encode()), exchange.timeout_s)
             exchange.session = session_id(headers.get(SESSION.encode()))
             await self._app(scope, receive, send_marked)
         except ApiError as error:
             await error_response(error)(scope, receive, send_marked)
+        except BusyError as error:
+            await error_response(api_error(error))(scope, receive, send_marked)
         except Exception:
             log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
         finally:
@@ -85,7 +102,9 @@ class Edge:
             self._metrics.requests.labels(outcome).inc()
         if exchange.trace is not None:
             exchange.trace.end(exchange.ended or status, outcome)
-        say = log.debug if path in OFTEN else log.info
+        if outcome == "busy":
+            self._say_refused()
+        say = log.debug if path in OFTEN or outcome == "busy" else log.info
         say(
             "request",
             request_id=exchange.request_id,
@@ -96,6 +115,14 @@ class Edge:
             seconds=round(time.monotonic() - exchange.arrived_s, 4),
             **exchange.words,
         )
+
+    def _say_refused(self) -> None:
+        """A line for each of hundreds a second would be a cost of its own."""
+        self._refused += 1
+        now_s = time.monotonic()
+        if now_s - self._said_s >= REFUSALS_S:
+            log.warning("busy", refused=self._refused)
+            self._refused, self._said_s = 0, now_s
 
 
 def _outcome(status: int) -> str:

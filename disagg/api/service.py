@@ -177,7 +177,7 @@ class Service:
     ) -> None:
         report, metrics = track.report, self.metrics
         try:
-            async with self._admission.turn(exchange.deadline_s):
+            async with self._admission.turn(exchange.deadline_s, alone=asked.choices == 1):
                 track.turn_s, inside = time.monotonic(), self._admission.inside
                 try:
                     await self._session(answers, choice, asked, track, exchange)

@@ -23,10 +23,12 @@ class ApiConfig(Section, frozen=True):
     max_queued: int = 256
     """Answers that wait for their turn; what comes on top is refused at once (429)."""
     max_queue_s: float = 10.0
-    """Nor do more wait than will have their turn within so long, by how many have ended lately."""
+    """Nor do more wait than will have their turn within so long, by how many have ended lately; but clients that only
+    ask again when they have their answer may go on."""
     max_slowdown: float = 1.75
-    """While clearly more comes than can be answered, no more is taken in than lets an answer take so many times the
-    time of an idle server; 0: as much as otherwise."""
+    """When the queue is full and clearly more comes than can be answered, who waits is turned away too (429), and
+    only so many are taken in that half of the answers take at most so many times as long as on an idle server; 0: no
+    such bound."""
     request_timeout_s: float = 120.0
     """Time for a whole request, from its headers to its last token; a client may ask for less."""
     drain_timeout_s: float = 30.0
