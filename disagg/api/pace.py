@@ -4,7 +4,7 @@ A burst, or many clients that each wait for their answer (a closed loop), is no 
 overload begins when somebody has to be turned away while clearly more comes than is answered. Then queueing helps
 nobody: who waits is turned away too, and only so many are let in that half of the answers take at most `max_slowdown`
 times as long as on an idle server. That number begins with Little's law and follows each answer, up when it was fast
-enough and down when not, so it settles where half of them are. The overload is over when a window says so.
+enough and down when not, so it settles where half of them are. The overload is over when two windows say so.
 
 Below that, nobody shall wait for a turn much longer than `max_queue_s`, by how many have ended in some windows. But
 where as much comes as ends, who has his answer may ask again: then only the number of those inside does not grow.
@@ -163,7 +163,7 @@ class Pace:
         """Begins a new window when it is time; what lies further back says nothing."""
         window_s = max(WINDOW_S, self._idle_s(self._tokens.value or 1.0) or 0.0)
         window = self._now(now_s)
-        if self._since_s is None or window.seconds >= 2 * window_s:
+        if self._since_s is None or window.seconds >= WINDOWS * window_s:
             self._windows.clear()
             self._level = self._overload_s = None
         elif window.seconds >= window_s:
@@ -174,7 +174,8 @@ class Pace:
 
     def _add(self, window: _Window) -> None:
         self._windows.append(window)
-        if not window.outrun:
+        # One may be calm because the process itself had no time to look.
+        if not any(one.outrun for one in list(self._windows)[-2:]):
             self._overload_s = None
         if len(self._windows) < WINDOWS or not all(one.full for one in self._windows):
             self._level = None
