@@ -56,7 +56,7 @@ class Incoming:
 
     ticket: Ticket
     slots: torch.Tensor
-    """Slot of each of the ticket's positions, int32 `[tokens]`, on the pool's device."""
+    """Slot of each position that the ticket lacks, int32 `[len(ticket.tokens)]`, on the pool's device."""
     coverage: Coverage
     peers: dict[int, str]
     """Control address of each source rank."""

@@ -18,12 +18,15 @@ from disagg.core.errors import (
     error_from_code,
 )
 from disagg.core.ports import Clock
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
+from disagg.kv.journal import MarkJournal
 from disagg.model.next_tokens import next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
-from disagg.node.leader import Leader, Scheduled, Send, check_request, finish_reason
+from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request, finish_reason
 from disagg.node.plan import StepPlan
+from disagg.node.prefix_news import MUCH_NEWS
 from transport import messages as m
 
 log = structlog.get_logger(__name__)
@@ -96,6 +99,7 @@ class DecodeLeader(Leader):
             for request in self._scheduler.commit(plan):
                 self._tell_released(request)
             self._reports.step_ended(generated)
+            self._tell_prefixes(MUCH_NEWS)
             self._changed.notify_all()
 
     def statistics(self) -> DecodeStatistics:
@@ -113,6 +117,9 @@ class DecodeLeader(Leader):
         preemptions = found.recomputed_total + found.swapped_total
         running = found.receiving + found.running
         return Scheduled(found.preempted, running, found.closing, found.memory, preemptions)
+
+    def _journal(self) -> MarkJournal | None:
+        return self._scheduler.journal
 
     def _requests(self) -> Iterable[DecodeRequest]:
         return list(self._scheduler.requests.values())
@@ -150,6 +157,7 @@ class DecodeLeader(Leader):
                 if request := self._current(message.key, message.ticket):
                     self._scheduler.rank_closed(request, message.rank)
                     self._tell_released(request)
+                    self._tell_prefixes(MUCH_NEWS)
             case _:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
 
@@ -178,12 +186,22 @@ class DecodeLeader(Leader):
                 router=router,
                 prefill_group=message.prefill_group,
                 deadline_s=self._clock() + message.deadline_s,
+                prefix=self._prefix_of(message),
             )
         except DisaggError as error:
             self._refuse(router, message.key, error)
             return
         request.history = history_of(message.prompt, message.sampling)
         self._to_ranks(m.OpenReceive(request.ticket, request.holding.pages, message.prefill_group))
+
+    def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
+        return self._prefix(message.prompt, message.cache_salt) if self._scheduler.caches_prefixes else None
+
+    def _fail(self, request: LedRequest, error: DisaggError) -> None:
+        """What it holds may be no good, so nobody else gets it."""
+        assert isinstance(request, DecodeRequest), "this leader's"
+        request.prefix = None
+        super()._fail(request, error)
 
     def _swapped(self, request: DecodeRequest, message: m.Swapped) -> None:
         pressure = self._scheduler.pressure

@@ -64,17 +64,18 @@ class Pressure:
 
     # --- for the scheduler
 
-    def admits(self, tokens: int) -> bool:
-        """Whether a ticket for `tokens` tokens leaves enough to those who are here, and nobody waits to come back."""
+    def spare_pages(self) -> int | None:
+        """Pages that a ticket must leave free to those who are here; None: it is not given, while one waits."""
         waits = any(r.place in (Place.LEAVING, Place.OUT) for r in self._requests.values() if not r.closing)
-        return not waits and self._leaves_enough(tokens)
+        return None if waits else self._spare_pages()
 
     def resume(self) -> None:
         """Gives pages to those who were preempted, the oldest first, while they last."""
         out = [r for r in self._requests.values() if r.place is Place.OUT and not r.closing]
         for request in sorted(out, key=_age):
             tokens = request.swapped_tokens if request.blocks else request.known_tokens
-            if not self._leaves_enough(tokens) or not self._ledger.refill(request.holding, tokens):
+            left_pages = self._ledger.free_pages - pages_for(tokens, self._ledger.page_size)
+            if left_pages < self._spare_pages() or not self._ledger.refill(request.holding, tokens):
                 break  # a smaller one behind does not overtake
             request.told_pages = 0
             if request.blocks:
@@ -145,7 +146,7 @@ class Pressure:
 
     # --- its parts
 
-    def _leaves_enough(self, tokens: int) -> bool:
+    def _spare_pages(self) -> int:
         """The watermark, and a page for each of those who are here: who is admitted should not make others leave.
 
         Where nobody is, whatever fits is enough. Idea of the watermark: vLLM's block manager (Kwon et al., 2023).
@@ -155,8 +156,7 @@ class Pressure:
             for request in self._requests.values()
             if not request.closing
         )
-        left_pages = self._ledger.free_pages - pages_for(tokens, self._ledger.page_size)
-        return here == 0 or left_pages >= max(here, self._watermark_pages)
+        return max(here, self._watermark_pages) if here else 0
 
     def _grows(self, request: DecodeRequest) -> bool:
         return self._has_kv and request.holding.tokens <= request.computed_tokens

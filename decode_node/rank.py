@@ -13,7 +13,6 @@ from decode_node.receiver import SegmentReceiver
 from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import mark
-from disagg.node.ledger import Ledger
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode, aligned
@@ -43,9 +42,8 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
 
     def _make_leader(self) -> DecodeLeader:
         group, spec = self.group_config, self.runner.spec
-        ledger = Ledger(pool_tokens=self._pool_tokens(), page_size=group.page_size, rows=group.max_requests)
         scheduler = DecodeScheduler(
-            ledger,
+            self._ledger(),
             group=self.name,
             ranks=group.ranks,
             max_batch=group.max_batch,
@@ -124,9 +122,6 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
 
     def _end_copies(self) -> None:
         self._swapper.stop()
-
-    def _pool_tokens(self) -> int:
-        return self.runner.pool.slots - self.group_config.page_size  # without the trash page
 
     def _block_pages(self) -> int:
         group = self.group_config

@@ -20,7 +20,7 @@ from disagg.core.errors import DisaggError, InvariantError, PeerLostError, Proto
 from disagg.core.ports import Clock
 from disagg.core.status import RankStatus
 from disagg.core.timeline import Timeline
-from disagg.core.types import Segment, Shard, Span, Ticket
+from disagg.core.types import Segment, Shard, Ticket
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import DeviceQueue, device_name, is_done
@@ -341,7 +341,7 @@ class SegmentReceiver:
 
     def _make_incoming(self, message: m.OpenReceive, link: Link) -> Incoming:
         ticket = message.ticket
-        slots = self._queue.upload(slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop)))
+        slots = self._queue.upload(slots_of(message.pages, self._page_size, ticket.tokens))
         coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout)
         peers = {rank.rank: rank.control_address for rank in link.sources_of(self._rank)}
         writers = {rank for rank, peer in peers.items() if peer in self._writers and ticket.pages}
@@ -371,12 +371,13 @@ class SegmentReceiver:
     def _scatter(self, item: Item) -> None:
         item.state, item.started_s = State.SCATTERING, self._clock()
         segment = item.segment
+        at = segment.tokens.shift(-item.incoming.ticket.tokens.start)
         layers, heads = local(segment, self._shard)
         with self._queue.use():
             scatter(
                 self._buffer.view(self._ring.offset(item.lease), segment.nbytes),
                 self._pool.buffer,
-                item.incoming.slots[segment.tokens.start : segment.tokens.stop],
+                item.incoming.slots[at.start : at.stop],
                 layers,
                 heads,
             )

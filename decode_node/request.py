@@ -6,6 +6,7 @@ import enum
 from array import array
 from dataclasses import dataclass, field
 
+from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from disagg.model.penalties import TokenHistory
 from disagg.node.ledger import Holding
@@ -44,6 +45,8 @@ class DecodeRequest:
     """Positions whose KV is in the request's pages or blocks."""
     holds_state: bool
     """Behind the prompt's pages lies a recurrent state, until the first step has read it."""
+    prefix: PrefixKey | None = None
+    """The prompt as the prefix cache knows it; None: nobody may have what becomes of it."""
     tokens: list[int] = field(default_factory=list)
     """The answer so far; the first one comes from the prefill group."""
     history: TokenHistory | None = None

@@ -7,6 +7,9 @@ Who owns a request's row, pages and host blocks, and who frees them:
     settled                `_settle` frees: the request is closing, no step that computes it is running, no rank
                            copies its pages, and every rank has confirmed that no segment can land any more
                            (`rank_closed`)
+    [settled, evicted)     the prefix cache, where there is one, full pages whose KV is complete; see
+                           `disagg.node.ledger`. From `reserve` on others share them, and only read them: their
+                           tickets begin behind
 """
 
 from __future__ import annotations
@@ -21,8 +24,10 @@ from decode_node.pressure import Pressure
 from decode_node.request import DecodeRequest, Place
 from disagg.core.config import Preemption
 from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.prefixes import TOKEN_BYTES, PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.host_blocks import HostBlocks, HostStatistics
+from disagg.kv.journal import MarkJournal
 from disagg.node.ledger import Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
 from transport.tags import TICKET_NUMBERS
@@ -112,23 +117,27 @@ class DecodeScheduler:
         router: str,
         prefill_group: str,
         deadline_s: float,
+        prefix: PrefixKey | None = None,
     ) -> DecodeRequest:
-        """Sets a row and every page aside that is received. Raises `PromptTooLongError`, `BusyError`.
+        """Sets a row and every page aside that is received, behind the pages of what is cached of `prefix`.
 
-        Pages for the answer come later, one at a time; a request that could not even have them alone is refused.
+        At least one token is received. Pages for the answer come later, one at a time; a request that could not even
+        have them alone is refused. Raises `PromptTooLongError`, `BusyError`.
         """
         self._require_fits(len(prompt), sampling)
         landing = len(prompt) + self._state_tokens
-        holding = self._ledger.reserve(landing) if self.pressure.admits(landing) else None
+        spare_pages = self.pressure.spare_pages()
+        holding = None if spare_pages is None else self._ledger.reserve(landing, prefix, spare_pages)
         if holding is None:
             memory = self._ledger.statistics()
             raise BusyError(
-                f"the decode group has no room for {landing} tokens more now ({memory.pages.free_pages} pages and "
+                f"the decode group has no room for {landing} tokens more now ({self._ledger.free_pages} pages and "
                 f"{memory.free_rows} rows are free, {self.statistics().preempted} requests wait for pages)"
             )
         age = next(self._numbers)
-        tokens = Span(0 if self._has_kv else len(prompt), landing)
-        ticket = Ticket(key, age % TICKET_NUMBERS, self._group, tokens, holding.row, tuple(holding.pages))
+        tokens = Span(holding.cached_tokens if self._has_kv else len(prompt), landing)
+        missing = tuple(holding.pages[tokens.start // self._ledger.page_size :])
+        ticket = Ticket(key, age % TICKET_NUMBERS, self._group, tokens, holding.row, missing)
         request = DecodeRequest(
             key,
             ticket,
@@ -141,6 +150,7 @@ class DecodeScheduler:
             holding,
             computed_tokens=len(prompt),
             holds_state=self._state_tokens > 0,
+            prefix=prefix,
         )
         self.requests[key] = request
         return request
@@ -204,6 +214,16 @@ class DecodeScheduler:
         """Nothing can land in the request's pages on that rank any more."""
         request.closed_ranks.add(rank)
         self._settle(request)
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether a request's `prefix` is looked at."""
+        return self._ledger.caches
+
+    @property
+    def journal(self) -> MarkJournal | None:
+        """See `Ledger`."""
+        return self._ledger.journal
 
     def statistics(self) -> DecodeStatistics:
         """Counts at this moment."""
@@ -289,5 +309,15 @@ class DecodeScheduler:
             return
         if len(request.closed_ranks) == self._ranks:
             self.pressure.drop(request)
+            self._keep(request)
             self._ledger.release(request.holding)
             del self.requests[request.key]
+
+    def _keep(self, request: DecodeRequest) -> None:
+        """Others may read what stands in its pages, if all of it does: nothing writes there any more."""
+        landed = len(request.landed_ranks) == self._ranks and bool(request.tokens)
+        if request.prefix is None or not landed or request.place is not Place.RESIDENT:
+            return
+        data = request.prefix.data + PrefixKey.of(request.tokens).data
+        known = PrefixKey(data[: request.computed_tokens * TOKEN_BYTES], request.prefix.salt)
+        self._ledger.keep(request.holding, known)

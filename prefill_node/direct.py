@@ -10,7 +10,7 @@ import torch
 
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
-from disagg.kv.pages import pages_for
+from disagg.kv.pages import pages_for, slots_of
 from kernels.move import Place, move, prepare_move
 from staging.routes import Route
 from transport import messages as m
@@ -75,7 +75,7 @@ class OpenPools:
 def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
     """Raises `ProtocolError` when a ticket names rows or pages that the pools do not have: no kernel would notice."""
     page_size = link.decode.page_size
-    if len(ticket.pages) < pages_for(ticket.tokens.stop, page_size):
+    if len(ticket.pages) < pages_for(ticket.tokens.stop, page_size) - ticket.tokens.start // page_size:
         raise ProtocolError(f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold its tokens")
     for pool in pools:
         pages = pool.pool.shape[2] // page_size
@@ -83,6 +83,12 @@ def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
             raise ProtocolError(f"ticket {ticket.number}: a page is outside the pool's {pages}")
         if not 0 <= ticket.row < pool.fences.shape[0]:
             raise ProtocolError(f"ticket {ticket.number}: row {ticket.row} is none of {pool.fences.shape[0]}")
+
+
+def target_slots(ticket: Ticket, page_size: int) -> torch.Tensor:
+    """Slot of each of the ticket's positions in the decode ranks' pools, int32 `[len(ticket.tokens)]`, on the CPU."""
+    first_page = ticket.tokens.start // page_size
+    return slots_of(ticket.pages, page_size, ticket.tokens.shift(-first_page * page_size))
 
 
 def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:

@@ -74,11 +74,11 @@ class Outgoing:
     ticket: Ticket
     link: Link
     slots: torch.Tensor
-    """Slot of each of the ticket's positions, int32 `[tokens]`, on the pool's device."""
+    """Slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the pool's device."""
     direct: dict[str, OpenPool] = field(default_factory=dict)
     """Pools of the peers that this ticket's segments are written to; the others get them through their rings."""
     target_slots: torch.Tensor | None = None
-    """Slot of each of them in those pools, int32 `[tokens]`."""
+    """Slot of each position that the ticket lacks in those pools, int32 `[len(ticket.tokens)]`."""
     items: dict[tuple[int, int], Item] = field(default_factory=dict)
     """By (destination rank, segment index)."""
     planned_to: int = 0

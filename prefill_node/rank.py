@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-import structlog
-
 from disagg.core.types import GroupInfo, RankInfo, Span
 from disagg.node.device import mark
-from disagg.node.ledger import Ledger
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Work
 from disagg.node.rank import RankNode, aligned
@@ -20,8 +17,6 @@ from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender import SegmentSender
 from transport import messages as m
 from transport.base import Transport
-
-log = structlog.get_logger(__name__)
 
 MAX_WAITING = 1024
 
@@ -49,15 +44,8 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
 
     def _make_leader(self) -> PrefillLeader:
         group = self.group_config
-        pool_tokens = self.runner.pool.slots - group.page_size  # without the trash page
-        ledger = Ledger(
-            pool_tokens=pool_tokens,
-            page_size=group.page_size,
-            rows=group.max_requests,
-            eviction=group.eviction if self._caches_prefixes() else None,
-        )
         scheduler = PrefillScheduler(
-            ledger,
+            self._ledger(),
             ranks=group.ranks,
             chunk_tokens=group.chunk_tokens,
             max_context_tokens=min(group.max_context_tokens, self.runner.spec.context_tokens),
@@ -65,16 +53,6 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             whole_prompts=self.runner.spec.whole_prompts,
         )
         return PrefillLeader(scheduler, self.runner.spec, self.control.send, self._to_self, self.clock)
-
-    def _caches_prefixes(self) -> bool:
-        """A recurrent state is known behind a whole prompt only, so none can begin with a part of another one."""
-        spec = self.runner.spec
-        if self.group_config.prefix_cache and (spec.state_tokens or spec.whole_prompts):
-            log.info(
-                "no_prefix_cache", model=spec.architecture, why="its recurrent state is not kept by tokens"
-            )
-            return False
-        return self.group_config.prefix_cache
 
     def _make_agent(self, transport: Transport) -> SegmentSender:
         transfer = self.config.transfer

@@ -26,7 +26,16 @@ from disagg.node.links import Link, fence, segment_limits
 from disagg.node.warm import warm_copies
 from kernels.gather import gather
 from kernels.layout import segment_bytes
-from prefill_node.direct import NO_LIMIT, OpenPool, OpenPools, check_pool, check_ticket, local_place, warm
+from prefill_node.direct import (
+    NO_LIMIT,
+    OpenPool,
+    OpenPools,
+    check_pool,
+    check_ticket,
+    local_place,
+    target_slots,
+    warm,
+)
 from prefill_node.flows import Exposed, Flows
 from prefill_node.outgoing import Destination, Item, Outgoing, State
 from prefill_node.probe import Prober
@@ -224,7 +233,7 @@ class SegmentSender:
             outgoing.direct = {peer: pool for peer in peers if (pool := self._pools.of(peer)) is not None}
         if outgoing.direct:
             check_ticket(ticket, link, list(outgoing.direct.values()))
-            outgoing.target_slots = self._queue.upload(slots_of(ticket.pages, link.decode.page_size, span))
+            outgoing.target_slots = self._queue.upload(target_slots(ticket, link.decode.page_size))
         return outgoing
 
     def plan_chunk(self, step: int, key: RequestKey, chunk: Span) -> None:
@@ -532,7 +541,8 @@ class SegmentSender:
             for item in items:
                 tokens = item.segment.tokens
                 place = local_place(self._pool.buffer, outgoing.slots, item.segment, self._shard)
-                target = outgoing.target_slots[tokens.start : tokens.stop]
+                at = tokens.shift(-outgoing.ticket.tokens.start)
+                target = outgoing.target_slots[at.start : at.stop]
                 item.write = pool.prepare(item.segment, outgoing.ticket, place, target, shard)
         except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
             error = TransportError(f"the write of {outgoing.key} cannot be prepared: {exc}")

@@ -44,6 +44,8 @@ class Reserve(Message, frozen=True):
     deadline_s: Seconds
     """Time left for the whole request, relative: clocks of two hosts differ."""
     prefill_group: str
+    cache_salt: str = ""
+    """Only prompts of the same salt share cached KV."""
 
 
 class Reserved(Message, frozen=True):

@@ -92,8 +92,9 @@ class GroupConfig(Section, frozen=True):
     graphs: bool = True
     """Record decode steps and short prefill steps as CUDA graphs, where the model allows it."""
     prefix_cache: bool = True
-    """Whether a prefill group keeps the KV of prompts for others that begin alike, in pages that nothing else needs.
-    Not looked at by decode groups, nor for models whose prompts must be computed whole."""
+    """Whether a prefill group keeps the KV of prompts, and a decode group that of prompts and answers, for others
+    that begin alike, in pages that nothing else needs: the one does not compute it again, the other is not sent it.
+    Not looked at by colocated groups, nor for models with recurrent layers."""
     eviction: EvictionName = "lru"
     """What goes first when the pages are needed: longest unused, least often used, oldest."""
     collective: CollectiveName = "auto"

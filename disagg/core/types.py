@@ -197,11 +197,13 @@ class Ticket(msgspec.Struct, frozen=True):
     number: int
     group: str
     tokens: Span
-    """Positions that the decode group still lacks: the prompt's KV, and behind it a recurrent state if any."""
+    """Positions that the decode group still lacks: the prompt's KV, less a beginning that it has cached, and behind
+    it a recurrent state if any."""
     row: int = -1
     """Its row on every decode rank, and so the fence word that a writer's kernel must find open."""
     pages: tuple[int, ...] = ()
-    """Where its tokens lie on every decode rank, from position 0 on."""
+    """Where those positions lie on every decode rank, from the page of the first one on. Pages before it are shared:
+    who writes does not learn which they are."""
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -219,4 +221,4 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4

@@ -4,8 +4,9 @@ All ranks of a group use the same numbers, so only the leader keeps books.
 
 Who owns the references to a request's pages, and who frees them:
 
-    [reserve, release)      the holding, to each of its pages, those that it found cached too; `release` frees
-    [keep, evicted)         the prefix cache, one more to each full page of the prompt; its eviction frees
+    [reserve, release)      the holding, to each of its pages, those that it found cached too; `release` frees; and
+                            `vacate`, until `refill` takes new ones
+    [keep, evicted)         the prefix cache, one more to each full page of what is kept; its eviction frees
 """
 
 from __future__ import annotations
@@ -90,24 +91,24 @@ class Ledger:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be handed out now."""
-        return self._pages.free_pages
+        """Pages that can be handed out now; cached ones that no request reads are evicted for it."""
+        return self._pages.free_pages + (self._cache.evictable_pages if self._cache is not None else 0)
 
-    def reserve(self, tokens: int, prompt: PrefixKey | None = None) -> Holding | None:
+    def reserve(self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0) -> Holding | None:
         """A row and pages for `tokens` tokens, or None, changing nothing, when either is short.
 
         With `prompt` it begins with the pages of the longest cached beginning, of all but the last token at most.
-        Cached pages that no request reads are evicted for it where that makes room enough.
+        `spare_pages` pages stay free behind it.
         """
         if not self._free_rows:
             return None
         if self._cache is None or prompt is None:
-            pages = self._take(tokens, [])
+            pages = self._take(tokens, [], spare_pages)
             return None if pages is None else Holding(self._free_rows.pop(), pages, tokens)
         found = self._cache.match(prompt, prompt.tokens - 1)
         self._cache.lock(found.node)
         self._pages.share(found.pages)
-        pages = self._take(tokens, list(found.pages))
+        pages = self._take(tokens, list(found.pages), spare_pages)
         if pages is None:
             self._pages.free(found.pages)
             self._cache.unlock(found.node)
@@ -115,22 +116,25 @@ class Ledger:
         self._cache.count(found)
         return Holding(self._free_rows.pop(), pages, tokens, found.tokens, found.node)
 
-    def _take(self, tokens: int, pages: list[int]) -> list[int] | None:
+    def _take(self, tokens: int, pages: list[int], spare_pages: int) -> list[int] | None:
         """`pages`, which are full, and as many more as `tokens` tokens need."""
-        short = pages_for(tokens, self.page_size) - len(pages) - self._pages.free_pages
-        if short > 0 and not self._make_room(short):
+        need = pages_for(tokens, self.page_size) - len(pages)
+        if need + spare_pages > self.free_pages or not self._make_room(need):
             return None
         self._pages.alloc_tokens(len(pages) * self.page_size, tokens, pages)
         return pages
 
     def _make_room(self, pages: int) -> bool:
-        """Evicts so many, or none where that would not be enough."""
-        if self._cache is None or self._cache.evictable_pages < pages:
+        """So many can be handed out, some evicted for it; False, changing nothing, where that would not be enough."""
+        short = pages - self._pages.free_pages
+        if short <= 0:
+            return True
+        if self._cache is None or self._cache.evictable_pages < short:
             return False
-        return self._cache.evict(pages) == pages
+        return self._cache.evict(short) == short
 
     def keep(self, holding: Holding, prompt: PrefixKey) -> None:
-        """The KV of the whole prompt stands in the holding's pages: others that begin alike may read it."""
+        """The KV of all of `prompt` stands in the holding's pages: others that begin alike may read it."""
         if self._cache is None:
             return
         pages = holding.pages[: prompt.tokens // self.page_size]
@@ -142,9 +146,13 @@ class Ledger:
 
     def grow(self, holdings: Sequence[Holding]) -> bool:
         """One token more for each of `holdings`; False, changing nothing, when there is no room for all of them."""
+        if self._cache is not None and not self._make_room(
+            sum(h.tokens % self.page_size == 0 for h in holdings)
+        ):
+            return False
         return (
             self._pages.append_one_to_each(holdings) is not None
-        )  # nothing is shared here: no copies are owed
+        )  # what is shared is full: no copies are owed
 
     def shrink(self, holding: Holding, tokens: int) -> None:
         """Keeps the first `tokens` tokens; pages behind them are free again."""
@@ -154,11 +162,13 @@ class Ledger:
     def vacate(self, holding: Holding) -> None:
         """Frees the pages; the row stays with the request, which may `refill` them."""
         self.shrink(holding, 0)
+        self._forget(holding)
 
     def refill(self, holding: Holding, tokens: int) -> bool:
         """Pages for `tokens` tokens for a request without any; False, changing nothing, when there is no room."""
-        if self._pages.alloc_tokens(holding.tokens, tokens, holding.pages) is None:
+        if not self._make_room(pages_for(tokens, self.page_size)):
             return False
+        self._pages.alloc_tokens(holding.tokens, tokens, holding.pages)
         holding.tokens = tokens
         return True
 
@@ -168,8 +178,13 @@ class Ledger:
             raise ValueError(f"row {holding.row} is released twice")
         self._pages.free(holding.pages)
         self._free_rows.append(holding.row)
+        self._forget(holding)
+
+    def _forget(self, holding: Holding) -> None:
+        """It reads no cached page any more."""
         if self._cache is not None and holding.node is not None:
             self._cache.unlock(holding.node)
+        holding.node, holding.cached_tokens = None, 0
 
     def statistics(self) -> LedgerStatistics:
         """Counts at this moment."""

@@ -27,6 +27,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
 from disagg.node.leader import Leader
+from disagg.node.ledger import Ledger
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.silence import Silences
@@ -282,6 +283,26 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self._to_leader(m.RankBroken(self.rank, reason))
 
     # --- for the kinds of rank
+
+    def _pool_tokens(self) -> int:
+        return self.runner.pool.slots - self.group_config.page_size  # without the trash page
+
+    def _ledger(self) -> Ledger:
+        """The books of the group's memory, with a prefix cache where it is wanted and the model allows it.
+
+        A recurrent state is known behind a whole prompt only, so none can begin with a part of another one.
+        """
+        group, spec = self.group_config, self.runner.spec
+        whole = bool(spec.state_tokens or spec.whole_prompts)
+        if group.prefix_cache and whole:
+            why = "its recurrent state is not kept by tokens"
+            log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=why)
+        return Ledger(
+            pool_tokens=self._pool_tokens(),
+            page_size=group.page_size,
+            rows=group.max_requests,
+            eviction=group.eviction if group.prefix_cache and not whole else None,
+        )
 
     def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
         """A step's logits, as `StepExecutor.run`; benchmarks put their clocks around it. On the compute thread."""

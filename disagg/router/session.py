@@ -281,7 +281,9 @@ class _Session:
             prefill_group = self.prefill.group.name
             self._tell(
                 self.decode,
-                m.Reserve(self.key, self.prompt, self.sampling, self._left_s(), prefill_group),
+                m.Reserve(
+                    self.key, self.prompt, self.sampling, self._left_s(), prefill_group, self.cache_salt
+                ),
             )
             try:
                 while not isinstance(message := await self._next(box), m.Reserved):

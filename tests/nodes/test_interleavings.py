@@ -180,14 +180,18 @@ ENDS = {
 @pytest.mark.parametrize("what", ENDS)
 def test_any_order(what: str) -> None:
     ends: Counter[str] = Counter()
+    shared = 0
     for seed in range(SEEDS_OF.get(what, SEEDS)):
         with pytest.MonkeyPatch.context() as patch:
             try:
-                ends.update(request.ended for request in run(seed, what, patch))
+                requests = run(seed, what, patch)
             except Exception as error:
                 error.add_note(f"with {what}: run(seed={seed}, ...)")
                 raise
+        ends.update(request.ended for request in requests)
+        shared += sum(request.ticket is not None and request.ticket.tokens.start > 0 for request in requests)
     assert set(ends) == ENDS[what], "each of these ends must occur, and no other"
+    assert shared, "some found a beginning in the decode group's cache"
 
 
 @pytest.mark.parametrize("what", ["nothing", "fail", "letters fail", "abort fail death", "fence", "silence"])

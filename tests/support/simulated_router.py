@@ -47,9 +47,11 @@ class SimulatedRouter:
         self._stems = [self._draw(STEM_TOKENS) for _ in range(2)]
 
     def submit(self, prompt_tokens: int, max_tokens: int, deadline_s: float = FOREVER_S) -> SimulatedRequest:
-        """Some prompts begin alike, some are a beginning of another."""
+        """Some prompts begin alike, some are a beginning of another, some go on from an answer so far."""
         common = self._choose.choice([0, STEM_TOKENS // 2, STEM_TOKENS])
-        prompt = (self._choose.choice(self._stems)[:common] + self._draw(prompt_tokens))[:prompt_tokens]
+        answered = [r.prompt + r.tokens for r in self.requests.values() if r.tokens]
+        stems = answered if answered and self._choose.random() < 0.3 else self._stems
+        prompt = (self._choose.choice(stems)[:common] + self._draw(prompt_tokens))[:prompt_tokens]
         request = SimulatedRequest(RequestKey(f"r{len(self.requests)}"), prompt, max_tokens)
         self.requests[request.key] = request
         sampling = SamplingParams(max_tokens=max_tokens)

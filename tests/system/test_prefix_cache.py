@@ -23,10 +23,11 @@ TOKENS = 4
 GREEDY = SamplingParams(max_tokens=TOKENS)
 
 
-def without_cache(config: Config) -> Config:
-    return msgspec.structs.replace(
-        config, prefill=msgspec.structs.replace(config.prefill, prefix_cache=False)
-    )
+def without_cache(config: Config, *roles: str) -> Config:
+    for role in roles:
+        group = msgspec.structs.replace(getattr(config, role), prefix_cache=False)
+        config = msgspec.structs.replace(config, **{role: group})
+    return config
 
 
 def cache_of(groups: LocalGroups) -> RadixStatistics | None:
@@ -64,7 +65,8 @@ def test_what_is_cached_is_sent_and_not_computed(
     first, second = alike(20, 30)
     asked = [first, second, first, first[:64]]
     source = checkpoints.source()
-    with local_groups(small_config(*tp, peer_memory=peer_memory), source) as groups:
+    config = without_cache(small_config(*tp, peer_memory=peer_memory), "decode")
+    with local_groups(config, source) as groups:
         counted = computed_tokens(groups)
 
         async def work(router: Router) -> list[Any]:
@@ -83,10 +85,13 @@ def test_what_is_cached_is_sent_and_not_computed(
 def test_switched_off_it_is_not_there(checkpoints: Checkpoints) -> None:
     prompts = alike(20, 30)
     source = checkpoints.source()
-    with local_groups(without_cache(small_config()), source) as groups:
+    with local_groups(without_cache(small_config(), "prefill", "decode"), source) as groups:
         answers = groups.answers(prompts, GREEDY) + groups.answers(prompts, GREEDY)
-        assert cache_of(groups) is None
-        assert groups.prefill[0].statistics()["leader"].memory.pages.used_pages == 0
+        for ranks in (groups.prefill, groups.decode):
+            memory = ranks[0].statistics()["leader"].memory
+            assert memory.cache is None
+            assert memory.pages.used_pages == 0
+        assert [a.report.nbytes for a in answers[:2]] == [a.report.nbytes for a in answers[2:]]
     assert [a.tokens for a in answers] == 2 * [
         checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts
     ]

@@ -1,0 +1,194 @@
+"""The decode group's prefix cache in the whole system: what it holds is not sent, tokens stay exact."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import msgspec
+import pytest
+from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from simulated_memory import poison_pages
+
+from disagg.core.config import Config
+from disagg.core.types import SamplingParams
+from disagg.kv.radix import RadixStatistics
+from disagg.router.session import Router
+from transport import messages as m
+
+TOKENS = 5
+GREEDY = SamplingParams(max_tokens=TOKENS)
+
+
+def cached(config: Config, **roles: bool) -> Config:
+    """With the cache of some groups on or off."""
+    for role, on in roles.items():
+        group = msgspec.structs.replace(getattr(config, role), prefix_cache=on)
+        config = msgspec.structs.replace(config, **{role: group})
+    return config
+
+
+def cache_of(groups: LocalGroups) -> RadixStatistics:
+    found: RadixStatistics | None = groups.decode[0].statistics()["leader"].memory.cache
+    assert found is not None
+    return found
+
+
+async def conversation(
+    router: Router, first: list[int], turns: list[list[int]]
+) -> list[tuple[list[int], Any]]:
+    """Each turn's prompt is all that was said before, and more. Returns prompts with their answers."""
+    said, prompt = [], first
+    for index, more in enumerate([*turns, []]):
+        answer = await ask(router, f"{first[0]}-{index}", prompt, GREEDY)
+        said.append((prompt, answer))
+        prompt = [*prompt, *answer.tokens, *more]
+    return said
+
+
+@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+@pytest.mark.parametrize(
+    ("tp", "pages"),
+    [((1, 1), (16, 16)), ((2, 1), (16, 4)), ((1, 2), (4, 16)), ((2, 3), (8, 2)), ((3, 2), (16, 1))],
+    ids=lambda two: f"{two[0]}to{two[1]}",
+)
+def test_turns_of_a_conversation_bring_only_what_is_new(
+    checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], peer_memory: bool
+) -> None:
+    """Prompt and answer are kept in whole pages; the token that was chosen last has no KV yet."""
+    first, *turns = random_prompts(53, 9, 1, 40, seed=2)
+    config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], peer_memory=peer_memory)
+    with local_groups(config, checkpoints.source()) as groups:
+        poison_pages(groups.decode[0]._leader._scheduler._ledger, groups.decode)
+        said = groups.serve(lambda router: conversation(router, first, turns))
+        found, source = cache_of(groups), groups.source
+    for prompt, answer in said:
+        assert answer.tokens == checkpoints.greedy(source, prompt, TOKENS)
+    each = said[0][1].report.nbytes // len(first)
+    known = [0] + [(len(prompt) + TOKENS - 1) // pages[1] * pages[1] for prompt, _ in said]
+    missing = [len(prompt) - have for (prompt, _), have in zip(said, known, strict=False)]
+    assert [answer.report.nbytes for _, answer in said] == [each * tokens for tokens in missing]
+    assert (found.hits, found.misses, found.hit_tokens) == (3, 1, sum(known[:4]))
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 64])
+@pytest.mark.parametrize(("prefill", "decode"), [(True, True), (True, False), (False, True), (False, False)])
+def test_either_cache_alone_and_both(
+    checkpoints: Checkpoints, prefill: bool, decode: bool, chunk_tokens: int
+) -> None:
+    """What one side has the other may lack: computed but not sent, sent but not computed; at once, and again."""
+    (stem,) = random_prompts(50, seed=3)
+    prompts = [stem + tail for tail in random_prompts(3, 30, 14, 60, seed=4)]
+    config = small_config(2, 1, prefill_page=4, chunk_tokens=chunk_tokens)
+    with local_groups(cached(config, prefill=prefill, decode=decode), checkpoints.source()) as groups:
+        answers = [groups.answers(prompts, GREEDY) for _ in range(2)]
+        source = groups.source
+    expected = [checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts]
+    assert [[a.tokens for a in each] for each in answers] == [expected, expected]
+    first, again = (sum(a.report.nbytes for a in each) for each in answers)
+    assert (again < first / 4) == decode
+
+
+def test_a_prompt_that_is_held_whole_brings_its_last_tokens(checkpoints: Checkpoints) -> None:
+    """A ticket is never empty: what says that the prompt has landed is a segment of it."""
+    (prompt,) = random_prompts(64)
+    with local_groups(small_config(), checkpoints.source()) as groups:
+
+        async def work(router: Router) -> list[Any]:
+            return [await ask(router, f"r{i}", prompt, GREEDY) for i in range(2)]
+
+        first, again = groups.serve(work)
+        source = groups.source
+    assert first.tokens == again.tokens == checkpoints.greedy(source, prompt, TOKENS)
+    assert again.report.nbytes == first.report.nbytes / 64 * 16
+
+
+def test_salts_are_kept_apart_on_both_sides(checkpoints: Checkpoints) -> None:
+    (prompt,) = random_prompts(60)
+    with local_groups(small_config(), checkpoints.source()) as groups:
+
+        async def work(router: Router) -> None:
+            for index, salt in enumerate(["", "a", "b", "a"]):
+                outputs = router.generate(f"r{index}", prompt, GREEDY, timeout_s=30, cache_salt=salt)
+                assert [output async for output in outputs]
+
+        groups.serve(work)
+        found = cache_of(groups)
+    assert (found.hits, found.misses, found.hit_tokens) == (1, 3, 48)
+
+
+def test_who_decodes_is_chosen_by_what_it_holds(checkpoints: Checkpoints) -> None:
+    """Without a session's name too: the next turn finds the group that has the last one. Each brings a new mark."""
+    config = small_config(1, 1, groups=(1, 3), metrics_interval_s=0.02)
+    conversations = [
+        (first, random_prompts(40, 50, seed=first[0])) for first in random_prompts(100, 90, 110, seed=6)
+    ]
+    with local_groups(config, checkpoints.source()) as groups:
+
+        async def work(router: Router) -> list[set[str]]:
+            homes = []
+            for first, turns in conversations:
+                prompt, used = first, set()
+                for index, more in enumerate([*turns, []]):
+                    before = sum(engine.held.version or 0 for engine in router.engines)
+                    answer = await ask(router, f"{first[0]}-{index}", prompt, SamplingParams(max_tokens=30))
+                    used.add(answer.report.decode)
+                    prompt = [*prompt, *answer.tokens, *more]
+                    async with asyncio.timeout(10):
+                        while before == sum(engine.held.version or 0 for engine in router.engines):
+                            await asyncio.sleep(0.002)
+                homes.append(used)
+            return homes
+
+        homes = groups.serve(work)
+    assert all(len(home) == 1 for home in homes)
+    assert len(set.union(*homes)) == 3
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+def test_sharing_in_a_pool_that_is_too_small_with_aborts(
+    checkpoints: Checkpoints, peer_memory: bool, preemption: str
+) -> None:
+    """Freed pages are NaN. Answers outgrow the pool, a quarter is cancelled; what is cached goes before anyone."""
+    choose = random.Random(peer_memory)
+    config = small_config(1, 2, pool_tokens=320, decode_page=8, peer_memory=peer_memory)
+    decode = msgspec.structs.replace(
+        config.decode, pool_tokens=168, max_context_tokens=160, preemption=preemption, swap_bytes=1 << 20
+    )
+    config = msgspec.structs.replace(config, decode=decode)
+    stems = random_prompts(48, 48, seed=8)
+    prompts = [stems[i % 2] + random_prompts(choose.randrange(1, 20), seed=i)[0] for i in range(16)]
+    sampling = SamplingParams(max_tokens=40)
+    victims = {index: choose.randrange(1, 30) for index in range(0, 16, 4)}
+    with local_groups(config, checkpoints.source()) as groups:
+        poison_pages(groups.decode[0]._leader._scheduler._ledger, groups.decode)
+
+        async def work(router: Router) -> list[Any]:
+            loop, passed = asyncio.get_running_loop(), dict.fromkeys(victims, 0)
+            tasks = [
+                asyncio.create_task(ask(router, f"r{i}", prompt, sampling))
+                for i, prompt in enumerate(prompts)
+            ]
+
+            def observe(origin: str, destination: str, message: m.Message) -> None:
+                key = getattr(message, "key", None)
+                index = int(key.request_id[1:]) if key is not None else -1
+                if index in passed:
+                    passed[index] += 1
+                    if passed[index] == victims[index]:
+                        loop.call_soon_threadsafe(tasks[index].cancel)
+
+            groups.observe(observe)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        results = groups.serve(work)
+        found, source = cache_of(groups), groups.source
+    cancelled = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
+    assert set(cancelled) <= set(victims)
+    for index, result in enumerate(results):
+        if index not in cancelled:
+            assert result.tokens == checkpoints.greedy(source, prompts[index], 40), index
+    assert found.hit_tokens > 0
+    assert found.evicted_pages > 0
