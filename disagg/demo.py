@@ -104,10 +104,12 @@ def run_demo(config: Config, options: RunOptions) -> None:
 def _comparable(config: Config) -> Config:
     """A checkpoint runs in float32 unless told otherwise: only then are two engines' tokens the same for sure.
 
-    A prompt that is served twice is computed twice, as the reference does.
+    A prompt that is served twice is computed and sent twice, as the reference does.
     """
-    prefill = msgspec.structs.replace(config.prefill, prefix_cache=False)
-    config = msgspec.structs.replace(config, prefill=prefill)
+    prefill, decode = (
+        msgspec.structs.replace(group, prefix_cache=False) for group in (config.prefill, config.decode)
+    )
+    config = msgspec.structs.replace(config, prefill=prefill, decode=decode)
     if config.model.path is None or config.model.dtype != "auto":
         return config
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, dtype="float32"))

@@ -135,5 +135,5 @@ def _group(tp: int, cuda: bool, sizes: Sizes, chunk_tokens: int) -> GroupConfig:
         max_context_tokens=max(each),
         device="cuda" if cuda else "cpu",
         chunk_tokens=chunk_tokens,
-        prefix_cache=False,  # each prompt is to be computed, also the second time
+        prefix_cache=False,  # each prompt is to be computed and sent, also the second time
     )

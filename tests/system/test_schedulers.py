@@ -167,6 +167,8 @@ class CachingPrefillMachine(PrefillMachine):
 class DecodeMachine(RuleBasedStateMachine):
     """Under pressure: 16 pages for up to 4 requests of up to 40 tokens each. Copies end late, ranks in any order."""
 
+    eviction: EvictionName | None = None
+
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
@@ -184,7 +186,8 @@ class DecodeMachine(RuleBasedStateMachine):
         whole_prompts=st.booleans(),
     )
     def begin(self, preemption: Any, blocks: int, state_tokens: int, whole_prompts: bool) -> None:
-        self.ledger = Ledger(pool_tokens=64, page_size=4, rows=4)
+        whole_prompts, state_tokens = (False, 0) if self.eviction else (whole_prompts, state_tokens)
+        self.ledger = Ledger(pool_tokens=64, page_size=4, rows=4, eviction=self.eviction)
         self.scheduler = DecodeScheduler(
             self.ledger,
             group="decode",
@@ -213,11 +216,11 @@ class DecodeMachine(RuleBasedStateMachine):
         key = key_of(self.count)
         self.count += 1
         sampling = SamplingParams(max_tokens=answer)
-        free, landing = self.ledger.free_pages, tokens + self.state_tokens
+        landing, prefix = tokens + self.state_tokens, PrefixKey.of(range(tokens))
         waits = any(r.place in (Place.LEAVING, Place.OUT) for r in self.live())
         try:
             request = self.scheduler.reserve(
-                key, range(tokens), sampling, router="router", prefill_group="prefill", deadline_s=0.0
+                key, range(tokens), sampling, router="r", prefill_group="p", deadline_s=0.0, prefix=prefix
             )
         except PromptTooLongError:
             assert tokens + answer > 40
@@ -228,7 +231,14 @@ class DecodeMachine(RuleBasedStateMachine):
             assert request.ticket.number not in self.numbers
             assert len(request.holding.pages) == -(-landing // 4), "what is received, and no more"
             others = len(self.live()) - 1
-            assert others == 0 or free - len(request.holding.pages) >= others, "each may need a page soon"
+            assert others == 0 or self.ledger.free_pages >= others, "each may need a page soon"
+            cached = request.holding.cached_tokens
+            assert cached < tokens
+            assert cached == 0 or self.eviction
+            assert request.ticket.tokens == Span(cached, landing)
+            assert list(request.ticket.pages) == request.holding.pages[cached // 4 :], (
+                "no page that is shared"
+            )
             self.numbers.add(request.ticket.number)
 
     @precondition(lambda self: self.requests())
@@ -283,6 +293,8 @@ class DecodeMachine(RuleBasedStateMachine):
         table = self.tables.setdefault(work.key, [])
         table[work.first_page :] = work.pages or table[work.first_page :]
         needed = -(-work.span.stop // 4)
+        written = request.holding.pages[work.start // 4 : needed]
+        assert all(self.ledger._pages.readers(page) == 1 for page in written), "what is shared is not written"
         assert table[:needed] == request.holding.pages[:needed], (
             "the ranks know every page that the step touches"
         )
@@ -334,6 +346,9 @@ class DecodeMachine(RuleBasedStateMachine):
         for request in self.requests():
             if request.in_step or len(request.landed_ranks) < RANKS:
                 assert request.holding.pages, "a step, or a segment, may still write its pages"
+            if len(request.landed_ranks) < RANKS:
+                readers = [self.ledger._pages.readers(page) for page in request.ticket.pages]
+                assert readers == [1] * len(readers), "segments are written where nobody else reads"
 
     def teardown(self) -> None:
         """Whatever has happened, everybody comes to an end, the preempted too."""
@@ -357,12 +372,20 @@ class DecodeMachine(RuleBasedStateMachine):
         assert self.ledger.free_pages == 16
 
 
+class CachingDecodeMachine(DecodeMachine):
+    """The same with a prefix cache; all prompts begin alike."""
+
+    eviction = "lru"
+
+
 TestPrefill = PrefillMachine.TestCase
 TestPrefill.settings = STEPS
 TestCachingPrefill = CachingPrefillMachine.TestCase
 TestCachingPrefill.settings = STEPS
 TestDecode = DecodeMachine.TestCase
 TestDecode.settings = STEPS
+TestCachingDecode = CachingDecodeMachine.TestCase
+TestCachingDecode.settings = STEPS
 
 
 def test_requests_beyond_the_batch_take_turns() -> None:
