@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import MutableMapping
 from typing import Any, TextIO
 
 import structlog
@@ -35,7 +36,21 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
 def _renderers(format_name: str, *, colors: bool) -> list[Any]:
     if format_name == "json":
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
-    return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback)]
+    return [
+        _escape,
+        structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
+    ]
+
+
+def _escape(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """What strangers named, such as a request's path, must not steer the terminal that shows it, nor turn its text.
+
+    White space is left to structlog, which quotes it.
+    """
+    for key, value in event.items():
+        if isinstance(value, str) and not value.isprintable():
+            event[key] = "".join(c if c.isprintable() or c in "\n\r\t" else ascii(c)[1:-1] for c in value)
+    return event
 
 
 def get_logger(component: str, **context: Any) -> structlog.typing.FilteringBoundLogger:

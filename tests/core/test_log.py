@@ -61,3 +61,14 @@ def test_the_default_stream_is_stderr(capsys: pytest.CaptureFixture[str]) -> Non
     captured = capsys.readouterr()
     assert "hello" in captured.err
     assert captured.out == ""
+
+
+def test_what_strangers_named_does_not_steer_a_terminal() -> None:
+    stream = io.StringIO()
+    configure(LogConfig(), stream)
+    structlog.get_logger().info("request", a="/\x1b[2J", b="\u202eabc", c="\x9b2J\nfake line", d="é")
+    [line] = stream.getvalue().splitlines()
+    assert line.isprintable()
+    assert "a=/\\x1b[2J" in line
+    assert "b=\\u202eabc" in line
+    assert "d=é" in line
