@@ -126,9 +126,10 @@ def run(
     if crowded:
         left, kill_at = 7, choose.randrange(5000, 15000)
     prompts, answers = (range(1, 17), [70]) if crowded else (range(1, 60), [1, 5, 30])
+    often = 0.03 if seed % 8 > 1 else 0.006 / pace  # else some come when others have ended, and left their KV
     requests: list[SimulatedRequest] = []
     for step in range(kill_at + 200 if STRIKES & set(what.split()) else pace * STEPS):
-        if left and choose.random() < 0.03:
+        if left and choose.random() < often:
             left -= 1
             answer, limit_s = choose.choice(answers), 0.3 * pace * choose.random()
             limits = {"deadline_s": limit_s} if "deadline" in what else {}
@@ -191,7 +192,7 @@ def test_any_order(what: str) -> None:
         ends.update(request.ended for request in requests)
         shared += sum(request.ticket is not None and request.ticket.tokens.start > 0 for request in requests)
     assert set(ends) == ENDS[what], "each of these ends must occur, and no other"
-    assert shared, "some found a beginning in the decode group's cache"
+    assert shared or "crowded" in what, "some found a beginning in the decode group's cache"
 
 
 @pytest.mark.parametrize("what", ["nothing", "fail", "letters fail", "abort fail death", "fence", "silence"])
