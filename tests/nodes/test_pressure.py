@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_host_blocks() -> None:
 
 
 def make(
-    pool_tokens: int, rows: int, watermark: float = 0.0, page_size: int = 4, max_batch: int = 0
+    pool_tokens: int, rows: int, watermark: float = 0.0, page_size: int = 4, max_batch: int = 0, **more: Any
 ) -> DecodeScheduler:
     ledger = Ledger(pool_tokens=pool_tokens, page_size=page_size, rows=rows)
     return DecodeScheduler(
@@ -65,10 +66,9 @@ def make(
         max_batch=max_batch or rows,
         max_context_tokens=pool_tokens,
         first_ticket=0,
-        chunk_tokens=64,
         rates=Rates(1e3, 1e3),
-        preemption="recompute",
         watermark=watermark,
+        **{"chunk_tokens": 64, "preemption": "recompute", **more},
     )
 
 
@@ -127,6 +127,51 @@ def test_who_finds_nobody_younger_waits_with_its_pages() -> None:
     one.landed_ranks.add(0)
     assert step(scheduler) == {"r1"}
     assert two.place is Place.OUT, "its pages are for the older one, now that it runs"
+
+
+@pytest.mark.parametrize("place", [Place.LEAVING, Place.RETURNING])
+def test_what_is_being_copied_is_freed_when_the_copy_has_ended(place: Place) -> None:
+    scheduler = make(40, 3, preemption="swap")
+    scheduler.join(10)
+    one, two = start(scheduler, 1, 12, 28), start(scheduler, 2, 16, 24)
+    while two.place is not Place.LEAVING:
+        step(scheduler)
+    if place is Place.RETURNING:
+        scheduler.swapped(two, 0)
+        scheduler.close(one)
+        scheduler.rank_closed(one, 0)
+        plan = scheduler.next_step()
+        assert plan is not None
+        assert not plan.work
+    assert two.place is place
+    scheduler.close(two)
+    scheduler.rank_closed(two, 0)
+    assert two.key in scheduler.requests, "a rank still reads or writes its pages and blocks"
+    assert two.holding.pages
+    assert scheduler.statistics().host.used_blocks
+    scheduler.swapped(two, 0)
+    assert two.key not in scheduler.requests
+    assert not scheduler.statistics().host.used_blocks
+    scheduler.check()
+
+
+def test_a_state_that_nobody_has_read_goes_with_its_pages() -> None:
+    scheduler = make(44, 3, state_tokens=8, chunk_tokens=4)
+    one, two = start(scheduler, 1, 12, 20), start(scheduler, 2, 12, 20)
+    two.landed_ranks.clear()
+    while scheduler.statistics().memory.pages.free_pages or one.holding.tokens < 24:
+        step(scheduler)
+    two.landed_ranks.add(0)
+    assert step(scheduler) == {"r1"}
+    assert two.place is Place.OUT, "before its first step"
+    scheduler.close(one)
+    scheduler.rank_closed(one, 0)
+    while two.left_tokens > 1:
+        plan = scheduler.next_step()
+        assert plan is not None
+        scheduler.commit(plan)
+        assert two.holding.tokens == two.known_tokens, "all that is computed again has its place"
+    scheduler.check()
 
 
 @pytest.mark.parametrize("max_batch", [1, 2])
