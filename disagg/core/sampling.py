@@ -25,7 +25,7 @@ def check_sampling(sampling: SamplingParams, vocab_tokens: int | None = None) ->
     rules = (
         ("max_tokens", s.max_tokens >= 1, "at least 1"),
         ("temperature", 0 <= s.temperature < INFINITE, "0 (greedy) or more"),
-        ("top_k", s.top_k >= 0, "0 (off) or more"),
+        ("top_k", 0 <= s.top_k < SEED_LIMIT, "0 (off) or more, in 64 bits"),
         ("top_p", 0 < s.top_p <= 1, "more than 0 and at most 1 (off)"),
         ("min_p", 0 <= s.min_p <= 1, "0 (off) to 1"),
         ("seed", s.seed is None or -SEED_LIMIT <= s.seed < SEED_LIMIT, "an integer of 64 bits"),

@@ -16,7 +16,7 @@ EDGES: list[dict[str, Any]] = [
     {"min_tokens": 16, "min_p": 1.0, "top_p": 1e-9},
     {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 0.01},
     {"logit_bias": ((0, -100.0), (9, 100)), "stop_token_ids": (9,)},
-    {"logprobs": 0, "seed": -(2**63)},
+    {"logprobs": 0, "seed": -(2**63), "top_k": 2**63 - 1},
     {"logprobs": 20, "seed": 2**63 - 1},
 ]
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -31,6 +31,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": NAN}, "frequency_penalty = nan"),
     ({"repetition_penalty": 0.0}, "repetition_penalty = 0.0 is not allowed; it must be more than 0"),
     ({"repetition_penalty": INF}, "repetition_penalty = inf"),
+    ({"top_k": -1}, "top_k = -1 is not allowed; it must be 0"),
+    ({"top_k": 2**70}, "top_k = 1180591620717411303424"),
     ({"logprobs": 21}, "logprobs = 21 is not allowed; it must be 0 to 20"),
     ({"logprobs": -1}, "logprobs = -1"),
     ({"seed": 2**63}, "seed = 9223372036854775808"),
