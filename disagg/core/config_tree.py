@@ -314,7 +314,10 @@ class MetricsConfig(Section, frozen=True):
     """Where `serve` sends a span for each request (OpenTelemetry, OTLP over HTTP), such as http://localhost:4318."""
 
     def __post_init__(self) -> None:
-        self._needs(0 <= self.interval_s <= 3600, "interval_s", "from 0 to 3600")
+        # More often, telling is all that ranks and leaders do.
+        self._needs(
+            self.interval_s == 0 or 0.01 <= self.interval_s <= 3600, "interval_s", "0, or from 0.01 to 3600"
+        )
         http = self.otlp_endpoint is None or self.otlp_endpoint.startswith(("http://", "https://"))
         self._needs(http, "otlp_endpoint", "a URL that begins with http:// or https://")
 

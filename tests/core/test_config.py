@@ -158,6 +158,7 @@ FLAG_MISTAKES = [
     ({"decode.pool_tokens": -16}, "it must be at least 0"),
     ({"decode.mem_fraction": 0}, "it must be more than 0 and at most 1"),
     ({"decode.mem_fraction": 1.5}, "it must be more than 0 and at most 1"),
+    ({"metrics.interval_s": 1e-6}, "it must be 0, or from 0.01 to 3600"),
     ({"control.heartbeat_s": 6}, "it must be at most half of peer_timeout_s (10)"),
     ({"control.host": ""}, "it must be an address or a host name"),
     ({"router.request_timeout_s": 0}, "it must be more than 0"),
