@@ -25,7 +25,7 @@ class ApiConfig(Section, frozen=True):
     max_queue_s: float = 10.0
     """Nor do more wait than will have their turn within so long, by how many have ended lately; but clients that only
     ask again when they have their answer may go on."""
-    max_slowdown: float = 1.75
+    max_slowdown: float = 1.5
     """When the queue is full and clearly more comes than can be answered, who waits is turned away too (429), and
     only so many are taken in that half of the answers take at most so many times as long as on an idle server; 0: no
     such bound."""

@@ -36,7 +36,7 @@ class Server:
     rate: float
     idle_s: float
     max_queue_s: float = 10.0
-    max_slowdown: float = 1.75
+    max_slowdown: float = 1.5
     now_s: float = 0.0
     waiting: deque[float] = field(default_factory=deque)
     running: list[tuple[float, _Answer]] = field(default_factory=list)
@@ -204,7 +204,7 @@ def test_those_that_wait_beside_too_much() -> None:
     assert statistics.median(took(server.answered, began_s)) <= 2 * idle_s
 
 
-@pytest.mark.parametrize("max_slowdown", [0.0, 1.75])
+@pytest.mark.parametrize("max_slowdown", [0.0, 1.5])
 @pytest.mark.parametrize("times", [1.2, 5.0])
 def test_nobody_waits_for_much_longer_than_the_longest_queue(max_slowdown: float, times: float) -> None:
     server = Server(rate=20, idle_s=0.1, max_queue_s=2.0, max_slowdown=max_slowdown)
@@ -252,7 +252,7 @@ def test_a_request_for_many_answers_is_let_in_alone() -> None:
 
 async def full() -> tuple[Admission, list[asyncio.Task[str]]]:
     """One runs, two wait: alone, and with others in one request."""
-    admission = Admission(1, 2, Metrics(), Pace(1, 10.0, 1.75), lambda: 0.0)
+    admission = Admission(1, 2, Metrics(), Pace(1, 10.0, 1.5), lambda: 0.0)
     done: list[asyncio.Task[str]] = []
     hold = asyncio.Event()
 
