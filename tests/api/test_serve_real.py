@@ -158,10 +158,16 @@ def test_the_groups_tell_of_themselves(served: Served) -> None:
         ranks = [rank for group in told()["groups"] for rank in group.get("ranks", ())]
         return sum(route.get("bytes_total", 0) for rank in ranks for route in rank.get("routes", ()))
 
-    served.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2)
+    def cached() -> int:
+        return sum(
+            group.get("cached_tokens_total", 0) for group in told()["groups"] if group["role"] == "decode"
+        )
+
+    alone = {"cache_salt": "nobody else's"}  # so that all of it is sent
+    served.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, extra_body=alone)
     prompts = [len(PROMPT), *(answer["prompt_tokens"] for answer in told()["recent"][1:])]
     token_bytes = told()["recent"][0]["transfer_bytes"] // len(PROMPT)
-    until(lambda: sent() == sum(prompts) * token_bytes)
+    until(lambda: sent() == (sum(prompts) - cached()) * token_bytes)
     prefill, decode = told()["groups"]
     assert [rank["name"] for rank in prefill["ranks"]] == ["prefill r0", "prefill r1"]
     assert {route["target"] for rank in prefill["ranks"] for route in rank["routes"]} == {"decode r0"}
