@@ -27,6 +27,7 @@ STEPS = 1500
 SEEDS = 40
 SEEDS_OF = {
     "abort fail death": 60,
+    "letters fail": 60,
     "crowded": 5,
     "crowded abort": 5,
     "crowded death": 6,
