@@ -55,6 +55,9 @@ GROUP = (
     Series("disagg_preemptions", "preemptions_total", "Requests that had to make room for others"),
 )
 RANK = (
+    Series("disagg_weights_bytes", "weights_bytes", "Parameters and buffers of the model"),
+    Series("disagg_kv_pool_bytes", "kv_bytes", "Size of the KV pool"),
+    Series("disagg_device_bytes", "device_bytes", "What the rank may use of its GPU's memory; 0 on a CPU"),
     Series("disagg_staging_bytes", "staging_bytes", "Size of the staging buffer", "prefill"),
     Series("disagg_staging_used_bytes", "staging_used_bytes", "Staging held by segments", "prefill"),
     Series(

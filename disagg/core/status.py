@@ -1,4 +1,5 @@
-"""What ranks, groups and a router say of themselves while they serve: for metrics, the page at `/` and `disagg top`.
+"""What ranks, groups and a router say of themselves while they serve: for metrics, the page at `/`, `disagg top`
+and `disagg stats`.
 
 Totals only ever grow (a group that was replaced has a new name, so its totals begin at 0); who shows rates takes the
 difference of two pictures. Nothing here holds a prompt's or an answer's text.
@@ -40,6 +41,12 @@ class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """`prefill-2 r1`."""
     rank: Count
     device: Label = ""
+    weights_bytes: Count = 0
+    """Parameters and buffers of the model."""
+    kv_bytes: Count = 0
+    """The KV pool, as many pages as its group says; the trash page is not in it."""
+    device_bytes: Count = 0
+    """What it may use of its GPU's memory; 0 on a CPU, where nothing is set."""
     staging_bytes: Count = 0
     staging_used_bytes: Count = 0
     routes: Annotated[tuple[RouteStatus, ...], MANY] = ()

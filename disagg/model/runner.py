@@ -115,6 +115,12 @@ class ModelRunner:
         self._graphs: StepGraphs | None = None
 
     @property
+    def weights_bytes(self) -> int:
+        """Size of the model's parameters and buffers, what several modules share counted once."""
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+    @property
     def recordable(self) -> bool:
         """Whether steps may become CUDA graphs: nothing in them is decided by the host."""
         fixed = self.attention_kernels and self.states is None and not self._ropes

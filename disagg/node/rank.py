@@ -31,6 +31,7 @@ from disagg.node.ledger import Ledger
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.silence import Silences
+from disagg.node.sizing import device_limit_bytes, pool_bytes
 from disagg.node.transfer_loop import TransferAgent, TransferLoop
 from transport import messages as m
 from transport.base import Transport
@@ -105,6 +106,11 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._silences = Silences()
         self._plans = PlanQueue()
         self._executor = StepExecutor(runner, group_config.max_requests)
+        self._memory = {
+            "weights_bytes": runner.weights_bytes,
+            "kv_bytes": pool_bytes(runner),
+            "device_bytes": device_limit_bytes(runner.device, group_config),
+        }
         self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
         self._agent: AgentT = self._make_agent(transport)
         spin_s = config.transfer.spin_s if runner.device.type == "cuda" else 0.0
@@ -204,7 +210,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         if self._group is not None:
             status = self._agent.status()
             faults = status.faults_total + self._loop.faults
-            self._to_leader(m.RankReport(msgspec.structs.replace(status, faults_total=faults)))
+            status = msgspec.structs.replace(status, faults_total=faults, **self._memory)
+            self._to_leader(m.RankReport(status))
 
     def spans(self) -> list[TimelineSpan]:
         """What happened since the last call."""

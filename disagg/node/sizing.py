@@ -15,6 +15,7 @@ from disagg.core.config import Config, GroupConfig, TransferConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.node.device import memory_bytes
 
 if TYPE_CHECKING:
     from disagg.model.runner import ModelRunner  # it brings transformers
@@ -133,8 +134,19 @@ def describe(budget: MemoryBudget) -> str:
 
 def describe_pool(runner: ModelRunner) -> str:
     """In words: `KV 52.9 GB = 403,344 tokens`."""
-    pool, page = runner.pool, runner.page_size
-    return f"KV {gigabytes(pool.nbytes // pool.slots * (pool.slots - page))} = {pool.slots - page:,} tokens"
+    return f"KV {gigabytes(pool_bytes(runner))} = {runner.pool.slots - runner.page_size:,} tokens"
+
+
+def pool_bytes(runner: ModelRunner) -> int:
+    """The KV pool without its trash page."""
+    pool = runner.pool
+    return pool.nbytes // pool.slots * (pool.slots - runner.page_size)
+
+
+def device_limit_bytes(device: torch.device, group: GroupConfig) -> int:
+    """What a rank may use of its GPU; all of it where nobody asked for less. 0 of a CPU."""
+    total_bytes = memory_bytes(device)
+    return total_bytes if group.pool_tokens else int(total_bytes * group.mem_fraction)
 
 
 def gigabytes(nbytes: int) -> str:

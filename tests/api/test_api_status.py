@@ -29,7 +29,7 @@ PREFILL = GroupStatus(
 DECODE = GroupStatus(
     "decode",
     "decode",
-    (RankStatus("decode r0", 0, ring_bytes=100, ring_used_bytes=60),),
+    (RankStatus("decode r0", 0, ring_bytes=100, ring_used_bytes=60, weights_bytes=7),),
     broken='a "rank"\nis gone',
 )
 SILENT = GroupStatus("decode-2", "decode")
@@ -55,6 +55,7 @@ def test_series_follow_the_groups() -> None:
         assert found["disagg_preemptions_total", "prefill", "prefill"] == 5
         assert found["disagg_rank_faults_total", "1", "prefill", "prefill"] == 2
         assert found["disagg_ring_used_bytes", "0", "decode", "decode"] == 60
+        assert found["disagg_weights_bytes", "0", "decode", "decode"] == 7
         assert found["disagg_group_broken", "decode", "decode"] == 1
         assert found["disagg_group_broken", "prefill", "prefill"] == 0
         assert ("disagg_ring_bytes", "0", "prefill", "prefill") not in found

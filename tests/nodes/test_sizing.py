@@ -53,6 +53,15 @@ def test_nothing_is_left(limit_bytes: int) -> None:
     assert budget(limit_bytes).pool_tokens(131072, PAGE) == 0
 
 
+@pytest.mark.parametrize(("pool_tokens", "limit_bytes"), [(0, 100 * GB), (4096, 125 * GB)])
+def test_a_fraction_limits_only_pools_that_are_measured(
+    monkeypatch: pytest.MonkeyPatch, pool_tokens: int, limit_bytes: int
+) -> None:
+    monkeypatch.setattr(sizing, "memory_bytes", lambda device: 125 * GB)
+    group = GroupConfig(mem_fraction=0.8, pool_tokens=pool_tokens)
+    assert sizing.device_limit_bytes(torch.device("cuda"), group) == limit_bytes
+
+
 class Runner:
     """What `fill_memory` needs of a rank."""
 

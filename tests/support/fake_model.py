@@ -69,6 +69,7 @@ class FakeRunner:
             spec.layout.layers, slots, len(self.shard.heads), HEAD_DIM, torch.float32
         )
         self.pool.poison()
+        self.weights_bytes = 0
         self.req_to_token = ReqToTokenPool(rows, spec.context_tokens + spec.state_tokens)
         self.states = FakeStates(self) if spec.state_tokens else None
         self.between_layers: Callable[[], None] = lambda: None

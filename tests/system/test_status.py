@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from transformers import AutoModelForCausalLM
 
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams
@@ -87,9 +88,24 @@ def test_what_is_told_is_what_happened(checkpoints: Checkpoints, tp: tuple[int, 
     assert decode.page_size == config.decode.page_size
     assert all(rank.ring_bytes == config.transfer.ring_bytes for rank in decode.ranks)
     assert all(rank.staging_bytes == config.transfer.staging_bytes for rank in prefill.ranks)
+    for group in (prefill, decode):
+        slots = group.pages * group.page_size
+        assert sum(rank.kv_bytes for rank in group.ranks) == slots * layout.token_bytes
+        assert not any(rank.device_bytes for rank in group.ranks), "nothing is set on a CPU"
     used = [r.staging_used_bytes for r in prefill.ranks] + [r.ring_used_bytes for r in decode.ranks]
     assert not any(used)
     assert not any(rank.faults_total for group in (prefill, decode) for rank in group.ranks)
+
+
+def test_ranks_tell_what_weights_they_hold(checkpoints: Checkpoints) -> None:
+    source, config = checkpoints.source(), small_config(2, 1, metrics_interval_s=INTERVAL_S)
+    with local_groups(config, source) as groups:
+        prefill, decode = groups.serve(lambda router: served(groups, router, random_prompts(20)))
+    reference = AutoModelForCausalLM.from_config(source.config)
+    tensors = [*reference.parameters(), *reference.buffers()]
+    whole_bytes = sum(tensor.nbytes for tensor in {one.data_ptr(): one for one in tensors}.values())
+    assert [rank.weights_bytes for rank in decode.ranks] == [whole_bytes]
+    assert all(whole_bytes / 2 < rank.weights_bytes < whole_bytes for rank in prefill.ranks)
 
 
 def test_a_small_ring_is_waited_for(checkpoints: Checkpoints) -> None:
