@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from disagg import cli_bench, cli_bench_serve, cli_launch, cli_run, cli_serve, cli_tools, cli_top
+from disagg import cli_bench, cli_bench_serve, cli_launch, cli_run, cli_serve, cli_stats, cli_tools, cli_top
 from disagg.core.errors import DisaggError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("serve")(cli_serve.serve)
 app.command("launch")(cli_launch.launch)
 app.command("scale")(cli_launch.scale)
 app.command("top")(cli_top.top)
+app.command("stats")(cli_stats.stats)
 app.command("doctor")(cli_tools.doctor)
 app.command("plan")(cli_tools.plan)
 app.command("keys")(cli_tools.keys)

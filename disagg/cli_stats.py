@@ -1,0 +1,110 @@
+"""`disagg stats`: flags, then over to `disagg.stats`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.key_file import first_key
+
+if TYPE_CHECKING:
+    from disagg.stats.memory import GroupSeries
+    from disagg.top.client import StatusClient
+
+
+def stats(
+    url: Annotated[str, typer.Option("--url", help="Where the server is.")] = "http://127.0.0.1:8000",
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Its first line is the key.")
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Record for a while, and draw memory over time."),
+    ] = None,
+    seconds: Annotated[float, typer.Option("--seconds", help="How long; Ctrl-C ends it earlier.")] = 60.0,
+    interval_s: Annotated[float, typer.Option("--interval-s", help="Between two looks.")] = 1.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For machines: one JSON object, with what was recorded.")
+    ] = False,
+) -> None:
+    """Show what a server's memory is used for: weights, KV used, cached, free, staging and rings."""
+    if not 0.1 <= interval_s <= 3600:
+        raise ConfigError(f"--interval-s {interval_s:g}: give 0.1 to 3600 seconds")
+    if plot is not None:
+        _require_drawable(plot, seconds, interval_s)
+    from disagg.stats.memory import memory_now, memory_series
+    from disagg.top.client import StatusClient
+
+    api_key = None if api_key_file is None else first_key("--api-key-file", api_key_file)
+    with StatusClient(url, api_key) as client:
+        status = client.status()
+        now = memory_now(status)
+        if not as_json:
+            from disagg.stats.tables import tables
+            from disagg.top.watch import console
+
+            console().print(tables(now))
+        recorded = memory_series([status])
+        if plot is not None:
+            recorded = _record(client, plot, seconds, interval_s, f"{status.model}: memory by kind", as_json)
+    if as_json:
+        import msgspec
+
+        print(msgspec.json.encode({"now": now, "series": recorded}).decode())
+
+
+def _require_drawable(plot: Path, seconds: float, interval_s: float) -> None:
+    if plot.suffix.lower() != ".png":
+        raise ConfigError(f"--plot {plot}: the picture is a PNG; give a name that ends in .png")
+    if not plot.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no folder {plot.absolute().parent}")
+    if not interval_s <= seconds <= 86400:
+        raise ConfigError(f"--seconds {seconds:g}: give one interval ({interval_s:g}) to 86400 seconds")
+
+
+def _record(
+    client: StatusClient, plot: Path, seconds: float, interval_s: float, title: str, quiet: bool
+) -> list[GroupSeries]:
+    from disagg.stats.draw import draw_memory
+    from disagg.stats.memory import memory_series
+    from disagg.stats.record import record
+
+    with _progress(seconds) as looked:
+        found = record(client, seconds, interval_s, looked)
+    groups = memory_series(found.pictures)
+    if not groups:
+        raise DisaggError(f"--plot {plot}: no group has told of itself, so there is nothing to draw")
+    if len(found.pictures) == 1:
+        raise DisaggError(f"--plot {plot}: it was ended before a second look, so there is nothing to draw")
+    try:
+        draw_memory(groups, plot, title)
+    except OSError as exc:
+        raise ConfigError(f"--plot {plot}: cannot be written: {exc.strerror or exc}") from exc
+    if found.failed:
+        typer.echo(f"{found.failed} looks found nothing, the last because {found.trouble}", err=True)
+    if not quiet:
+        passed_s = found.pictures[-1].unix_s - found.pictures[0].unix_s
+        print(f"{plot}: {len(found.pictures)} looks in {passed_s:.0f} s")
+    return groups
+
+
+@contextmanager
+def _progress(seconds: float) -> Iterator[Callable[[float, str], None]]:
+    """A bar on stderr, gone at the end."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("recording"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}", markup=False),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=seconds, state="")
+        yield lambda passed_s, trouble: bar.update(task, completed=passed_s, state=trouble)

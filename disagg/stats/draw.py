@@ -1,0 +1,112 @@
+"""Draws memory over time: for each group a stack of areas, one for each kind, and marks where room was made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from disagg.stats.memory import KINDS, GroupSeries, Growth, Kind
+
+KIND_STYLES: dict[Kind, tuple[str, str]] = {
+    "weights": ("weights", "#495057"),
+    "kv_tokens": ("KV of tokens", "#1c7ed6"),
+    "kv_waste": ("KV waste", "#e03131"),
+    "kv_cached": ("KV cached", "#74c0fc"),
+    "kv_free": ("KV free", "#e7f5ff"),
+    "transfer_used": ("staging or ring in use", "#f08c00"),
+    "transfer_free": ("staging or ring free", "#ffe8cc"),
+}
+"""Label and colour; stacked in the order of `KINDS`, the first at the bottom."""
+PREEMPTED, EVICTED = ("preempted", "v", "#c2255c"), ("pages evicted", "|", "#5f3dc4")
+LIMIT_IS_FAR = 3.0
+"""A GPU's limit so many times above the stack is written and not drawn: it would flatten the rest."""
+
+
+def draw_memory(groups: Sequence[GroupSeries], path: str | os.PathLike[str], title: str = "") -> None:
+    """Writes a PNG, a chart for each of `groups`. Raises `ValueError` when there is none; `OSError`."""
+    if not groups:
+        raise ValueError("no group to draw")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.3 + 2.9 * len(groups)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0]
+    for axis, group in zip(axes, groups, strict=True):
+        _areas(axis, group)
+        _marks(axis, group)
+    axes[0].set_xlim(0, max(group.at_s[-1] for group in groups))
+    axes[-1].set_xlabel("time since the first look (s)")
+    figure.suptitle(title, x=0.01, ha="left")
+    _legend(figure, groups)
+    figure.savefig(path, dpi=120)
+
+
+def _areas(axis: Any, group: GroupSeries) -> None:
+    tops = [sum(at_once) for at_once in zip(*group.kinds.values(), strict=True)]
+    unit, unit_bytes = _unit(max(tops))
+    scaled = [[nbytes / unit_bytes for nbytes in group.kinds[kind]] for kind in KINDS]
+    colors = [KIND_STYLES[kind][1] for kind in KINDS]
+    axis.stackplot(group.at_s, scaled, colors=colors, linewidth=0)
+    # Light areas have an edge; without it nobody sees where the pool ends.
+    axis.plot(group.at_s, [top / unit_bytes for top in tops], color="#868e96", linewidth=0.8)
+    heading = group.name
+    if group.device_bytes > LIMIT_IS_FAR * max(tops):
+        heading += f"   (of {group.device_bytes / unit_bytes:,.0f} {unit} that it may use)"
+    elif group.device_bytes:
+        axis.axhline(group.device_bytes / unit_bytes, color="#212529", linewidth=1, linestyle="--")
+    axis.set_title(heading, loc="left", fontsize=10, fontweight="bold", pad=16)
+    axis.set_ylabel(unit)
+    axis.set_ylim(bottom=0)
+    axis.grid(axis="y", color="#ced4da", linewidth=0.5, alpha=0.6)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def _unit(largest_bytes: int) -> tuple[str, int]:
+    """GiB, unless that would be a label of zeros."""
+    return ("GiB", 1 << 30) if largest_bytes >= (1 << 30) / 10 else ("MiB", 1 << 20)
+
+
+def _marks(axis: Any, group: GroupSeries) -> None:
+    """In a strip above the stack."""
+    for (_, shape, color), happened, height in (
+        (PREEMPTED, group.preempted, 1.1),
+        (EVICTED, group.evicted, 1.04),
+    ):
+        if happened:
+            axis.plot(
+                [one.at_s for one in happened],
+                [height] * len(happened),
+                linestyle="none",
+                marker=shape,
+                color=color,
+                markersize=7,
+                transform=axis.get_xaxis_transform(),
+                clip_on=False,
+            )
+
+
+def _legend(figure: Any, groups: Sequence[GroupSeries]) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    shown = [kind for kind in KINDS if any(any(group.kinds[kind]) for group in groups)]
+    handles: list[Any] = [
+        Patch(facecolor=color, edgecolor="#868e96", linewidth=0.5, label=label)
+        for label, color in (KIND_STYLES[kind] for kind in shown)
+    ]
+    if any(group.device_bytes for group in groups):
+        handles.append(Line2D([], [], color="#212529", linewidth=1, linestyle="--", label="limit of the GPU"))
+    for (label, shape, color), happened in (
+        (PREEMPTED, [one for group in groups for one in group.preempted]),
+        (EVICTED, [one for group in groups for one in group.evicted]),
+    ):
+        if happened:
+            label = f"{label} ({_count(happened):,})"
+            handles.append(Line2D([], [], linestyle="none", marker=shape, color=color, label=label))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+
+
+def _count(happened: Sequence[Growth]) -> int:
+    return sum(one.count for one in happened)

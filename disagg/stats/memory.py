@@ -1,0 +1,153 @@
+"""Memory by kind, from what groups tell of themselves. Pure.
+
+All ranks of a group use the same slots of their pools, so a group's tokens say what part of each rank's pool is what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Literal, get_args
+
+import msgspec
+
+from disagg.core.config_tree import Role
+from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
+
+Kind = Literal["weights", "kv_tokens", "kv_waste", "kv_cached", "kv_free", "transfer_used", "transfer_free"]
+"""`kv_tokens`: slots that hold tokens of requests; `kv_waste`: slots of the same pages that hold none; `kv_cached`:
+pages held by the prefix cache alone. `transfer`: the staging buffer of a prefill rank, the ring of a decode rank."""
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+class RankMemory(msgspec.Struct, frozen=True):
+    """One rank's memory, in bytes."""
+
+    name: str
+    """`decode-2 r1`."""
+    device: str
+    kinds: Mapping[Kind, int]
+    device_bytes: int
+    """What it may use of its GPU; 0 on a CPU."""
+
+
+class GroupMemory(msgspec.Struct, frozen=True):
+    """What one group holds at one moment. Tokens are slots: `pool_tokens` is the sum of the four others."""
+
+    name: str
+    role: Role
+    page_size: int
+    pool_tokens: int
+    used_tokens: int
+    waste_tokens: int
+    cached_tokens: int
+    free_tokens: int
+    evicted_pages_total: int
+    preemptions_total: int
+    ranks: tuple[RankMemory, ...]
+
+    def kind_bytes(self, kind: Kind) -> int:
+        """Of all ranks together."""
+        return sum(rank.kinds[kind] for rank in self.ranks)
+
+    @property
+    def device_bytes(self) -> int:
+        """Of all ranks together."""
+        return sum(rank.device_bytes for rank in self.ranks)
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Something that happened `count` times between the look at `at_s` and the one before."""
+
+    at_s: float
+    count: int
+
+
+class GroupSeries(msgspec.Struct, frozen=True):
+    """A group's memory over time: one number of each kind for each moment, of all its ranks together, in bytes."""
+
+    name: str
+    role: Role
+    at_s: tuple[float, ...]
+    """Since the first picture, by the server's clock."""
+    kinds: Mapping[Kind, tuple[int, ...]]
+    device_bytes: int
+    """As the last picture has it."""
+    preempted: tuple[Growth, ...]
+    """Requests that had to make room for others."""
+    evicted: tuple[Growth, ...]
+    """Pages that the prefix cache gave up."""
+
+
+def memory_now(status: ServiceStatus) -> list[GroupMemory]:
+    """The groups of a picture that have told of themselves."""
+    return [group_memory(group) for group in status.groups if group.ranks]
+
+
+def group_memory(group: GroupStatus) -> GroupMemory:
+    """What `group` holds."""
+    used_slots = group.pages_used * group.page_size
+    # Ranks and leader count at moments of their own: nothing is ever shown as less than nothing.
+    used_tokens = min(group.tokens_held, used_slots)
+    cached_tokens, pool_tokens = group.pages_cached * group.page_size, group.pages * group.page_size
+    tokens: dict[Kind, int] = {
+        "kv_tokens": used_tokens,
+        "kv_waste": used_slots - used_tokens,
+        "kv_cached": cached_tokens,
+        "kv_free": max(0, pool_tokens - used_slots - cached_tokens),
+    }
+    return GroupMemory(
+        group.name,
+        group.role,
+        group.page_size,
+        pool_tokens,
+        tokens["kv_tokens"],
+        tokens["kv_waste"],
+        tokens["kv_cached"],
+        tokens["kv_free"],
+        group.evicted_pages_total,
+        group.preemptions_total,
+        tuple(_rank_memory(rank, tokens, pool_tokens) for rank in group.ranks),
+    )
+
+
+def _rank_memory(rank: RankStatus, tokens: Mapping[Kind, int], pool_tokens: int) -> RankMemory:
+    token_bytes = rank.kv_bytes // max(1, pool_tokens)
+    transfer_bytes = rank.staging_bytes + rank.ring_bytes
+    transfer_used_bytes = rank.staging_used_bytes + rank.ring_used_bytes
+    kinds: dict[Kind, int] = {
+        "weights": rank.weights_bytes,
+        **{kind: count * token_bytes for kind, count in tokens.items()},
+        "transfer_used": transfer_used_bytes,
+        "transfer_free": transfer_bytes - transfer_used_bytes,
+    }
+    return RankMemory(rank.name, rank.device, kinds, rank.device_bytes)
+
+
+def memory_series(pictures: Sequence[ServiceStatus]) -> list[GroupSeries]:
+    """Each group of `pictures` (oldest first) over the moments at which it was there, in the order of its coming."""
+    moments: dict[str, list[tuple[float, GroupMemory]]] = {}
+    for picture in pictures:
+        for group in memory_now(picture):
+            moments.setdefault(group.name, []).append((picture.unix_s - pictures[0].unix_s, group))
+    return [_group_series(found) for found in moments.values()]
+
+
+def _group_series(moments: Sequence[tuple[float, GroupMemory]]) -> GroupSeries:
+    times, groups = tuple(at_s for at_s, _ in moments), [group for _, group in moments]
+    last = groups[-1]
+    return GroupSeries(
+        last.name,
+        last.role,
+        times,
+        {kind: tuple(group.kind_bytes(kind) for group in groups) for kind in KINDS},
+        last.device_bytes,
+        _growths(times, [group.preemptions_total for group in groups]),
+        _growths(times, [group.evicted_pages_total for group in groups]),
+    )
+
+
+def _growths(times: Sequence[float], totals: Sequence[int]) -> tuple[Growth, ...]:
+    """A total that falls is of a group that was started anew."""
+    grown = [after - before for before, after in pairwise(totals)]
+    return tuple(Growth(at_s, by) for at_s, by in zip(times[1:], grown, strict=True) if by > 0)

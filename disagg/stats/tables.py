@@ -1,0 +1,76 @@
+"""What a server's memory is used for now, as rich draws it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from disagg.plan import describe_bytes
+from disagg.stats.memory import GroupMemory, RankMemory
+from disagg.top.words import part_words, plain
+
+
+def tables(groups: Sequence[GroupMemory]) -> RenderableType:
+    """A row for each rank, in bytes; and one for each group, in tokens."""
+    if not groups:
+        return Text("no group has told of itself yet", style="yellow")
+    return Group(_ranks_table([rank for group in groups for rank in group.ranks]), _groups_table(groups))
+
+
+def _ranks_table(ranks: Sequence[RankMemory]) -> Table:
+    limited = any(rank.device_bytes for rank in ranks)
+    table = _table(
+        "Memory of each rank",
+        ("rank", "weights", "KV used", "waste", "cached", "free", "transfer", "in use"),
+        ("of its GPU",) if limited else (),
+    )
+    for rank in ranks:
+        kinds = rank.kinds
+        transfer_bytes = kinds["transfer_used"] + kinds["transfer_free"]
+        cells = [
+            describe_bytes(kinds["weights"]),
+            describe_bytes(kinds["kv_tokens"] + kinds["kv_waste"]),
+            part_words(kinds["kv_waste"], kinds["kv_tokens"] + kinds["kv_waste"]),
+            describe_bytes(kinds["kv_cached"]),
+            describe_bytes(kinds["kv_free"]),
+            describe_bytes(transfer_bytes),
+            part_words(kinds["transfer_used"], transfer_bytes),
+        ]
+        cells += [describe_bytes(rank.device_bytes)] if limited else []
+        table.add_row(Text(plain(rank.name)), *cells)
+    return table
+
+
+def _groups_table(groups: Iterable[GroupMemory]) -> Table:
+    table = _table(
+        "KV pool of each group, in tokens",
+        ("group", "page", "pool", "used", "waste", "cached", "free", "preempted", "pages evicted"),
+    )
+    for group in groups:
+        counts = (
+            group.page_size,
+            group.pool_tokens,
+            group.used_tokens,
+            group.waste_tokens,
+            group.cached_tokens,
+            group.free_tokens,
+            group.preemptions_total,
+            group.evicted_pages_total,
+        )
+        table.add_row(Text(plain(group.name)), *(f"{count:,}" for count in counts))
+    return table
+
+
+def _table(title: str, columns: Sequence[str], more: Sequence[str] = ()) -> Table:
+    """The first column holds names, the others numbers."""
+    table = Table(
+        title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.show_edge = False
+    for number, column in enumerate([*columns, *more]):
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
+    return table
