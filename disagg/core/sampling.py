@@ -33,7 +33,8 @@ def check_sampling(sampling: SamplingParams, vocab_tokens: int | None = None) ->
         ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, f"0 to max_tokens, {s.max_tokens}"),
         ("presence_penalty", abs(s.presence_penalty) <= MAX_PENALTY, "-2 to 2"),
         ("frequency_penalty", abs(s.frequency_penalty) <= MAX_PENALTY, "-2 to 2"),
-        ("repetition_penalty", 0 < s.repetition_penalty < INFINITE, "more than 0; 1 is off"),
+        # In float32, which logits are divided in, what is much smaller is 0 and what is much larger infinite.
+        ("repetition_penalty", 1e-30 <= s.repetition_penalty <= 1e30, "from 1e-30 to 1e30; 1 is off"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or none"),
     )
     for field, holds, allowed in rules:
