@@ -42,6 +42,8 @@ from transport import messages as m
 log = structlog.get_logger(__name__)
 
 RELEASE_TIMEOUT_S = 10.0
+SHUNNED_S = 5.0
+"""A pair of groups that could not reach each other is given nothing for so long, where there is another pair."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,8 @@ class Router:
     ) -> None:
         self._mail, self._reserve_retry_s, self._choose = mail, reserve_retry_s, choose
         self._engines: dict[str, Engine] = {}
+        self._shunned: dict[tuple[str, str], float] = {}
+        """Pairs of a prefill and a decode group, and until when."""
         self.statuses = GroupStatuses(mail, self._living, self._compares)
         """What the groups say of themselves, once `disagg.router.status.watching` asks them."""
         self._roles: tuple[str, ...] = ("prefill", "decode")
@@ -176,8 +180,25 @@ class Router:
 
     def _pair(self, asking: Asking) -> tuple[Engine, Engine]:
         """Who prefills and who decodes; a colocated group does both."""
-        chosen = [self._choose(self._of(role), asking) for role in self._roles]
-        return chosen[0], chosen[-1]
+        if len(self._roles) == 1:
+            both = self._choose(self._of(self._roles[0]), asking)
+            return both, both
+        prefills, decodes = (self._of(role) for role in self._roles)
+        met = [one for one in prefills if any(self._meet(one, other) for other in decodes)]
+        prefill = self._choose(met or prefills, asking)
+        met = [other for other in decodes if self._meet(prefill, other)]
+        return prefill, self._choose(met or decodes, asking)
+
+    def _meet(self, prefill: Engine, decode: Engine) -> bool:
+        """Whether both can be given requests, and are not known to be cut off from each other."""
+        alive = not any(one.lost or one.draining for one in (prefill, decode))
+        return alive and self._shunned.get(_names(prefill, decode), 0.0) <= time.monotonic()
+
+    def _shun(self, prefill: Engine, decode: Engine) -> None:
+        """A request of the pair lost its way. Each group may be well: the network between them may not be."""
+        now_s = time.monotonic()
+        self._shunned = {pair: until_s for pair, until_s in self._shunned.items() if until_s > now_s}
+        self._shunned[_names(prefill, decode)] = now_s + SHUNNED_S
 
     async def generate(
         self,
@@ -215,9 +236,17 @@ class Router:
             cache_salt,
             {engine: asking.missing_tokens(engine) for engine in pair},
         )
-        async with aclosing(run.run()) as outputs:
-            async for output in outputs:
-                yield output
+        try:
+            async with aclosing(run.run()) as outputs:
+                async for output in outputs:
+                    yield output
+        except PeerLostError:
+            self._shun(*pair)
+            raise
+
+
+def _names(prefill: Engine, decode: Engine) -> tuple[str, str]:
+    return prefill.group.name, decode.group.name
 
 
 @dataclass(slots=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
+import disagg.router.session
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.router.session import Router, SessionReport
@@ -78,6 +80,39 @@ def test_the_other_groups_go_on_when_one_dies(checkpoints: Checkpoints, name: st
         groups.settle(dead=[f"{name}-0"])
     finally:
         groups.stop()
+
+
+def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One group of each kind is fine, and so is the router's way to both: only the way between them is cut."""
+    now_s = [1000.0]
+    monkeypatch.setattr(disagg.router.session, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    prompts = random_prompts(*range(20, 32))
+    with local_groups(small_config(1, 1, groups=(1, 2)), checkpoints.source()) as groups:
+        known = groups.prefill[0]._leader._decode_leaders
+        address = known.pop("decode-2")
+
+        async def work(router: Router) -> tuple[list[Any], list[str]]:
+            sampling, found = SamplingParams(max_tokens=3), list[Any]()
+            for number, prompt in enumerate(prompts):
+                try:
+                    found.append((await ask(router, f"r{number}", prompt, sampling)).tokens)
+                except PeerLostError as error:
+                    found.append(error)
+            known["decode-2"] = address  # the network is whole again
+            now_s[0] += disagg.router.session.SHUNNED_S + 1
+            again = await asyncio.gather(
+                *(ask(router, f"again{number}", prompt, sampling) for number, prompt in enumerate(prompts))
+            )
+            return found, [answered.report.decode for answered in again]
+
+        found, used = groups.serve(work)
+        expected = [checkpoints.greedy(groups.source, prompt, 3) for prompt in prompts]
+    wrong = [result for result, tokens in zip(found, expected, strict=True) if result != tokens]
+    assert len(wrong) == 1, "the first one that tried, and no more"
+    assert "not linked" in str(wrong[0])
+    assert set(used) == {"decode", "decode-2"}
 
 
 def test_a_group_is_drained_and_another_takes_its_place(checkpoints: Checkpoints) -> None:
