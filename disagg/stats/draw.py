@@ -37,6 +37,7 @@ def draw_memory(groups: Sequence[GroupSeries], path: str | os.PathLike[str], tit
         _areas(axis, group)
         _marks(axis, group)
     axes[0].set_xlim(0, max(group.at_s[-1] for group in groups))
+    figure.align_ylabels(list(axes))
     axes[-1].set_xlabel("time since the first look (s)")
     figure.suptitle(title, x=0.01, ha="left")
     _legend(figure, groups)
@@ -56,7 +57,8 @@ def _areas(axis: Any, group: GroupSeries) -> None:
         heading += f"   (of {group.device_bytes / unit_bytes:,.0f} {unit} that it may use)"
     elif group.device_bytes:
         axis.axhline(group.device_bytes / unit_bytes, color="#212529", linewidth=1, linestyle="--")
-    axis.set_title(heading, loc="left", fontsize=10, fontweight="bold", pad=16)
+    room = 26 if group.preempted else 16 if group.evicted else 6  # for the marks, in points
+    axis.set_title(heading, loc="left", fontsize=10, fontweight="bold", pad=room)
     axis.set_ylabel(unit)
     axis.set_ylim(bottom=0)
     axis.grid(axis="y", color="#ced4da", linewidth=0.5, alpha=0.6)
