@@ -22,9 +22,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -245,6 +246,18 @@ class Router:
             raise
 
 
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for `work` also when cancelled meanwhile, however often: what it needs must not be closed before."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+
+
 def _names(prefill: Engine, decode: Engine) -> tuple[str, str]:
     return prefill.group.name, decode.group.name
 
@@ -289,7 +302,7 @@ class _Session:
             finally:
                 self.report.ended_s = time.monotonic() - self.began_s
                 self._end()
-                await asyncio.shield(self._release(box))
+                await _to_its_end(self._release(box))
 
     async def _reserve(self, box: Mail) -> Ticket:
         """Asks until the decode group has room, or the request's time is up: first come, first served."""

@@ -27,6 +27,9 @@ QUERIES = {f"{p['title']} {t['refId']}": (t["expr"], t["legendFormat"]) for p in
 PROMPTS = ["a" * 30, "b" * 70, "c" * 45]
 
 
+ROLES = ("prefill", "decode")
+
+
 class Served:
     """A server over two prefill groups and one decode group of two ranks, and what it said after some requests."""
 
@@ -60,11 +63,21 @@ class Served:
         return msgspec.json.decode(reply.content, type=ServiceStatus)
 
     def _told(self) -> bool:
+        """Whether `/status` has all that happened. Of requests that ran out of time some was sent, and dropped."""
         status = self.ask()
         ranks = [rank for group in status.groups for rank in group.ranks]
         sent = sum(route.bytes_total for rank in ranks for route in rank.routes)
+        landed = sum(rank.landed_bytes_total for rank in ranks)
         busy = any(group.requests_running or group.requests_closing for group in status.groups)
-        return not busy and 0 < sent == sum(rank.landed_bytes_total for rank in ranks)
+        truth = {role: [rank.statistics()["transfer"] for rank in self._ranks(role)] for role in ROLES}
+        return (
+            not busy
+            and 0 < sent == sum(one.bytes_sent for one in truth["prefill"])
+            and 0 < landed == sum(one.bytes_landed for one in truth["decode"])
+        )
+
+    def _ranks(self, role: str) -> list[Any]:
+        return [rank for rank in self.groups.ranks if rank.role == role]
 
 
 @pytest.fixture(scope="module")

@@ -103,12 +103,17 @@ def test_windows_and_both_ways_in_one_run(checkpoints: Checkpoints) -> None:
     source = checkpoints.source("gemma2", 2)
     config = config_of((2, 1), "swap", swap_bytes=40_000)
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    answers: list[Any] = []
     with local_groups(config, source) as groups:
-        answers = poisoned(groups).answers(PROMPTS, sampling)
-        recomputed, swapped = preempted(groups)
+        poisoned(groups)
+        for _ in range(8):  # who is preempted when, and finds host memory full, is up to the threads
+            answers += groups.answers(PROMPTS, sampling)
+            recomputed, swapped = preempted(groups)
+            if recomputed and swapped:
+                break
     assert recomputed > 0
     assert swapped > 0
-    for prompt, answer in zip(PROMPTS, answers, strict=True):
+    for prompt, answer in zip(PROMPTS * (len(answers) // len(PROMPTS)), answers, strict=True):
         wanted = checkpoints.greedy(source, prompt, TOKENS)
         assert answer.tokens[: len(wanted)] == wanted
 

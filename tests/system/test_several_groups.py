@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
 import disagg.router.session
 from disagg.core.errors import PeerLostError
@@ -80,6 +80,38 @@ def test_the_other_groups_go_on_when_one_dies(checkpoints: Checkpoints, name: st
         groups.settle(dead=[f"{name}-0"])
     finally:
         groups.stop()
+
+
+def test_an_abort_that_is_repeated_still_waits_for_the_release(checkpoints: Checkpoints) -> None:
+    """As when one of several answers fails: the others, some of them ending already, are cancelled once more."""
+    with local_groups(small_config(1, 1), checkpoints.source()) as groups:
+
+        async def work(router: Router) -> list[SessionReport]:
+            begun, answers = asyncio.Event(), [Answered() for _ in range(3)]
+            tasks = [
+                asyncio.create_task(
+                    ask(
+                        router,
+                        f"r{number}",
+                        [1, 2, 3],
+                        SamplingParams(max_tokens=200, ignore_eos=True),
+                        on_output=lambda _: begun.set(),
+                        answered=answered,
+                    )
+                )
+                for number, answered in enumerate(answers)
+            ]
+            await begun.wait()
+            for _ in range(3):
+                for task in tasks:
+                    task.cancel()
+                await asyncio.sleep(0)
+            await asyncio.wait(tasks)
+            assert all(task.cancelled() for task in tasks)
+            return [answered.report for answered in answers]
+
+        reports = groups.serve(work)
+    assert all(report.released for report in reports)
 
 
 def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
