@@ -41,6 +41,7 @@ tp = 1
 device = "cpu"
 pool_tokens = 528 # one page is never used; a request may need all others
 max_context_tokens = 512
+prefix_cache = false # all KV shall cross the link, each time
 [control]
 host = "auto"
 key_file = "{folder}/keys.json"
