@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 import torch
@@ -36,6 +36,7 @@ class DecodeLeader(Leader):
     """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
 
     _role = "decode"
+    _scheduler: DecodeScheduler
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class DecodeLeader(Leader):
         """Also: without its prefill group's leader, a request gets no first token."""
         super().on_peer_lost(peer)
         with self._changed:
-            for request in self._requests():
+            for request in list(self._scheduler.requests.values()):
                 if self._prefill_leaders.get(request.prefill_group) == peer and not request.tokens:
                     self._fail(request, PeerLostError(f"lost the leader of prefill group at {peer}"))
             self._changed.notify_all()
@@ -107,11 +108,6 @@ class DecodeLeader(Leader):
         with self._changed:
             return self._scheduler.statistics()
 
-    def check(self) -> None:
-        """Raises `InvariantError` when rows or pages are lost or owned twice."""
-        with self._changed:
-            self._scheduler.check()
-
     def _scheduled(self) -> Scheduled:
         found = self._scheduler.statistics()
         preemptions = found.recomputed_total + found.swapped_total
@@ -120,9 +116,6 @@ class DecodeLeader(Leader):
 
     def _journal(self) -> MarkJournal | None:
         return self._scheduler.journal
-
-    def _requests(self) -> Iterable[DecodeRequest]:
-        return list(self._scheduler.requests.values())
 
     def _next_step(self) -> StepPlan | None:
         self._step_began_s = self._clock()
@@ -234,22 +227,10 @@ class DecodeLeader(Leader):
         if finish is not None:
             self._close(request.key, finish)
 
-    def _release(self, router: str, message: m.Release) -> None:
-        request = self._scheduler.requests.get(message.key)
-        if request is not None:
-            request.release_asked = True
-            self._close(message.key, message.reason)
-        if self.broken or request is None:
-            self._send(router, m.Released(message.key))  # a broken group's memory goes with its processes
-
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)
         if request is not None and self._scheduler.close(request):
             self._to_ranks(m.CloseTransfer(key, request.ticket.number, reason))
-
-    def _tell_released(self, request: DecodeRequest) -> None:
-        if request.release_asked and request.key not in self._scheduler.requests:
-            self._send(request.router, m.Released(request.key))
 
     def _current(self, key: RequestKey, ticket: int) -> DecodeRequest | None:
         request = self._scheduler.requests.get(key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import structlog
 import torch
@@ -14,7 +14,7 @@ from disagg.kv.journal import MarkJournal
 from disagg.model.next_tokens import Chosen, next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
-from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request
+from disagg.node.leader import Leader, Scheduled, Send, check_request
 from disagg.node.plan import StepPlan
 from disagg.node.prefix_news import MUCH_NEWS
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
@@ -27,6 +27,7 @@ class PrefillLeader(Leader):
     """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
 
     _role = "prefill"
+    _scheduler: PrefillScheduler
 
     def __init__(
         self,
@@ -76,20 +77,12 @@ class PrefillLeader(Leader):
         with self._changed:
             return self._scheduler.statistics()
 
-    def check(self) -> None:
-        """Raises `InvariantError` when rows or pages are lost or owned twice."""
-        with self._changed:
-            self._scheduler.check()
-
     def _scheduled(self) -> Scheduled:
         found = self._scheduler.statistics()
         return Scheduled(found.waiting, found.computing + found.sending, found.closing, found.memory)
 
     def _journal(self) -> MarkJournal | None:
         return self._scheduler.journal
-
-    def _requests(self) -> Iterable[LedRequest]:
-        return list(self._scheduler.requests.values())
 
     def _next_step(self) -> StepPlan | None:
         return self._scheduler.next_step()
@@ -164,14 +157,6 @@ class PrefillLeader(Leader):
             )
             self._send(request.router, done)
 
-    def _release(self, router: str, message: m.Release) -> None:
-        request = self._scheduler.requests.get(message.key)
-        if request is not None:
-            request.release_asked = True
-            self._close(message.key, message.reason)
-        if self.broken or message.key not in self._scheduler.requests:
-            self._send(router, m.Released(message.key))  # a broken group's memory goes with its processes
-
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)
         if request is not None and self._scheduler.close(request):
@@ -182,10 +167,6 @@ class PrefillLeader(Leader):
         if request is not None:
             self._scheduler.rank_closed(request, message.rank)
             self._tell_released(request)
-
-    def _tell_released(self, request: PrefillRequest) -> None:
-        if request.release_asked and request.key not in self._scheduler.requests:
-            self._send(request.router, m.Released(request.key))
 
     def _current(self, key: RequestKey, ticket: int) -> PrefillRequest | None:
         request = self._scheduler.requests.get(key)

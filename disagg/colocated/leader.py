@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import structlog
 import torch
@@ -25,6 +25,7 @@ class ColocatedLeader(Leader):
     """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
 
     _role = "colocated"
+    _scheduler: ColocatedScheduler
 
     def __init__(
         self,
@@ -69,18 +70,10 @@ class ColocatedLeader(Leader):
         with self._changed:
             return self._scheduler.statistics()
 
-    def check(self) -> None:
-        """Raises `InvariantError` when rows or pages are lost or owned twice."""
-        with self._changed:
-            self._scheduler.check()
-
     def _scheduled(self) -> Scheduled:
         found = self._scheduler.statistics()
         running = found.reserved + found.prefilling + found.decoding
         return Scheduled(0, running, found.closing, found.memory)
-
-    def _requests(self) -> Iterable[ColocatedRequest]:
-        return list(self._scheduler.requests.values())
 
     def _next_step(self) -> StepPlan | None:
         return self._scheduler.next_step()
@@ -144,19 +137,7 @@ class ColocatedLeader(Leader):
             self._close(request.key, finish)
         return True
 
-    def _release(self, router: str, message: m.Release) -> None:
-        request = self._scheduler.requests.get(message.key)
-        if request is not None:
-            request.release_asked = True
-            self._close(message.key, message.reason)
-        if self.broken or message.key not in self._scheduler.requests:
-            self._send(router, m.Released(message.key))  # a broken group's memory goes with its processes
-
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)
         if request is not None:
             self._scheduler.close(request)
-
-    def _tell_released(self, request: ColocatedRequest) -> None:
-        if request.release_asked and request.key not in self._scheduler.requests:
-            self._send(request.router, m.Released(request.key))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 import structlog
@@ -79,10 +79,22 @@ class Scheduled(NamedTuple):
     preemptions: int = 0
 
 
+class LedScheduler(Protocol):
+    """What the base needs to know of a scheduler."""
+
+    @property
+    def requests(self) -> Mapping[RequestKey, LedRequest]:
+        """Those of which anything is left."""
+
+    def check(self) -> None:
+        """Raises `InvariantError` when its books are wrong."""
+
+
 class Leader(ABC):
     """Base of `PrefillLeader`, `DecodeLeader` and `ColocatedLeader`."""
 
     _role: ClassVar[Role]
+    _scheduler: LedScheduler
 
     def __init__(
         self, spec: ModelSpec, send: Send, to_self: Callable[[m.Message], None], clock: Clock
@@ -162,6 +174,11 @@ class Leader(ABC):
         with self._changed:
             return self._status()
 
+    def check(self) -> None:
+        """Raises `InvariantError` when rows or pages are lost or owned twice."""
+        with self._changed:
+            self._scheduler.check()
+
     # --- for the kinds of leader
 
     @abstractmethod
@@ -177,17 +194,10 @@ class Leader(ABC):
         """The scheduler's part of the group's status. Under the lock."""
 
     @abstractmethod
-    def check(self) -> None:
-        """Raises `InvariantError` when rows or pages are lost or owned twice."""
-
-    @abstractmethod
     def _on_message(self, peer: str, message: m.Message) -> None: ...
 
     @abstractmethod
     def _next_step(self) -> StepPlan | None: ...
-
-    @abstractmethod
-    def _requests(self) -> Iterable[LedRequest]: ...
 
     def _journal(self) -> MarkJournal | None:
         """What the prefix cache has to tell; None without one. Under the lock."""
@@ -243,6 +253,21 @@ class Leader(ABC):
             step_s_total=reports.step_s,
             broken=self.broken,
         )
+
+    def _requests(self) -> list[LedRequest]:
+        return list(self._scheduler.requests.values())
+
+    def _release(self, router: str, message: m.Release) -> None:
+        request = self._scheduler.requests.get(message.key)
+        if request is not None:
+            request.release_asked = True
+            self._close(message.key, message.reason)
+        if self.broken or message.key not in self._scheduler.requests:
+            self._send(router, m.Released(message.key))  # a broken group's memory goes with its processes
+
+    def _tell_released(self, request: LedRequest) -> None:
+        if request.release_asked and request.key not in self._scheduler.requests:
+            self._send(request.router, m.Released(request.key))
 
     def _to_ranks(self, message: m.Message) -> None:
         self._to_others(message)
