@@ -145,7 +145,7 @@ class PrefillLeader(Leader):
 
     def _sent(self, message: m.RankSent) -> None:
         request = self._current(message.key, message.ticket)
-        if request is None or request.closing or message.rank in request.sent_ranks:
+        if request is None or message.rank in request.sent_ranks:
             return
         request.nbytes += message.nbytes
         request.segments += message.segments

@@ -103,8 +103,9 @@ class Outgoing:
 
     @property
     def whole(self) -> bool:
-        """True when every position of the ticket has been cut and every segment has left."""
-        return self.left == 0 and self.planned_to >= self.ticket.tokens.stop
+        """True when every position of the ticket has been cut and every segment has left, none was dropped."""
+        cut = self.left == 0 and self.planned_to >= self.ticket.tokens.stop
+        return cut and self.sent == len(self.items)
 
     @property
     def all_computing(self) -> bool:

@@ -609,7 +609,9 @@ class SegmentSender:
     # --- ending
 
     def _maybe_finished(self, outgoing: Outgoing) -> None:
-        if outgoing.finished or outgoing.closing or not outgoing.whole:
+        if (
+            outgoing.finished or not outgoing.whole
+        ):  # also at its end: the answer may be quicker than the last send
             return
         outgoing.finished = True
         now_s = self._clock()

@@ -28,6 +28,8 @@ class SimulatedRequest:
     tokens: list[int] = field(default_factory=list)
     involved: set[str] = field(default_factory=set)
     unreleased: set[str] = field(default_factory=set)
+    transferred: bool = False
+    """The prefill group told what it sent."""
     ended: str = ""
     """`done`, `aborted`, or the code of the error."""
 
@@ -76,6 +78,12 @@ class SimulatedRouter:
         if isinstance(message, m.Released):
             assert request.ended, "released before it was asked for"
             request.unreleased.discard(peer)
+            came = request.ended == "done" and len(request.tokens) > 1  # the first one does not need the KV
+            assert request.transferred or peer != "prefill-0" or not came, (
+                "all came, and nobody tells how much"
+            )
+        elif isinstance(message, m.Transferred):
+            request.transferred = True
         elif not request.ended:
             self._answered(request, message)
 
