@@ -25,6 +25,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def whole_pages(pool_tokens: int, page_size: int) -> int:
+    """Pages of `page_size` tokens in a pool of `pool_tokens`. Raises ConfigError for less than two."""
+    if page_size < 1 or pool_tokens // page_size < 2:
+        raise ConfigError(
+            f"a pool of {pool_tokens} tokens has no room for 2 pages of {page_size} (one is the trash page); "
+            f"give it at least {2 * max(1, page_size)} tokens"
+        )
+    return pool_tokens // page_size
+
+
 class MHATokenToKVPool:
     """K and V of `slots` tokens: `buffer`, contiguous `[layers, 2 (k, v), slots, heads, head_dim]`.
 

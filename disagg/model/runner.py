@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from disagg.core.config import AttentionName
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.pool import MHATokenToKVPool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
 from disagg.model.batch import StepBatch, build_index, chunks_of, one_each, require_fits, upload
@@ -29,6 +30,7 @@ from disagg.model.graphs import (
 )
 from disagg.model.kernel_step import KernelStep, use_kernels
 from disagg.model.layers import attention_layers, recurrent_layers
+from disagg.model.page_copies import copy_in_order
 from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
 from disagg.model.probe import ShapeProbe, alone
 from disagg.model.recurrent import (
@@ -81,7 +83,7 @@ class ModelRunner:
         """
         self.device = torch.device(device)
         self.page_size = page_size
-        self.pages = _whole_pages(pool_tokens, page_size)
+        self.pages = whole_pages(pool_tokens, page_size)
         self.kv_dtype = kv_dtype or dtype
         self.spec = source.spec(kv_dtype or dtype)
         if max_tokens > self.spec.context_tokens:
@@ -149,7 +151,7 @@ class ModelRunner:
         """Another pool in the place of this one, whose memory is given back first; before any request has a row."""
         unused = self.req_to_token.statistics().used_rows == 0 and self._graphs is None
         assert unused, "a pool is replaced before anything uses it"
-        self.pages = _whole_pages(pool_tokens, self.page_size)
+        self.pages = whole_pages(pool_tokens, self.page_size)
         del self.pool, self.states
         self.pool, self.states = self._memory()
 
@@ -163,6 +165,13 @@ class ModelRunner:
             return pool, None
         mover = StateMover(self._sample, pool, self.spec, self.collective)
         return pool, RowStates(self._config, mover, self.req_to_token, self.spec.state_tokens)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies pages of the pool, each (source, destination), as if one after the other; before a step's `forward`.
+
+        Queued on the current stream; nothing waits for the device. Raises ValueError for what is no page of the pool.
+        """
+        copy_in_order(self.pool, self.page_size, copies)
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """Runs one step; float32 `[sequences, vocab]`, the logits after each sequence's last token.
@@ -288,12 +297,3 @@ class ModelRunner:
             return self._run(ids, positions, 1, probe, cache)
         except ValueError as exc:  # what models say of a cache that they do not take
             raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
-
-
-def _whole_pages(pool_tokens: int, page_size: int) -> int:
-    if page_size < 1 or pool_tokens // page_size < 2:
-        raise ConfigError(
-            f"a pool of {pool_tokens} tokens has no room for 2 pages of {page_size} (one is the trash page); "
-            f"give it at least {2 * max(1, page_size)} tokens"
-        )
-    return pool_tokens // page_size

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
+from attention_code import compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gather import _gather_kernel
 from kernels.launch import Tile
+from kernels.page_copy import _copy_kernel
 from kernels.scatter import _scatter_kernel
 
 _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
@@ -65,3 +68,35 @@ def test_access_width(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     assert accesses(kernel, word, row_words, token_words, vector_words) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "page_words", "vector_words", "expected"),
+    [
+        (torch.int64, 4096, 2, {"v2.b64"}),
+        (torch.int64, 264, 2, {"v2.b64"}),  # 16 tokens of a head of 132 bytes
+        (torch.int64, 33, 1, {"b64"}),
+        (torch.uint8, 15, 1, {"b8"}),
+    ],
+)
+def test_access_width_of_page_copies(
+    word: torch.dtype,
+    page_words: int,
+    vector_words: int,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    block_words, block_copies = Tile().shape(page_words)
+    arguments = {
+        "pool": word,
+        "sources": torch.int32,
+        "destinations": torch.int32,
+        "copies": 1,
+        "plane_words": 1,
+    }
+    constants = {"PAGE_WORDS": page_words, "VECTOR_WORDS": vector_words}
+    tile = {"BLOCK_COPIES": block_copies, "BLOCK_WORDS": block_words}
+    ptx = compiled(_copy_kernel, {**arguments, **constants, **tile}, num_warps=Tile().warps).asm["ptx"]
+    assert set(re.findall(_ACCESS, ptx)) - {"b32"} == expected

@@ -16,6 +16,7 @@ from disagg.core.types import KVLayout, Shard
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.batch import StepBatch
+from disagg.model.page_copies import copy_in_order
 from disagg.model.spec import ModelSpec, shard_of
 
 VOCAB = 64
@@ -73,6 +74,11 @@ class FakeRunner:
         self.req_to_token = ReqToTokenPool(rows, spec.context_tokens + spec.state_tokens)
         self.states = FakeStates(self) if spec.state_tokens else None
         self.between_layers: Callable[[], None] = lambda: None
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """On the compute stream, as `forward`: done when it is launched, and others act before the step goes on."""
+        copy_in_order(self.pool, self.page_size, copies)
+        self.between_layers()
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """float32 `[sequences, VOCAB]`."""

@@ -1,0 +1,47 @@
+"""Page copies that a step owes, in the order given and in as few launches as that allows: nearly always one.
+
+The copies of one call of `TokenToKVPoolAllocator` need no order: it takes destinations that were free, and a source
+keeps a reader, so within the call no page is both and none is a destination twice. Those of several calls may need
+one: between them a copy is forked and copied on, or a source is freed and handed out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from disagg.core.types import Span
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.model.batch import upload
+from kernels.page_copy import copy_pages
+
+
+def copy_in_order(pool: MHATokenToKVPool, page_size: int, copies: Sequence[tuple[int, int]]) -> None:
+    """Copies pages of `page_size` slots, each (source, destination), as if one after the other.
+
+    On a GPU: queued on the current stream, all page numbers in one pinned copy; the host never waits. Raises
+    ValueError, before anything is copied, for a number that is no page of the pool.
+    """
+    if not copies:
+        return
+    numbers = [*(source for source, _ in copies), *(destination for _, destination in copies)]
+    pages = pool.slots // page_size
+    if min(numbers) < 0 or max(numbers) >= pages:
+        wrong = next(number for number in numbers if not 0 <= number < pages)
+        raise ValueError(f"page {wrong} cannot be copied: the pool has pages 0..{pages - 1}")
+    sources, destinations = upload(numbers, pool.buffer.device).view(2, -1)
+    for span in independent(copies):
+        part = slice(span.start, span.stop)
+        copy_pages(pool.buffer, sources[part], destinations[part], page_size)
+
+
+def independent(copies: Sequence[tuple[int, int]]) -> Iterator[Span]:
+    """Cuts `copies` into the longest runs within which their order makes no difference."""
+    start, read, written = 0, set[int](), set[int]()
+    for index, (source, destination) in enumerate(copies):
+        if source in written or destination in written or destination in read:
+            yield Span(start, index)
+            start, read, written = index, set(), set()
+        read.add(source)
+        written.add(destination)
+    if start < len(copies):
+        yield Span(start, len(copies))
