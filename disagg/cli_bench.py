@@ -35,8 +35,11 @@ RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements
 @app.command()
 def kernels(
     what: Annotated[
-        Literal["copies", "attention"],
-        typer.Option("--what", help="attention: decode, prefill and writes of K and V (needs a GPU)."),
+        Literal["copies", "page_copy", "attention"],
+        typer.Option(
+            "--what",
+            help="page_copy: pages within a pool; attention: decode, prefill, writes of K and V (needs a GPU).",
+        ),
     ] = "copies",
     rows: Annotated[
         str, typer.Option("--rows", help="Bytes of a token's head slice, comma-separated.")
@@ -51,7 +54,7 @@ def kernels(
     out: OutFlag = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Gather and scatter as a share of a plain copy on the same device; or the attention kernels, see --what."""
+    """Gather and scatter as a share of a plain copy on the same device; or other kernels, see --what."""
     from disagg.bench.kernels import KernelBench, run
 
     where = _device(device)
@@ -63,7 +66,15 @@ def kernels(
         _show("attention", f"attention kernels on {_name(where)}", results, out, as_json)
         return
     nbytes = parse_bytes(size) if size else (1 << 30 if where.type == "cuda" else 16 << 20)
-    bench = KernelBench(where, _numbers("--rows", rows), nbytes, layers, page_size, repeats)
+    options = (where, _numbers("--rows", rows), nbytes, layers, page_size, repeats)
+    if what == "page_copy":
+        from disagg.bench import page_copy
+
+        with _progress() as tell:
+            results = page_copy.run(page_copy.PageCopyBench(*options), tell)
+        _show("page_copy", f"copies of pages, {nbytes >> 20} MiB, on {_name(where)}", results, out, as_json)
+        return
+    bench = KernelBench(*options)
     with _progress() as tell:
         results = run(bench, tell)
     _show("kernels", f"gather and scatter of {nbytes >> 20} MiB on {_name(where)}", results, out, as_json)

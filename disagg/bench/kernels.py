@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
-from disagg.bench.measure import copy_rate, random_bytes, seconds_of
+from disagg.bench.measure import copy_rate, host_us, random_bytes, seconds_of
 from disagg.bench.report import Measurement, Result
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import Span
@@ -18,7 +17,6 @@ from kernels.scatter import scatter
 
 HEAD_BYTES = 256
 """One head of 128 elements in a 16-bit type."""
-_LAUNCHES = 200
 
 
 @dataclass(frozen=True)
@@ -136,15 +134,5 @@ def _launch_times(bench: KernelBench) -> Iterator[Result]:
         ("gather", lambda: gather(pool, slots, layers, heads, staged)),
         ("scatter", lambda: scatter(staged, pool, slots, layers, heads)),
     ):
-        times = tuple(_host_us(work, bench.device) for _ in range(bench.repeats))
+        times = tuple(host_us(work, bench.device) for _ in range(bench.repeats))
         yield Result(f"{name}, host time of a call", Measurement(name, "us", times), None, {"kernel": name})
-
-
-def _host_us(work: Callable[[], None], device: torch.device) -> float:
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    started_s = time.perf_counter()
-    for _ in range(_LAUNCHES):
-        work()
-    return (time.perf_counter() - started_s) / _LAUNCHES * 1e6

@@ -12,6 +12,7 @@ from disagg.bench.report import Measurement
 
 _INNER = 6  # launches between two events: the queue is never empty, so the host's launch time does not count
 _WARM_UPS = 2
+_CALLS = 200
 
 cuda: Any = torch.cuda  # its events carry no types
 
@@ -21,6 +22,17 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     for _ in range(_WARM_UPS):
         work()
     return tuple(_on_gpu(work) if device.type == "cuda" else _on_cpu(work) for _ in range(repeats))
+
+
+def host_us(work: Callable[[], object], device: torch.device) -> float:
+    """Microseconds that the host takes for a call of `work`, mean of many; on a CPU, work included."""
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started_s = time.perf_counter()
+    for _ in range(_CALLS):
+        work()
+    return (time.perf_counter() - started_s) / _CALLS * 1e6
 
 
 def copy_rate(source: torch.device, destination: torch.device, nbytes: int, repeats: int) -> Measurement:

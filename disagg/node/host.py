@@ -19,7 +19,7 @@ from disagg.model.spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.sizing import describe, describe_pool, fill_memory
-from disagg.node.warm import warm_model
+from disagg.node.warm import warm_model, warm_page_copies
 from transport.base import Transport
 from transport.control_zmq import make_control
 from transport.hosts import own_host
@@ -81,6 +81,8 @@ class RankHost:
             if group.pool_tokens == 0:
                 memory = describe(fill_memory(runner, self._config, group, self.node_class.role))
             warm_model(runner, group.chunk_tokens, min(group.max_batch, group.max_requests))
+            if self.node_class.role == "decode":
+                warm_page_copies(runner)
             if group.graphs and self.node_class.role == "prefill":
                 runner.record_chunks(group.chunk_tokens)
             elif group.graphs:

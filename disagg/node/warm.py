@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from disagg.core.types import Shard, Span
+from disagg.kv.pages import TRASH_PAGE
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
 from kernels.gather import gather
@@ -35,6 +36,17 @@ def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
     for count in {2, batch}:
         runner.forward(StepBatch((SequenceSlice(row, 0, (0,)),) * count))
     runner.req_to_token.free(row)
+    torch.cuda.synchronize(runner.device)
+
+
+def warm_page_copies(runner: ModelRunner) -> None:
+    """Compiles the kernel that copies pages, on the trash page.
+
+    `Launcher` tells apart whether each of the two lists of pages begins at a 16-byte boundary. Of n copies that
+    depend on each other the i-th launch reads places i and n + i of one upload: 2 and 3 make all four cases.
+    """
+    for count in (2, 3):
+        runner.copy_pages([(TRASH_PAGE, TRASH_PAGE)] * count)
     torch.cuda.synchronize(runner.device)
 
 

@@ -131,6 +131,50 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     assert torch.equal(pages[:, numbers[0]], wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_runs_on_the_current_stream_and_never_waits() -> None:
+    case = Case(torch.bfloat16, 128, 4, 16, copies=4)
+    memory, pool = case.pool("cuda:0")
+    content, expected = memory.clone(), case.expected(memory, pool)
+    lists = [torch.tensor(pages, device="cuda:0") for pages in case.numbers()]
+    copy_pages(pool, *lists, case.page_size)  # compiles, so that only a launch follows
+    memory.zero_()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream("cuda:0")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(
+                2_000_000_000
+            )  # about a second: what runs elsewhere runs before the pool is filled
+            memory.copy_(content)
+            copy_pages(pool, *lists, case.page_size)
+            done = stream.record_event()
+            assert not done.query(), "the launch waited for the stream"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream.synchronize()
+    assert (memory.cpu().numpy() == expected).all()
+
+
+@pytest.mark.gpu
+def test_a_recorded_copy_reads_its_lists_at_each_replay() -> None:
+    case = Case(torch.uint8, 132, 4, 16, copies=4)
+    memory, pool = case.pool("cuda:0")
+    expected = case.expected(memory, pool)
+    sources, destinations = (torch.tensor(pages, device="cuda:0") for pages in case.numbers())
+    lists = torch.zeros_like(sources), torch.zeros_like(destinations)
+    copy_pages(pool, *lists, case.page_size)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy_pages(pool, *lists, case.page_size)
+    lists[0].copy_(sources)
+    lists[1].copy_(destinations)
+    graph.replay()
+    assert (memory.cpu().numpy() == expected).all()
+
+
 GOOD = {
     "buffer": torch.zeros(2, 2, 12, 3, 4),
     "sources": torch.tensor([1, 1]),

@@ -9,17 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_model import FakeRunner, fake_spec, next_token
 from hypothesis import given
 from hypothesis import strategies as st
 from model_helpers import make_runner
 
 from disagg.core.types import Span
 from disagg.kv.page_values import PageCopy
-from disagg.kv.pages import TokenToKVPoolAllocator
+from disagg.kv.pages import TokenToKVPoolAllocator, slots_of
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.sequence import KVSequence
 from disagg.model import page_copies
+from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.page_copies import copy_in_order, independent
+from disagg.node.warm import warm_page_copies
 
 PAGES = 12
 pages = st.integers(0, PAGES - 1)
@@ -165,3 +168,50 @@ def test_the_runner_copies_pages_of_its_pool(checkpoint: Callable[[str], Path]) 
         origin = page if source is None else source
         here, there = (slice(number * size, (number + 1) * size) for number in (page, origin))
         assert torch.equal(buffer[:, :, here], before[:, :, there])
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_fork_goes_on_in_its_copy_and_the_other_is_unharmed(copied: bool) -> None:
+    """The fake model reads all of a context at each step, and fails where a byte is not its own."""
+    runner = FakeRunner(fake_spec(2, 2), 0, 1, page_size=4, pool_tokens=32, rows=3)
+    allocator, prompt = TokenToKVPoolAllocator(9, 4), (5, 6, 7, 8, 9, 10)
+    first = KVSequence(allocator)
+    first.append(len(prompt))
+    rows = [runner.req_to_token.alloc() for _ in range(2)]
+    told(runner, rows[0], first)
+    runner.forward(StepBatch((SequenceSlice(rows[0], 0, prompt),)))
+    second = first.fork()
+    copies = allocator.append_one_to_each([first, second])
+    assert copies is not None
+    if copied:
+        runner.copy_pages(copies)
+    for row, one in zip(rows, (first, second), strict=True):
+        told(runner, row, one)
+    step = StepBatch(
+        tuple(SequenceSlice(row, 6, (token,)) for row, token in zip(rows, (20, 30), strict=True))
+    )
+    if copied:
+        assert runner.forward(step).argmax(-1).tolist() == [
+            next_token((*prompt, token)) for token in (20, 30)
+        ]
+    else:
+        with pytest.raises(AssertionError, match="KV is wrong"):
+            runner.forward(step)
+
+
+def told(runner: FakeRunner, row: int, one: KVSequence) -> None:
+    """The row learns of the sequence's pages."""
+    runner.req_to_token.set_slots(row, 0, slots_of(one.pages, 4, Span(0, one.tokens)))
+
+
+def test_warming_meets_each_alignment_of_the_two_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[int, ...]] = set()
+
+    def noted(buffer: torch.Tensor, *lists: object) -> None:
+        # Places of int64: an even one begins at a 16-byte boundary of what was uploaded.
+        seen.add(tuple(one.storage_offset() % 2 for one in lists if isinstance(one, torch.Tensor)))
+
+    monkeypatch.setattr(page_copies, "copy_pages", noted)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    warm_page_copies(FakeRunner(fake_spec(1, 1), 0, 1, page_size=4, pool_tokens=8, rows=1))  # type: ignore[arg-type]
+    assert seen == {(0, 0), (0, 1), (1, 0), (1, 1)}
