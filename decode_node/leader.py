@@ -8,20 +8,24 @@ import structlog
 import torch
 
 from decode_node.request import DecodeRequest
-from decode_node.scheduler import DecodeScheduler, DecodeStatistics
+from decode_node.request import Sequence as DecodeSequence
+from decode_node.scheduler import DecodeScheduler, DecodeStatistics, Stepped
 from disagg.core.errors import (
     BusyError,
     DisaggError,
     PeerLostError,
+    ProtocolError,
     RequestError,
     TransportError,
     error_from_code,
 )
 from disagg.core.ports import Clock
 from disagg.core.prefixes import PrefixKey
+from disagg.core.sampling import MAX_SEQUENCES, ending_tokens
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.kv.journal import MarkJournal
-from disagg.model.next_tokens import next_tokens
+from disagg.model.beam_search import BeamSearch, Candidate
+from disagg.model.next_tokens import BeamStep, Chosen, likeliest, next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
 from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request, finish_reason
@@ -60,6 +64,11 @@ class DecodeLeader(Leader):
         with self._changed:
             self._scheduler.join(min(rank.swap_blocks for rank in group.ranks))
 
+    @property
+    def max_sequences(self) -> int:
+        """See `DecodeScheduler`."""
+        return min(self._scheduler.max_sequences, MAX_SEQUENCES)
+
     def link(self, other: GroupInfo) -> None:
         """Requests may come from this prefill group."""
         with self._changed:
@@ -70,38 +79,92 @@ class DecodeLeader(Leader):
         super().on_peer_lost(peer)
         with self._changed:
             for request in list(self._scheduler.requests.values()):
-                if self._prefill_leaders.get(request.prefill_group) == peer and not request.tokens:
+                if self._prefill_leaders.get(request.prefill_group) == peer and not request.begun:
                     self._fail(request, PeerLostError(f"lost the leader of prefill group at {peer}"))
             self._changed.notify_all()
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """A step ended: samples the next token of every request that is computed to its end, and streams it.
+        """A step ended: chooses what comes next of every sequence that is computed to its end, and streams it.
 
         `logits`: float32 `[len(plan.work), vocab]`.
         """
         with self._changed:
-            requests = [self._scheduler.requests[work.key] for work in plan.work]
-            ended = [i for i, r in enumerate(requests) if plan.work[i].span.stop == r.known_tokens]
-        rows = [Row(requests[i].sampling, requests[i].tokens, requests[i].history) for i in ended]
-        whole = len(ended) == len(requests)
-        found = next_tokens(logits if whole else logits[ended], rows, self._eos_ids) if ended else []
-        generated = 0
+            stepped = self._scheduler.stepped(plan)
+            ended = [i for i, (_, one) in enumerate(stepped) if plan.work[i].span.stop == one.known_tokens]
+        single = [i for i in ended if stepped[i].request.search is None]
+        found = self._next_tokens(logits, [stepped[i].sequence for i in single], single)
+        beams = self._next_beams(
+            logits, {i: stepped[i] for i in ended if stepped[i].request.search is not None}
+        )
         with self._changed:
-            for request, chosen in zip((requests[i] for i in ended), found, strict=True):
-                if request.closing:
-                    continue
-                if isinstance(chosen, RequestError):
-                    self._fail(request, chosen)
-                else:
-                    request.tokens.append(chosen.token)
-                    generated += 1
-                    self._emit(request, len(request.tokens) - 1, [chosen.token], chosen.logprobs)
+            generated = 0
+            for i, chosen in zip(single, found, strict=True):
+                generated += self._go_on(*stepped[i], chosen)
+            branches = {request: self._advance(request, best) for request, best in beams.items()}
             self._observe_step(plan)
             for request in self._scheduler.commit(plan):
+                if going := branches.get(request):
+                    generated += len(going)
+                    self._scheduler.branch(request, going)
                 self._tell_released(request)
             self._reports.step_ended(generated)
             self._tell_prefixes(MUCH_NEWS)
             self._changed.notify_all()
+
+    def _next_tokens(
+        self, logits: torch.Tensor, sequences: Sequence[DecodeSequence], index: list[int]
+    ) -> list[Chosen | RequestError]:
+        """One for each of `sequences`, whose logits are the rows `index`."""
+        rows = [Row(one.sampling, one.tokens, one.history) for one in sequences]
+        whole = len(index) == len(logits)
+        return next_tokens(logits if whole else logits[index], rows, self._eos_ids) if rows else []
+
+    def _next_beams(
+        self, logits: torch.Tensor, stepped: dict[int, Stepped]
+    ) -> dict[DecodeRequest, list[Candidate] | RequestError]:
+        """The likeliest continuations of each request; `stepped` has the row of each of its beams."""
+        rows: dict[DecodeRequest, list[int]] = {}
+        for index, (request, _) in stepped.items():
+            rows.setdefault(request, []).append(index)
+        steps = [
+            BeamStep(request.sampling, request.sequences[0].tokens, [one.score for one in request.sequences])
+            for request in rows
+        ]
+        if not steps:
+            return {}
+        found = likeliest(logits[[i for each in rows.values() for i in each]], steps, self._eos_ids)
+        return dict(zip(rows, found, strict=True))
+
+    def _go_on(self, request: DecodeRequest, sequence: DecodeSequence, chosen: Chosen | RequestError) -> bool:
+        """A sequence's next token. True when it has one more."""
+        if request.closing or sequence.ended:
+            return False
+        if isinstance(chosen, RequestError):
+            self._fail(request, chosen)
+            return False
+        sequence.tokens.append(chosen.token)
+        told = [] if chosen.logprobs is None else [chosen.logprobs]
+        self._emit(request, sequence, len(sequence.tokens) - 1, [chosen.token], told)
+        return True
+
+    def _advance(self, request: DecodeRequest, best: list[Candidate] | RequestError) -> list[Candidate]:
+        """A beam search's next step: the beams that go on; none when it is over."""
+        assert request.search is not None, "a beam search"
+        if request.closing:
+            return []
+        if isinstance(best, RequestError):
+            self._fail(request, best)
+            return []
+        going = request.search.advance(best)
+        if request.search.over:
+            self._tell_answers(request, request.search)
+        return going
+
+    def _tell_answers(self, request: DecodeRequest, search: BeamSearch) -> None:
+        for number, (_, tokens) in enumerate(search.answers()):
+            finish = finish_reason(tokens, request.sampling, self._eos_ids)
+            self._send(request.router, m.Tokens(request.key, 0, list(tokens), finish, answer=number))
+        self._close(request.key, "the search is over")
 
     def statistics(self) -> DecodeStatistics:
         """Counts at this moment."""
@@ -132,10 +195,12 @@ class DecodeLeader(Leader):
                     request, message.rank
                 ):
                     self._send(request.router, m.Reserved(request.key, request.ticket))
-            case m.FirstToken():
-                if (request := self._current(message.key, message.ticket)) and not request.tokens:
-                    request.tokens.append(message.token)
+            case m.FirstTokens():
+                if (request := self._current(message.key, message.ticket)) and not request.begun:
+                    self._begin(request, message)
                     self._maybe_start(request)
+            case m.EndAnswer():
+                self._end_answer(message)
             case m.Landed():
                 if request := self._current(message.key, message.ticket):
                     request.landed_ranks.add(message.rank)
@@ -184,8 +249,12 @@ class DecodeLeader(Leader):
         except DisaggError as error:
             self._refuse(router, message.key, error)
             return
-        request.history = history_of(message.prompt, message.sampling)
-        self._to_ranks(m.OpenReceive(request.ticket, request.holding.pages, message.prefill_group))
+        if message.sampling.beams:
+            request.search = BeamSearch(message.sampling, ending_tokens(message.sampling, self._eos_ids))
+        for sequence in request.sequences:
+            sequence.history = history_of(message.prompt, message.sampling)
+        pages = request.sequences[0].holding.pages
+        self._to_ranks(m.OpenReceive(request.ticket, pages, message.prefill_group))
 
     def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
         return self._prefix(message.prompt, message.cache_salt) if self._scheduler.caches_prefixes else None
@@ -201,7 +270,7 @@ class DecodeLeader(Leader):
         if message.error:
             self._fail(request, TransportError(f"{request.key} could not be preempted: {message.error}"))
         else:
-            pressure.rates = pressure.rates.copied(len(request.holding.pages), message.seconds)
+            pressure.rates = pressure.rates.copied(len(request.pages()), message.seconds)
         self._scheduler.swapped(request, message.rank)
         self._tell_released(request)
 
@@ -211,21 +280,52 @@ class DecodeLeader(Leader):
             pressure = self._scheduler.pressure
             pressure.rates = pressure.rates.computed(tokens, self._clock() - self._step_began_s)
 
+    def _begin(self, request: DecodeRequest, first: m.FirstTokens) -> None:
+        """What the prefill group chose, of each answer; or the likeliest tokens, of a beam search."""
+        if request.search is not None:
+            best = zip(first.scores, first.tokens, strict=False)
+            going = request.search.advance([Candidate(score, 0, token) for score, token in best])
+            if len(going) == len(request.sequences):
+                self._scheduler.branch(request, going)
+            elif not request.search.over:
+                self._fail(request, ProtocolError(f"{len(first.tokens)} first tokens came for {request.key}"))
+        else:
+            for sequence, token in zip(request.sequences, first.tokens, strict=False):
+                sequence.tokens.append(token)
+        request.begun = True
+
     def _maybe_start(self, request: DecodeRequest) -> None:
-        """All KV and the first token are here: the next step takes the request, unless it has ended already."""
-        if len(request.landed_ranks) == self._ranks and request.tokens and not request.closing:
-            finish = finish_reason(request.tokens, request.sampling, self._eos_ids)
-            if finish is not None:
-                self._emit(request, 1, [])
+        """All KV and the first tokens are here: the next step takes the request, unless it has ended already."""
+        if len(request.landed_ranks) < self._ranks or not request.begun or request.closing:
+            return
+        if request.search is not None:
+            if request.search.over:
+                self._tell_answers(request, request.search)
+            return
+        for sequence in request.sequences:
+            if finish_reason(sequence.tokens, request.sampling, self._eos_ids) is not None:
+                self._emit(request, sequence, 1, [], [])
 
     def _emit(
-        self, request: DecodeRequest, index: int, tokens: list[int], logprobs: TokenLogprobs | None = None
+        self,
+        request: DecodeRequest,
+        sequence: DecodeSequence,
+        index: int,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs],
     ) -> None:
-        finish = finish_reason(request.tokens, request.sampling, self._eos_ids)
-        told = [] if logprobs is None else [logprobs]
-        self._send(request.router, m.Tokens(request.key, index, tokens, finish, told))
-        if finish is not None:
+        finish = finish_reason(sequence.tokens, request.sampling, self._eos_ids)
+        self._send(request.router, m.Tokens(request.key, index, tokens, finish, logprobs, sequence.number))
+        if finish is not None and self._scheduler.end(request, sequence):
             self._close(request.key, finish)
+
+    def _end_answer(self, message: m.EndAnswer) -> None:
+        request = self._scheduler.requests.get(message.key)
+        if request is None or request.search is not None:
+            return
+        for sequence in request.sequences:
+            if sequence.number == message.answer and self._scheduler.end(request, sequence):
+                self._close(message.key, "no more of it is wanted")
 
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)

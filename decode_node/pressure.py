@@ -14,7 +14,7 @@ enough, and with nobody else there at the latest: while one waits no ticket is g
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from decode_node.costs import Kind, Rates, cheaper
@@ -23,8 +23,8 @@ from disagg.core.config import Preemption
 from disagg.core.errors import InvariantError
 from disagg.core.types import RequestKey
 from disagg.kv.host_blocks import HostBlocks
-from disagg.kv.pages import pages_for
-from disagg.node.ledger import Ledger
+from disagg.kv.page_values import PageCopy
+from disagg.node.ledger import Holding, Ledger
 from disagg.node.plan import Swap
 
 
@@ -57,6 +57,7 @@ class Pressure:
         self._preemption, self._has_kv = preemption, has_kv
         self._watermark_pages = math.ceil(watermark * ledger.pages)
         self._orders: list[Swap] = []
+        self._copies: list[PageCopy] = []
         self.host = HostBlocks(0, block_pages)
         """None of them until the group is complete and has said how much each rank has."""
         self.rates = rates
@@ -73,36 +74,41 @@ class Pressure:
         """Gives pages to those who were preempted, the oldest first, while they last."""
         out = [r for r in self._requests.values() if r.place is Place.OUT and not r.closing]
         for request in sorted(out, key=_age):
-            tokens = request.swapped_tokens if request.blocks else request.known_tokens
-            left_pages = self._ledger.free_pages - pages_for(tokens, self._ledger.page_size)
-            if left_pages < self._spare_pages() or not self._ledger.refill(request.holding, tokens):
+            assert request.layout is not None, "one that has left has noted what it had"
+            left_pages = self._ledger.free_pages - request.layout.pages
+            if left_pages < self._spare_pages():
                 break  # a smaller one behind does not overtake
-            request.told_pages = 0
+            pages = self._ledger.refill(request.holdings, request.layout)
+            if pages is None:
+                break
+            for sequence in request.sequences:
+                sequence.told_pages = []
             if request.blocks:
-                self._order(request, Place.RETURNING)
+                self._order(request, Place.RETURNING, pages)
             else:
-                request.place = Place.RESIDENT
+                self._begin_again(request)
 
     def make_room(self, chosen: Sequence[DecodeRequest]) -> list[DecodeRequest]:
         """Those of `chosen` that the step takes, each with a place for its next token; others wait, or are preempted.
 
         The oldest gets pages first. One that waits keeps what it has: it goes on when an older one has ended.
         """
-        if self._ledger.grow([r.holding for r in chosen if self._grows(r)]):
+        if self._grow(chosen):
             return list(chosen)
         taken: set[DecodeRequest] = set()
-        coming = sum(len(r.holding.pages) for r in self._requests.values() if r.place is Place.LEAVING)
+        coming = sum(len(r.pages()) for r in self._requests.values() if r.place is Place.LEAVING)
         for request in sorted(chosen, key=_age):
             if request.place is not Place.RESIDENT:
                 continue  # an older one has taken its pages
-            fits = self._fits(request)
-            while not fits and coming == 0 and (victim := self._youngest_behind(request)) is not None:
+            need = len(self._growing(request))
+            fits = self._grow([request])
+            while not fits and coming < need and (victim := self._youngest_behind(request)) is not None:
                 coming += self._preempt(victim)
-                fits = self._fits(request)
+                fits = self._grow([request])
             if fits:
                 taken.add(request)
-            elif coming:
-                coming -= 1  # it waits for one of those pages
+            else:
+                coming = max(0, coming - need)  # it waits for those pages
         return [request for request in chosen if request in taken]
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
@@ -112,7 +118,7 @@ class Pressure:
             return
         request.swapped_ranks.clear()
         if request.place is Place.LEAVING:
-            self._ledger.vacate(request.holding)
+            self._vacate(request)
             request.place = Place.OUT
         else:
             self.drop(request)
@@ -124,9 +130,14 @@ class Pressure:
         request.blocks = []
 
     def take_orders(self) -> list[Swap]:
-        """Copies that the next plan must order."""
+        """Copies to and from host memory that the next plan must order."""
         orders, self._orders = self._orders, []
         return orders
+
+    def take_copies(self) -> list[PageCopy]:
+        """Copies of pages that the next plan must have made before it computes; of what `make_room` has taken."""
+        copies, self._copies = self._copies, []
+        return copies
 
     def check(self) -> None:
         """Raises `InvariantError` unless blocks and pages are where each request's place says."""
@@ -136,33 +147,41 @@ class Pressure:
             if request.place is Place.RESIDENT:
                 sound = not request.blocks
             elif request.place is Place.OUT:
-                sound = not request.holding.pages
+                sound = not request.pages()
             else:
-                sound = bool(request.blocks) and bool(request.holding.pages)
+                sound = bool(request.blocks) and bool(request.pages())
             if not sound:
                 raise InvariantError(
-                    f"{request.key} is {request.place.value}: {request.holding}, {request.blocks}"
+                    f"{request.key} is {request.place.value}: {request.holdings}, {request.blocks}"
                 )
 
     # --- its parts
 
     def _spare_pages(self) -> int:
-        """The watermark, and a page for each of those who are here: who is admitted should not make others leave.
+        """The watermark, and a page for each sequence that is here: who is admitted should not make others leave.
 
         Where nobody is, whatever fits is enough. Idea of the watermark: vLLM's block manager (Kwon et al., 2023).
         """
         here = sum(
-            request.place in (Place.RESIDENT, Place.RETURNING)
+            len(request.sequences)
             for request in self._requests.values()
-            if not request.closing
+            if not request.closing and request.place in (Place.RESIDENT, Place.RETURNING)
         )
         return max(here, self._watermark_pages) if here else 0
 
-    def _grows(self, request: DecodeRequest) -> bool:
-        return self._has_kv and request.holding.tokens <= request.computed_tokens
+    def _growing(self, request: DecodeRequest) -> list[Holding]:
+        """What needs one more token for the step."""
+        if not self._has_kv or request.left_tokens:  # what is computed again has its places
+            return []
+        return [one.holding for one in request.sequences if one.holding.tokens <= one.computed_tokens]
 
-    def _fits(self, request: DecodeRequest) -> bool:
-        return not self._grows(request) or self._ledger.grow([request.holding])
+    def _grow(self, requests: Iterable[DecodeRequest]) -> bool:
+        """A place for the next token of each sequence of all of `requests`, or, changing nothing, False."""
+        copies = self._ledger.grow([holding for request in requests for holding in self._growing(request)])
+        if copies is None:
+            return False
+        self._copies += copies
+        return True
 
     def _youngest_behind(self, request: DecodeRequest) -> DecodeRequest | None:
         victims = [r for r in self._requests.values() if r.age > request.age and self.runs(r)]
@@ -171,36 +190,58 @@ class Pressure:
     def runs(self, request: DecodeRequest) -> bool:
         """All its KV and its first token are here, and none of its pages is on the way."""
         landed = len(request.landed_ranks) == self._ranks
-        return landed and bool(request.tokens) and not request.closing and request.place is Place.RESIDENT
+        return landed and request.begun and not request.closing and request.place is Place.RESIDENT
 
     def _preempt(self, victim: DecodeRequest) -> int:
         """Takes all its pages. Returns how many are free only when they have been copied."""
         assert not victim.in_step, "steps are planned one after the other"
-        pages = len(victim.holding.pages)
-        blocks = self.host.alloc(pages) if self._kind(victim) == "swap" else None
+        pages, kind = victim.pages(), self._kind(victim)
+        blocks = self.host.alloc(len(pages)) if kind == "swap" else None
+        sequences = victim.sequences
         if blocks is None:  # nor does it wait for host memory: that of one who waits himself
-            self._ledger.vacate(victim.holding)
-            victim.computed_tokens, victim.holds_state = 0, False
-            victim.place = Place.OUT
+            tokens = [sequence.known_tokens - 1 for sequence in sequences]
+            victim.layout = self._ledger.layout(victim.holdings, tokens)
+            self._vacate(victim)
+            victim.holds_state, victim.place = False, Place.OUT
             self.counts.recomputed += 1
             return 0
-        victim.blocks, victim.swapped_tokens = blocks, victim.holding.tokens
-        self._order(victim, Place.LEAVING)
+        victim.layout = self._ledger.layout(victim.holdings, [one.holding.tokens for one in sequences])
+        victim.blocks = blocks
+        self._order(victim, Place.LEAVING, pages)
         self.counts.swapped += 1
-        self.counts.swapped_pages += pages
-        return pages
+        self.counts.swapped_pages += len(pages)
+        return len(pages)
+
+    def _vacate(self, request: DecodeRequest) -> None:
+        for holding in request.holdings:
+            self._ledger.vacate(holding)
+
+    def _begin_again(self, request: DecodeRequest) -> None:
+        """It has its pages back, and they hold nothing. What sequences share the first of them computes for all."""
+        assert request.layout is not None, "one that has left has noted what it had"
+        known_pages = 0
+        for sequence, (tokens, numbers) in zip(request.sequences, request.layout.sequences, strict=True):
+            shared = sum(number < known_pages for number in numbers)
+            known_pages += len(numbers) - shared
+            sequence.computed_tokens = min(tokens, shared * self._ledger.page_size)
+        request.place = Place.RESIDENT
 
     def _kind(self, victim: DecodeRequest) -> Kind:
-        if victim.left_tokens > 1:
+        if victim.left_tokens:
             return "recompute"  # it is being computed again: most of its pages hold nothing yet
         if self._preemption == "auto":
-            return cheaper(len(victim.holding.pages), victim.known_tokens, self.rates)
+            return cheaper(len(victim.pages()), _tokens(victim), self.rates)
         return self._preemption
 
-    def _order(self, request: DecodeRequest, place: Place) -> None:
+    def _order(self, request: DecodeRequest, place: Place, pages: list[int]) -> None:
         request.place = place
-        out, pages = place is Place.LEAVING, list(request.holding.pages)
+        out = place is Place.LEAVING
         self._orders.append(Swap(request.key, request.ticket.number, out, pages, list(request.blocks)))
+
+
+def _tokens(request: DecodeRequest) -> int:
+    """To be computed again, were it preempted so; too many where sequences share more than the prompt."""
+    return request.prompt_tokens + sum(len(sequence.tokens) for sequence in request.sequences)
 
 
 def _age(request: DecodeRequest) -> int:

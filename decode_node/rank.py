@@ -108,6 +108,8 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             marker = mark(self.runner.device)
             for swap in plan.swaps:
                 self._swapper.order(swap, marker)
+        if plan.copies:
+            self.runner.copy_pages(plan.copies)
         if plan.work:
             with self.timeline.span("decode", self.lane):
                 logits = self._forward(plan)

@@ -1,4 +1,4 @@
-"""One request on the decode side: the books that scheduler, pressure and leader share."""
+"""One request on the decode side, and its sequences: the books that scheduler, pressure and leader share."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Ticket
+from disagg.model.beam_search import BeamSearch
 from disagg.model.penalties import TokenHistory
-from disagg.node.ledger import Holding
+from disagg.node.ledger import Holding, Layout
 
 
 class Place(enum.Enum):
@@ -26,8 +27,58 @@ class Place(enum.Enum):
 
 
 @dataclass(slots=True, eq=False)
+class Sequence:
+    """One answer that is being made, or one beam. The prompt's KV it shares with the request's other sequences."""
+
+    number: int
+    """Which of the request's answers it is; means nothing of a beam."""
+    sampling: SamplingParams
+    holding: Holding
+    prompt: array[int] = field(repr=False)
+    """The request's."""
+    computed_tokens: int
+    """Positions whose KV is in its pages, or in the request's blocks."""
+    tokens: list[int] = field(default_factory=list)
+    """The answer so far; the first one comes from the prefill group."""
+    score: float = 0.0
+    """Of a beam: the sum of its tokens' log-probabilities."""
+    history: TokenHistory | None = None
+    """For penalties; the compute thread's. None when the request has none."""
+    told_pages: list[int] = field(default_factory=list, repr=False)
+    """Its pages as the ranks have them in their request-to-token tables."""
+    ended: bool = False
+    """It is not computed any more; what it holds is given back when nobody uses it."""
+
+    @property
+    def known_tokens(self) -> int:
+        """Tokens of prompt and answer."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
+    def left_tokens(self) -> int:
+        """Tokens to be computed before the next one can be chosen: 1, and more of one that is computed again."""
+        return len(self.prompt) + len(self.tokens) - self.computed_tokens
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The `count` tokens behind those that are computed."""
+        inside = len(self.prompt)
+        start, end = self.computed_tokens, self.computed_tokens + count
+        if start >= inside:
+            return self.tokens[start - inside : end - inside]
+        return [*self.prompt[start:end], *self.tokens[: max(0, end - inside)]]
+
+    def untold_pages(self) -> int:
+        """The first of its pages that the ranks do not know, or know otherwise.
+
+        At most the last one that they know is another now: it was shared, and not full (copy on write).
+        """
+        told = self.told_pages
+        return len(told) - (bool(told) and told[-1] != self.holding.pages[len(told) - 1])
+
+
+@dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """Preempted as one: what holds several sequences would hold several `Holding`s, given up and taken together."""
+    """One request. Its sequences are preempted as one: all their pages are given up and taken together."""
 
     key: RequestKey
     ticket: Ticket
@@ -40,26 +91,23 @@ class DecodeRequest:
     prefill_group: str
     deadline_s: float
     """On the leader's clock."""
-    holding: Holding
-    computed_tokens: int
-    """Positions whose KV is in the request's pages or blocks."""
+    sequences: list[Sequence]
+    """Those that hold something. The first one has the ticket's row."""
     holds_state: bool
     """Behind the prompt's pages lies a recurrent state, until the first step has read it."""
     prefix: PrefixKey | None = None
     """The prompt as the prefix cache knows it; None: nobody may have what becomes of it."""
-    tokens: list[int] = field(default_factory=list)
-    """The answer so far; the first one comes from the prefill group."""
-    history: TokenHistory | None = None
-    """For penalties; the compute thread's. None when the request has none."""
+    search: BeamSearch | None = None
+    """None unless the request is a beam search."""
+    begun: bool = False
+    """The first tokens have come from the prefill group."""
     place: Place = Place.RESIDENT
     blocks: list[int] = field(default_factory=list)
     """Of host memory. Its own from when it is swapped out until it is back, or over."""
-    swapped_tokens: int = 0
-    """Tokens whose pages were copied to the blocks."""
+    layout: Layout | None = None
+    """Of one that is not resident: how the pages that it gave up hang together."""
     swapped_ranks: set[int] = field(default_factory=set)
     """Those that have done with the copy under way."""
-    told_pages: int = 0
-    """How many of its pages the ranks have in their request-to-token tables."""
     in_step: bool = False
     """A step that computes it is running: nothing of it may be freed."""
     closing: bool = False
@@ -75,24 +123,20 @@ class DecodeRequest:
         return len(self.prompt)
 
     @property
-    def known_tokens(self) -> int:
-        """Tokens of prompt and answer."""
-        return len(self.prompt) + len(self.tokens)
+    def left_tokens(self) -> int:
+        """Tokens to be computed before all of its sequences can go on by one token: more than one of each at most."""
+        return sum(sequence.left_tokens - 1 for sequence in self.sequences)
 
     @property
-    def left_tokens(self) -> int:
-        """Tokens to be computed before the next one can be chosen: 1, and more of one that is computed again."""
-        return len(self.prompt) + len(self.tokens) - self.computed_tokens
+    def holdings(self) -> list[Holding]:
+        """Of its sequences."""
+        return [sequence.holding for sequence in self.sequences]
 
     @property
     def copying(self) -> bool:
         """Ranks read or write its pages and its blocks beside the steps: neither may be freed."""
         return self.place in (Place.LEAVING, Place.RETURNING)
 
-    def next_tokens(self, count: int) -> list[int]:
-        """The `count` tokens behind those that are computed."""
-        inside = len(self.prompt)
-        start, end = self.computed_tokens, self.computed_tokens + count
-        if start >= inside:
-            return self.tokens[start - inside : end - inside]
-        return [*self.prompt[start:end], *self.tokens[: max(0, end - inside)]]
+    def pages(self) -> list[int]:
+        """The different pages of its sequences, in the order in which `Layout` numbers them."""
+        return list(dict.fromkeys(page for one in self.sequences for page in one.holding.pages))

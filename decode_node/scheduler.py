@@ -6,7 +6,7 @@ Who owns a request's row, pages and host blocks, and who frees them:
                            all ranks have landed, its pages may be taken from it and given back (`Pressure`)
     settled                `_settle` frees: the request is closing, no step that computes it is running, no rank
                            copies its pages, and every rank has confirmed that no segment can land any more
-                           (`rank_closed`)
+                           (`rank_closed`). What a sequence holds that has ended before, `_prune` frees between steps
     [settled, evicted)     the prefix cache, where there is one, full pages whose KV is complete; see
                            `disagg.node.ledger`. From `reserve` on others share them, and only read them: their
                            tickets begin behind
@@ -16,18 +16,22 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from decode_node.costs import Rates
 from decode_node.pressure import Pressure
-from decode_node.request import DecodeRequest, Place
+from decode_node.request import DecodeRequest, Place, Sequence
 from disagg.core.config import Preemption
-from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.errors import BusyError, InvalidRequestError, PromptTooLongError
 from disagg.core.prefixes import TOKEN_BYTES, PrefixKey
+from disagg.core.sampling import sampling_of
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.host_blocks import HostBlocks, HostStatistics
 from disagg.kv.journal import MarkJournal
+from disagg.kv.pages import pages_for
+from disagg.model.beam_search import Candidate
 from disagg.node.ledger import Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
 from transport.tags import TICKET_NUMBERS
@@ -53,10 +57,19 @@ class DecodeStatistics:
     """Pages copied there."""
 
 
-class DecodeScheduler:
-    """Continuous batching: every request whose KV has landed takes part in every step, up to `max_batch`.
+class Stepped(NamedTuple):
+    """What one work of a step computes."""
 
-    A request holds pages for the tokens that it has. When they run out, see `Pressure`.
+    request: DecodeRequest
+    sequence: Sequence
+
+
+class DecodeScheduler:
+    """Continuous batching: every request whose KV has landed takes part in every step, up to `max_batch` sequences.
+
+    A request holds pages for the tokens that it has. When they run out, see `Pressure`. Several answers to one
+    prompt, and beams, are forks of one sequence: they share the prompt's pages, and what else they have in common
+    (copy on write; Kwon et al., 2023, sections 4.3 and 4.4).
     """
 
     def __init__(
@@ -92,6 +105,8 @@ class DecodeScheduler:
         self._chunk_tokens, self._whole_prompts = chunk_tokens, whole_prompts
         self._numbers = itertools.count(first_ticket)
         self._step = 0
+        self._stepped: list[Stepped] = []
+        """What the step that runs computes, as its plan has it."""
         self.requests: dict[RequestKey, DecodeRequest] = {}
         self.pressure = Pressure(
             ledger,
@@ -111,7 +126,7 @@ class DecodeScheduler:
     def reserve(
         self,
         key: RequestKey,
-        prompt: Sequence[int],
+        prompt: list[int],
         sampling: SamplingParams,
         *,
         router: str,
@@ -122,12 +137,13 @@ class DecodeScheduler:
         """Sets a row and every page aside that is received, behind the pages of what is cached of `prefix`.
 
         At least one token is received. Pages for the answer come later, one at a time; a request that could not even
-        have them alone is refused. Raises `PromptTooLongError`, `BusyError`.
+        have them alone is refused. Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
         """
         self._require_fits(len(prompt), sampling)
         landing = len(prompt) + self._state_tokens
         spare_pages = self.pressure.spare_pages()
-        holding = None if spare_pages is None else self._ledger.reserve(landing, prefix, spare_pages)
+        enough = spare_pages is not None and self._ledger.free_rows >= sampling.sequences
+        holding = self._ledger.reserve(landing, prefix, spare_pages or 0) if enough else None
         if holding is None:
             memory = self._ledger.statistics()
             raise BusyError(
@@ -147,15 +163,27 @@ class DecodeScheduler:
             router,
             prefill_group,
             deadline_s,
-            holding,
-            computed_tokens=len(prompt),
+            sequences=[],
             holds_state=self._state_tokens > 0,
             prefix=prefix,
         )
+        for number in range(sampling.sequences):
+            held = self._ledger.fork(holding) if number else holding
+            assert held is not None, "so many rows are free"
+            own = sampling_of(sampling, number)
+            request.sequences.append(Sequence(number, own, held, request.prompt, computed_tokens=len(prompt)))
         self.requests[key] = request
         return request
 
+    @property
+    def max_sequences(self) -> int:
+        """Of one request: what a step can compute, and there are rows for. A recurrent state cannot be shared."""
+        if self._state_tokens or self._whole_prompts:
+            return 1
+        return min(self._max_batch, self._ledger.rows)
+
     def _require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+        self._require_sequences(prompt_tokens, sampling)
         total = prompt_tokens + sampling.max_tokens
         if total > self._max_tokens:
             raise PromptTooLongError(
@@ -170,6 +198,23 @@ class DecodeScheduler:
                 f"or shorten it"
             )
 
+    def _require_sequences(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+        if sampling.sequences > self.max_sequences:
+            name = "beams" if sampling.beams else "n"
+            raise InvalidRequestError(
+                f"{name} = {sampling.sequences} is not allowed; this group computes up to {self.max_sequences} "
+                f"sequences of one request (decode.max_batch, decode.max_requests; 1 with a recurrent state)"
+            )
+        size = self._ledger.page_size
+        common = prompt_tokens // size
+        own = pages_for(prompt_tokens + sampling.max_tokens, size) - common
+        if sampling.sequences > 1 and common + sampling.sequences * own > self._ledger.pages:
+            raise PromptTooLongError(
+                f"a prompt of {prompt_tokens} tokens and {sampling.sequences} answers of up to {sampling.max_tokens} "
+                f"tokens do not fit the decode group's {self._ledger.pages} pages of {size} tokens: raise "
+                f"decode.pool_tokens, or ask for fewer or shorter ones"
+            )
+
     def rank_opened(self, request: DecodeRequest, rank: int) -> bool:
         """A rank is ready to receive. True when that made it all ranks: the ticket may be given out."""
         known = rank in request.opened_ranks
@@ -177,26 +222,81 @@ class DecodeScheduler:
         return not known and len(request.opened_ranks) == self._ranks
 
     def next_step(self) -> StepPlan | None:
-        """One token of each request whose KV is here, a chunk of each that is computed again; None without either."""
+        """One token of each sequence whose KV is here, a chunk of what is computed again; None without either."""
         self.pressure.resume()
         work = self._works()
         swaps = self.pressure.take_orders()
         if not work and not swaps:
             return None
         self._step += 1
-        return StepPlan(self._step, work, swaps)
+        return StepPlan(self._step, work, swaps, self.pressure.take_copies())
+
+    def stepped(self, plan: StepPlan) -> list[Stepped]:
+        """What each work of the plan that was made last computes."""
+        assert len(plan.work) == len(self._stepped), "one step is planned, and then it is committed"
+        return self._stepped
 
     def commit(self, plan: StepPlan) -> list[DecodeRequest]:
         """A step ended; returns, in the plan's order, its requests (closing ones too: their token is void)."""
-        requests = [self.requests[work.key] for work in plan.work]
-        for request, work in zip(requests, plan.work, strict=True):
+        for work, (_, sequence) in zip(plan.work, self.stepped(plan), strict=True):
+            sequence.computed_tokens = work.span.stop
+        requests = list(dict.fromkeys(request for request, _ in self._stepped))
+        self._stepped = []
+        for request in requests:
             request.in_step = False
-            request.computed_tokens = work.span.stop
             self._give_back_state(request)
             # Moved behind the others, so that with more requests than `max_batch` each has its turn.
             self.requests[request.key] = self.requests.pop(request.key)
             self._settle(request)
         return requests
+
+    def branch(self, request: DecodeRequest, beams: list[Candidate]) -> None:
+        """The request's sequences become `beams`, in this order; each one's parent is a sequence as they were.
+
+        Not while a step computes it. Sequences that no beam continues become forks of those that several continue.
+        """
+        before = request.sequences
+        assert len(beams) == len(before), "as many beams go on as there are sequences"
+        answers = [[*before[beam.parent].tokens, beam.token] for beam in beams]
+        parents = {beam.parent for beam in beams}
+        unused = [one for index, one in enumerate(before) if index not in parents]
+        after: list[Sequence] = []
+        for beam, answer in zip(beams, answers, strict=True):
+            one = before[beam.parent]
+            if beam.parent in parents:
+                parents.discard(beam.parent)
+            else:
+                one = self._take_over(unused.pop(), one)
+            one.tokens, one.score = answer, beam.score
+            after.append(one)
+        request.sequences = after
+
+    def _take_over(self, unused: Sequence, other: Sequence) -> Sequence:
+        self._ledger.refork(unused.holding, other.holding)
+        unused.computed_tokens = other.computed_tokens
+        told, pages = unused.told_pages, unused.holding.pages
+        same = next(
+            (i for i, two in enumerate(zip(told, pages, strict=False)) if two[0] != two[1]), len(told)
+        )
+        del told[min(same, len(pages)) :]
+        return unused
+
+    def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
+        """The sequence has its last token. True when the request has no other: then it is to be closed."""
+        sequence.ended = True
+        return all(one.ended for one in request.sequences)
+
+    def _prune(self, request: DecodeRequest) -> None:
+        """Gives back what ended sequences hold, while others go on. Between steps, when it is resident."""
+        for sequence in [one for one in request.sequences if one.ended]:
+            self._keep(request, [sequence])
+            request.sequences.remove(sequence)
+            if sequence.holding.row == request.ticket.row:  # it is the ticket's until that is closed
+                heir = request.sequences[0]
+                rows = heir.holding.row, sequence.holding.row
+                sequence.holding.row, heir.holding.row = rows
+                heir.told_pages = []
+            self._ledger.release(sequence.holding)
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
         """A rank has copied the request's pages, or cannot."""
@@ -245,7 +345,7 @@ class DecodeScheduler:
 
     def check(self) -> None:
         """Raises `InvariantError` unless rows, pages and host blocks are owned by exactly the requests."""
-        self._ledger.check([request.holding for request in self.requests.values()])
+        self._ledger.check([request.holdings for request in self.requests.values()])
         self.pressure.check()
 
     def _works(self) -> list[Work]:
@@ -254,70 +354,104 @@ class DecodeScheduler:
         Who lacks pages moves behind the others, as who had its turn does: with more requests than `max_batch`, those
         who wait would keep the oldest, who alone may take pages from all of them, from its turn for ever.
         """
-        for _ in range(0, len(self.requests), self._max_batch):
-            turn = self._turn()
+        tried = 0
+        while tried < len(self.requests) and (turn := self._turn()):
+            tried += len(turn)
             taken = dict.fromkeys(self.pressure.make_room(list(turn)))
             for request in turn:
                 if request not in taken:
                     self.requests[request.key] = self.requests.pop(request.key)
             if taken:
-                return [self._work(request, turn[request]) for request in taken]
+                return [work for request in taken for work in self._work(request, turn[request])]
         return []
 
-    def _turn(self) -> dict[DecodeRequest, int]:
-        """Whose turn it is, and how many tokens of each: of what is computed again, `chunk_tokens` in all."""
-        turn: dict[DecodeRequest, int] = {}
-        budget_tokens = self._chunk_tokens
+    def _turn(self) -> dict[DecodeRequest, list[int]]:
+        """Whose turn it is, and how many tokens of each of its sequences.
+
+        `max_batch` sequences at most; of what is computed again `chunk_tokens` tokens in all.
+        """
+        turn: dict[DecodeRequest, list[int]] = {}
+        places, budget_tokens = self._max_batch, self._chunk_tokens
         for request in self.requests.values():
-            if len(turn) == self._max_batch:
+            if places == 0:
                 break
             if not self.pressure.runs(request):
                 continue
-            count = request.left_tokens
-            if count > 1:
-                if budget_tokens <= 0:
-                    continue
-                count = count if self._whole_prompts else min(budget_tokens, count)
-                budget_tokens -= count
-            turn[request] = count
+            self._prune(request)
+            if len(request.sequences) > places:
+                continue
+            counts = [1] * len(request.sequences)
+            if request.left_tokens:
+                counts = self._again(request.sequences, budget_tokens)
+                budget_tokens -= sum(counts)
+            if any(counts):
+                turn[request] = counts
+                places -= len(counts)
         return turn
 
-    def _work(self, request: DecodeRequest, count: int) -> Work:
-        pages, told = request.holding.pages, request.told_pages
-        request.told_pages = len(pages)
+    def _again(self, sequences: Iterable[Sequence], budget_tokens: int) -> list[int]:
+        """Of each how many tokens are computed again: not the last one, from which all go on together.
+
+        In order: what a sequence shares with one before it, that one computes, in this step or before.
+        """
+        counts = []
+        for sequence in sequences:
+            left = sequence.left_tokens - 1
+            count = left if self._whole_prompts and budget_tokens > 0 else min(max(0, budget_tokens), left)
+            budget_tokens = budget_tokens - count if count == left else 0
+            counts.append(count)
+        return counts
+
+    def _work(self, request: DecodeRequest, counts: list[int]) -> list[Work]:
         request.in_step = True
-        return Work(
-            request.key,
-            request.ticket.number,
-            request.holding.row,
-            request.computed_tokens,
-            request.next_tokens(count),
-            request.prompt_tokens,
-            pages[told:],
-            told,
-        )
+        works = []
+        for sequence, count in zip(request.sequences, counts, strict=True):
+            if count == 0:
+                continue
+            first, pages = sequence.untold_pages(), sequence.holding.pages
+            untold = pages[first:]
+            sequence.told_pages[first:] = untold
+            self._stepped.append(Stepped(request, sequence))
+            works.append(
+                Work(
+                    request.key,
+                    request.ticket.number,
+                    sequence.holding.row,
+                    sequence.computed_tokens,
+                    sequence.next_tokens(count),
+                    request.prompt_tokens,
+                    untold,
+                    first,
+                )
+            )
+        return works
 
     def _give_back_state(self, request: DecodeRequest) -> None:
         """Each rank has read the recurrent state that landed behind the prompt: its place is the answer's."""
         if request.holds_state:
             request.holds_state = False
-            self._ledger.shrink(request.holding, request.computed_tokens if self._has_kv else 0)
-            request.told_pages = len(request.holding.pages)
+            (one,) = request.sequences  # `max_sequences`
+            self._ledger.shrink(one.holding, one.computed_tokens if self._has_kv else 0)
+            del one.told_pages[len(one.holding.pages) :]
 
     def _settle(self, request: DecodeRequest) -> None:
         if request.in_step or request.copying or not request.closing:
             return
         if len(request.closed_ranks) == self._ranks:
             self.pressure.drop(request)
-            self._keep(request)
-            self._ledger.release(request.holding)
+            self._keep(request, request.sequences)
+            for holding in request.holdings:
+                self._ledger.release(holding)
             del self.requests[request.key]
 
-    def _keep(self, request: DecodeRequest) -> None:
-        """Others may read what stands in its pages, if all of it does: nothing writes there any more."""
-        landed = len(request.landed_ranks) == self._ranks and bool(request.tokens)
+    def _keep(self, request: DecodeRequest, sequences: Iterable[Sequence]) -> None:
+        """Others may read what stands in their pages, if all of it does: nothing writes there any more."""
+        landed = len(request.landed_ranks) == self._ranks and request.begun
         if request.prefix is None or not landed or request.place is not Place.RESIDENT:
             return
-        data = request.prefix.data + PrefixKey.of(request.tokens).data
-        known = PrefixKey(data[: request.computed_tokens * TOKEN_BYTES], request.prefix.salt)
-        self._ledger.keep(request.holding, known)
+        for sequence in sequences:
+            data = request.prefix.data + PrefixKey.of(sequence.tokens).data
+            known = PrefixKey(data[: sequence.computed_tokens * TOKEN_BYTES], request.prefix.salt)
+            self._ledger.keep(sequence.holding, known)
+            if sequence.left_tokens > 1:
+                return  # those behind it wait for it, to compute what they have in common

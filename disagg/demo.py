@@ -31,7 +31,8 @@ from disagg.node.assemble import make_source
 from disagg.reference import Reference, depends_on_batch, reference_answers
 from disagg.report import RequestReport, answer_lines, report_table
 from disagg.report_timeline import draw_timeline
-from disagg.router.session import Router, SessionReport
+from disagg.router.router import Router
+from disagg.router.session import SessionReport
 from disagg.router.text import Decode, decode_with
 from disagg.run_options import RunOptions
 from disagg.serve_local import limit_tokens, load_tokenizer, local_cluster, local_router, with_model

@@ -33,7 +33,7 @@ from disagg.node.assemble import make_source
 from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.router.follow import joined
 from disagg.router.mail import MailRoom
-from disagg.router.session import Router
+from disagg.router.router import Router
 from disagg.router.status import watching
 from disagg.serve_local import (
     follow_cluster,

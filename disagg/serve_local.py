@@ -22,7 +22,7 @@ from disagg.placement import Placement, choose_placement, place_colocated
 from disagg.router.follow import Follower
 from disagg.router.mail import MailRoom
 from disagg.router.policy import POLICIES
-from disagg.router.session import Router
+from disagg.router.router import Router
 from disagg.supervisor import Tell
 from transport.control_zmq import make_control
 from transport.hosts import is_loopback, own_host

@@ -11,12 +11,11 @@ from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_f
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.journal import MarkJournal
-from disagg.model.next_tokens import Chosen, next_tokens
-from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
 from disagg.node.leader import Leader, Scheduled, Send, check_request
 from disagg.node.plan import StepPlan
 from disagg.node.prefix_news import MUCH_NEWS
+from prefill_node.first_tokens import First, first_tokens
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
 from transport import messages as m
 
@@ -54,9 +53,7 @@ class PrefillLeader(Leader):
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
         whole = [i for i, work in enumerate(plan.work) if work.span.stop == len(requests[i].prompt)]
-        rows = [Row(r.sampling, (), history_of(r.prompt, r.sampling)) for r in (requests[i] for i in whole)]
-        found = next_tokens(logits[whole], rows, self._spec.eos_ids) if whole else []
-        first = {plan.work[i].key: chosen for i, chosen in zip(whole, found, strict=True)}
+        first = first_tokens(logits, {i: requests[i] for i in whole}, self._spec.eos_ids)
         wrong = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
         with self._changed:
             for request in self._scheduler.commit(plan, wrong):
@@ -137,11 +134,12 @@ class PrefillLeader(Leader):
             assert request.holding is not None, "an admitted request holds its memory"
             self._to_ranks(m.OpenSend(request.key, request.ticket, request.holding.pages))
 
-    def _hand_over(self, request: PrefillRequest, first: Chosen) -> None:
-        self._send(request.router, m.Prefilled(request.key, first.token, first.logprobs))
+    def _hand_over(self, request: PrefillRequest, first: First) -> None:
+        settled = [] if first.scores else first.tokens
+        self._send(request.router, m.Prefilled(request.key, settled, first.logprobs))
         leader = self._decode_leaders.get(request.ticket.group)
         if leader is not None:
-            self._send(leader, m.FirstToken(request.key, request.ticket.number, first.token))
+            self._send(leader, m.FirstTokens(request.key, request.ticket.number, first.tokens, first.scores))
 
     def _sent(self, message: m.RankSent) -> None:
         request = self._current(message.key, message.ticket)

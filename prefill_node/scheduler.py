@@ -210,7 +210,7 @@ class PrefillScheduler:
 
     def check(self) -> None:
         """Raises `InvariantError` unless rows and pages are owned by exactly the requests that hold them."""
-        self._ledger.check([r.holding for r in self.requests.values() if r.holding is not None])
+        self._ledger.check([[r.holding] for r in self.requests.values() if r.holding is not None])
 
     def _chunk(self, request: PrefillRequest, take: int) -> Work:
         assert request.holding is not None, "an admitted request that is not computed yet holds its memory"

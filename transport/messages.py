@@ -81,9 +81,10 @@ class Prefilled(Message, frozen=True):
     """Prefill leader -> router: the prompt is computed; its last segments may still be on their way."""
 
     key: RequestKey
-    first_token: Count
-    logprobs: TokenLogprobs | None = None
-    """The first token's, when the request asked for them."""
+    first_tokens: list[Count]
+    """The first one of each answer; none where they are not settled yet, as in beam search."""
+    logprobs: list[TokenLogprobs] = []
+    """One for each of them when the request asked for them, else none."""
 
 
 class Transferred(Message, frozen=True):
@@ -100,16 +101,21 @@ class Transferred(Message, frozen=True):
     """How long at least one segment was being gathered or sent; of the rank where it was longest."""
 
 
-class FirstToken(Message, frozen=True):
-    """Prefill leader -> decode leader: the token sampled from the prompt's last position."""
+class FirstTokens(Message, frozen=True):
+    """Prefill leader -> decode leader: what was chosen at the prompt's last position.
+
+    The first token of each answer; of a beam search the likeliest tokens, the likeliest first, with their
+    log-probabilities.
+    """
 
     key: RequestKey
     ticket: TicketNumber
-    token: Count
+    tokens: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    scores: list[float] = []
 
 
 class Tokens(Message, frozen=True):
-    """Decode leader -> router: tokens `index ...` of the answer; `finish` names why it ended, None while it
+    """Decode leader -> router: tokens `index ...` of an answer; `finish` names why it ended, None while it
     runs.
     """
 
@@ -119,6 +125,15 @@ class Tokens(Message, frozen=True):
     finish: str | None = None
     logprobs: list[TokenLogprobs] = []
     """One for each of `tokens` when the request asked for them, else none."""
+    answer: Count = 0
+    """Which of the request's answers."""
+
+
+class EndAnswer(Message, frozen=True):
+    """Router -> decode leader: no more of one answer is wanted; the request's others go on. Safe to repeat."""
+
+    key: RequestKey
+    answer: Count
 
 
 class Release(Message, frozen=True):

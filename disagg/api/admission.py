@@ -17,7 +17,10 @@ RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Up to `max_running` answers run, `max_queued` wait in the order of their arrival. Lives on one event loop."""
+    """Up to `max_running` answers run, `max_queued` wait in the order of their arrival. Lives on one event loop.
+
+    Answers to one prompt that are computed together have one turn.
+    """
 
     def __init__(
         self,
@@ -88,9 +91,9 @@ class Admission:
         while self._waiting:
             self._waiting.pop().reschedule(asyncio.get_running_loop().time())
 
-    def leave(self) -> None:
-        """Gives one place back."""
-        self._inside -= 1
+    def leave(self, answers: int = 1) -> None:
+        """Gives their places back."""
+        self._inside -= answers
         assert self._inside >= 0, "more answers left than entered"
 
     @asynccontextmanager

@@ -1,4 +1,4 @@
-"""The answers to one HTTP request: a task for each choice, one stream of (choice, output) out of all of them.
+"""The answers to one HTTP request: tasks for one or more of them, one stream of (answer, output) out of all.
 
 Each task drives one session of the router, and lives until the session has released what it held, also when nobody
 waits for it any more. So leaving is never waiting: `abort` cancels the tasks and returns.
@@ -7,7 +7,7 @@ waits for it any more. So leaving is never waiting: `abort` cancels the tasks an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterable
 from typing import Any
 
 from disagg.api.errors import ClientGoneError
@@ -18,30 +18,31 @@ Item = tuple[int, Output] | Exception
 
 
 class Answers:
-    """An async iterator over `(choice, output)` in the order in which they come; ends when all choices have.
+    """An async iterator over `(answer, output)` in the order in which they come; ends when all answers have.
 
-    Raises the first error of any choice. What is not taken waits here: at most `max_tokens` outputs for each choice.
+    Raises the first error of any. What is not taken waits here: at most `max_tokens` outputs for each answer.
     """
 
     def __init__(self) -> None:
         self._items: asyncio.Queue[Item] = asyncio.Queue()
         self._unfinished: dict[int, asyncio.Task[None]] = {}
 
-    def start(self, choice: int, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work`, which calls `put` or `fail` for `choice`. The caller keeps the task until it is done."""
+    def start(self, answers: Iterable[int], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work`, which calls `put` or `fail` for `answers`. The caller keeps the task until it is done."""
         task = asyncio.get_running_loop().create_task(work)
-        self._unfinished[choice] = task
+        self._unfinished |= dict.fromkeys(answers, task)
         return task
 
-    def put(self, choice: int, output: Output) -> None:
-        """Some more of a choice; after one with `finish` it must not be cancelled: its session is releasing."""
+    def put(self, answer: int, output: Output) -> None:
+        """Some more of an answer; `finish` of all of a task: it must not be cancelled, its session is releasing."""
         if output.finish is not None:
-            self._unfinished.pop(choice, None)
-        self._items.put_nowait((choice, output))
+            self._unfinished.pop(answer, None)
+        self._items.put_nowait((answer, output))
 
-    def fail(self, choice: int, error: DisaggError) -> None:
-        """The choice has ended without its answer, and with it the whole request: its siblings are aborted."""
-        self._unfinished.pop(choice, None)
+    def fail(self, answers: Iterable[int], error: DisaggError) -> None:
+        """These have ended without their text, and with them the whole request: their siblings are aborted."""
+        for answer in answers:
+            self._unfinished.pop(answer, None)
         self._items.put_nowait(error)
         self._cancel()
 
@@ -52,7 +53,7 @@ class Answers:
         self._cancel()
 
     def _cancel(self) -> None:
-        for task in self._unfinished.values():
+        for task in set(self._unfinished.values()):
             task.cancel()
         self._unfinished.clear()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from disagg.api.fields import MESSAGE_OFF, OFF, AnswerBody, ChatBody, Completion
 from disagg.api.model import ServedModel
 from disagg.core.config import ApiConfig
 from disagg.core.errors import InvalidRequestError
-from disagg.core.sampling import check_sampling
+from disagg.core.sampling import check_sampling, sampling_of
 from disagg.core.types import SamplingParams
 
 COMPLETION_TOKENS = 16
@@ -28,8 +28,26 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What the engine is asked for at once: answers to one prompt, that share its KV."""
+
+    first: int
+    """Number of the first of them among all answers to the request."""
+    prompt: list[int]
+    sampling: SamplingParams
+
+    @property
+    def answers(self) -> range:
+        """Numbers of its answers."""
+        return range(self.first, self.first + self.sampling.n)
+
+
+@dataclass(frozen=True, slots=True)
 class Asked:
-    """Answers to give: `n` for each of `prompts` (tokens). Choice `p * n + i` is the i-th to prompt p."""
+    """Answers to give: `n` for each of `prompts` (tokens). Choice `p * n + i` is the i-th to prompt p.
+
+    The engine makes `made` for each, `sampling.n`: as many, or more of which the best are given.
+    """
 
     prompts: tuple[list[int], ...]
     n: int
@@ -37,6 +55,8 @@ class Asked:
     stream: bool
     usage: bool
     """A last chunk with token counts was asked for."""
+    logprobs: bool = False
+    """Log-probabilities were asked for."""
     token_ids: bool = False
     """Tokens of log-probabilities are named by their numbers."""
     cache_salt: str = ""
@@ -45,23 +65,37 @@ class Asked:
     """The client's name for a conversation, to be decoded in one place; empty: it gave none."""
 
     @property
-    def choices(self) -> int:
-        """Number of answers."""
-        return len(self.prompts) * self.n
+    def made(self) -> int:
+        """Answers made for each prompt."""
+        return self.sampling.n
 
-    def choice(self, number: int) -> tuple[list[int], SamplingParams]:
-        """Prompt and sampling of a choice. With a seed, each of the `n` has its own; the first has the given one."""
-        seed = self.sampling.seed
-        if seed is not None:
-            seed = derived_seed(seed, number % self.n)
-        return self.prompts[number // self.n], msgspec.structs.replace(self.sampling, seed=seed)
+    @property
+    def answers(self) -> int:
+        """Answers made in all."""
+        return len(self.prompts) * self.made
 
+    @property
+    def sequences(self) -> int:
+        """What the engine computes side by side in all: answers, or beams."""
+        return len(self.prompts) * self.sampling.sequences
 
-def derived_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th answer to a prompt: 63 bits that tell nothing of its neighbours'; `seed` for 0."""
-    if index == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()) >> 1
+    def parts(self, most: int) -> list[Part]:
+        """What to ask the engine for, where it computes up to `most` sequences of one request side by side.
+
+        Answers that it does not compute together are the same asked for one by one.
+        """
+        if self.sampling.beams > max(1, most):
+            raise bad(
+                "use_beam_search",
+                f"a beam search of {self.sampling.beams} beams is not possible here; {most} are",
+            )
+        if self.sampling.beams or self.made <= most:
+            return [Part(at * self.made, prompt, self.sampling) for at, prompt in enumerate(self.prompts)]
+        each = [
+            msgspec.structs.replace(sampling_of(self.sampling, number), n=1) for number in range(self.made)
+        ]
+        numbered = itertools.product(self.prompts, each)
+        return [Part(first, prompt, sampling) for first, (prompt, sampling) in enumerate(numbered)]
 
 
 async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) -> Asked:
@@ -143,6 +177,17 @@ async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfi
 
 def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
     check_number("n", body.n, 1, config.max_n)
+    if body.best_of is not None:
+        check_number("best_of", body.best_of, body.n, config.max_n)
+        if body.best_of > body.n and body.stream:
+            raise bad(
+                "best_of", "best_of more than n cannot be streamed: which answers are the best is known last"
+            )
+    if body.use_beam_search and body.stream:
+        raise bad("use_beam_search", "use_beam_search cannot be streamed: its answers are known last")
+    for name, plain in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(body, name) != plain and not body.use_beam_search:
+            raise bad(name, f"{name} needs use_beam_search: true")
     if body.stream_options is not None and not body.stream:
         raise bad("stream_options", "stream_options needs stream: true")
     for name, values in (("stop", _stop(body)), ("stop_token_ids", body.stop_token_ids)):
@@ -188,15 +233,21 @@ def _asked(
         sampling,
         body.stream,
         usage,
+        logprobs=logprobs is not None,
         cache_salt=body.cache_salt,
         session=body.prompt_cache_key or "",
     )
 
 
 def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: ServedModel) -> SamplingParams:
+    beams = (body.best_of or body.n) if body.use_beam_search else 0
+    made = body.n if beams else (body.best_of or body.n)
+    if made > body.n and logprobs is None:
+        logprobs = 0  # which are the best
+    temperature = (0.0 if beams else 1.0) if body.temperature is None else body.temperature
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        temperature=body.temperature,
+        temperature=temperature,
         top_k=0 if body.top_k == -1 else body.top_k,  # other servers' word for off
         top_p=body.top_p,
         seed=body.seed,
@@ -210,6 +261,10 @@ def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: Se
         repetition_penalty=body.repetition_penalty,
         logit_bias=_biases(body.logit_bias),
         logprobs=logprobs,
+        n=made,
+        beams=beams,
+        length_penalty=body.length_penalty,
+        early_stopping=body.early_stopping,
     )
     try:
         check_sampling(sampling, model.vocab_tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,7 +22,8 @@ class AnswerBody(Body, frozen=True, kw_only=True):
 
     model: str
     max_tokens: int | None = None
-    temperature: float = 1.0
+    temperature: float | None = None
+    """1, or 0 for a beam search."""
     top_p: float = 1.0
     n: int = 1
     seed: int | None = None
@@ -42,6 +43,11 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     repetition_penalty: float = 1.0
     cache_salt: str = ""
+    best_of: int | None = None
+    """So many answers are made, and the `n` best given; of a beam search how many beams it has."""
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 class CompletionBody(AnswerBody, frozen=True, kw_only=True):
@@ -95,7 +101,6 @@ class DetokenizeBody(Body, frozen=True, kw_only=True):
 
 OFF: dict[str, tuple[Any, ...]] = {
     "audio": (),
-    "best_of": (1,),
     "echo": (False,),
     "function_call": ("none", "auto"),
     "functions": ([],),

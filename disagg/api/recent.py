@@ -43,7 +43,7 @@ class Track:
             report.prefill,
             report.decode,
             report.prompt_tokens,
-            len(report.tokens),
+            report.generated_tokens,
             turn_s=self._since(self.turn_s),
             reserved_s=self._since(self.turn_s + report.reserved_s) if report.reserved_s else 0.0,
             ttft_s=self._since(self.first_s),

@@ -14,7 +14,7 @@ import structlog
 from disagg import __version__
 from disagg.api.admission import Admission
 from disagg.api.answers import Answers
-from disagg.api.asked import Asked
+from disagg.api.asked import Asked, Part
 from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
 from disagg.api.group_metrics import GroupCollector
@@ -35,10 +35,13 @@ log = structlog.get_logger(__name__)
 
 
 class Generator(Protocol):
-    """What the API needs of `disagg.router.session.Router`."""
+    """What the API needs of `disagg.router.router.Router`."""
 
     def missing(self) -> list[str]:
         """Roles (`prefill`, `decode`; `colocated`) of which no group is up."""
+
+    def max_sequences(self) -> int:
+        """Most answers to one request, or beams, that are computed side by side."""
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """What each group said last."""
@@ -127,21 +130,23 @@ class Service:
     def start(self, asked: Asked, exchange: Exchange) -> Answers:
         """Starts all the answers to the request. Raises `ApiError`, and `BusyError` when full."""
         self.check_ready()
-        if asked.choices > self._admission.limit:
+        parts = asked.parts(self._generator.max_sequences())
+        if asked.sequences > self._admission.limit:
             raise bad(
-                "n", f"{asked.choices} answers in one request; this server runs {self._admission.limit}"
+                "n", f"{asked.sequences} answers in one request; this server runs {self._admission.limit}"
             )
-        self._admission.enter(asked.choices)
+        self._admission.enter(asked.sequences)
         answers = Answers()
-        for choice in range(asked.choices):
-            track = self._recent.begin(f"{exchange.key}-{choice}", exchange.arrived_s)
-            track.report.prompt_tokens = len(asked.choice(choice)[0])
-            work = self._answer(answers, choice, asked, track, exchange)
-            task = answers.start(choice, work)
+        alone = len(parts) == 1
+        for part in parts:
+            track = self._recent.begin(f"{exchange.key}-{part.first}", exchange.arrived_s)
+            track.report.prompt_tokens = len(part.prompt)
+            work = self._answer(answers, part, alone, asked, track, exchange)
+            task = answers.start(part.answers, work)
             self._tasks[task] = answers
             self._idle.clear()
             # A callback, because a task that is cancelled before its first step runs no `finally`.
-            task.add_done_callback(partial(self._done, track, exchange.trace))
+            task.add_done_callback(partial(self._done, part.sampling.sequences, track, exchange.trace))
         return answers
 
     async def drain(self, timeout_s: float) -> bool:
@@ -161,9 +166,11 @@ class Service:
             return False
         return True
 
-    def _done(self, track: Track, trace: RequestTrace | None, task: asyncio.Task[None]) -> None:
+    def _done(
+        self, sequences: int, track: Track, trace: RequestTrace | None, task: asyncio.Task[None]
+    ) -> None:
         del self._tasks[task]
-        self._admission.leave()
+        self._admission.leave(sequences)
         if task.cancelled():
             self.metrics.aborts.inc()
             track.ended("aborted")
@@ -173,14 +180,14 @@ class Service:
             self._idle.set()
 
     async def _answer(
-        self, answers: Answers, choice: int, asked: Asked, track: Track, exchange: Exchange
+        self, answers: Answers, part: Part, alone: bool, asked: Asked, track: Track, exchange: Exchange
     ) -> None:
         report, metrics = track.report, self.metrics
         try:
-            async with self._admission.turn(exchange.deadline_s, alone=asked.choices == 1):
+            async with self._admission.turn(exchange.deadline_s, alone):
                 track.turn_s, inside = time.monotonic(), self._admission.inside
                 try:
-                    await self._session(answers, choice, asked, track, exchange)
+                    await self._session(answers, part, asked, track, exchange)
                     self._admission.ended(report, inside)
                 finally:
                     if report.reserved_s:
@@ -189,24 +196,23 @@ class Service:
         except DisaggError as error:
             metrics.errors.labels(error.code).inc()
             track.ended("aborted" if isinstance(error, AbortedError) else "error", error.code)
-            answers.fail(choice, error)
+            answers.fail(part.answers, error)
         except Exception:
             log.exception("answer_failed", request=track.id)
             metrics.errors.labels(DisaggError.code).inc()
             track.ended("error", DisaggError.code)
-            answers.fail(choice, DisaggError("internal error; the server's log has its details"))
+            answers.fail(part.answers, DisaggError("internal error; the server's log has its details"))
 
     async def _session(
-        self, answers: Answers, choice: int, asked: Asked, track: Track, exchange: Exchange
+        self, answers: Answers, part: Part, asked: Asked, track: Track, exchange: Exchange
     ) -> None:
-        prompt, sampling = asked.choice(choice)
-        meter = self._meter(track)
-        self.metrics.prompt_tokens.inc(len(prompt))
+        meter = self._meter(track, part.sampling.n)
+        self.metrics.prompt_tokens.inc(len(part.prompt))
         left_s = max(0.0, exchange.deadline_s - time.monotonic())
         stream = self._generator.generate(
             track.id,
-            prompt,
-            sampling,
+            part.prompt,
+            part.sampling,
             timeout_s=left_s,
             decode=self.model.decode,
             report=track.report,
@@ -216,26 +222,29 @@ class Service:
         async with aclosing(stream) as outputs:
             async for output in outputs:
                 meter(output)
-                answers.put(choice, output)
+                answers.put(part.first + output.answer, output)
 
-    def _meter(self, track: Track) -> Callable[[Output], None]:
-        """Counts an answer's outputs as they come."""
-        last_s = 0.0
+    def _meter(self, track: Track, answers: int) -> Callable[[Output], None]:
+        """Counts the outputs of `answers` answers as they come."""
+        last_s: dict[int, float] = {}
+        left = answers
 
         def count(output: Output) -> None:
-            nonlocal last_s
+            nonlocal left
             now_s = time.monotonic()
             if output.tokens and not track.first_s:
                 track.first_s = now_s
                 self.metrics.ttft.observe(now_s - track.arrived_s)
                 self._ttft.add(now_s - track.arrived_s)
-            elif output.tokens:
-                self.metrics.itl.observe((now_s - last_s) / len(output.tokens))
-                self._itl.add((now_s - last_s) / len(output.tokens))
+            elif output.tokens and output.answer in last_s:
+                each_s = (now_s - last_s[output.answer]) / len(output.tokens)
+                self.metrics.itl.observe(each_s)
+                self._itl.add(each_s)
             if output.tokens:
-                last_s = now_s
+                last_s[output.answer] = now_s
                 self.metrics.generated_tokens.inc(len(output.tokens))
-            if output.finish is not None:
+            left -= output.finish is not None
+            if not left:
                 track.ended("stop" if output.finish == "stop" else "length")
 
         return count

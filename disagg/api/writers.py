@@ -37,9 +37,9 @@ class Writer(ABC):
         self._id = f"{self.prefix}-{request_id}"
         self._created_s = int(time.time())
         self._speller = Speller(model)
-        self._texts = [""] * asked.choices
-        self._finish: list[str | None] = [None] * asked.choices
-        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(asked.choices)]
+        self._texts = [""] * asked.answers
+        self._finish: list[str | None] = [None] * asked.answers
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(asked.answers)]
         self.completion_tokens = 0
 
     @property
@@ -56,10 +56,25 @@ class Writer(ABC):
 
     def whole(self) -> bytes:
         """The reply's JSON."""
-        choices = [self._choice(index) for index in range(self._asked.choices)]
+        choices = [self._choice(choice, answer) for choice, answer in enumerate(self._best())]
         return _ENCODER.encode(
             r.Reply(self._id, self.kind, self._created_s, self._model.name, choices, self._usage())
         )
+
+    def _best(self) -> list[int]:
+        """Of each prompt's answers the `n` whose tokens are the likeliest on average, the likeliest first.
+
+        Where no more were made than are given: all, in their order.
+        """
+        n, made = self._asked.n, self._asked.made
+        if n == made:
+            return list(range(self._asked.answers))
+        firsts = range(0, self._asked.answers, made)
+        return [one for at in firsts for one in sorted(range(at, at + made), key=self._unlikely)[:n]]
+
+    def _unlikely(self, answer: int) -> float:
+        logprobs = [one.logprob for one in self._logprobs[answer]]
+        return -sum(logprobs) / len(logprobs)
 
     def chunks(self, index: int, output: Output) -> list[bytes]:
         """The events that say it, in order."""
@@ -80,7 +95,7 @@ class Writer(ABC):
         return r.Usage(prompt, completion, prompt + completion)
 
     @abstractmethod
-    def _choice(self, index: int) -> object: ...
+    def _choice(self, index: int, answer: int) -> object: ...
 
     @abstractmethod
     def _pieces(self, index: int, output: Output) -> list[object]: ...
@@ -95,11 +110,9 @@ class ChatWriter(Writer):
         super().__init__(asked, model, request_id)
         self._begun: set[int] = set()
 
-    def _choice(self, index: int) -> object:
-        logprobs = (
-            self._chat_logprobs(self._logprobs[index]) if self._asked.sampling.logprobs is not None else None
-        )
-        return r.ChatChoice(index, r.ChatMessage(self._texts[index]), logprobs, self._finish[index])
+    def _choice(self, index: int, answer: int) -> object:
+        logprobs = self._chat_logprobs(self._logprobs[answer]) if self._asked.logprobs else None
+        return r.ChatChoice(index, r.ChatMessage(self._texts[answer]), logprobs, self._finish[answer])
 
     def _pieces(self, index: int, output: Output) -> list[object]:
         pieces: list[object] = []
@@ -124,14 +137,14 @@ class CompletionWriter(Writer):
 
     def __init__(self, asked: Asked, model: ServedModel, request_id: str) -> None:
         super().__init__(asked, model, request_id)
-        self._offsets = [0] * asked.choices
+        self._offsets = [0] * asked.answers
         """Characters of the tokens whose log-probabilities were written, for each choice."""
 
-    def _choice(self, index: int) -> object:
+    def _choice(self, index: int, answer: int) -> object:
         logprobs = None
-        if self._asked.sampling.logprobs is not None:
-            logprobs = self._completion_logprobs(index, self._logprobs[index])
-        return r.CompletionChoice(index, self._texts[index], logprobs, self._finish[index])
+        if self._asked.logprobs:
+            logprobs = self._completion_logprobs(answer, self._logprobs[answer])
+        return r.CompletionChoice(index, self._texts[answer], logprobs, self._finish[answer])
 
     def _pieces(self, index: int, output: Output) -> list[object]:
         if not (output.text or output.logprobs or output.finish):

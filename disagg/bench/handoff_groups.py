@@ -20,7 +20,7 @@ from disagg.node.assemble import make_source
 from disagg.node.host import Started
 from disagg.placement import choose_placement
 from disagg.router.mail import Mail, MailRoom
-from disagg.router.session import Router
+from disagg.router.router import Router
 from disagg.serve_local import check_split
 from transport import messages as m
 from transport.control_zmq import make_control
@@ -179,7 +179,7 @@ class Client:
         with self._mail.open(key) as box:
             began_s = time.monotonic()
             self._mail.send(leader, m.Prefill(key, list(prompt), sampling, ticket, REQUEST_TIMEOUT_S))
-            token = (await _first(box, m.Prefilled)).first_token
+            token = (await _first(box, m.Prefilled)).first_tokens[0]
             came_s = time.monotonic()
             self._mail.send(leader, m.Release(key, "measured"))
             await _first(box, m.Released)

@@ -8,7 +8,14 @@ import structlog
 import torch
 
 from disagg.colocated.scheduler import ColocatedRequest, ColocatedScheduler, ColocatedStatistics
-from disagg.core.errors import BusyError, DisaggError, HandshakeError, PeerLostError, RequestError
+from disagg.core.errors import (
+    BusyError,
+    DisaggError,
+    HandshakeError,
+    InvalidRequestError,
+    PeerLostError,
+    RequestError,
+)
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.next_tokens import Chosen, next_tokens
@@ -100,6 +107,10 @@ class ColocatedLeader(Leader):
             if self.broken:
                 raise PeerLostError(self.broken)
             check_request(message.prompt, message.sampling, self._spec)
+            if message.sampling.sequences > 1 or message.sampling.beams:
+                raise InvalidRequestError(
+                    "a colocated group gives one answer to a request: ask for each by itself"
+                )
             deadline_s = self._clock() + message.deadline_s
             request = self._scheduler.reserve(
                 message.key, message.prompt, message.sampling, router=router, deadline_s=deadline_s
@@ -126,12 +137,12 @@ class ColocatedLeader(Leader):
         index = len(request.tokens)
         request.tokens.append(chosen.token)
         finish = finish_reason(request.tokens, request.sampling, self._spec.eos_ids)
+        told = [] if chosen.logprobs is None else [chosen.logprobs]
         if index == 0:
-            self._send(request.router, m.Prefilled(request.key, chosen.token, chosen.logprobs))
+            self._send(request.router, m.Prefilled(request.key, [chosen.token], told))
             if finish is not None:
                 self._send(request.router, m.Tokens(request.key, 1, [], finish))
         else:
-            told = [] if chosen.logprobs is None else [chosen.logprobs]
             self._send(request.router, m.Tokens(request.key, index, [chosen.token], finish, told))
         if finish is not None:
             self._close(request.key, finish)

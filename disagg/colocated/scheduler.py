@@ -160,7 +160,7 @@ class ColocatedScheduler:
 
     def check(self) -> None:
         """Raises `InvariantError` unless rows and pages are owned by exactly the requests that hold them."""
-        self._ledger.check([r.holding for r in self.requests.values() if r.holding is not None])
+        self._ledger.check([[r.holding] for r in self.requests.values() if r.holding is not None])
 
     def _decodes(self, request: ColocatedRequest) -> bool:
         return bool(request.tokens) and not request.closing

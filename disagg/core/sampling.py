@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+
+import msgspec
 
 from disagg.core.errors import InvalidRequestError
 from disagg.core.types import SamplingParams
@@ -11,6 +14,9 @@ MAX_LOGPROBS = 20
 """Likeliest tokens told for each token of an answer, at most; OpenAI's limit."""
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
+MAX_SEQUENCES = 128
+"""Of one request."""
+MAX_LENGTH_PENALTY = 10.0
 INFINITE = float("inf")
 SEED_LIMIT = 1 << 63
 """Seeds are 64 bits wide, with a sign."""
@@ -36,10 +42,23 @@ def check_sampling(sampling: SamplingParams, vocab_tokens: int | None = None) ->
         # In float32, which logits are divided in, what is much smaller is 0 and what is much larger infinite.
         ("repetition_penalty", 1e-30 <= s.repetition_penalty <= 1e30, "from 1e-30 to 1e30; 1 is off"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or none"),
+        ("n", 1 <= s.n <= MAX_SEQUENCES, f"1 to {MAX_SEQUENCES}"),
+        (
+            "beams",
+            s.beams == 0 or s.n <= s.beams <= MAX_SEQUENCES,
+            f"0 (off), or n, {s.n}, to {MAX_SEQUENCES}",
+        ),
+        (
+            "length_penalty",
+            abs(s.length_penalty) <= MAX_LENGTH_PENALTY,
+            f"-{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}",
+        ),
     )
     for field, holds, allowed in rules:
         if not holds:
             raise InvalidRequestError(f"{field} = {getattr(s, field)!r} is not allowed; it must be {allowed}")
+    if s.beams:
+        _check_beams(s)
     for token, bias in s.logit_bias:
         if not abs(bias) <= MAX_BIAS:
             raise InvalidRequestError(
@@ -49,9 +68,35 @@ def check_sampling(sampling: SamplingParams, vocab_tokens: int | None = None) ->
     _check_tokens("logit_bias", [token for token, _ in s.logit_bias], vocab_tokens)
 
 
+def sampling_of(sampling: SamplingParams, index: int) -> SamplingParams:
+    """How the tokens of the `index`-th answer are chosen: as all, but for the seed."""
+    if index == 0 or sampling.seed is None:
+        return sampling
+    return msgspec.structs.replace(sampling, seed=derived_seed(sampling.seed, index))
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The seed of the `index`-th answer to a prompt: 63 bits that tell nothing of its neighbours'; `seed` for 0."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()) >> 1
+
+
 def ending_tokens(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
     """The tokens that end the answer: it has one of them as its last token, and as no other."""
     return sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
+
+
+def _check_beams(sampling: SamplingParams) -> None:
+    """Raises for what has no meaning, or is not built, where whole answers are looked for."""
+    plain = SamplingParams()
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    for field in ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", *penalties):
+        value = getattr(sampling, field)
+        if value != getattr(plain, field):
+            raise InvalidRequestError(
+                f"{field} = {value!r} is not supported with beam search: leave it at {getattr(plain, field)!r}"
+            )
 
 
 def _check_tokens(field: str, tokens: Sequence[int], vocab_tokens: int | None) -> None:

@@ -9,6 +9,7 @@ layer group.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import msgspec
 
@@ -126,6 +127,20 @@ class SamplingParams(msgspec.Struct, frozen=True):
     """`(token, what is added to its logit)`; of a token that is named twice, both."""
     logprobs: int | None = None
     """Log-probabilities to tell: None for none, 0 for the chosen token's, k for the k likeliest tokens' too."""
+    n: int = 1
+    """Answers. Each is a sequence of its own; all share the prompt's KV. With a seed each has one of its own."""
+    beams: int = 0
+    """Of a search for the likeliest `n` answers, as transformers does it; 0: tokens are chosen one by one."""
+    length_penalty: float = 1.0
+    """Of beam search: the sum of an answer's log-probabilities is divided by its tokens to this power."""
+    early_stopping: bool | Literal["never"] = False
+    """Of beam search: it ends with as many whole answers as it has beams (true), when no better one is likely, going
+    by the length so far (false), or when none is possible, going by `max_tokens` too (`never`)."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are computed side by side."""
+        return self.beams or self.n
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -164,6 +179,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Size of the rank's receive ring; 0 on a rank that never receives."""
     swap_blocks: int = 0
     """Blocks of host memory that the rank has for pages of preempted requests."""
+    max_sequences: int = 1
+    """Of a leader: answers to one request, or beams, that its group computes side by side."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -221,4 +238,4 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5

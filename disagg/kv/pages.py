@@ -113,7 +113,7 @@ class TokenToKVPoolAllocator:
         room for all of them.
         """
         size, readers, filled = self.page_size, self._readers, self._filled
-        needy = [g for g in growing if g.tokens % size == 0 or readers[g.pages[-1]] > 1]
+        needy = self._needy(growing)
         if needy and self._pages_to_go_on(needy) > len(self._free):
             return None
         copies: list[PageCopy] = []
@@ -130,6 +130,10 @@ class TokenToKVPoolAllocator:
             filled[page] = fill
         self._used_tokens = used_tokens
         return copies
+
+    def pages_to_append(self, growing: Sequence[Growing]) -> int:
+        """Free pages that `append_one_to_each` needs."""
+        return self._pages_to_go_on(self._needy(growing))
 
     def truncate_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> None:
         """Takes a request back to `want_tokens` tokens: frees the pages behind them and drops them from `pages`."""
@@ -209,6 +213,11 @@ class TokenToKVPoolAllocator:
 
     def _must_copy(self, have_tokens: int, pages: Sequence[int]) -> bool:
         return have_tokens % self.page_size != 0 and self._readers[pages[-1]] > 1
+
+    def _needy(self, growing: Sequence[Growing]) -> list[Growing]:
+        """Those whose next token does not simply go behind the last one."""
+        size, readers = self.page_size, self._readers
+        return [g for g in growing if g.tokens % size == 0 or readers[g.pages[-1]] > 1]
 
     def _pages_to_go_on(self, needy: Sequence[Growing]) -> int:
         """How many pages one token more for each of `needy` takes.

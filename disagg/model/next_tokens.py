@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from disagg.core.errors import RequestError
-from disagg.core.types import TokenLogprobs
+from disagg.core.sampling import ending_tokens
+from disagg.core.types import SamplingParams, TokenLogprobs
+from disagg.model.beam_search import Candidate, candidates_wanted
 from disagg.model.penalties import Row, adjust
 from disagg.model.sampler import sample
 
@@ -38,6 +41,45 @@ def next_tokens(
     }
     told = _logprobs(logits, asked) if asked else {}
     return [Chosen(t, told.get(i)) if isinstance(t, int) else t for i, t in enumerate(tokens)]
+
+
+class BeamStep(NamedTuple):
+    """A beam search whose next step is wanted."""
+
+    params: SamplingParams
+    answer: Sequence[int]
+    """Any beam's tokens so far: all have as many."""
+    scores: Sequence[float]
+    """Of each beam."""
+
+
+def likeliest(
+    logits: torch.Tensor, steps: Sequence[BeamStep], eos_ids: Sequence[int]
+) -> list[list[Candidate] | RequestError]:
+    """The likeliest continuations of each search, the likeliest first, as many as `candidates_wanted` says.
+
+    `logits`: float32 `[all beams, vocab]`, any device; not changed. Bias and `min_tokens` change log-probabilities,
+    as transformers' processors do. Bad logits yield an error for their search. Waits for the device once.
+    """
+    rows = [Row(step.params, step.answer, None) for step in steps for _ in step.scores]
+    logprobs = adjust(torch.log_softmax(logits, dim=-1), rows, eos_ids)
+    scores = torch.tensor([score for step in steps for score in step.scores], device=logits.device)
+    totals = torch.split(logprobs + scores[:, None], [len(step.scores) for step in steps])
+    tops = []
+    for step, total in zip(steps, totals, strict=True):
+        wanted = candidates_wanted(step.params, ending_tokens(step.params, eos_ids))
+        tops.append(total.flatten().topk(min(wanted, total.numel())))
+    found = torch.cat(
+        [torch.stack([top.values.double(), top.indices.double()]) for top in tops], dim=-1
+    ).tolist()
+    pairs = iter(zip(*found, strict=True))
+    return [_candidates([next(pairs) for _ in top.values], logits.shape[-1]) for top in tops]
+
+
+def _candidates(pairs: Sequence[tuple[float, float]], vocab: int) -> list[Candidate] | RequestError:
+    if not math.isfinite(pairs[0][0]):  # NaN wins every comparison of topk
+        return RequestError("the model gave no finite logits; the request cannot go on")
+    return [Candidate(score, *divmod(int(index), vocab)) for score, index in pairs]
 
 
 def _logprobs(logits: torch.Tensor, asked: dict[int, tuple[int, int]]) -> dict[int, TokenLogprobs]:

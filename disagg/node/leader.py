@@ -22,6 +22,7 @@ from disagg.core.sampling import check_sampling, ending_tokens
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.kv.journal import MarkJournal
+from disagg.model.beam_search import candidates_wanted
 from disagg.model.spec import ModelSpec, require_one_rope
 from disagg.node.ledger import LedgerStatistics
 from disagg.node.plan import StepPlan
@@ -49,6 +50,12 @@ def check_request(prompt: Sequence[int], sampling: SamplingParams, spec: ModelSp
             f"the prompt has a token outside the model's vocabulary of {spec.vocab_size} tokens"
         )
     check_sampling(sampling, spec.vocab_size)
+    wanted = candidates_wanted(sampling, ending_tokens(sampling, spec.eos_ids))
+    if wanted > spec.vocab_size:
+        raise InvalidRequestError(
+            f"beams = {sampling.beams} is not allowed: the search looks at {wanted} tokens, and the model has "
+            f"{spec.vocab_size}"
+        )
     require_one_rope(spec, len(prompt), sampling.max_tokens)
 
 
@@ -180,6 +187,11 @@ class Leader(ABC):
             self._scheduler.check()
 
     # --- for the kinds of leader
+
+    @property
+    def max_sequences(self) -> int:
+        """Answers to one request, or beams, that the group computes side by side."""
+        return 1
 
     @abstractmethod
     def link(self, other: GroupInfo) -> None:

@@ -6,6 +6,7 @@ Who owns the references to a request's pages, and who frees them:
 
     [reserve, release)      the holding, to each of its pages, those that it found cached too; `release` frees; and
                             `vacate`, until `refill` takes new ones
+    [fork, release)         each fork its own, to each of the same pages: several sequences of one request
     [keep, evicted)         the prefix cache, one more to each full page of what is kept; its eviction frees
 """
 
@@ -14,20 +15,33 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from disagg.core.config_tree import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.journal import MarkJournal
-from disagg.kv.page_values import PageStatistics
+from disagg.kv.page_values import PageCopy, PageStatistics
 from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
 from disagg.kv.radix import RadixCache, RadixStatistics
 from disagg.kv.radix_node import Node
 
 
+class Layout(NamedTuple):
+    """How the pages of a request's sequences hang together, whatever pages they are."""
+
+    pages: int
+    """Different ones."""
+    sequences: tuple[tuple[int, tuple[int, ...]], ...]
+    """Of each sequence its tokens, and which of those pages they lie in.
+
+    Sequences that are forks of one another begin with the same pages: those before a sequence have them first.
+    """
+
+
 @dataclass(slots=True, eq=False)
 class Holding:
-    """A row, and the pages of `tokens` tokens. Owned by the request from `reserve` until `release`.
+    """A row, and the pages of `tokens` tokens. Owned by the request from `reserve` or `fork` until `release`.
 
     It is what `TokenToKVPoolAllocator.append_one_to_each` grows.
     """
@@ -90,6 +104,16 @@ class Ledger:
         return self._pages.pages - 1
 
     @property
+    def rows(self) -> int:
+        """Sequences that can hold pages at one time."""
+        return self._rows
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that can be handed out now."""
+        return len(self._free_rows)
+
+    @property
     def free_pages(self) -> int:
         """Pages that can be handed out now; cached ones that no request reads are evicted for it."""
         return self._pages.free_pages + (self._cache.evictable_pages if self._cache is not None else 0)
@@ -144,15 +168,35 @@ class Ledger:
         if before is not None:
             self._cache.unlock(before)
 
-    def grow(self, holdings: Sequence[Holding]) -> bool:
-        """One token more for each of `holdings`; False, changing nothing, when there is no room for all of them."""
-        if self._cache is not None and not self._make_room(
-            sum(h.tokens % self.page_size == 0 for h in holdings)
-        ):
-            return False
-        return (
-            self._pages.append_one_to_each(holdings) is not None
-        )  # what is shared is full: no copies are owed
+    def fork(self, holding: Holding) -> Holding | None:
+        """Another row for a sequence that begins as this one: it reads the same pages. None when no row is free."""
+        if not self._free_rows:
+            return None
+        twin = Holding(self._free_rows.pop(), [])
+        self._follow(twin, holding)
+        return twin
+
+    def refork(self, holding: Holding, other: Holding) -> None:
+        """Gives up the pages of `holding` for those of `other`, whose fork it is from now on. Its row stays."""
+        self.vacate(holding)
+        self._follow(holding, other)
+
+    def _follow(self, holding: Holding, other: Holding) -> None:
+        self._pages.share(other.pages)
+        if self._cache is not None and other.node is not None:
+            self._cache.lock(other.node)
+        holding.pages, holding.tokens = list(other.pages), other.tokens
+        holding.cached_tokens, holding.node = other.cached_tokens, other.node
+
+    def grow(self, holdings: Sequence[Holding]) -> list[PageCopy] | None:
+        """One token more for each of `holdings`; None, changing nothing, when there is no room for all of them.
+
+        Returns the copies owed before they are written: who shares a page that is not full gets one of its own.
+        """
+        copies = self._pages.append_one_to_each(holdings)
+        if copies is None and self._make_room(self._pages.pages_to_append(holdings)):
+            copies = self._pages.append_one_to_each(holdings)
+        return copies
 
     def shrink(self, holding: Holding, tokens: int) -> None:
         """Keeps the first `tokens` tokens; pages behind them are free again."""
@@ -164,13 +208,31 @@ class Ledger:
         self.shrink(holding, 0)
         self._forget(holding)
 
-    def refill(self, holding: Holding, tokens: int) -> bool:
-        """Pages for `tokens` tokens for a request without any; False, changing nothing, when there is no room."""
-        if not self._make_room(pages_for(tokens, self.page_size)):
-            return False
-        self._pages.alloc_tokens(holding.tokens, tokens, holding.pages)
-        holding.tokens = tokens
-        return True
+    def layout(self, holdings: Sequence[Holding], tokens: Sequence[int]) -> Layout:
+        """How the pages of the first `tokens` tokens of each of `holdings` hang together; for `refill`."""
+        numbers: dict[int, int] = {}
+        sequences = []
+        for holding, count in zip(holdings, tokens, strict=True):
+            pages = holding.pages[: pages_for(count, self.page_size)]
+            sequences.append((count, tuple(numbers.setdefault(page, len(numbers)) for page in pages)))
+        return Layout(len(numbers), tuple(sequences))
+
+    def refill(self, holdings: Sequence[Holding], layout: Layout) -> list[int] | None:
+        """New pages for holdings without any, that hang together as `layout` says: its pages, in its numbering.
+
+        None, changing nothing, when there is no room.
+        """
+        if not self._make_room(layout.pages):
+            return None
+        pages: list[int] = []
+        for holding, (tokens, numbers) in zip(holdings, layout.sequences, strict=True):
+            holding.pages = [pages[number] for number in numbers if number < len(pages)]
+            self._pages.share(holding.pages)
+            have_tokens = min(tokens, len(holding.pages) * self.page_size)
+            self._pages.alloc_tokens(have_tokens, tokens, holding.pages)
+            holding.tokens = tokens
+            pages += holding.pages[pages_for(have_tokens, self.page_size) :]
+        return pages
 
     def release(self, holding: Holding) -> None:
         """Takes both back. Once: a second release raises `ValueError`."""
@@ -191,19 +253,21 @@ class Ledger:
         cache = self._cache.statistics() if self._cache is not None else None
         return LedgerStatistics(self._rows, len(self._free_rows), self._pages.statistics(), cache)
 
-    def check(self, holdings: list[Holding]) -> None:
-        """Raises `InvariantError` unless exactly `holdings` are out: no page or row lost, none owned twice.
+    def check(self, requests: Sequence[Sequence[Holding]]) -> None:
+        """Raises `InvariantError` unless exactly these holdings are out: no page or row lost, none owned twice.
 
-        Pages at the beginning of a holding that are cached may have several owners.
+        `requests`: the holdings of each. Only sequences of one request, and who found them cached, share pages.
         """
         self._pages.check()
         cached: list[int] = []
         if self._cache is not None:
             self._cache.check()
             cached = self._cache.pages()
+        holdings = [holding for request in requests for holding in request]
         rows = sorted(self._free_rows + [h.row for h in holdings])
-        owners = Counter(page for h in holdings for page in h.pages)
-        references, shared = owners + Counter(cached), set(cached)
+        references = Counter(page for h in holdings for page in h.pages) + Counter(cached)
+        owners = Counter(page for request in requests for page in {p for h in request for p in h.pages})
+        shared = set(cached)
         sound = (
             rows == list(range(self._rows))
             and TRASH_PAGE not in references
@@ -213,5 +277,5 @@ class Ledger:
         )
         if not sound:
             raise InvariantError(
-                f"ledger: free rows {self._free_rows}, holdings {holdings}, pages {owners}, cached {cached}"
+                f"ledger: free rows {self._free_rows}, holdings {requests}, pages {owners}, cached {cached}"
             )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.core.types import RequestKey, Span
+from disagg.kv.page_values import PageCopy
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
@@ -54,6 +55,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     work: list[Work]
     swaps: list[Swap] = []
     """Each is copied after the steps before this one; this step does not touch its pages."""
+    copies: list[PageCopy] = []
+    """Made before anything of this step is computed, all at once: no page is copied to and from."""
 
     def encode(self) -> bytes:
         """For `transport.messages.Plan.body`."""

@@ -142,7 +142,13 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         """What peers need to know."""
         control, transport = self.control.address, self._transport.address
         return RankInfo(
-            self.rank, self.runner.shard, control, transport, self._ring_bytes(), self._swap_blocks()
+            self.rank,
+            self.runner.shard,
+            control,
+            transport,
+            self._ring_bytes(),
+            self._swap_blocks(),
+            self._leader.max_sequences if self._leader is not None else 1,
         )
 
     def join(self, group: GroupInfo) -> None:

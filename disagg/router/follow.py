@@ -16,7 +16,7 @@ import structlog
 
 from disagg.core.types import GroupInfo
 from disagg.router.mail import MailRoom
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 
 log = structlog.get_logger(__name__)

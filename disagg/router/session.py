@@ -6,10 +6,13 @@
       | -- Prefill (ticket) ---------------------------------------->  | computes chunk by chunk
       |                          | <== segments, layer by layer ====== | while it computes
       | <- Prefilled (token 0) --------------------------------------- | samples the first token
-      |                          | <- FirstToken --------------------- |
+      |                          | <- FirstTokens -------------------- |
       | <- Tokens 1, 2, ... ---- | decodes                             |
       | -- Release ------------> | -- Release -----------------------> | frees whatever is left
       | <- Released ------------ | <- Released ----------------------- |
+
+Several answers to one prompt are one request: it is computed and sent once, and decoded as forks of one sequence.
+An answer that ends early by its text is taken out with EndAnswer. A beam search tells nothing before its end.
 
 A colocated group is both: the same messages go to its one leader, and there is nothing to send in between.
 
@@ -21,35 +24,27 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, error_from_code
-from disagg.core.prefixes import PrefixKey
-from disagg.core.sampling import check_sampling
-from disagg.core.status import GroupStatus
-from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket, TokenLogprobs
+from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.router.mail import Mail, MailRoom
-from disagg.router.policy import Asking, Engine, Policy, prefix_aware
-from disagg.router.status import GroupStatuses
+from disagg.router.policy import Engine
 from disagg.router.text import Decode, TextStream
 from transport import messages as m
 
 log = structlog.get_logger(__name__)
 
 RELEASE_TIMEOUT_S = 10.0
-SHUNNED_S = 5.0
-"""A pair of groups that could not reach each other is given nothing for so long, where there is another pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Some more of the answer. `finish` is None until the last one: `stop` or `length`."""
+    """Some more of an answer. `finish` is None until the last one: `stop` or `length`."""
 
     index: int
     """Number of the first of `tokens` in the answer."""
@@ -58,6 +53,8 @@ class Output:
     finish: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
     """One for each of `tokens` when `SamplingParams.logprobs` asked for them, else none."""
+    answer: int = 0
+    """Which of the request's answers."""
 
 
 @dataclass(slots=True)
@@ -77,193 +74,35 @@ class SessionReport:
     transfer_s: float = 0.0
     transferred_s: float = 0.0
     """When the last segment was said to have left."""
-    tokens: list[int] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    """Tokens of each answer."""
     released: bool = False
     """Both groups confirmed that nothing of the request is left."""
 
-
-class Router:
-    """The groups a router may use, and the sessions it runs. Lives on one event loop."""
-
-    def __init__(
-        self,
-        mail: MailRoom,
-        groups: Iterable[GroupInfo] = (),
-        *,
-        reserve_retry_s: float = 0.05,
-        choose: Policy = prefix_aware,
-    ) -> None:
-        self._mail, self._reserve_retry_s, self._choose = mail, reserve_retry_s, choose
-        self._engines: dict[str, Engine] = {}
-        self._shunned: dict[tuple[str, str], float] = {}
-        """Pairs of a prefill and a decode group, and until when."""
-        self.statuses = GroupStatuses(mail, self._living, self._compares)
-        """What the groups say of themselves, once `disagg.router.status.watching` asks them."""
-        self._roles: tuple[str, ...] = ("prefill", "decode")
-        """Kinds of group that each request needs."""
-        for group in groups:
-            self.add(group)
+    @property
+    def tokens(self) -> list[int]:
+        """Of the first answer."""
+        return self.answers[0] if self.answers else []
 
     @property
-    def engines(self) -> tuple[Engine, ...]:
-        """All that requests may be with now."""
-        return tuple(self._engines.values())
-
-    def add(self, group: GroupInfo) -> None:
-        """From now on requests may go to this group. Known already: nothing happens.
-
-        A group of the same name with another leader takes the place of one that is gone. A cluster's groups are
-        all colocated, or none is.
-        """
-        self._roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
-        known = self._engines.get(group.name)
-        if known is None or known.group.leader.control_address != group.leader.control_address:
-            self._engines[group.name] = Engine(group)
-            self._mail.revive(rank.control_address for rank in group.ranks)
-            self._mail.watch(group.leader.control_address)
-
-    async def drain(self, name: str) -> None:
-        """No new request goes to the group; returns when its requests have ended, and forgets it. Again: the same."""
-        engine = self._engines.get(name)
-        if engine is None:
-            return
-        engine.draining = True
-        while engine.requests and not self._lost(engine):
-            await asyncio.sleep(self._reserve_retry_s)
-        if self._engines.get(name) is engine:
-            del self._engines[name]
-            self._mail.forget(engine.group.leader.control_address)
-
-    def remove(self, name: str) -> None:
-        """The group is gone, and with it all that it was given: those requests end at once. Unknown: nothing."""
-        engine = self._engines.pop(name, None)
-        for rank in engine.group.ranks if engine is not None else ():
-            self._mail.lose(rank.control_address)
-
-    def _living(self) -> list[Engine]:
-        return [engine for engine in self._engines.values() if not self._lost(engine)]
-
-    def _of(self, role: str) -> list[Engine]:
-        engines = [engine for engine in self._engines.values() if engine.group.role == role]
-        for engine in engines:
-            engine.lost = self._lost(engine)
-        return engines
-
-    def _lost(self, engine: Engine) -> bool:
-        return not self._mail.lost.isdisjoint(rank.control_address for rank in engine.group.ranks)
-
-    def groups(self) -> tuple[GroupStatus, ...]:
-        """What each group that lives said last, prefill first, in the order of their names."""
-        return self.statuses.latest()
-
-    def draining(self) -> tuple[str, ...]:
-        """Names of the groups that are given nothing new."""
-        return tuple(engine.group.name for engine in self._engines.values() if engine.draining)
-
-    def missing(self) -> list[str]:
-        """Roles of which no group can be given a request; empty when requests can be served."""
-        usable = {e.group.role for e in self._engines.values() if not self._lost(e) and not e.draining}
-        return sorted(set(self._roles) - usable)
-
-    def _compares(self, engine: Engine) -> bool:
-        """Whether it matters what a group has cached: where there is a choice, and by a policy that looks at it."""
-        kinds = Counter(e.group.role for e in self._engines.values())
-        return self._choose is prefix_aware and kinds[engine.group.role] > 1
-
-    def _asking(self, prompt: Sequence[int], cache_salt: str, session: str) -> Asking:
-        """What the policy looks at. A prompt is hashed only where groups that hold something are compared."""
-        helds = [e.held for e in self._engines.values() if len(e.held) and self._compares(e)]
-        marks = {
-            (unit, switch): PrefixKey.of(prompt, cache_salt, switch).marks(unit)
-            for unit, switch in {(held.unit_tokens, held.switch_tokens) for held in helds}
-        }
-        return Asking(len(prompt), session, marks)
-
-    def _pair(self, asking: Asking) -> tuple[Engine, Engine]:
-        """Who prefills and who decodes; a colocated group does both."""
-        if len(self._roles) == 1:
-            both = self._choose(self._of(self._roles[0]), asking)
-            return both, both
-        prefills, decodes = (self._of(role) for role in self._roles)
-        met = [one for one in prefills if any(self._meet(one, other) for other in decodes)]
-        prefill = self._choose(met or prefills, asking)
-        met = [other for other in decodes if self._meet(prefill, other)]
-        return prefill, self._choose(met or decodes, asking)
-
-    def _meet(self, prefill: Engine, decode: Engine) -> bool:
-        """Whether both can be given requests, and are not known to be cut off from each other."""
-        alive = not any(one.lost or one.draining for one in (prefill, decode))
-        return alive and self._shunned.get(_names(prefill, decode), 0.0) <= time.monotonic()
-
-    def _shun(self, prefill: Engine, decode: Engine) -> None:
-        """A request of the pair lost its way. Each group may be well: the network between them may not be."""
-        now_s = time.monotonic()
-        self._shunned = {pair: until_s for pair, until_s in self._shunned.items() if until_s > now_s}
-        self._shunned[_names(prefill, decode)] = now_s + SHUNNED_S
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        timeout_s: float,
-        decode: Decode | None = None,
-        report: SessionReport | None = None,
-        cache_salt: str = "",
-        session: str = "",
-    ) -> AsyncGenerator[Output, None]:
-        """Streams the answer to `prompt`. `decode` turns tokens into text (needed for stop strings);
-        `disagg.router.text.decode_with` makes it of a tokenizer. Only prompts of one `cache_salt` share cached KV.
-        Requests that name the same `session` are decoded by the same group, as far as its load allows.
-
-        Raises what ended the request: `InvalidRequestError`, `BusyError`, `PromptTooLongError`,
-        `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
-        on both sides.
-        """
-        check_sampling(sampling)  # the leaders look again, and at the vocabulary too
-        asking = self._asking(prompt, cache_salt, session)
-        pair = self._pair(asking)
-        run = _Session(
-            self._mail,
-            *pair,
-            RequestKey(request_id),
-            list(prompt),
-            sampling,
-            time.monotonic() + timeout_s,
-            TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None,
-            report or SessionReport(),
-            self._reserve_retry_s,
-            cache_salt,
-            {engine: asking.missing_tokens(engine) for engine in pair},
-        )
-        try:
-            async with aclosing(run.run()) as outputs:
-                async for output in outputs:
-                    yield output
-        except PeerLostError:
-            self._shun(*pair)
-            raise
-
-
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Waits for `work` also when cancelled meanwhile, however often: what it needs must not be closed before."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if cancelled is not None:
-        raise cancelled
-
-
-def _names(prefill: Engine, decode: Engine) -> tuple[str, str]:
-    return prefill.group.name, decode.group.name
+    def generated_tokens(self) -> int:
+        """Of all answers."""
+        return sum(map(len, self.answers))
 
 
 @dataclass(slots=True)
-class _Session:
+class _Answer:
+    stream: TextStream | None
+    tokens: list[int] = field(default_factory=list)
+    early: dict[int, m.Tokens] = field(default_factory=dict)
+    """What came before an earlier token: prefill and decode group speak to us independently."""
+    over: bool = False
+
+
+@dataclass(slots=True)
+class Session:
+    """One request, with the groups that were chosen for it. `run` it once, to its end."""
+
     mail: MailRoom
     prefill: Engine
     decode: Engine
@@ -271,7 +110,7 @@ class _Session:
     prompt: list[int]
     sampling: SamplingParams
     deadline_s: float
-    stream: TextStream | None
+    decode_text: Decode | None
     report: SessionReport
     reserve_retry_s: float
     cache_salt: str
@@ -280,10 +119,18 @@ class _Session:
     began_s: float = field(default_factory=time.monotonic)
     involved: set[str] = field(default_factory=set)
     """Leaders that have heard of the request, and so must release it."""
-    early: dict[int, m.Tokens] = field(default_factory=dict)
-    """Tokens that came before an earlier one: prefill and decode group speak to us independently."""
+    answers: list[_Answer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answers = [self._new_answer() for _ in range(self.sampling.n)]
+        self.report.answers = [answer.tokens for answer in self.answers]
+
+    def _new_answer(self) -> _Answer:
+        decode, sampling = self.decode_text, self.sampling
+        return _Answer(TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None)
 
     async def run(self) -> AsyncGenerator[Output, None]:
+        """Streams the answers as they come. Closed early, it aborts the request on both sides."""
         self.report.prompt_tokens = len(self.prompt)
         self.report.prefill, self.report.decode = self.prefill.group.name, self.decode.group.name
         with self.mail.open(self.key) as box:
@@ -294,11 +141,9 @@ class _Session:
                 self._tell(
                     self.prefill, m.Prefill(self.key, self.prompt, self.sampling, ticket, left_s, salt)
                 )
-                while True:
+                while not all(answer.over for answer in self.answers):
                     for output in self._outputs(await self._next(box)):
                         yield output
-                        if output.finish is not None:
-                            return
             finally:
                 self.report.ended_s = time.monotonic() - self.began_s
                 self._end()
@@ -359,29 +204,46 @@ class _Session:
             case m.Prefilled():
                 self.report.ttft_s = time.monotonic() - self.began_s
                 self._computed()
-                told = [] if message.logprobs is None else [message.logprobs]
-                self.early[0] = m.Tokens(self.key, 0, [message.first_token], logprobs=told)
+                return self._first_outputs(message)
             case m.Transferred():
                 self.report.nbytes, self.report.segments = message.nbytes, message.segments
                 self.report.messages, self.report.transfer_s = message.messages, message.seconds
                 self.report.transferred_s = time.monotonic() - self.began_s
-            case m.Tokens():
-                self.early.setdefault(message.index, message)
-        outputs = []
-        while (tokens := self.early.pop(len(self.report.tokens), None)) is not None:
-            outputs.append(self._output(tokens))
-            if not tokens.tokens or outputs[-1].finish:
+            case m.Tokens() if message.answer < len(self.answers):
+                return self._take(message)
+        return []
+
+    def _first_outputs(self, message: m.Prefilled) -> list[Output]:
+        logprobs = [[one] for one in message.logprobs] or [[] for _ in message.first_tokens]
+        firsts = zip(message.first_tokens, logprobs, range(len(self.answers)), strict=False)
+        return [
+            output
+            for token, told, number in firsts
+            for output in self._take(m.Tokens(self.key, 0, [token], logprobs=told, answer=number))
+        ]
+
+    def _take(self, message: m.Tokens) -> list[Output]:
+        """What can be told of an answer, now that this has come."""
+        answer = self.answers[message.answer]
+        answer.early.setdefault(message.index, message)
+        outputs: list[Output] = []
+        while not answer.over and (tokens := answer.early.pop(len(answer.tokens), None)) is not None:
+            outputs.append(self._output(answer, tokens))
+            if not tokens.tokens:
                 break
         return outputs
 
-    def _output(self, message: m.Tokens) -> Output:
-        index, finish = len(self.report.tokens), message.finish
-        self.report.tokens.extend(message.tokens)
+    def _output(self, answer: _Answer, message: m.Tokens) -> Output:
+        index, finish = len(answer.tokens), message.finish
+        answer.tokens.extend(message.tokens)
         text = ""
-        if self.stream is not None:
-            text = self.stream.push(message.tokens, last=finish is not None)
-            finish = "stop" if self.stream.stopped else finish
-        return Output(index, tuple(message.tokens), text, finish, tuple(message.logprobs))
+        if answer.stream is not None:
+            text = answer.stream.push(message.tokens, last=finish is not None)
+            if answer.stream.stopped and finish is None and len(self.answers) > 1:
+                self._tell(self.decode, m.EndAnswer(self.key, message.answer))
+            finish = "stop" if answer.stream.stopped else finish
+        answer.over = finish is not None
+        return Output(index, tuple(message.tokens), text, finish, tuple(message.logprobs), message.answer)
 
     async def _release(self, box: Mail) -> None:
         """Both sides free what they hold, and say so; a side that is gone holds nothing."""
@@ -430,6 +292,18 @@ class _Session:
     def _role(self, address: str) -> str:
         engine = self.prefill if address == self.prefill.group.leader.control_address else self.decode
         return engine.group.role
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for `work` also when cancelled meanwhile, however often: what it needs must not be closed before."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _error_of(failed: m.Failed) -> DisaggError:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from disagg.api.admission import Admission
-from disagg.api.asked import derived_seed
 from disagg.api.body import to_struct
 from disagg.api.errors import ApiError
 from disagg.api.fields import CompletionBody
@@ -17,6 +16,7 @@ from disagg.api.metrics import Metrics
 from disagg.api.server import bind
 from disagg.core.config import ApiConfig, load_config
 from disagg.core.errors import BusyError, ConfigError, RequestTimeoutError
+from disagg.core.sampling import derived_seed
 
 
 def test_keys_of_file_and_environment(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from api_server import CONTEXT_TOKENS, ApiServer, body, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from disagg.api.asked import derived_seed
+from disagg.core.sampling import derived_seed
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -20,7 +20,8 @@ from disagg.model.tiny import make_tiny_checkpoint
 from disagg.reference import reference_answers
 from disagg.router.follow import joined
 from disagg.router.mail import MailRoom
-from disagg.router.session import Router, SessionReport
+from disagg.router.router import Router
+from disagg.router.session import SessionReport
 from disagg.scale import scale
 from disagg.serve_local import local_router, place
 from disagg.supervisor import supervised

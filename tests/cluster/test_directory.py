@@ -18,7 +18,7 @@ from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, 
 from disagg.directory import Directory, directory_host, shared_keys
 from disagg.router.follow import joined
 from disagg.router.mail import MailRoom
-from disagg.router.session import Router
+from disagg.router.router import Router
 from disagg.scale import scale
 from transport import messages as m
 from transport.control_inproc import InprocControl, InprocHub

@@ -29,7 +29,8 @@ from disagg.placement import choose_placement
 from disagg.reference import reference_answers
 from disagg.router.follow import joined
 from disagg.router.mail import MailRoom
-from disagg.router.session import Router, SessionReport
+from disagg.router.router import Router
+from disagg.router.session import SessionReport
 from disagg.scale import scale
 from disagg.supervisor import supervised
 from transport.control_zmq import make_control

@@ -18,6 +18,7 @@ from simulated_router import SimulatedRequest
 
 from disagg.core.config import Config
 from disagg.core.errors import TransportError
+from disagg.core.types import SamplingParams
 from prefill_node.probe import Probed
 from transport import messages as m
 from transport.inproc import InprocTransport
@@ -106,6 +107,22 @@ def strike(simulation: Simulation, what: str, choose: random.Random) -> None:
         simulation.kill_router()
 
 
+def sampling_of(
+    simulation: Simulation, prompt_tokens: int, max_tokens: int, choose: random.Random
+) -> SamplingParams:
+    """Mostly one answer; now and then several, or a beam search, of as many tokens as the group takes."""
+    kind = choose.choice(["one", "one", "several", "beams"])
+    most, group = simulation.groups[1].leader.max_sequences, simulation.config.decode
+    count = choose.randint(2, 4)
+    left_tokens = group.pool_tokens - prompt_tokens - count * group.page_size
+    fitting_tokens = min(max_tokens, left_tokens // count - group.page_size, 12 if kind == "beams" else 100)
+    if kind == "one" or most < count or fitting_tokens < 1:
+        return SamplingParams(max_tokens=max_tokens)
+    if kind == "beams":
+        return SamplingParams(max_tokens=fitting_tokens, beams=count, n=choose.randint(1, count))
+    return SamplingParams(max_tokens=fitting_tokens, n=count, temperature=1.0, seed=choose.randrange(100))
+
+
 def run(
     seed: int, what: str, patch: pytest.MonkeyPatch, probed: list[Probed] | None = None
 ) -> list[SimulatedRequest]:
@@ -134,7 +151,13 @@ def run(
             left -= 1
             answer, limit_s = choose.choice(answers), 0.3 * pace * choose.random()
             limits = {"deadline_s": limit_s} if "deadline" in what else {}
-            requests.append(simulation.router.submit(choose.choice(prompts), answer, **limits))
+            prompt_tokens = choose.choice(prompts)
+            sampling = sampling_of(simulation, prompt_tokens, answer, choose)
+            requests.append(simulation.router.submit(prompt_tokens, sampling, **limits))
+        if requests and choose.random() < 0.002 / pace:
+            request = choose.choice(requests)
+            if request.sampling.n > 1 and not request.sampling.beams:
+                simulation.router.stop(request, choose.randrange(request.sampling.n))
         if "abort" in what and requests and choose.random() < 0.002 / pace:
             simulation.router.end(choose.choice(requests), "aborted")
         if probed is not None and choose.random() < 0.01:
@@ -217,17 +240,25 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
     Those of the directory are between routers and the launcher only; those for metrics go by the clock.
     """
     seen: set[type[m.Message]] = set()
-    for seed, what in [*itertools.product(range(10), ("abort and fail", "short")), (0, "crowded")]:
+    for seed, what in [
+        *itertools.product(range(10), ("abort and fail", "short")),
+        (0, "crowded"),
+        (0, "answers"),
+    ]:
         with pytest.MonkeyPatch.context() as patch:
             choose = random.Random(seed)
             simulation = Simulation(config_of(choose, seed % 2 == 1, what == "crowded"), seed, patch)
             add_faults(simulation, what, choose)
             simulation.probe()
             size = (10, 70) if what == "crowded" else (40, 3)
-            requests = [simulation.router.submit(*size) for _ in range(3)]
+            sampling = SamplingParams(max_tokens=size[1], n=2 if what == "answers" else 1)
+            requests = [simulation.router.submit(size[0], sampling) for _ in range(3)]
             for _ in range(400):
                 simulation.step()
             simulation.router.end(requests[0], "aborted")
+            while what == "answers" and not (requests[1].over or requests[1].stopped):
+                simulation.step()
+                simulation.router.stop(requests[1], 0)
             simulation.settle()
             seen.update(type(message) for message in simulation.seen)
     directory = {m.Join, m.Groups, m.Using, m.Scale, m.Scaled}

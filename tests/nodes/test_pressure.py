@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from decode_node.costs import SWAP_OVERHEAD_S, Rates, cheaper
-from decode_node.request import DecodeRequest, Place
+from decode_node.request import DecodeRequest, Place, Sequence
 from decode_node.scheduler import DecodeScheduler
 from disagg.core.errors import BusyError, InvariantError, PromptTooLongError
 from disagg.core.types import RequestKey, SamplingParams
@@ -76,23 +76,31 @@ def start(scheduler: DecodeScheduler, number: int, prompt_tokens: int, max_token
     """A request whose KV and first token are here."""
     request = scheduler.reserve(
         RequestKey(f"r{number}"),
-        range(prompt_tokens),
+        list(range(prompt_tokens)),
         SamplingParams(max_tokens=max_tokens),
         router="",
         prefill_group="",
         deadline_s=0.0,
     )
     request.landed_ranks.add(0)
-    request.tokens.append(1)
+    request.sequences[0].tokens.append(1)
+    request.begun = True
     return request
+
+
+def only(request: DecodeRequest) -> Sequence:
+    """Its one sequence."""
+    (sequence,) = request.sequences
+    return sequence
 
 
 def step(scheduler: DecodeScheduler) -> set[str]:
     """Who took part."""
     plan = scheduler.next_step()
     assert plan is not None
-    for work in plan.work:
-        scheduler.requests[work.key].tokens.append(2)
+    for work, (_, sequence) in zip(plan.work, scheduler.stepped(plan), strict=True):
+        if work.span.stop == sequence.known_tokens:
+            sequence.tokens.append(2)
     scheduler.commit(plan)
     return {work.key.request_id for work in plan.work}
 
@@ -105,13 +113,13 @@ def test_the_youngest_leaves_and_comes_back_when_an_older_one_has_ended() -> Non
         seen.append(step(scheduler))
     assert {"r1", "r2"} in seen
     assert seen[-1] == {"r1"}, "the older one goes on with its pages, in the same step"
-    assert two.holding.pages == []
+    assert only(two).holding.pages == []
     with pytest.raises(BusyError, match="1 requests wait for pages"):
         start(scheduler, 3, 1, 1)
     scheduler.close(one)
     scheduler.rank_closed(one, 0)
     assert step(scheduler) == {"r2"}
-    assert two.computed_tokens == two.known_tokens - 1, "all of it was computed again, in one chunk"
+    assert only(two).left_tokens == 1, "all of it was computed again, in one chunk"
     scheduler.check()
 
 
@@ -123,7 +131,7 @@ def test_who_finds_nobody_younger_waits_with_its_pages() -> None:
         assert step(scheduler) == {"r2"}
     assert scheduler.next_step() is None
     assert two.place is Place.RESIDENT
-    assert len(two.holding.pages) == 3
+    assert len(only(two).holding.pages) == 3
     one.landed_ranks.add(0)
     assert step(scheduler) == {"r1"}
     assert two.place is Place.OUT, "its pages are for the older one, now that it runs"
@@ -147,7 +155,7 @@ def test_what_is_being_copied_is_freed_when_the_copy_has_ended(place: Place) -> 
     scheduler.close(two)
     scheduler.rank_closed(two, 0)
     assert two.key in scheduler.requests, "a rank still reads or writes its pages and blocks"
-    assert two.holding.pages
+    assert only(two).holding.pages
     assert scheduler.statistics().host.used_blocks
     scheduler.swapped(two, 0)
     assert two.key not in scheduler.requests
@@ -159,18 +167,20 @@ def test_a_state_that_nobody_has_read_goes_with_its_pages() -> None:
     scheduler = make(44, 3, state_tokens=8, chunk_tokens=4)
     one, two = start(scheduler, 1, 12, 20), start(scheduler, 2, 12, 20)
     two.landed_ranks.clear()
-    while scheduler.statistics().memory.pages.free_pages or one.holding.tokens < 24:
+    while scheduler.statistics().memory.pages.free_pages or only(one).holding.tokens < 24:
         step(scheduler)
     two.landed_ranks.add(0)
     assert step(scheduler) == {"r1"}
     assert two.place is Place.OUT, "before its first step"
     scheduler.close(one)
     scheduler.rank_closed(one, 0)
-    while two.left_tokens > 1:
+    while two.left_tokens:
         plan = scheduler.next_step()
         assert plan is not None
         scheduler.commit(plan)
-        assert two.holding.tokens == two.known_tokens, "all that is computed again has its place"
+        assert only(two).holding.tokens == only(two).known_tokens - 1, (
+            "all that is computed again has its place"
+        )
     scheduler.check()
 
 
@@ -182,13 +192,13 @@ def test_who_waits_for_pages_does_not_take_the_turn_of_the_oldest(max_batch: int
     for _ in range(200):
         step(scheduler)  # one that computes nothing would be the last one
         scheduler.check()
-        for request in [r for r in left if r.known_tokens == 40]:
+        for request in [r for r in left if only(r).known_tokens == 40]:
             left.discard(request)
             scheduler.close(request)
             scheduler.rank_closed(request, 0)
         if not left:
             return
-    raise AssertionError(f"unfinished: {[(r.key, r.place, r.known_tokens) for r in left]}")
+    raise AssertionError(f"unfinished: {[(r.key, r.place, only(r).known_tokens) for r in left]}")
 
 
 def test_tickets_keep_the_watermark_but_for_the_first() -> None:
@@ -209,7 +219,7 @@ def test_a_step_of_256_requests_costs_the_books_little() -> None:
     best_s = 1.0
     for _ in range(50):
         began_s = time.perf_counter()
-        assert ledger.grow(grown)
+        assert ledger.grow(grown) == []
         best_s = min(best_s, time.perf_counter() - began_s)
-    ledger.check(grown)
+    ledger.check([[holding] for holding in grown])
     assert best_s < 1e-3

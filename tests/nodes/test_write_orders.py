@@ -12,6 +12,7 @@ from simulated_groups import LOST, ROUTER, Simulation
 from decode_node.fences import CLOSED
 from decode_node.receiver import ARRIVAL_POLL_S
 from disagg.core.errors import TransportError
+from disagg.core.types import SamplingParams
 from transport import messages as m
 from transport.peer_memory import MemoryHandle, open_memory
 
@@ -40,7 +41,7 @@ class Ordered(Simulation):
 
     def reserve(self) -> None:
         """A request has its ticket; the prefill group has not heard of it."""
-        self.router.submit(TOKENS, 1)
+        self.router.submit(TOKENS, SamplingParams(max_tokens=1))
         self.deliver(ROUTER, D)
         self.deliver(D, ROUTER)
 
@@ -131,7 +132,7 @@ def test_a_pool_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, 
     order.deliver(D, P)
     statistics = order.ranks[P]._agent.statistics()
     assert (statistics.open_pools, statistics.refused_pools) == (0, 1)
-    order.router.submit(TOKENS, 1)
+    order.router.submit(TOKENS, SamplingParams(max_tokens=1))
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
     assert order.ranks[P]._agent.statistics().segments_written == 0

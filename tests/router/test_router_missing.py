@@ -6,7 +6,7 @@ import asyncio
 
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span
 from disagg.router.mail import MailRoom
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport.control_inproc import InprocControl, InprocHub
 
 

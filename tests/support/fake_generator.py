@@ -25,6 +25,8 @@ class FakeGenerator:
         """Of each call."""
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
+        self.most = 1
+        """Answers that it makes to one request."""
         self.down: list[str] = []
         self.told: tuple[GroupStatus, ...] = ()
         self.hold_after: int | None = None
@@ -40,6 +42,9 @@ class FakeGenerator:
 
     def missing(self) -> list[str]:
         return self.down
+
+    def max_sequences(self) -> int:
+        return self.most
 
     def groups(self) -> tuple[GroupStatus, ...]:
         return self.told

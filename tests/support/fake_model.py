@@ -12,11 +12,15 @@ import msgspec
 import torch
 
 from disagg.core.ports import LayerHook
-from disagg.core.types import KVLayout, Shard
+from disagg.core.sampling import sampling_of
+from disagg.core.types import KVLayout, SamplingParams, Shard
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.batch import StepBatch
+from disagg.model.beam_search import BeamSearch
+from disagg.model.next_tokens import BeamStep, Chosen, likeliest, next_tokens
 from disagg.model.page_copies import copy_in_order
+from disagg.model.penalties import Row
 from disagg.model.spec import ModelSpec, shard_of
 
 VOCAB = 64
@@ -30,20 +34,53 @@ def fake_spec(layers: int, kv_heads: int, state_tokens: int = 0) -> ModelSpec:
     return msgspec.structs.replace(spec, state_tokens=state_tokens)
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    """The model's choice after `tokens`."""
+def state_of(tokens: Sequence[int]) -> int:
+    """A number that all of them decide."""
     state = 7
     for token in tokens:
         state = (state * 33 + token + 1) % 1_000_003
-    return state % VOCAB
+    return state
 
 
-def fake_answer(prompt: Sequence[int], max_tokens: int) -> list[int]:
+def next_token(tokens: Sequence[int]) -> int:
+    """The model's choice after `tokens`."""
+    return state_of(tokens) % VOCAB
+
+
+def fake_logits(tokens: Sequence[int]) -> torch.Tensor:
+    """float32 `[VOCAB]` after `tokens`; the largest is that of `next_token`."""
+    state = state_of(tokens)
+    ranks = (torch.arange(VOCAB) - state % VOCAB) * 27 % VOCAB
+    return ranks.float() * -(1 + state % 89 / 89) / 8
+
+
+def fake_answers(prompt: Sequence[int], sampling: SamplingParams) -> list[list[int]]:
     """What every split of the model must answer."""
-    tokens = list(prompt)
-    for _ in range(max_tokens):
-        tokens.append(next_token(tokens))
-    return tokens[len(prompt) :]
+    if sampling.beams:
+        return _fake_beams(prompt, sampling)
+    return [_fake_answer(prompt, sampling_of(sampling, number)) for number in range(sampling.n)]
+
+
+def _fake_answer(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    answer: list[int] = []
+    while len(answer) < sampling.max_tokens:
+        row = Row(sampling, answer, None)
+        (chosen,) = next_tokens(fake_logits([*prompt, *answer])[None], [row], ())
+        assert isinstance(chosen, Chosen)
+        answer.append(chosen.token)
+    return answer
+
+
+def _fake_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[list[int]]:
+    """By the rules of `BeamSearch`, with the whole of each beam for itself."""
+    search, beams, scores = BeamSearch(sampling, ()), [()], [0.0]
+    while not search.over:
+        logits = torch.stack([fake_logits([*prompt, *beam]) for beam in beams])
+        (best,) = likeliest(logits, [BeamStep(sampling, beams[0], scores)], ())
+        assert isinstance(best, list)
+        going = search.advance(best)
+        beams, scores = [(*beams[one.parent], one.token) for one in going], [one.score for one in going]
+    return [list(one.tokens) for one in search.answers()]
 
 
 def kv_of(tokens: torch.Tensor, positions: torch.Tensor, shard: Shard) -> torch.Tensor:
@@ -93,10 +130,7 @@ class FakeRunner:
             if on_layer is not None:
                 on_layer(layer)
             self.between_layers()
-        logits = torch.zeros(len(batch.sequences), VOCAB)
-        for index, one in enumerate(batch.sequences):
-            logits[index, next_token(self.context(one.row, one.stop))] = 1.0
-        return logits
+        return torch.stack([fake_logits(self.context(one.row, one.stop)) for one in batch.sequences])
 
     def context(self, row: int, stop: int) -> list[int]:
         """The tokens below `stop`, out of the pool; every element of their KV is compared."""

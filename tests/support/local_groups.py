@@ -32,7 +32,8 @@ from disagg.node.assemble import make_runner
 from disagg.node.links import make_link
 from disagg.router.mail import MailRoom
 from disagg.router.policy import POLICIES
-from disagg.router.session import Output, Router, SessionReport
+from disagg.router.router import Router
+from disagg.router.session import Output, SessionReport
 from disagg.router.status import watching
 from prefill_node.rank import PrefillRank
 from transport import messages as m
@@ -373,6 +374,27 @@ class Checkpoints:
             )
             self._answers[key] = output[0, len(prompt) :].tolist()
         return self._answers[key]
+
+    def beams(self, source: ModelSource, prompt: Sequence[int], sampling: SamplingParams) -> list[list[int]]:
+        """The reference's best answers by beam search."""
+        ids = torch.tensor([list(prompt)])
+        eos = [*source.spec(torch.float32).eos_ids, *sampling.stop_token_ids]
+        output = self._model(source).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=sampling.max_tokens,
+            min_new_tokens=sampling.min_tokens or None,
+            do_sample=False,
+            num_beams=sampling.beams,
+            num_return_sequences=sampling.n,
+            length_penalty=sampling.length_penalty,
+            early_stopping=sampling.early_stopping,
+            eos_token_id=None if sampling.ignore_eos else eos,
+            pad_token_id=0,
+        )
+        answers = output[:, len(prompt) :].tolist()
+        ends = [next((i + 1 for i, t in enumerate(a) if t in eos), len(a)) for a in answers]
+        return [a if sampling.ignore_eos else a[:end] for a, end in zip(answers, ends, strict=True)]
 
     def logits(self, source: ModelSource, tokens: Sequence[int]) -> torch.Tensor:
         """The reference's, float32 `[len(tokens), vocab]`."""

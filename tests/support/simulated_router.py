@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fake_model import VOCAB, fake_answer
+from fake_model import VOCAB, fake_answers
 
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from transport import messages as m
@@ -22,10 +22,14 @@ class SimulatedRequest:
 
     key: RequestKey
     prompt: list[int]
-    max_tokens: int
+    sampling: SamplingParams
     ticket: Ticket | None = None
-    early: dict[int, m.Tokens] = field(default_factory=dict)
-    tokens: list[int] = field(default_factory=list)
+    early: dict[tuple[int, int], m.Tokens] = field(default_factory=dict)
+    """By answer and index."""
+    answers: list[list[int]] = field(default_factory=list)
+    over_answers: set[int] = field(default_factory=set)
+    stopped: set[int] = field(default_factory=set)
+    """Answers that were not wanted to their end."""
     involved: set[str] = field(default_factory=set)
     unreleased: set[str] = field(default_factory=set)
     transferred: bool = False
@@ -38,6 +42,11 @@ class SimulatedRequest:
         """Ended, and both groups said so."""
         return bool(self.ended) and not self.unreleased
 
+    @property
+    def tokens(self) -> list[int]:
+        """Of the first answer."""
+        return self.answers[0]
+
 
 class SimulatedRouter:
     """One router with all its requests."""
@@ -48,15 +57,17 @@ class SimulatedRouter:
         self.lost: set[str] = set()
         self._stems = [self._draw(STEM_TOKENS) for _ in range(2)]
 
-    def submit(self, prompt_tokens: int, max_tokens: int, deadline_s: float = FOREVER_S) -> SimulatedRequest:
+    def submit(
+        self, prompt_tokens: int, sampling: SamplingParams, deadline_s: float = FOREVER_S
+    ) -> SimulatedRequest:
         """Some prompts begin alike, some are a beginning of another, some go on from an answer so far."""
         common = self._choose.choice([0, STEM_TOKENS // 2, STEM_TOKENS])
         answered = [r.prompt + r.tokens for r in self.requests.values() if r.tokens]
         stems = answered if answered and self._choose.random() < 0.3 else self._stems
         prompt = (self._choose.choice(stems)[:common] + self._draw(prompt_tokens))[:prompt_tokens]
-        request = SimulatedRequest(RequestKey(f"r{len(self.requests)}"), prompt, max_tokens)
+        answers: list[list[int]] = [[] for _ in range(sampling.n)]
+        request = SimulatedRequest(RequestKey(f"r{len(self.requests)}"), prompt, sampling, answers=answers)
         self.requests[request.key] = request
-        sampling = SamplingParams(max_tokens=max_tokens)
         self._tell(request, "decode-0", m.Reserve(request.key, prompt, sampling, deadline_s, "prefill"))
         return request
 
@@ -69,6 +80,13 @@ class SimulatedRouter:
             for peer in sorted(request.unreleased):
                 self._send(peer, m.Release(request.key, how))
 
+    def stop(self, request: SimulatedRequest, answer: int) -> None:
+        """No more of one answer is wanted, as when its text has a stop string."""
+        if not request.ended and answer not in request.over_answers and request.answers[answer]:
+            request.stopped.add(answer)
+            self._send("decode-0", m.EndAnswer(request.key, answer))
+            self._answer_ended(request, answer)
+
     def _tell(self, request: SimulatedRequest, peer: str, message: m.Message) -> None:
         request.involved.add(peer)
         self._send(peer, message)
@@ -78,7 +96,8 @@ class SimulatedRouter:
         if isinstance(message, m.Released):
             assert request.ended, "released before it was asked for"
             request.unreleased.discard(peer)
-            came = request.ended == "done" and len(request.tokens) > 1  # the first one does not need the KV
+            # The first tokens do not need the KV.
+            came = request.ended == "done" and any(len(tokens) > 1 for tokens in request.answers)
             assert request.transferred or peer != "prefill-0" or not came, (
                 "all came, and nobody tells how much"
             )
@@ -88,28 +107,40 @@ class SimulatedRouter:
             self._answered(request, message)
 
     def _answered(self, request: SimulatedRequest, message: Any) -> None:
-        sampling = SamplingParams(max_tokens=request.max_tokens)
         match message:
             case m.Failed(code="busy"):
-                again = m.Reserve(request.key, request.prompt, sampling, FOREVER_S, "prefill")
+                again = m.Reserve(request.key, request.prompt, request.sampling, FOREVER_S, "prefill")
                 self._tell(request, "decode-0", again)
             case m.Failed():
                 self.end(request, message.code)
             case m.Reserved():
                 assert request.ticket is None, "reserved twice"
                 request.ticket = message.ticket
-                prefill = m.Prefill(request.key, request.prompt, sampling, message.ticket, FOREVER_S)
+                prefill = m.Prefill(request.key, request.prompt, request.sampling, message.ticket, FOREVER_S)
                 self._tell(request, "prefill-0", prefill)
             case m.Prefilled():
-                request.early[0] = m.Tokens(request.key, 0, [message.first_token])
+                for number, token in enumerate(message.first_tokens):
+                    self._came(request, m.Tokens(request.key, 0, [token], answer=number))
             case m.Tokens():
-                request.early[message.index] = message
-        while (tokens := request.early.pop(len(request.tokens), None)) is not None:
-            request.tokens.extend(tokens.tokens)
+                self._came(request, message)
+
+    def _came(self, request: SimulatedRequest, message: m.Tokens) -> None:
+        number, answer = message.answer, request.answers[message.answer]
+        if number in request.over_answers:
+            assert number in request.stopped, "an answer goes on behind its end"
+            return
+        request.early[number, message.index] = message
+        while (tokens := request.early.pop((number, len(answer)), None)) is not None:
+            answer.extend(tokens.tokens)
             if tokens.finish is not None:
-                self.end(request, "done")
-            if not tokens.tokens:
+                self._answer_ended(request, number)
+            if not tokens.tokens or tokens.finish is not None:
                 break
+
+    def _answer_ended(self, request: SimulatedRequest, number: int) -> None:
+        request.over_answers.add(number)
+        if len(request.over_answers) == len(request.answers):
+            self.end(request, "done")
 
     def lose(self, name: str) -> None:
         self.lost.add(name)
@@ -119,7 +150,10 @@ class SimulatedRouter:
                 self.end(request, "peer_lost")
 
     def exact(self, request: SimulatedRequest) -> bool:
-        wanted = fake_answer(request.prompt, request.max_tokens)
-        if request.ended == "done":
-            return request.tokens == wanted
-        return request.tokens == wanted[: len(request.tokens)]
+        wanted = fake_answers(request.prompt, request.sampling)
+        return all(
+            answer == whole
+            if request.ended == "done" and number not in request.stopped
+            else answer == whole[: len(answer)]
+            for number, (answer, whole) in enumerate(zip(request.answers, wanted, strict=True))
+        )

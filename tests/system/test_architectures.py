@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, MixtralConfig, Phi3Config
 from disagg.core.errors import PromptTooLongError
 from disagg.core.types import SamplingParams
 from disagg.model.source import ModelSource
-from disagg.router.session import Router
+from disagg.router.router import Router
 
 CONFIGS = {
     "phi3": lambda: Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=40),

@@ -13,7 +13,7 @@ import decode_node.receiver
 import prefill_node.sender
 from disagg.core.errors import DisaggError, PeerLostError, TransportError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Router
+from disagg.router.router import Router
 
 LONG_S = 60.0
 SAMPLING = SamplingParams(max_tokens=4)

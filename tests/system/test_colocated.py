@@ -25,7 +25,7 @@ from disagg.core.errors import BusyError, PeerLostError, PromptTooLongError
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.source import ModelSource
 from disagg.node.plan import StepPlan
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 from transport.reliable import ReliableOptions
 

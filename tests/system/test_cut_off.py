@@ -10,7 +10,7 @@ from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_pro
 
 from disagg.core.errors import BusyError, PeerLostError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 from transport.reliable import ReliableOptions
 

@@ -14,7 +14,7 @@ from simulated_memory import poison_pages
 from disagg.core.config import Config
 from disagg.core.types import SamplingParams
 from disagg.kv.radix import RadixStatistics
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 
 TOKENS = 5

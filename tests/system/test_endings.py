@@ -18,7 +18,7 @@ from disagg.core.types import SamplingParams
 from disagg.model.collective import SingleCollective
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 from transport.reliable import ReliableOptions
 

@@ -12,7 +12,7 @@ from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, 
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, TransportError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 from transport.reliable import ReliableOptions
 from transport.tags import is_letter
@@ -32,7 +32,7 @@ KINDS = [
     m.RankSent,
     m.Landed,
     m.Prefilled,
-    m.FirstToken,
+    m.FirstTokens,
     m.Tokens,
     m.Transferred,
     m.Release,

@@ -10,7 +10,7 @@ from local_groups import Checkpoints, ask, local_groups, random_prompts, small_c
 from disagg.core.errors import PromptTooLongError
 from disagg.core.types import SamplingParams
 from disagg.model.source import ModelSource
-from disagg.router.session import Router
+from disagg.router.router import Router
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from disagg.model.collective import SingleCollective
 from disagg.model.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner
-from disagg.router.session import Router
+from disagg.router.router import Router
 
 WAYS = ["recompute", "swap"]
 PROMPTS = random_prompts(9, 21, 14, 30, 5, 17, seed=6)

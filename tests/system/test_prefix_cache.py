@@ -16,7 +16,7 @@ from disagg.core.config import Config
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import SamplingParams
 from disagg.kv.radix import RadixStatistics
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 
 TOKENS = 4

@@ -202,9 +202,9 @@ def test_ledger_gives_both_or_none() -> None:
     second = ledger.reserve(16)
     assert second is not None
     assert ledger.reserve(0) is None, "no row is left"
-    ledger.check([first, second])
+    ledger.check([[first], [second]])
     with pytest.raises(InvariantError):
-        ledger.check([first])
+        ledger.check([[first]])
     ledger.release(first)
     with pytest.raises(ValueError, match="released twice"):
         ledger.release(first)
@@ -225,7 +225,7 @@ def test_ledger_begins_with_what_is_cached_and_evicts_the_rest_when_it_must() ->
     assert second.cached_tokens == 32
     assert second.pages[:2] == first.pages[:2]
     assert second.pages[2] != first.pages[2], "the last page is its own"
-    ledger.check([first, second])
+    ledger.check([[first], [second]])
     before = ledger.statistics()
     assert ledger.reserve(40, other) is None, "what is read cannot be evicted"
     assert ledger.statistics() == before
@@ -257,4 +257,4 @@ def test_ledger_notices_a_page_owned_twice() -> None:
     one = ledger.reserve(16)
     assert one is not None
     with pytest.raises(InvariantError):
-        ledger.check([one, Holding(1, list(one.pages))])
+        ledger.check([[one], [Holding(1, list(one.pages))]])

@@ -17,7 +17,7 @@ from disagg.model.source import ModelSource
 from disagg.model.tiny import EOS_ID, VOCAB_SIZE
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner
-from disagg.router.session import Router
+from disagg.router.router import Router
 
 TOKENS = 10
 PENALISED = SamplingParams(

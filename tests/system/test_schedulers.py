@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from decode_node.costs import Rates
-from decode_node.request import DecodeRequest, Place
-from decode_node.scheduler import DecodeScheduler
+from decode_node.request import DecodeRequest, Place, Sequence
+from decode_node.scheduler import DecodeScheduler, Stepped
 from disagg.core.config_tree import EvictionName
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.model.beam_search import Candidate
 from disagg.node.ledger import Ledger
 from disagg.node.plan import StepPlan, Swap, Work
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler
@@ -174,8 +175,8 @@ class DecodeMachine(RuleBasedStateMachine):
         self.count = 0
         self.plan: StepPlan | None = None
         self.numbers: set[int] = set()
-        self.tables: dict[RequestKey, list[int]] = {}
-        """What the ranks know of each request's pages."""
+        self.tables: dict[int, list[int]] = {}
+        """What the ranks know of each row's pages."""
         self.copies: list[tuple[Swap, set[int]]] = []
         """Ordered, and the ranks that have not done them."""
 
@@ -211,34 +212,45 @@ class DecodeMachine(RuleBasedStateMachine):
     def live(self) -> list[DecodeRequest]:
         return [request for request in self.requests() if not request.closing]
 
-    @rule(tokens=st.integers(1, 24), answer=st.integers(2, 30))
-    def reserve(self, tokens: int, answer: int) -> None:
+    @rule(
+        tokens=st.integers(1, 24), answer=st.integers(2, 30), sequences=st.integers(1, 3), beams=st.booleans()
+    )
+    def reserve(self, tokens: int, answer: int, sequences: int, beams: bool) -> None:
         key = key_of(self.count)
         self.count += 1
-        sampling = SamplingParams(max_tokens=answer)
+        sequences = min(sequences, self.scheduler.max_sequences)
+        kind = {"beams": sequences} if beams else {"n": sequences}
+        sampling = SamplingParams(max_tokens=answer, **kind)
         landing, prefix = tokens + self.state_tokens, PrefixKey.of(range(tokens))
         waits = any(r.place in (Place.LEAVING, Place.OUT) for r in self.live())
+        most_pages = tokens // 4 + sequences * (-(-(tokens + answer) // 4) - tokens // 4)
         try:
             request = self.scheduler.reserve(
-                key, range(tokens), sampling, router="r", prefill_group="p", deadline_s=0.0, prefix=prefix
+                key,
+                list(range(tokens)),
+                sampling,
+                router="r",
+                prefill_group="p",
+                deadline_s=0.0,
+                prefix=prefix,
             )
         except PromptTooLongError:
-            assert tokens + answer > 40
+            assert tokens + answer > 40 or most_pages > 16
         except BusyError:
             assert self.requests(), "an empty group has room for whatever fits it"
         else:
             assert not waits, "who was preempted comes back first"
             assert request.ticket.number not in self.numbers
-            assert len(request.holding.pages) == -(-landing // 4), "what is received, and no more"
-            others = len(self.live()) - 1
+            assert request.holdings[0].row == request.ticket.row
+            assert len(request.pages()) == -(-landing // 4), "what is received, and no more"
+            assert all(holding.pages == request.pages() for holding in request.holdings), "by all of them"
+            others = sum(len(r.sequences) for r in self.live() if r is not request)
             assert others == 0 or self.ledger.free_pages >= others, "each may need a page soon"
-            cached = request.holding.cached_tokens
+            cached = request.holdings[0].cached_tokens
             assert cached < tokens
             assert cached == 0 or self.eviction
             assert request.ticket.tokens == Span(cached, landing)
-            assert list(request.ticket.pages) == request.holding.pages[cached // 4 :], (
-                "no page that is shared"
-            )
+            assert list(request.ticket.pages) == request.pages()[cached // 4 :], "no page that is cached"
             self.numbers.add(request.ticket.number)
 
     @precondition(lambda self: self.requests())
@@ -249,75 +261,126 @@ class DecodeMachine(RuleBasedStateMachine):
             self.scheduler.rank_opened(request, rank)
         elif what == "landed":
             request.landed_ranks.add(rank)
-        elif not request.tokens:
-            request.tokens.append(7)
+        else:
+            self.first_tokens_came(request)
+
+    def first_tokens_came(self, request: DecodeRequest) -> None:
+        if not request.begun:
+            request.begun = True
+            for sequence in request.sequences:
+                sequence.tokens.append(700 + sequence.number)
 
     @precondition(lambda self: self.requests())
     @rule()
     def everything_came(self) -> None:
         for request in self.live():
             request.landed_ranks |= set(range(RANKS))
-            request.tokens = request.tokens or [7]
+            self.first_tokens_came(request)
 
     @precondition(lambda self: self.plan is None)
     @rule()
     def step(self) -> None:
-        before = {r: list(r.holding.pages) for r in self.live() if self.scheduler.pressure.runs(r)}
+        before = {r: r.pages() for r in self.live() if self.scheduler.pressure.runs(r)}
         self.plan = self.scheduler.next_step()
         self.only_younger_ones_leave(before)
         works = self.plan.work if self.plan is not None else []
-        for work in works:
-            self.computes_what_is_missing(work)
+        stepped = self.scheduler.stepped(self.plan) if self.plan is not None else []
+        for work, (request, sequence) in zip(works, stepped, strict=True):
+            self.computes_what_is_missing(work, request, sequence)
+        self.whole_groups_compute(stepped)
+        for copy in self.plan.copies if self.plan is not None else ():
+            written = {one.holding.pages[one.computed_tokens // 4] for _, one in stepped}
+            assert copy.destination in written, "copies are for this step"
         for swap in self.plan.swaps if self.plan is not None else ():
             assert swap.key not in {work.key for work in works}, "its pages are copied beside the step"
             self.copies.append((swap, set(range(RANKS))))
         assert len(works) <= 3
-        again = sum(len(work.tokens) for work in works if len(work.tokens) > 1)
+        again = sum(len(work.tokens) for work in works if work.span.stop < self.known(work))
         assert again <= 5 or self.whole_prompts
+
+    def known(self, work: Work) -> int:
+        """Tokens of the sequence that a planned work computes."""
+        rows = {one.holding.row: one.known_tokens for one in self.scheduler.requests[work.key].sequences}
+        return rows[work.row]
+
+    def whole_groups_compute(self, stepped: list[Stepped]) -> None:
+        """All of a request's sequences go on by a token, or none does."""
+        for request in {request for request, _ in stepped}:
+            mine = [one for other, one in stepped if other is request]
+            assert request.left_tokens or mine == request.sequences
+            assert not any(one.ended for one in request.sequences), "what has ended holds nothing"
 
     def only_younger_ones_leave(self, before: dict[DecodeRequest, list[int]]) -> None:
         kept = [request for request in before if request.place is Place.RESIDENT]
         for victim in before.keys() - set(kept):
             assert any(request.age < victim.age for request in kept), "pages are for an older one"
-            assert victim.holding.pages in ([], before[victim]), "all or nothing"
+            assert not victim.pages() or set(victim.pages()) <= set(before[victim]), "all or nothing"
 
-    def computes_what_is_missing(self, work: Work) -> None:
-        request = self.scheduler.requests[work.key]
-        known = [*request.prompt, *request.tokens]
+    def computes_what_is_missing(self, work: Work, request: DecodeRequest, sequence: Sequence) -> None:
+        known = [*request.prompt, *sequence.tokens]
         assert len(request.landed_ranks) == RANKS, "no token before all KV is here"
         assert not request.closing
-        assert work.start == request.computed_tokens
+        assert work.row == sequence.holding.row
+        assert work.start == sequence.computed_tokens
         assert work.tokens == known[work.start : work.span.stop]
         if self.whole_prompts:
-            assert work.span.stop == len(known)
-        table = self.tables.setdefault(work.key, [])
+            assert len(known) - work.span.stop <= 1
+        table = self.tables.setdefault(work.row, [])
         table[work.first_page :] = work.pages or table[work.first_page :]
-        needed = -(-work.span.stop // 4)
-        written = request.holding.pages[work.start // 4 : needed]
-        assert all(self.ledger._pages.readers(page) == 1 for page in written), "what is shared is not written"
-        assert table[:needed] == request.holding.pages[:needed], (
-            "the ranks know every page that the step touches"
-        )
+        pages, needed = sequence.holding.pages, -(-work.span.stop // 4)
+        assert table[:needed] == pages[:needed], "the ranks know every page that the step touches"
+        for page in pages[work.start // 4 : needed]:
+            readers, own = self.ledger._pages.readers(page), sum(page in h.pages for h in request.holdings)
+            assert readers == own, "what others share is not written"
+            assert own == 1 or request.left_tokens, (
+                "nor what another sequence reads, unless it waits for that"
+            )
 
     @precondition(lambda self: self.plan is not None)
-    @rule()
-    def commit(self) -> None:
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
         assert self.plan is not None
-        for work in self.plan.work:
-            request = self.scheduler.requests[work.key]
-            if not request.closing and work.span.stop == request.known_tokens:
-                request.tokens.append(9)
-                if len(request.tokens) == request.sampling.max_tokens:
-                    self.scheduler.close(request)
+        branching = {}
+        for work, (request, sequence) in zip(self.plan.work, self.scheduler.stepped(self.plan), strict=True):
+            if request.closing or work.span.stop < sequence.known_tokens:
+                continue
+            if request.sampling.beams:
+                branching[request] = self.beams(request, data)
+                continue
+            sequence.tokens.append(9)
+            last = len(sequence.tokens) == request.sampling.max_tokens
+            if last and self.scheduler.end(request, sequence):
+                self.scheduler.close(request)
+        for request in branching:
+            if len(request.sequences[0].tokens) + 1 == request.sampling.max_tokens:
+                self.scheduler.close(request)
         self.scheduler.commit(self.plan)
+        for request, beams in branching.items():
+            if not request.closing:
+                before = [list(sequence.tokens) for sequence in request.sequences]
+                self.scheduler.branch(request, beams)
+                after = [sequence.tokens for sequence in request.sequences]
+                assert after == [[*before[beam.parent], beam.token] for beam in beams]
         self.plan = None
+
+    def beams(self, request: DecodeRequest, data: st.DataObject) -> list[Candidate]:
+        count = len(request.sequences)
+        parents = data.draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
+        return [Candidate(0.0, parent, 20 + index) for index, parent in enumerate(parents)]
+
+    @precondition(lambda self: any(r.sampling.n > 1 for r in self.live()))
+    @rule(data=st.data())
+    def an_answer_is_not_wanted_any_more(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from([r for r in self.live() if r.sampling.n > 1]))
+        if self.scheduler.end(request, data.draw(st.sampled_from(request.sequences))):
+            self.scheduler.close(request)
 
     @precondition(lambda self: self.copies)
     @rule(data=st.data(), rank=st.integers(0, RANKS - 1))
     def a_rank_has_copied(self, data: st.DataObject, rank: int) -> None:
         swap, missing = data.draw(st.sampled_from(self.copies))
         request = self.scheduler.requests[swap.key]
-        assert request.holding.pages == swap.pages
+        assert request.pages() == swap.pages
         assert request.blocks == swap.blocks
         missing.discard(rank)
         self.scheduler.swapped(request, rank)
@@ -341,22 +404,38 @@ class DecodeMachine(RuleBasedStateMachine):
         self.scheduler.check()
         for swap, _ in self.copies:
             request = self.scheduler.requests[swap.key]
-            assert request.holding.pages == swap.pages, "a rank may still copy them"
+            assert request.pages() == swap.pages, "a rank may still copy them"
             assert request.blocks == swap.blocks
         for request in self.requests():
             if request.in_step or len(request.landed_ranks) < RANKS:
-                assert request.holding.pages, "a step, or a segment, may still write its pages"
+                assert request.pages(), "a step, or a segment, may still write its pages"
             if len(request.landed_ranks) < RANKS:
                 readers = [self.ledger._pages.readers(page) for page in request.ticket.pages]
-                assert readers == [1] * len(readers), "segments are written where nobody else reads"
+                own = len(request.sequences)
+                assert readers == [own] * len(readers), "segments are written where nobody else reads"
+
+    def commit_all(self) -> None:
+        """As `commit`, without choices: each beam goes on alone."""
+        if self.plan is None:
+            return
+        stepped = self.scheduler.stepped(self.plan)
+        going = {}
+        for work, (request, sequence) in zip(self.plan.work, stepped, strict=True):
+            if not request.closing and work.span.stop == sequence.known_tokens:
+                going[request] = request.sequences
+                sequence.tokens.append(9)
+        for request, sequences in going.items():
+            if len(sequences[0].tokens) >= request.sampling.max_tokens:
+                self.scheduler.close(request)
+        self.scheduler.commit(self.plan)
+        self.plan = None
 
     def teardown(self) -> None:
         """Whatever has happened, everybody comes to an end, the preempted too."""
         for _ in range(1000):
             if not self.requests():
                 break
-            if self.plan is not None:
-                self.commit()
+            self.commit_all()
             for swap, missing in self.copies:
                 for rank in missing:
                     self.scheduler.swapped(self.scheduler.requests[swap.key], rank)
@@ -410,7 +489,8 @@ def test_requests_beyond_the_batch_take_turns() -> None:
             deadline_s=0.0,
         )
         request.landed_ranks.add(0)
-        request.tokens.append(1)
+        request.sequences[0].tokens.append(1)
+        request.begun = True
     served = []
     for _ in range(5):
         plan = scheduler.next_step()

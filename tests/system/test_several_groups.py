@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
-import disagg.router.session
+import disagg.router.router
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Router, SessionReport
+from disagg.router.router import Router
+from disagg.router.session import SessionReport
 from transport import messages as m
 from transport.reliable import ReliableOptions
 
@@ -119,7 +120,7 @@ def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
 ) -> None:
     """One group of each kind is fine, and so is the router's way to both: only the way between them is cut."""
     now_s = [1000.0]
-    monkeypatch.setattr(disagg.router.session, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(disagg.router.router, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     prompts = random_prompts(*range(20, 32))
     with local_groups(small_config(1, 1, groups=(1, 2)), checkpoints.source()) as groups:
         known = groups.prefill[0]._leader._decode_leaders
@@ -133,7 +134,7 @@ def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
                 except PeerLostError as error:
                     found.append(error)
             known["decode-2"] = address  # the network is whole again
-            now_s[0] += disagg.router.session.SHUNNED_S + 1
+            now_s[0] += disagg.router.router.SHUNNED_S + 1
             again = await asyncio.gather(
                 *(ask(router, f"again{number}", prompt, sampling) for number, prompt in enumerate(prompts))
             )

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 from transport.control_inproc import InprocControl
 from transport.reliable import ReliableOptions

@@ -16,7 +16,7 @@ from transport.control import ControlChannel
 from transport.control_inproc import InprocControl, InprocHub
 from transport.control_zmq import ZmqControl
 from transport.keys import make_keys
-from transport.messages import MAX_MESSAGE_BYTES, FirstToken, Message, Plan, Release, Released
+from transport.messages import MAX_MESSAGE_BYTES, FirstTokens, Message, Plan, Release, Released
 from transport.reliable import ReliableOptions
 
 OPTIONS = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
@@ -80,8 +80,8 @@ def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
         threading.Event().wait(0.005)
 
 
-def token(number: int) -> FirstToken:
-    return FirstToken(RequestKey("r", 1), 5, number)
+def token(number: int) -> FirstTokens:
+    return FirstTokens(RequestKey("r", 1), 5, [number])
 
 
 def test_there_and_back(net: Net) -> None:
@@ -101,7 +101,7 @@ def test_many_messages_from_many_threads_keep_their_order(net: Net) -> None:
 
     def send(ticket: int) -> None:
         for number in range(count):
-            a.channel.send(b.address, FirstToken(RequestKey("r"), ticket, number))
+            a.channel.send(b.address, FirstTokens(RequestKey("r"), ticket, [number]))
 
     threads = [threading.Thread(target=send, args=(ticket,)) for ticket in range(senders)]
     for thread in threads:
@@ -110,7 +110,7 @@ def test_many_messages_from_many_threads_keep_their_order(net: Net) -> None:
     for thread in threads:
         thread.join()
     for ticket in range(senders):
-        numbers = [m.token for m in heard if isinstance(m, FirstToken) and m.ticket == ticket]
+        numbers = [m.tokens[0] for m in heard if isinstance(m, FirstTokens) and m.ticket == ticket]
         assert numbers == list(range(count))
     assert b.heard.empty()
 
@@ -143,9 +143,9 @@ def test_handlers_may_answer_and_may_fail(net: Net) -> None:
 
     def answer(peer: str, message: Message) -> None:
         nonlocal failures
-        assert isinstance(message, FirstToken)
-        b.channel.send(peer, token(message.token + 1))
-        if message.token == 1:
+        assert isinstance(message, FirstTokens)
+        b.channel.send(peer, token(message.tokens[0] + 1))
+        if message.tokens == [1]:
             failures += 1
             raise RuntimeError("on purpose")
 
@@ -278,7 +278,7 @@ def hub_net() -> Iterator[Net]:
 @pytest.mark.parametrize("fault", ["drop", "duplicate", "delay"])
 def test_a_fault_at_an_exact_message_is_mended(hub_net: Net, fault: str) -> None:
     a, b = hub_net.station().start(), hub_net.station().start()
-    getattr(hub_net.hub, fault)(FirstToken, nth=1)
+    getattr(hub_net.hub, fault)(FirstTokens, nth=1)
     messages: list[Message] = [token(1), Release(RequestKey("r"), "x"), token(2), token(3), token(4)]
     for message in messages:
         a.channel.send(b.address, message)
@@ -307,7 +307,7 @@ def test_a_cut_peer_is_lost_and_can_come_back(hub_net: Net) -> None:
 def test_an_observer_sees_each_message_once(hub_net: Net) -> None:
     seen: list[tuple[str, str, Message]] = []
     hub_net.hub.observe(lambda *what: seen.append(what))
-    hub_net.hub.drop(FirstToken)
+    hub_net.hub.drop(FirstTokens)
     a, b = hub_net.station().start(), hub_net.station().start()
     a.channel.send(b.address, token(1))
     b.next()

@@ -14,7 +14,7 @@ from two_hosts import TwoHosts, two_hosts, why_not
 from disagg.core.types import RequestKey
 from transport.control_zmq import ZmqControl
 from transport.keys import ControlKeys, make_keys
-from transport.messages import FirstToken, Message
+from transport.messages import FirstTokens, Message
 from transport.reliable import ReliableOptions
 
 pytestmark = pytest.mark.skipif(bool(why := why_not()), reason=why or "it can")
@@ -61,8 +61,8 @@ def _make(address: str, keys: ControlKeys) -> Station:
     return station
 
 
-def _tokens(count: int) -> list[FirstToken]:
-    return [FirstToken(RequestKey("r"), 5, number) for number in range(count)]
+def _tokens(count: int) -> list[FirstTokens]:
+    return [FirstTokens(RequestKey("r"), 5, [number]) for number in range(count)]
 
 
 def _exchange(a: Station, b: Station) -> None:

@@ -54,7 +54,9 @@ EXAMPLES: list[Message] = [
     messages.Reserved(KEY, TICKET),
     messages.Failed(KEY, "busy", "no room", True, 0.5),
     messages.Prefill(KEY, [5], SamplingParams(), TICKET, 2.0),
-    messages.FirstToken(KEY, 7, 11),
+    messages.FirstTokens(KEY, 7, [11]),
+    messages.FirstTokens(KEY, 7, [11, 4], [-0.5, -1.25]),
+    messages.EndAnswer(KEY, 3),
     messages.Tokens(KEY, 4, [1, 2], "stop"),
     messages.Tokens(KEY, 4, [9], None, [TokenLogprobs(9, -0.5, ((9, -0.5), (3, float("-inf"))))]),
     messages.Watch(1.5, "all"),
@@ -76,8 +78,8 @@ EXAMPLES: list[Message] = [
     messages.ProbeEnded(7),
     messages.PoolOffer(2, POOL, MemoryHandle("host", 9, 1 << 47, "int64", (32,), None)),
     messages.PoolRefused(1, "it is on another host"),
-    messages.Prefilled(KEY, 11),
-    messages.Prefilled(KEY, 11, TokenLogprobs(11, -0.25, ())),
+    messages.Prefilled(KEY, [11]),
+    messages.Prefilled(KEY, [11, 4], [TokenLogprobs(11, -0.25, ()), TokenLogprobs(4, -1.5, ())]),
     messages.Transferred(KEY, 1 << 40, 12, 30, 0.25),
     messages.OpenSend(KEY, TICKET, [0, 3, 1]),
     messages.RankSent(KEY, 7, 1, 1 << 40, 12, 30, 0.25),
@@ -147,10 +149,15 @@ def test_every_message_has_a_name_of_its_own() -> None:
         (msgspec.msgpack.encode({"type": "Released"}), "key"),
         (msgspec.msgpack.encode({"type": "Released", "key": "r"}), "Expected `array`"),
         (
-            msgspec.msgpack.encode({"type": "FirstToken", "key": ["r", 0], "ticket": 1 << 32, "token": 1}),
+            msgspec.msgpack.encode(
+                {"type": "FirstTokens", "key": ["r", 0], "ticket": 1 << 32, "tokens": [1]}
+            ),
             "ticket",
         ),
-        (msgspec.msgpack.encode({"type": "FirstToken", "key": ["r", 0], "ticket": 1, "token": -1}), "token"),
+        (
+            msgspec.msgpack.encode({"type": "FirstTokens", "key": ["r", 0], "ticket": 1, "tokens": [-1]}),
+            "tokens",
+        ),
         (
             msgspec.msgpack.encode({"type": "Watermark", "dst_rank": 1, "watermark": -1, "ring_bytes": 1}),
             "watermark",

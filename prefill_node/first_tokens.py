@@ -1,0 +1,69 @@
+"""The first token of each answer to a prompt, from the logits at its last position."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from disagg.core.errors import RequestError
+from disagg.core.sampling import sampling_of
+from disagg.core.types import RequestKey, TokenLogprobs
+from disagg.model.next_tokens import BeamStep, Chosen, likeliest, next_tokens
+from disagg.model.penalties import Row, history_of
+from prefill_node.scheduler import PrefillRequest
+
+
+class First(NamedTuple):
+    """See `transport.messages.FirstTokens`."""
+
+    tokens: list[int]
+    scores: list[float]
+    logprobs: list[TokenLogprobs]
+    """Of each token, where the request asked for them."""
+
+
+def first_tokens(
+    logits: torch.Tensor, requests: Mapping[int, PrefillRequest], eos_ids: Sequence[int]
+) -> dict[RequestKey, First | RequestError]:
+    """Of each of `requests`, whose prompt ends at a row of `logits` (float32 `[rows, vocab]`)."""
+    searches = {row: request for row, request in requests.items() if request.sampling.beams}
+    others = {row: request for row, request in requests.items() if not request.sampling.beams}
+    return _searches(logits, searches, eos_ids) | _others(logits, others, eos_ids)
+
+
+def _others(
+    logits: torch.Tensor, requests: Mapping[int, PrefillRequest], eos_ids: Sequence[int]
+) -> dict[RequestKey, First | RequestError]:
+    index, rows = [], []
+    for row, request in requests.items():
+        for number in range(request.sampling.n):
+            index.append(row)
+            history = history_of(request.prompt, request.sampling)
+            rows.append(Row(sampling_of(request.sampling, number), (), history))
+    found = iter(next_tokens(logits[index], rows, eos_ids) if rows else [])
+    return {r.key: _first([next(found) for _ in range(r.sampling.n)]) for r in requests.values()}
+
+
+def _first(chosen: Sequence[Chosen | RequestError]) -> First | RequestError:
+    good = [one for one in chosen if isinstance(one, Chosen)]
+    wrong = [one for one in chosen if isinstance(one, RequestError)]
+    if wrong:
+        return wrong[0]
+    return First([one.token for one in good], [], [one.logprobs for one in good if one.logprobs is not None])
+
+
+def _searches(
+    logits: torch.Tensor, requests: Mapping[int, PrefillRequest], eos_ids: Sequence[int]
+) -> dict[RequestKey, First | RequestError]:
+    if not requests:
+        return {}
+    steps = [BeamStep(request.sampling, (), [0.0]) for request in requests.values()]
+    found = likeliest(logits[list(requests)], steps, eos_ids)
+    return {
+        request.key: best
+        if isinstance(best, RequestError)
+        else First([one.token for one in best], [one.score for one in best], [])
+        for request, best in zip(requests.values(), found, strict=True)
+    }
