@@ -87,7 +87,7 @@ class Asked:
         if self.sampling.beams > max(1, most):
             raise bad(
                 "use_beam_search",
-                f"a beam search of {self.sampling.beams} beams is not possible here; {most} are",
+                f"use_beam_search with {self.sampling.beams} beams is not possible here; up to {most} are",
             )
         if self.sampling.beams or self.made <= most:
             return [Part(at * self.made, prompt, self.sampling) for at, prompt in enumerate(self.prompts)]
@@ -242,6 +242,8 @@ def _asked(
 def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: ServedModel) -> SamplingParams:
     beams = (body.best_of or body.n) if body.use_beam_search else 0
     made = body.n if beams else (body.best_of or body.n)
+    if beams and logprobs is not None:
+        raise bad("logprobs", "logprobs is not supported with use_beam_search")
     if made > body.n and logprobs is None:
         logprobs = 0  # which are the best
     temperature = (0.0 if beams else 1.0) if body.temperature is None else body.temperature

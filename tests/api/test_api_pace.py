@@ -80,7 +80,7 @@ class Server:
         for turn_s, answer in [one for one in self.running if one[1].left <= 1e-9]:
             self.running.remove((turn_s, answer))
             seconds = self.now_s - turn_s
-            report = SessionReport(ttft_s=seconds / 4, ended_s=seconds, tokens=[0] * 4)
+            report = SessionReport(ttft_s=seconds / 4, ended_s=seconds, answers=[[0] * 4])
             self.admission.ended(report, answer.inside)
             self.admission.leave()
             self.answered.append((answer.came_s, self.now_s - answer.came_s))

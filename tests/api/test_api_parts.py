@@ -51,14 +51,14 @@ def test_derived_seeds_do_not_meet() -> None:
 
 def test_null_is_a_field_left_out() -> None:
     body = to_struct(
-        {"model": "m", "prompt": "p", "temperature": None, "tools": None}, CompletionBody, {"tools": ()}
+        {"model": "m", "prompt": "p", "top_p": None, "tools": None}, CompletionBody, {"tools": ()}
     )
-    assert body.temperature == 1.0
+    assert body.top_p == 1.0
 
 
 def test_true_is_not_one() -> None:
-    with pytest.raises(ApiError, match="best_of is not supported"):
-        to_struct({"model": "m", "prompt": "p", "best_of": True}, CompletionBody, {"best_of": (1,)})
+    with pytest.raises(ApiError, match="suffix is not supported"):
+        to_struct({"model": "m", "prompt": "p", "suffix": True}, CompletionBody, {"suffix": (1,)})
 
 
 def test_admission_takes_all_or_none_and_turns_in_order() -> None:

@@ -97,13 +97,21 @@ FIELDS: list[tuple[str, dict[str, Any], str, str | None]] = [
     (COMPLETIONS, {"stop_token_ids": [1, 2, 3]}, "stop_token_ids", None),
     (COMPLETIONS, {"prompt": ["a"] * 4}, "prompt", None),
     (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options", None),
+    # several answers, and beams
+    (COMPLETIONS, {"best_of": 1, "n": 2}, "best_of", None),
+    (COMPLETIONS, {"best_of": 2, "stream": True}, "best_of", None),
+    (COMPLETIONS, {"use_beam_search": True, "stream": True}, "use_beam_search", None),
+    (COMPLETIONS, {"use_beam_search": True, "best_of": 2, "max_tokens": 1}, "use_beam_search", None),
+    (COMPLETIONS, {"use_beam_search": True, "temperature": 0.5}, "temperature", None),
+    (CHAT, {"use_beam_search": True, "logprobs": True}, "logprobs", None),
+    (CHAT, {"length_penalty": 2.0}, "length_penalty", None),
+    (CHAT, {"early_stopping": "never"}, "early_stopping", None),
+    (CHAT, {"use_beam_search": True, "length_penalty": 11.0}, "length_penalty", None),
     # too long
     (COMPLETIONS, {"prompt": "x" * 190}, "prompt", "context_length_exceeded"),
     (COMPLETIONS, {"max_tokens": 199}, "prompt", "context_length_exceeded"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "context_length_exceeded"),
     # what is not supported
-    (COMPLETIONS, {"best_of": 2}, "best_of", "unsupported_field"),
-    (COMPLETIONS, {"best_of": True}, "best_of", "unsupported_field"),
     (COMPLETIONS, {"echo": True}, "echo", "unsupported_field"),
     (COMPLETIONS, {"suffix": "x"}, "suffix", "unsupported_field"),
     (CHAT, {"tools": [{"type": "function"}]}, "tools", "unsupported_field"),

@@ -107,6 +107,10 @@ def test_every_field_reaches_the_sampler(server: ApiServer) -> None:
         "stop": ("xx", "yy"),
         "stop_token_ids": (65,),
         "logit_bias": ((66, -3.5),),
+        "n": 1,
+        "beams": 0,
+        "length_penalty": 1.0,
+        "early_stopping": False,
     }
 
 

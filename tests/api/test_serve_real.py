@@ -204,8 +204,8 @@ def test_errors_are_openais(served: Served) -> None:
     with pytest.raises(openai.BadRequestError, match="more than the 2048") as long:
         ask(model="tiny", prompt="x" * 3000)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="best_of is not supported"):
-        ask(model="tiny", prompt="x", best_of=2)
+    with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
+        ask(model="tiny", prompt="x", suffix="y")
     with pytest.raises(openai.AuthenticationError):
         served.client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.InternalServerError) as late:

@@ -71,17 +71,19 @@ class FakeGenerator:
         self.salts.append(cache_salt)
         self.sessions.append(session)
         report.reserved_s, report.nbytes, report.segments, report.transfer_s = 0.25, 1000, 2, 0.5
-        stream, done = TextStream(decode, sampling.stop), False
+        streams = {number: TextStream(decode, sampling.stop) for number in range(sampling.n)}
         try:
             for index in range(sampling.max_tokens):
                 await self._trouble(request_id, index)
-                output = self._output(stream, index, sampling)
-                done = output.finish is not None
-                yield output
-                if done:
+                for number, stream in list(streams.items()):
+                    output = self._output(stream, index, number, sampling)
+                    if output.finish is not None:
+                        del streams[number]
+                    yield output
+                if not streams:
                     break
         finally:
-            if not done:
+            if streams:
                 self.aborted.append(request_id)
             elif self.hold_release:
                 await self.go.wait()
@@ -93,13 +95,15 @@ class FakeGenerator:
             await self.go.wait()
 
     @staticmethod
-    def _output(stream: TextStream, index: int, sampling: SamplingParams) -> Output:
-        token = ANSWER[index % len(ANSWER)]
+    def _output(stream: TextStream, index: int, number: int, sampling: SamplingParams) -> Output:
+        """The second answer begins a letter later, and so on; odd ones are likelier."""
+        token = ANSWER[(index + number) % len(ANSWER)]
         last = index == sampling.max_tokens - 1
         text = stream.push([token], last=last)
         finish = "stop" if stream.stopped else "length" if last else None
         logprobs: tuple[Any, ...] = ()
         if sampling.logprobs is not None:
-            top = tuple((token + at, -0.5 - at) for at in range(sampling.logprobs))
-            logprobs = (TokenLogprobs(token, -0.5, top),)
-        return Output(index, (token,), text, finish, logprobs)
+            logprob = -0.5 if number == 0 else -1.0 / (1 + number * (number % 2))
+            top = tuple((token + at, logprob - at) for at in range(sampling.logprobs))
+            logprobs = (TokenLogprobs(token, logprob, top),)
+        return Output(index, (token,), text, finish, logprobs, number)

@@ -119,6 +119,38 @@ def test_windows_and_both_ways_in_one_run(checkpoints: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tp", [(1, 1), (2, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+def test_all_sequences_of_a_request_leave_and_come_back_together(
+    checkpoints: Checkpoints, tp: tuple[int, int], way: str
+) -> None:
+    """Beams and several answers beside single ones, in a pool for two of them: they share what they shared."""
+    source = checkpoints.source()
+    drawn = SamplingParams(max_tokens=12, n=3, temperature=1.2, seed=3, min_tokens=12)
+    samplings = [
+        SamplingParams(max_tokens=12, beams=3, n=3, ignore_eos=True),
+        drawn,
+        SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+        SamplingParams(max_tokens=10, beams=4, n=1, ignore_eos=True),
+        msgspec.structs.replace(drawn, n=2, seed=4, repetition_penalty=1.2),
+        SamplingParams(max_tokens=TOKENS, ignore_eos=True),
+    ]
+    with local_groups(config_of(tp, way, pool_tokens=1024), source) as groups:
+        calm = all_at_once(groups, samplings)
+        assert preempted(groups) == (0, 0)
+    config, count = config_of(tp, way), 0
+    rows = msgspec.structs.replace(config.decode, max_requests=16)
+    with local_groups(msgspec.structs.replace(config, decode=rows), source) as groups:
+        poisoned(groups)
+        for _ in range(4):  # who meets whom is up to the threads
+            answers = all_at_once(groups, samplings)
+            assert [a.report.answers for a in answers] == [a.report.answers for a in calm]
+            count = preempted(groups)[way == "swap"]
+    assert count >= 3
+    for at in (0, 3):
+        assert calm[at].report.answers == checkpoints.beams(source, PROMPTS[at], samplings[at])
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_draws_penalties_and_logprobs_notice_nothing(checkpoints: Checkpoints, way: str) -> None:
     source = checkpoints.source()
     samplings = [
