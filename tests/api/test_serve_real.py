@@ -18,7 +18,9 @@ import msgspec
 import openai
 import psutil
 import pytest
+import torch
 from api_server import TEMPLATE, until
+from transformers import AutoModelForCausalLM
 
 from disagg.core.config import Config, ModelConfig
 from disagg.core.types import SamplingParams
@@ -187,6 +189,35 @@ def test_several_answers_and_prompts(served: Served) -> None:
     assert three == texts(3), "a seed repeats all of them"
     assert len(set(three)) == 6
     assert texts(1) == [three[0], three[3]]
+
+
+def test_the_best_of_several_and_beams(served: Served) -> None:
+    """Beams are those of transformers; the best of several is the likeliest of them."""
+    more = {"use_beam_search": True, "early_stopping": True, "length_penalty": 0.5, "ignore_eos": True}
+    found = served.client.completions.create(
+        model="tiny", prompt=PROMPT, n=3, best_of=4, max_tokens=TOKENS, extra_body=more
+    )
+    model = AutoModelForCausalLM.from_pretrained(served.checkpoint, dtype=torch.float32)
+    ids = torch.tensor([list(PROMPT.encode())])
+    wanted = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        num_beams=4,
+        num_return_sequences=3,
+        early_stopping=True,
+        length_penalty=0.5,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    texts = [byte_tokenizer().decode(one[len(PROMPT) :], skip_special_tokens=True) for one in wanted]
+    assert [choice.text for choice in found.choices] == texts
+    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "seed": 3, "temperature": 1.5}
+    every = served.client.completions.create(**asked, n=4, logprobs=0)  # type: ignore[call-overload]
+    best = served.client.completions.create(**asked, n=1, best_of=4)  # type: ignore[call-overload]
+    means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in every.choices]
+    assert best.choices[0].text == every.choices[means.index(max(means))].text
 
 
 def test_stops(served: Served, expected: list[int]) -> None:
