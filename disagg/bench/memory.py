@@ -126,9 +126,7 @@ class _Served:
             raise InvariantError("the cache did not give up what nobody reads")
         times.stop("take")
         times.start()
-        whole = sequence.pages[: len(prompt) // allocator.page_size]
-        allocator.share(whole)
-        node = cache.insert(key, whole)
+        node = cache.insert(key, sequence.pages[: len(prompt) // allocator.page_size])
         cache.lock(node)
         cache.unlock(found.node)
         times.stop("insert")

@@ -175,11 +175,8 @@ class TokenToKVPoolAllocator:
 
     def require(self, pages: Sequence[int]) -> None:
         """Raises ValueError unless `pages` are all handed out, and none is named twice."""
-        if not pages:
-            return
-        readers = self._readers
-        inside = min(pages) > TRASH_PAGE and max(pages) < self.pages
-        if not inside or 0 in [readers[page] for page in pages]:
+        if pages and not self._handed_out(pages):
+            readers = self._readers
             wrong = [page for page in pages if not (TRASH_PAGE < page < self.pages and readers[page])]
             raise ValueError(f"page {wrong[0]} is not handed out: freed twice, or never this allocator's")
         if len(set(pages)) != len(pages):
@@ -210,6 +207,13 @@ class TokenToKVPoolAllocator:
             raise InvariantError(
                 f"page allocator: {dump}, used tokens {self._used_tokens}, references {self._references}"
             )
+
+    def _handed_out(self, pages: Sequence[int]) -> bool:
+        """No loop in Python over them: every prompt's pages are looked at when they are shared, cached and freed."""
+        try:
+            return min(pages) > TRASH_PAGE and all(map(self._readers.__getitem__, pages))
+        except IndexError:  # beyond the last page
+            return False
 
     def _must_copy(self, have_tokens: int, pages: Sequence[int]) -> bool:
         return have_tokens % self.page_size != 0 and self._readers[pages[-1]] > 1

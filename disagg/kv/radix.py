@@ -54,9 +54,10 @@ class RadixStatistics:
 class RadixCache:
     """Holds a reference of its own to each page that it caches. Not thread-safe: the group's scheduler owns it.
 
-    Who owns what: `insert` takes the caller's references over. `match` gives none; a request that reads matched pages
-    takes its own (`KVSequence`, or the allocator's `share`) and locks the node, so that eviction, which would free
-    nothing there, looks elsewhere. It unlocks and frees once.
+    Who owns what: `insert` takes references of its own to what it adds, and eviction frees them; the caller's stay
+    the caller's. `match` gives none; a request that reads matched pages takes its own (`KVSequence`, or the
+    allocator's `share`) and locks the node, so that eviction, which would free nothing there, looks elsewhere. It
+    unlocks and frees once.
     """
 
     def __init__(
@@ -125,9 +126,9 @@ class RadixCache:
     def insert(self, key: PrefixKey, pages: Sequence[int]) -> Node:
         """Caches a prompt whose KV is in `pages`, one for each whole page of it; returns the node, for `lock`.
 
-        Takes over the caller's reference to each page. What was cached before stays, and the caller's reference to
-        its own page of the same tokens is freed. Raises ValueError, changing nothing, for pages that do not match the
-        prompt or are not handed out.
+        Takes a reference to each page that it adds. What was cached before stays, with its own pages: the caller's
+        of the same tokens are not looked at. Raises ValueError, changing nothing, for pages that do not match the
+        prompt, and for one to be added that is not handed out.
         """
         if len(pages) != key.tokens // self._page_size:
             raise ValueError(
@@ -135,15 +136,13 @@ class RadixCache:
                 f"{key.tokens // self._page_size} that it fills"
             )
         root = self._roots.get(key.salt) or Node(None, key.salt)
-        whole = len(pages) * self._page_bytes
-        node, cached = self._walk(root, key.data, whole)
-        have = len(cached)
-        self._allocator.require(pages[have:])
-        self._allocator.free(pages[:have])
-        if have == len(pages):
+        node, _ = self._walk(root, key.data, len(pages) * self._page_bytes)
+        added = list(pages[node.end :])
+        if not added:
             return node
+        self._allocator.share(added)
         self._roots[key.salt] = root
-        return self._add_leaf(node, key, list(pages[have:]))
+        return self._add_leaf(node, key, added)
 
     def evict(self, pages: int) -> int:
         """Gives up cached pages, the policy's first choice first, until `pages` came free; returns how many did.

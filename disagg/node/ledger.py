@@ -7,7 +7,7 @@ Who owns the references to a request's pages, and who frees them:
     [reserve, release)      the holding, to each of its pages, those that it found cached too; `release` frees; and
                             `vacate`, until `refill` takes new ones
     [fork, release)         each fork its own, to each of the same pages: several sequences of one request
-    [keep, evicted)         the prefix cache, one more to each full page of what is kept; its eviction frees
+    [keep, evicted)         the prefix cache, one more to each full page that it adds then; its eviction frees
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from disagg.kv.page_values import PageCopy, PageStatistics
 from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
 from disagg.kv.radix import RadixCache, RadixStatistics
 from disagg.kv.radix_node import Node
+from disagg.kv.sequence import KVSequence
 
 
 class Layout(NamedTuple):
@@ -41,18 +42,24 @@ class Layout(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Holding:
-    """A row, and the pages of `tokens` tokens. Owned by the request from `reserve` or `fork` until `release`.
-
-    It is what `TokenToKVPoolAllocator.append_one_to_each` grows.
-    """
+    """A row, and a sequence of tokens in pages. Owned by the request from `reserve` or `fork` until `release`."""
 
     row: int
-    pages: list[int] = field(repr=False)
-    tokens: int = 0
+    sequence: KVSequence = field(repr=False)
     cached_tokens: int = 0
-    """Tokens at the beginning whose KV stands in its pages already: whole pages, which others read too."""
+    """Tokens at the beginning whose KV stood in its pages already: whole pages, which others read too."""
     node: Node | None = field(default=None, repr=False)
     """In the prefix cache, locked for it."""
+
+    @property
+    def pages(self) -> list[int]:
+        """In order; page `i` holds positions `i * page_size ...`."""
+        return self.sequence.pages
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the pages have places for."""
+        return self.sequence.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,27 +133,26 @@ class Ledger:
         """
         if not self._free_rows:
             return None
-        if self._cache is None or prompt is None:
-            pages = self._take(tokens, [], spare_pages)
-            return None if pages is None else Holding(self._free_rows.pop(), pages, tokens)
-        found = self._cache.match(prompt, prompt.tokens - 1)
-        self._cache.lock(found.node)
-        self._pages.share(found.pages)
-        pages = self._take(tokens, list(found.pages), spare_pages)
-        if pages is None:
-            self._pages.free(found.pages)
-            self._cache.unlock(found.node)
-            return None
-        self._cache.count(found)
-        return Holding(self._free_rows.pop(), pages, tokens, found.tokens, found.node)
-
-    def _take(self, tokens: int, pages: list[int], spare_pages: int) -> list[int] | None:
-        """`pages`, which are full, and as many more as `tokens` tokens need."""
-        need = pages_for(tokens, self.page_size) - len(pages)
+        found = (
+            self._cache.match(prompt, prompt.tokens - 1)
+            if self._cache is not None and prompt is not None
+            else None
+        )
+        sequence = KVSequence(self._pages, found.pages if found is not None else ())
+        if self._cache is not None and found is not None:
+            self._cache.lock(found.node)
+        need = pages_for(tokens, self.page_size) - len(sequence.pages)
         if need + spare_pages > self.free_pages or not self._make_room(need):
+            sequence.free()
+            if self._cache is not None and found is not None:
+                self._cache.unlock(found.node)
             return None
-        self._pages.alloc_tokens(len(pages) * self.page_size, tokens, pages)
-        return pages
+        sequence.append(tokens - sequence.tokens)  # what is shared is full: no copies are owed
+        holding = Holding(self._free_rows.pop(), sequence)
+        if self._cache is not None and found is not None:
+            self._cache.count(found)
+            holding.cached_tokens, holding.node = found.tokens, found.node
+        return holding
 
     def _make_room(self, pages: int) -> bool:
         """So many can be handed out, some evicted for it; False, changing nothing, where that would not be enough."""
@@ -162,7 +168,6 @@ class Ledger:
         if self._cache is None:
             return
         pages = holding.pages[: prompt.tokens // self.page_size]
-        self._pages.share(pages)
         before, holding.node = holding.node, self._cache.insert(prompt, pages)
         self._cache.lock(holding.node)
         if before is not None:
@@ -172,20 +177,21 @@ class Ledger:
         """Another row for a sequence that begins as this one: it reads the same pages. None when no row is free."""
         if not self._free_rows:
             return None
-        twin = Holding(self._free_rows.pop(), [])
-        self._follow(twin, holding)
+        twin = Holding(self._free_rows.pop(), holding.sequence.fork())
+        self._read_cached(twin, holding)
         return twin
 
     def refork(self, holding: Holding, other: Holding) -> None:
         """Gives up the pages of `holding` for those of `other`, whose fork it is from now on. Its row stays."""
         self.vacate(holding)
-        self._follow(holding, other)
+        holding.sequence.free()
+        holding.sequence = other.sequence.fork()
+        self._read_cached(holding, other)
 
-    def _follow(self, holding: Holding, other: Holding) -> None:
-        self._pages.share(other.pages)
+    def _read_cached(self, holding: Holding, other: Holding) -> None:
+        """It begins with the same cached pages."""
         if self._cache is not None and other.node is not None:
             self._cache.lock(other.node)
-        holding.pages, holding.tokens = list(other.pages), other.tokens
         holding.cached_tokens, holding.node = other.cached_tokens, other.node
 
     def grow(self, holdings: Sequence[Holding]) -> list[PageCopy] | None:
@@ -193,15 +199,15 @@ class Ledger:
 
         Returns the copies owed before they are written: who shares a page that is not full gets one of its own.
         """
-        copies = self._pages.append_one_to_each(holdings)
-        if copies is None and self._make_room(self._pages.pages_to_append(holdings)):
-            copies = self._pages.append_one_to_each(holdings)
+        sequences = [holding.sequence for holding in holdings]
+        copies = self._pages.append_one_to_each(sequences)
+        if copies is None and self._make_room(self._pages.pages_to_append(sequences)):
+            copies = self._pages.append_one_to_each(sequences)
         return copies
 
     def shrink(self, holding: Holding, tokens: int) -> None:
         """Keeps the first `tokens` tokens; pages behind them are free again."""
-        self._pages.truncate_tokens(holding.tokens, tokens, holding.pages)
-        holding.tokens = tokens
+        holding.sequence.truncate(tokens)
 
     def vacate(self, holding: Holding) -> None:
         """Frees the pages; the row stays with the request, which may `refill` them."""
@@ -226,19 +232,21 @@ class Ledger:
             return None
         pages: list[int] = []
         for holding, (tokens, numbers) in zip(holdings, layout.sequences, strict=True):
-            holding.pages = [pages[number] for number in numbers if number < len(pages)]
-            self._pages.share(holding.pages)
-            have_tokens = min(tokens, len(holding.pages) * self.page_size)
-            self._pages.alloc_tokens(have_tokens, tokens, holding.pages)
-            holding.tokens = tokens
-            pages += holding.pages[pages_for(have_tokens, self.page_size) :]
+            shared = [pages[number] for number in numbers if number < len(pages)]
+            holding.sequence.free()
+            holding.sequence = KVSequence(self._pages, shared)
+            if tokens < holding.tokens:  # the last page is not full, and all of it is shared
+                holding.sequence.truncate(tokens)
+            else:
+                holding.sequence.append(tokens - holding.tokens)
+            pages += holding.pages[len(shared) :]
         return pages
 
     def release(self, holding: Holding) -> None:
         """Takes both back. Once: a second release raises `ValueError`."""
         if holding.row in self._free_rows:
             raise ValueError(f"row {holding.row} is released twice")
-        self._pages.free(holding.pages)
+        holding.sequence.free()
         self._free_rows.append(holding.row)
         self._forget(holding)
 

@@ -6,6 +6,7 @@ What a request reads back must always be its own tokens' KV; no page is lost, fr
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add
 from typing import ClassVar
 
 import pytest
@@ -133,8 +134,11 @@ class CacheMachine(RuleBasedStateMachine):
         request = self.running[number % len(self.running)]
         key = PrefixKey.of(request.tokens, request.salt)
         pages = request.sequence.pages[: len(request.tokens) // PAGE]
-        self.allocator.share(pages)
+        cached = self.cache.match(key).pages
+        readers = [self.allocator.readers(page) for page in pages]
         before, request.node = request.node, self.cache.insert(key, pages)
+        added = [0] * len(cached) + [1] * (len(pages) - len(cached))
+        assert [self.allocator.readers(page) for page in pages] == [*map(add, readers, added)]
         self.cache.lock(request.node)
         self.cache.unlock(before)
         self.reads_back(key, request.words)

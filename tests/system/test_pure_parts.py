@@ -257,4 +257,4 @@ def test_ledger_notices_a_page_owned_twice() -> None:
     one = ledger.reserve(16)
     assert one is not None
     with pytest.raises(InvariantError):
-        ledger.check([[one], [Holding(1, list(one.pages))]])
+        ledger.check([[one], [Holding(1, one.sequence)]])
