@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -119,8 +120,9 @@ def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One group of each kind is fine, and so is the router's way to both: only the way between them is cut."""
-    now_s = [1000.0]
-    monkeypatch.setattr(disagg.router.router, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    ahead_s = [0.0]
+    late = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead_s[0])
+    monkeypatch.setattr(disagg.router.router, "time", late)
     prompts = random_prompts(*range(20, 32))
     with local_groups(small_config(1, 1, groups=(1, 2)), checkpoints.source()) as groups:
         known = groups.prefill[0]._leader._decode_leaders
@@ -134,7 +136,7 @@ def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
                 except PeerLostError as error:
                     found.append(error)
             known["decode-2"] = address  # the network is whole again
-            now_s[0] += disagg.router.router.SHUNNED_S + 1
+            ahead_s[0] += disagg.router.router.SHUNNED_S + 1
             again = await asyncio.gather(
                 *(ask(router, f"again{number}", prompt, sampling) for number, prompt in enumerate(prompts))
             )
