@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
+from disagg.cli_bench_common import (
+    DeviceFlag,
+    JsonFlag,
+    OutFlag,
+    Shown,
+    device_of,
+    name_of,
+    progress,
+    show,
+)
 from disagg.core.config import parse_bytes
 from disagg.core.errors import ConfigError
-from disagg.core.folders import make_folder
 
 if TYPE_CHECKING:
     from disagg.bench.report import Result
@@ -20,15 +27,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure this machine; every figure with its ceiling, every byte checked.")
 
-OutFlag = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Folder for the JSON file and the chart.")
-]
 TransportFlag = Annotated[
     Literal["auto", "ucx"],
     typer.Option("--transport", help="ucx: always through staging and ring, also where pools can be opened."),
 ]
-DeviceFlag = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
-JsonFlag = Annotated[bool, typer.Option("--json", help="For machines: print the figures as JSON.")]
 RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each figure.")]
 
 
@@ -57,27 +59,27 @@ def kernels(
     """Gather and scatter as a share of a plain copy on the same device; or other kernels, see --what."""
     from disagg.bench.kernels import KernelBench, run
 
-    where = _device(device)
+    where = device_of(device)
     if what == "attention":
         from disagg.bench import attention
 
-        with _progress() as tell:
+        with progress() as tell:
             results = attention.run(attention.AttentionBench(where, repeats, page_size), tell)
-        _show("attention", f"attention kernels on {_name(where)}", results, out, as_json)
+        _show("attention", f"attention kernels on {name_of(where)}", results, out, as_json)
         return
     nbytes = parse_bytes(size) if size else (1 << 30 if where.type == "cuda" else 16 << 20)
     options = (where, _numbers("--rows", rows), nbytes, layers, page_size, repeats)
     if what == "page_copy":
         from disagg.bench import page_copy
 
-        with _progress() as tell:
+        with progress() as tell:
             results = page_copy.run(page_copy.PageCopyBench(*options), tell)
-        _show("page_copy", f"copies of pages, {nbytes >> 20} MiB, on {_name(where)}", results, out, as_json)
+        _show("page_copy", f"copies of pages, {nbytes >> 20} MiB, on {name_of(where)}", results, out, as_json)
         return
     bench = KernelBench(*options)
-    with _progress() as tell:
+    with progress() as tell:
         results = run(bench, tell)
-    _show("kernels", f"gather and scatter of {nbytes >> 20} MiB on {_name(where)}", results, out, as_json)
+    _show("kernels", f"gather and scatter of {nbytes >> 20} MiB on {name_of(where)}", results, out, as_json)
 
 
 @app.command()
@@ -96,12 +98,14 @@ def swap(
     """A preempted request's pages to pinned host memory and back, as a share of a plain copy."""
     from disagg.bench.swap import SwapBench, run
 
-    where = _device(device)
+    where = device_of(device)
     count = tokens or (8192 if where.type == "cuda" else 512)
     bench = SwapBench(where, count, kv_heads, layers, page_size, repeats)
-    with _progress() as tell:
+    with progress() as tell:
         results = run(bench, tell)
-    _show("swap", f"pages of {bench.nbytes >> 20} MiB out and back on {_name(where)}", results, out, as_json)
+    _show(
+        "swap", f"pages of {bench.nbytes >> 20} MiB out and back on {name_of(where)}", results, out, as_json
+    )
 
 
 @app.command()
@@ -155,7 +159,7 @@ def transfer(
         raise ConfigError(f"--dtype {dtype}: give one of {', '.join(DTYPE_BYTES)}")
     if peer == "nixl":
         require()
-    where = _device(device)
+    where = device_of(device)
     bench = TransferBench(
         layout=KVLayout(layers, kv_heads, head_dim, dtype),
         tokens=_numbers("--tokens", tokens or ("128,4096" if where.type == "cuda" else "128")),
@@ -171,11 +175,11 @@ def transfer(
             transport=TransportConfig(peer_memory=transport == "auto"),
         ),
     )
-    with _progress() as tell:
+    with progress() as tell:
         results = run(bench, tell)
         if peer == "nixl":
             results = compare(bench, results, nixl_threads, tell)
-    title = f"pool to pool, TP {prefill_tp} -> {decode_tp}, {dtype} on {_name(where)}"
+    title = f"pool to pool, TP {prefill_tp} -> {decode_tp}, {dtype} on {name_of(where)}"
     _show("transfer", title, results, out, as_json)
 
 
@@ -235,7 +239,7 @@ def handoff(
     from disagg.bench.handoff import HandoffBench, run
     from disagg.core.config import Config, ModelConfig, TransportConfig
 
-    where = _device(device)
+    where = device_of(device)
     cuda = where.type == "cuda"
     if cuda and not model:
         random_init = random_init or "llama-3.1-8b"
@@ -256,9 +260,9 @@ def handoff(
         steps=steps or (512 if cuda else 256),
         repeats=repeats,
     )
-    with _progress() as tell:
+    with progress() as tell:
         results = run(bench, tell)
-    title = f"hand-over of {bench.sizes.tokens} tokens, TP {prefill_tp} -> {decode_tp}, on {_name(where)}"
+    title = f"hand-over of {bench.sizes.tokens} tokens, TP {prefill_tp} -> {decode_tp}, on {name_of(where)}"
     _show("handoff", title, results, out, as_json)
 
 
@@ -284,14 +288,14 @@ def decode(
 
     from disagg.bench.decode import DecodeBench, run
 
-    where = _device(device)
+    where = device_of(device)
     cuda = where.type == "cuda"
     name = random_init or ("llama-3.1-8b" if cuda else "tiny-llama")
     context = context_tokens or (2048 if cuda else 128)
     bench = DecodeBench(where, name, getattr(torch, dtype), batch, context, page_size, repeats)
-    with _progress() as tell:
+    with progress() as tell:
         results = run(bench, tell)
-    _show("decode", f"decode steps in {dtype} on {_name(where)}", results, out, as_json)
+    _show("decode", f"decode steps in {dtype} on {name_of(where)}", results, out, as_json)
 
 
 @app.command()
@@ -327,7 +331,7 @@ def memory(
         eviction=eviction,
         repeats=repeats,
     )
-    with _progress() as tell:
+    with progress() as tell:
         results = run(bench, tell)
     title = f"KV memory, pages of {page_size}: {prompt_tokens} of {cached_tokens} cached tokens; decode of {requests}"
     _show("memory", title, results, out, as_json)
@@ -350,49 +354,17 @@ def _transfer(device: Any, ring_bytes: str, staging_bytes: str, layer_groups: in
     return config.sized(memory_bytes(device))
 
 
-def _device(name: str) -> Any:
-    import torch
-
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"--device {name}: give auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: torch sees no GPU here; `disagg doctor` says why")
-    cuda = torch.cuda.is_available() and name != "cpu"
-    return torch.device("cuda", 0) if cuda else torch.device("cpu")
-
-
-def _name(device: Any) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """A line that says what is being measured now, while it is."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting") as status:
-        yield lambda text: status.update(f"measuring: {text}")
-
-
 def _show(name: str, title: str, results: Sequence[Result], out: Path | None, print_json: bool) -> None:
-    from rich.console import Console
-
     from disagg.bench.report import as_json, definition_lines, results_table, write_chart
 
-    if print_json:
-        print(as_json(results))
-    else:
-        console = Console()
-        if not console.is_terminal:  # a log has room for every column
-            console = Console(width=140)
-        console.print(results_table(title, results))
-        for line in definition_lines(results):
-            print(f"- {line}")
-    if out is not None:
-        make_folder(out)
-        (out / f"bench_{name}.json").write_text(as_json(results) + "\n")
-        write_chart(out / f"bench_{name}.png", title, results)
-        where = sys.stderr if print_json else sys.stdout
-        print(f"figures: {out / f'bench_{name}.json'}, chart: {out / f'bench_{name}.png'}", file=where)
+    show(
+        name,
+        Shown(
+            lambda: as_json(results),
+            lambda: results_table(title, results),
+            [f"- {line}" for line in definition_lines(results)],
+            lambda path: write_chart(path, title, results),
+        ),
+        out,
+        print_json,
+    )

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from disagg.cli_bench_common import Shown, show
 from disagg.cli_run import configuration
 from disagg.core.errors import ConfigError
-from disagg.core.folders import make_folder
 
 if TYPE_CHECKING:
     from disagg.bench.serve.bench import ServeBench
     from disagg.bench.serve.compare import Tell
-    from disagg.bench.serve.compare_report import Comparison
     from disagg.bench.serve.load import Counts
 
 CompareFlag = Annotated[
@@ -105,6 +102,8 @@ def progress() -> Iterator[Tell]:
 def run_compare(given: Mapping[str, Any], loads: list[ServeBench]) -> int:
     """The command's exit code. `given` are its parameters by name; `loads` in the order in which they run."""
     from disagg.bench.serve.compare import CompareBench, both_systems, compare
+    from disagg.bench.serve.compare_chart import write_compare_chart
+    from disagg.bench.serve.compare_report import comparison_json, comparison_lines, comparison_table
     from disagg.bench.serve.served import served
 
     config = configuration(dict(given))
@@ -112,30 +111,12 @@ def run_compare(given: Mapping[str, Any], loads: list[ServeBench]) -> int:
     bench = CompareBench(systems, tuple(loads), given["check_equal"])
     with progress() as tell:
         found = compare(bench, served, tell)
-    _show(found, given["out"], given["as_json"])
+    shown = Shown(
+        lambda: comparison_json(found),
+        lambda: comparison_table(found),
+        comparison_lines(found),
+        lambda path: write_compare_chart(path, found),
+    )
+    show("compare", shown, given["out"], given["as_json"])
     differ = found.equal is not None and bool(found.equal.differences)
     return 1 if not found.answered or differ or (given["strict"] and not found.faultless) else 0
-
-
-def _show(found: Comparison, out: Path | None, print_json: bool) -> None:
-    from rich.console import Console
-
-    from disagg.bench.serve.compare_chart import write_compare_chart
-    from disagg.bench.serve.compare_report import comparison_json, comparison_lines, comparison_table
-
-    text = comparison_json(found) + "\n"
-    if print_json:
-        print(text, end="")
-    else:
-        console = Console()
-        if not console.is_terminal:  # a log has room for every column
-            console = Console(width=150)
-        console.print(comparison_table(found))
-        for line in comparison_lines(found):
-            print(line)
-    if out is not None:
-        make_folder(out)
-        figures, chart = out / "bench_compare.json", out / "bench_compare.png"
-        figures.write_text(text)
-        write_compare_chart(chart, found)
-        print(f"figures: {figures}, chart: {chart}", file=sys.stderr if print_json else sys.stdout)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from disagg.cli_bench_common import OutFlag, Shown, show
 from disagg.cli_bench_compare import (
     CheckEqualFlag,
     ColocatedTpFlag,
@@ -31,11 +31,7 @@ from disagg.cli_run import (
     SetFlag,
 )
 from disagg.core.errors import ConfigError
-from disagg.core.folders import make_folder
 from disagg.core.key_file import first_key
-
-if TYPE_CHECKING:
-    from disagg.bench.serve.report import Report
 
 _OPEN_FILES = 65536
 _URL = "http://127.0.0.1:8000/v1"
@@ -127,9 +123,7 @@ def serve(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit code 1 when any request fails, but for a 429.")
     ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Folder for the JSON file and the chart.")
-    ] = None,
+    out: OutFlag = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="For machines: print figures and requests as JSON.")
     ] = False,
@@ -155,7 +149,9 @@ def serve(
     check_flags(given)
     from disagg.bench.serve.arrivals import Arrivals
     from disagg.bench.serve.bench import ServeBench, check_url, run
+    from disagg.bench.serve.chart import write_serve_chart
     from disagg.bench.serve.lengths import parse_lengths
+    from disagg.bench.serve.report import latency_table, lines, report_json
     from disagg.bench.serve.summary import Slo
     from disagg.bench.serve.workload import Workload
 
@@ -230,7 +226,13 @@ def serve(
         return run_compare(given | {"model": model or None}, loads)
     with progress() as tell:
         report = run(loads[0], lambda counts, total: tell("requests", counts, total))
-    _show(report, out, as_json)
+    found = Shown(
+        lambda: report_json(report),
+        lambda: latency_table(report),
+        lines(report),
+        lambda path: write_serve_chart(path, report),
+    )
+    show("serve", found, out, as_json)
     return 1 if report.summary.ok == 0 or (strict and report.summary.errors) else 0
 
 
@@ -255,27 +257,3 @@ def _allow_open_files() -> None:
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _show(report: Report, out: Path | None, print_json: bool) -> None:
-    from rich.console import Console
-
-    from disagg.bench.serve.chart import write_serve_chart
-    from disagg.bench.serve.report import latency_table, lines, report_json
-
-    text = report_json(report) + "\n"
-    if print_json:
-        print(text, end="")
-    else:
-        console = Console()
-        if not console.is_terminal:  # a log has room for every column
-            console = Console(width=140)
-        console.print(latency_table(report))
-        for line in lines(report):
-            print(line)
-    if out is not None:
-        make_folder(out)
-        figures, chart = out / "bench_serve.json", out / "bench_serve.png"
-        figures.write_text(text)
-        write_serve_chart(chart, report)
-        print(f"figures: {figures}, chart: {chart}", file=sys.stderr if print_json else sys.stdout)
