@@ -12,7 +12,17 @@ from collections.abc import Sequence
 
 import typer
 
-from disagg import cli_bench, cli_bench_serve, cli_launch, cli_run, cli_serve, cli_stats, cli_tools, cli_top
+from disagg import (
+    cli_bench,
+    cli_bench_agreement,
+    cli_bench_serve,
+    cli_launch,
+    cli_run,
+    cli_serve,
+    cli_stats,
+    cli_tools,
+    cli_top,
+)
 from disagg.core.errors import DisaggError
 
 app = typer.Typer(
@@ -34,6 +44,7 @@ app.command("doctor")(cli_tools.doctor)
 app.command("plan")(cli_tools.plan)
 app.command("keys")(cli_tools.keys)
 app.command("version")(cli_tools.version)
+cli_bench.app.command("agreement")(cli_bench_agreement.agreement)
 cli_bench.app.command("serve")(cli_bench_serve.serve)
 app.add_typer(cli_bench.app, name="bench")
 

@@ -195,6 +195,9 @@ def handoff(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    kv_dtype: Annotated[
+        str, typer.Option("--kv-dtype", help="Of KV in both groups and between them, as model.kv_dtype.")
+    ] = "auto",
     prefill_tp: Annotated[int, typer.Option("--prefill-tp", min=1, help="Ranks that prefill.")] = 1,
     decode_tp: Annotated[int, typer.Option("--decode-tp", min=1, help="Ranks that decode.")] = 1,
     tokens: Annotated[
@@ -233,8 +236,9 @@ def handoff(
 ) -> None:
     """A real model, prefilled by one group and decoded by another: what the transfer costs, answers compared.
 
-    In 16 bits, groups of different sizes, or of more than two ranks, round differently: their answers are compared in
-    the first token only, the KV that was moved in every byte. With --dtype float32 all tokens are compared.
+    In 16 bits, and with KV in 8, groups of different sizes, or of more than two ranks, round differently: their
+    answers are compared in the first token only, the KV that was moved in every byte. With --dtype float32 and KV in
+    float32 all tokens are compared.
     """
     from disagg.bench.handoff import HandoffBench, run
     from disagg.core.config import Config, ModelConfig, TransportConfig
@@ -245,7 +249,12 @@ def handoff(
         random_init = random_init or "llama-3.1-8b"
     bench = HandoffBench.of(
         Config(
-            model=ModelConfig(path=model, random_init=random_init, dtype=cast("Any", dtype)),
+            model=ModelConfig(
+                path=model,
+                random_init=random_init,
+                dtype=cast("Any", dtype),
+                kv_dtype=cast("Any", kv_dtype),
+            ),
             transfer=_transfer(where, ring_bytes, staging_bytes, layer_groups),
             transport=TransportConfig(peer_memory=transport == "auto"),
         ),

@@ -22,8 +22,9 @@ from disagg.bench.processes import Processes, visible_gpus
 from disagg.bench.report import Label, Result
 from disagg.core.config import Config, GroupConfig, LogConfig
 from disagg.core.errors import ConfigError
+from disagg.core.types import QUANTIZED_DTYPES
 from disagg.kv.pages import pages_for
-from disagg.node.assemble import make_source, resolve_dtype
+from disagg.node.assemble import make_source, resolve_dtype, resolve_kv_dtype
 from disagg.serve_local import with_model
 
 
@@ -57,14 +58,15 @@ class HandoffBench:
         config = with_model(config, lambda text: None)
         source = make_source(config)
         dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda" if cuda else "cpu"))
-        spec = source.spec(dtype)
+        spec = source.spec(resolve_kv_dtype(config.model.kv_dtype, dtype))
         longest = max(tokens + answer_tokens, decoder_tokens + steps)
         if longest > spec.context_tokens:
             raise ConfigError(
                 f"prompt and answer of {longest} tokens (--tokens, --decoder-tokens with --steps) exceed the "
                 f"model's context of {spec.context_tokens}"
             )
-        rounds = dtype != torch.float32
+        # A sum that is off by a float32's last bit may be next to where two codes meet.
+        rounds = dtype != torch.float32 or spec.layout.dtype in QUANTIZED_DTYPES
         # Two ranks' sums are the same in either order; those of more depend on where the ranks are.
         same_sums = prefill_tp == decode_tp <= 2
         sizes = Sizes(
@@ -88,10 +90,12 @@ class HandoffBench:
         labels: dict[str, Label] = {
             "model": source.name if source.directory is None else source.directory.name,
             "dtype": str(dtype).removeprefix("torch."),
+            "kv_dtype": spec.layout.dtype,
             "prefill_tp": prefill_tp,
             "decode_tp": decode_tp,
             "tokens": tokens,
             "bytes": tokens * spec.layout.token_bytes,
+            "bf16_bytes": tokens * msgspec.structs.replace(spec.layout, dtype="bfloat16").token_bytes,
             "answer_tokens": answer_tokens,
             "compared_tokens": sizes.compared,
             "chunk_tokens": chunk_tokens,

@@ -18,7 +18,13 @@ _BESIDE = {
 
 def results_of(found: Found, labels: dict[str, Label], ceiling: Measurement) -> list[Result]:
     """A result for each figure; one value for each repeat."""
-    lines = [*_transfer(found, ceiling), *_prefill(found), *_decode(found), *_first_tokens(found)]
+    lines = [
+        *_transfer(found, ceiling),
+        *_landed(found, labels),
+        *_prefill(found),
+        *_decode(found),
+        *_first_tokens(found),
+    ]
     counted: dict[str, Label] = {
         f"steps_{kind}": sum(len(getattr(steps, kind)) for steps in found.rounds) for kind in _BESIDE
     }
@@ -70,6 +76,20 @@ def _transfer(found: Found, ceiling: Measurement) -> Iterator[Line]:
     rates = (one.moved.nbytes / one.moved.moving_s / 1e9 for one in found.handovers)
     definition = "bytes landed, over the time in which at least one segment was moving"
     yield "transfer, rate while moving", _figure("transfer", "GB/s", rates), ceiling, definition
+
+
+def _landed(found: Found, labels: dict[str, Label]) -> Iterator[Line]:
+    """`labels`: `tokens` of a prompt, and `bf16_bytes`, what their KV takes in bfloat16."""
+    tokens, bf16_bytes = int(labels["tokens"]), int(labels["bf16_bytes"])
+    landed_bytes = [one.moved.nbytes for one in found.handovers]
+    definition = (
+        f"bytes of segments that landed, each as long as the transport said, for a token of the prompt, KV in "
+        f"{labels['kv_dtype']}; heads that several decode ranks hold count on each"
+    )
+    figure = _figure("transfer", "B/token", (nbytes / tokens for nbytes in landed_bytes))
+    yield "transfer, landed", figure, None, definition
+    figure = _figure("transfer", "x", (nbytes / bf16_bytes for nbytes in landed_bytes))
+    yield "transfer, landed / bfloat16", figure, None, "the same, over the model's KV in bfloat16"
 
 
 def _prefill(found: Found) -> Iterator[Line]:

@@ -98,8 +98,7 @@ def definition_lines(results: Sequence[Result]) -> list[str]:
 def as_json(results: Sequence[Result]) -> str:
     """Everything, with the command, the machine and the time."""
     content = {
-        "command": "disagg " + " ".join(sys.argv[1:]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
         "machine": machine(),
         "results": [_as_dict(result) for result in results],
     }
@@ -120,6 +119,14 @@ def write_chart(path: Path, title: str, results: Sequence[Result]) -> None:
         axis.set_xlabel(unit)
     axes[0].set_title(title, loc="left", fontsize=11)
     figure.savefig(path, dpi=140)
+
+
+def provenance() -> dict[str, str]:
+    """The command and the time, as every report begins."""
+    return {
+        "command": "disagg " + " ".join(sys.argv[1:]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
 
 
 def machine() -> dict[str, Label]:

@@ -55,9 +55,14 @@ class ModelSource:
         return cls(str(directory), config, digest.hexdigest(), directory, 0)
 
     @classmethod
-    def random_init(cls, name: str, seed: int = 0) -> ModelSource:
-        """Random weights for an architecture of `disagg.model.named`; ConfigError for an unknown name."""
+    def random_init(cls, name: str, seed: int = 0, *, std: float | None = None) -> ModelSource:
+        """Random weights for an architecture of `disagg.model.named`; ConfigError for an unknown name.
+
+        Normal, with a standard deviation of `std`, or of the architecture's own `initializer_range`.
+        """
         config = named_config(name)
+        if std is not None:
+            config.initializer_range = std
         digest = _config_digest(config)
         digest.update(f"random {name.lower()} {seed}".encode())
         return cls(name, config, digest.hexdigest(), None, seed)

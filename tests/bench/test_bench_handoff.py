@@ -24,7 +24,7 @@ from disagg.bench.handoff_measure import Found, HandOver
 from disagg.bench.handoff_ranks import digests
 from disagg.bench.handoff_results import results_of
 from disagg.bench.handoff_sizes import MismatchError, compare
-from disagg.bench.report import Measurement
+from disagg.bench.report import Label, Measurement
 from disagg.cli import run
 from disagg.core.errors import InvariantError
 from disagg.core.timeline import TimelineSpan
@@ -64,6 +64,17 @@ def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (tmp_path / "bench_handoff.png").stat().st_size > 1000
 
 
+def test_kv_in_8_bits_lands_as_it_was_computed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Heads of 8: as many codes and a scale of 4 bytes, where bfloat16 takes 16 bytes."""
+    sizes = ["--prefill-tp", "2", "--decode-tp", "1", "--kv-dtype", "int8"]
+    assert run(["bench", "handoff", *SMALL, *SHORT, *sizes, "--json"]) == 0
+    lines = {line["title"]: line for line in json.loads(capsys.readouterr().out)["results"]}
+    landed = lines["transfer, landed"]
+    assert landed["values"] == [2 * 2 * 4 * (8 + 4)], "layers, K and V, heads"
+    assert landed["labels"]["kv_dtype"] == "int8"
+    assert lines["transfer, landed / bfloat16"]["values"] == [0.75]
+
+
 def test_another_answer_is_no_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +96,7 @@ def test_another_answer_is_no_figure(
         (["--steps", "1020"], "--decoder-tokens with --steps"),
         (["--random-init", "nothing"], "no architecture named"),
         (["--dtype", "float64"], "dtype"),
+        (["--kv-dtype", "int4"], "kv_dtype = 'int4' is not allowed; it must be one of auto, int8"),
         (["--prefill-tp", "5"], "prefill.tp = 5"),
     ],
 )
@@ -186,7 +198,8 @@ def test_figures_are_of_each_repeat() -> None:
     )
     steps = Sorted(quiet=[1.0, 2.0], prefill=[4.0], arriving=[1.5, 3.0])
     ceiling = Measurement("peer copy", "GB/s", (1e-5,))
-    found = {r.title: r for r in results_of(Found([one], [steps]), {"tokens": 7}, ceiling)}
+    labels: dict[str, Label] = {"tokens": 8, "kv_dtype": "int8", "bf16_bytes": 2000}
+    found = {r.title: r for r in results_of(Found([one], [steps]), labels, ceiling)}
     expected = {
         "transfer, exposed share": 5.0,
         "transfer, exposed share of moving": 20.0,
@@ -194,6 +207,8 @@ def test_figures_are_of_each_repeat() -> None:
         "transfer, after the last KV": 200.0,
         "transfer, whole": 2000.0,
         "transfer, rate while moving": 2e-6,
+        "transfer, landed": 125.0,
+        "transfer, landed / bfloat16": 0.5,
         "prefill, sending / only": 1.1,
         "decode p50, arriving / quiet": 1.5,
         "decode p99, arriving / quiet": 1.5,
@@ -205,8 +220,7 @@ def test_figures_are_of_each_repeat() -> None:
     assert {title: found[title].measured.median for title in expected} == pytest.approx(expected)
     assert found["transfer, rate while moving"].share == pytest.approx(0.2)
     assert all(result.definition for result in found.values())
-    assert found["decode p50, quiet"].labels == {
-        "tokens": 7,
+    assert found["decode p50, quiet"].labels == labels | {
         "steps_quiet": 2,
         "steps_prefill": 1,
         "steps_arriving": 2,

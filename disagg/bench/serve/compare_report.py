@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from disagg.bench.report import short
+from disagg.bench.report import provenance, short
 from disagg.bench.serve.equal import Equality
 from disagg.bench.serve.report import Report, client, rounded
 from disagg.bench.serve.summary import Slo, Spread, notes
@@ -125,8 +123,7 @@ def equality_lines(equal: Equality) -> Iterator[str]:
 def comparison_json(found: Comparison) -> str:
     """Everything, with the command, the client's machine and the time. Times in seconds."""
     content: dict[str, Any] = {
-        "command": "disagg " + " ".join(sys.argv[1:]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
         "client": client(),
         "systems": found.systems,
         "slo": found.slo,

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Iterator
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from disagg.bench.report import Label, short
+from disagg.bench.report import Label, provenance, short
 from disagg.bench.serve.answer import Row
 from disagg.bench.serve.summary import Slo, Spread, Summary, notes
 
@@ -74,8 +72,7 @@ def report_json(report: Report) -> str:
     of requests to the microsecond, a line for each request.
     """
     content = {
-        "command": "disagg " + " ".join(sys.argv[1:]),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(),
         "client": client(),
         "asked": report.asked,
         "slo": report.slo,

@@ -1,0 +1,234 @@
+"""How long greedy answers from a pool of quantized KV agree with those from an unquantized one, and what it saves.
+
+One model, one engine that prefills and decodes (`disagg.model.unsplit`), the same prompts in the same steps; only the
+pool's type differs. What moves between groups is the pool's bytes as they are, so that a split system answers alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+
+from disagg.bench.agreement_figures import (
+    Agreement,
+    Found,
+    decisiveness,
+    logit_errors,
+    tokens_equal,
+    tokens_until,
+)
+from disagg.core.config_tree import KVDTypeName
+from disagg.core.errors import ConfigError
+from disagg.core.types import KVLayout, SamplingParams, Span
+from disagg.kv.pages import pages_for, slots_of
+from disagg.kv.pool import dtype_name
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.collective import SingleCollective
+from disagg.model.named import named_config
+from disagg.model.runner import ModelRunner
+from disagg.model.source import ModelSource
+from disagg.model.unsplit import generate_unsplit
+from disagg.node.assemble import resolve_dtype
+from disagg.plan import PlanRequest, compute_plan
+
+KV_DTYPES: tuple[str, ...] = tuple(name for name in get_args(KVDTypeName) if name != "auto")
+LOGIT_STEPS = 8
+"""Steps whose logits are compared."""
+CHUNK_TOKENS = 512
+OTHER_CHUNK_TOKENS = 37
+"""Of the reference once more: sums in another order, and answers that join the batch one after the other."""
+_PAGE_SIZE = 16
+
+
+@dataclass(frozen=True)
+class AgreementBench:
+    """What to measure. Raises `ConfigError` for what cannot be."""
+
+    device: torch.device
+    source: ModelSource
+    dtype: torch.dtype
+    """Of weights, activations and the unquantized pool."""
+    prompts: int
+    prompt_tokens: int
+    """Random ones."""
+    answer_tokens: int
+    seed: int
+    """Of the prompts."""
+
+    def __post_init__(self) -> None:
+        spec = self.source.spec(self.dtype)
+        if not spec.has_attention:
+            raise ConfigError(
+                f"{spec.architecture} has no attention, so it keeps no KV that could be quantized"
+            )
+        if self.request_tokens > spec.context_tokens:
+            raise ConfigError(
+                f"--prompt-tokens {self.prompt_tokens} and --answer-tokens {self.answer_tokens} exceed the model's "
+                f"context of {spec.context_tokens}"
+            )
+
+    @property
+    def request_tokens(self) -> int:
+        """Prompt and answer."""
+        return self.prompt_tokens + self.answer_tokens
+
+    @property
+    def steps(self) -> int:
+        """Whose logits are compared."""
+        return min(LOGIT_STEPS, self.answer_tokens)
+
+    def texts(self) -> list[list[int]]:
+        """The prompts."""
+        generator = torch.Generator().manual_seed(self.seed)
+        size = (self.prompts, self.prompt_tokens)
+        drawn: list[list[int]] = torch.randint(
+            self.source.config.vocab_size, size, generator=generator
+        ).tolist()
+        return drawn
+
+    def runner(self, kv_dtype: torch.dtype) -> ModelRunner:
+        """With room for all prompts at once."""
+        pages = self.prompts * pages_for(self.request_tokens, _PAGE_SIZE) + 1
+        return ModelRunner(
+            self.source,
+            collective=SingleCollective(),
+            device=self.device,
+            dtype=self.dtype,
+            pool_tokens=pages * _PAGE_SIZE,
+            page_size=_PAGE_SIZE,
+            rows=self.prompts,
+            max_tokens=self.request_tokens,
+            kv_dtype=kv_dtype,
+        )
+
+
+def source_of(model: str | None, random_init: str, gain: float, seed: int) -> ModelSource:
+    """The checkpoint `model`; else random weights, normal, of a standard deviation of `gain / sqrt(hidden size)`.
+
+    With a gain of 1 each matrix keeps the size of what it multiplies. Raises `ConfigError`, `UnsupportedModelError`.
+    """
+    if model is not None:
+        return ModelSource.from_directory(model)
+    return ModelSource.random_init(random_init, seed, std=gain / named_config(random_init).hidden_size ** 0.5)
+
+
+def bench_of(
+    source: ModelSource,
+    dtype: str,
+    device: torch.device,
+    *,
+    prompts: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    seed: int,
+) -> AgreementBench:
+    """`dtype` as `ModelConfig.dtype` names it."""
+    settled = resolve_dtype(dtype, source, device)
+    return AgreementBench(device, source, settled, prompts, prompt_tokens, answer_tokens, seed)
+
+
+def run(bench: AgreementBench, tell: Callable[[str], None] = lambda text: None) -> Found:
+    """The reference, the reference cut otherwise, then each quantized type."""
+    texts, own = bench.texts(), dtype_name(bench.dtype)
+    tell(f"KV in {own}")
+    runner = bench.runner(bench.dtype)
+    right = _answers(runner, texts, bench, CHUNK_TOKENS)
+    logits = _logits(runner, texts, right, bench.steps, CHUNK_TOKENS)
+    compared = _Compared(bench, texts, right, logits)
+    tell(f"KV in {own}, prompts cut otherwise")
+    rows = [compared.row(f"{own}, cut otherwise", runner, OTHER_CHUNK_TOKENS)]
+    for name in KV_DTYPES:
+        del runner  # its weights' and its pool's memory comes first
+        tell(f"KV in {name}")
+        runner = bench.runner(getattr(torch, name))
+        rows.append(compared.row(name, runner, CHUNK_TOKENS))
+    asked: dict[str, str | int | float] = {
+        "model": bench.source.name if bench.source.directory is None else bench.source.directory.name,
+        "dtype": own,
+        "prompts": bench.prompts,
+        "prompt_tokens": bench.prompt_tokens,
+        "answer_tokens": bench.answer_tokens,
+        "seed": bench.seed,
+        "logit_steps": bench.steps,
+        "attention_kernels": int(runner.attention_kernels),
+    }
+    is_random = bench.source.directory is None
+    if is_random:
+        asked["weights_std"] = bench.source.config.initializer_range
+    return Found(asked, is_random, decisiveness(logits, right), rows)
+
+
+def wire_token_bytes(layout: KVLayout, tokens: int) -> float:
+    """Of the segments that the planner cuts for a prompt of `tokens`, for each token; one rank to one rank."""
+    request = PlanRequest(layout=layout, prefill_tp=1, decode_tp=1, tokens=tokens)
+    return compute_plan(request).nbytes / tokens
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What the reference said."""
+
+    bench: AgreementBench
+    texts: list[list[int]]
+    right: list[list[int]]
+    logits: torch.Tensor
+
+    def row(self, name: str, runner: ModelRunner, chunk_tokens: int) -> Agreement:
+        bench, layout = self.bench, runner.spec.layout
+        answers = _answers(runner, self.texts, bench, chunk_tokens)
+        logits = _logits(runner, self.texts, self.right, bench.steps, chunk_tokens)
+        pairs = list(zip(answers, self.right, strict=True))
+        return Agreement(
+            name,
+            bench.answer_tokens,
+            until=tuple(tokens_until(*pair) for pair in pairs),
+            equal=tuple(tokens_equal(*pair) for pair in pairs),
+            logit_errors=logit_errors(logits, self.logits),
+            pool_token_bytes=runner.pool.nbytes // runner.pool.slots,
+            wire_token_bytes=wire_token_bytes(layout, bench.prompt_tokens),
+            bf16_token_bytes=KVLayout(
+                layout.layers, layout.kv_heads, layout.head_dim, "bfloat16"
+            ).token_bytes,
+        )
+
+
+def _answers(
+    runner: ModelRunner, texts: list[list[int]], bench: AgreementBench, chunk_tokens: int
+) -> list[list[int]]:
+    greedy = SamplingParams(max_tokens=bench.answer_tokens, ignore_eos=True)
+    return generate_unsplit(runner, texts, greedy, chunk_tokens=chunk_tokens)
+
+
+def _logits(
+    runner: ModelRunner, texts: list[list[int]], right: list[list[int]], steps: int, chunk_tokens: int
+) -> torch.Tensor:
+    """float32 `[prompts, steps, vocab]`: each prompt alone, given the reference's tokens so far."""
+    return torch.stack(
+        [
+            _forced(runner, [*text, *answer[: steps - 1]], len(text), chunk_tokens)
+            for text, answer in zip(texts, right, strict=True)
+        ]
+    )
+
+
+def _forced(
+    runner: ModelRunner, tokens: Sequence[int], prompt_tokens: int, chunk_tokens: int
+) -> torch.Tensor:
+    """float32 `[steps, vocab]`: the logits behind the prompt and behind each token after it."""
+    table, count = runner.req_to_token, len(tokens)
+    row = table.alloc()
+    pages = range(1, 1 + pages_for(count, runner.page_size))  # nobody else uses the pool now
+    table.set_slots(row, 0, slots_of(pages, runner.page_size, Span(0, count)))
+    chunk_tokens = prompt_tokens if runner.spec.whole_prompts else chunk_tokens
+    starts = [*range(0, prompt_tokens, chunk_tokens), *range(prompt_tokens, count)]
+    found = []
+    for start, stop in zip(starts, [*starts[1:], count], strict=True):
+        piece = SequenceSlice(row, start, tuple(tokens[start:stop]), prompt_tokens)
+        logits = runner.forward(StepBatch((piece,)))[0]
+        if stop >= prompt_tokens:
+            found.append(logits.clone())
+    table.free(row)
+    return torch.stack(found)
