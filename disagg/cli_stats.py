@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.key_file import first_key
@@ -17,6 +18,19 @@ if TYPE_CHECKING:
     from disagg.top.client import StatusClient
 
 
+_PLOT = "memory.png"
+
+
+class StatsCommand(TyperCommand):
+    """A command that also takes `--plot` without a file; typer has no option whose value may be left out."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As the class above does it, with the file that is meant where `--plot` ends the line or a flag follows."""
+        pairs = zip(args, [*args[1:], "-"], strict=True)
+        given = [[one, _PLOT] if one == "--plot" and after.startswith("-") else [one] for one, after in pairs]
+        return super().parse_args(ctx, [one for ones in given for one in ones])
+
+
 def stats(
     url: Annotated[str, typer.Option("--url", help="Where the server is.")] = "http://127.0.0.1:8000",
     api_key_file: Annotated[
@@ -24,7 +38,9 @@ def stats(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option("--plot", metavar="FILE.png", help="Record for a while, and draw memory over time."),
+        typer.Option(
+            "--plot", metavar="[FILE.png]", help=f"Record for a while, and draw memory over time [{_PLOT}]."
+        ),
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="How long; Ctrl-C ends it earlier.")] = 60.0,
     interval_s: Annotated[float, typer.Option("--interval-s", help="Between two looks.")] = 1.0,
@@ -87,9 +103,8 @@ def _record(
         raise ConfigError(f"--plot {plot}: cannot be written: {exc.strerror or exc}") from exc
     if found.failed:
         typer.echo(f"{found.failed} looks found nothing, the last because {found.trouble}", err=True)
-    if not quiet:
-        passed_s = found.pictures[-1].unix_s - found.pictures[0].unix_s
-        print(f"{plot}: {len(found.pictures)} looks in {passed_s:.0f} s")
+    passed_s = found.pictures[-1].unix_s - found.pictures[0].unix_s
+    typer.echo(f"{plot.absolute()}: {len(found.pictures)} looks in {passed_s:.0f} s", err=quiet)
     return groups
 
 

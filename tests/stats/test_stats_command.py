@@ -95,6 +95,25 @@ def test_ctrl_c_ends_it_and_it_is_drawn(
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("more", [[], ["--interval-s", "0.5"], ["--json"]], ids=lambda more: " ".join(more))
+def test_a_plot_without_a_name_has_one_and_says_it(
+    more: list[str],
+    told: ScriptedServer,
+    waits: list[float],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At the end of the line and before another flag; JSON on stdout stays JSON."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["stats", "--url", told.url, "--plot", *more]) == 0
+    said = capsys.readouterr()
+    assert f"{tmp_path / 'memory.png'}: 4 looks in 3 s\n" in (said.err if more == ["--json"] else said.out)
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    if more == ["--json"]:
+        assert json.loads(said.out)["series"]
+
+
 def test_json_has_what_is_and_what_was(
     told: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
