@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, cast
 
 import typer
 
-from disagg.cli_run import (
-    ChunkTokensFlag,
-    ColocatedFlag,
-    ConfigFlag,
-    DecodePageFlag,
-    DecodeTpFlag,
-    DeviceFlag,
-    DTypeFlag,
-    GroupsFlag,
-    JoinFlag,
-    ModelFlag,
-    PrefillPageFlag,
-    PrefillTpFlag,
-    RandomInitFlag,
-    RayFlag,
-    RingBytesFlag,
-    SetFlag,
-    TpFlag,
-    TransportFlag,
-    configuration,
-)
+from disagg.cli_group_flags import with_group_flags
+from disagg.cli_run import ConfigFlag, JoinFlag, SetFlag, configuration
 from disagg.core.config import Role
 from disagg.core.errors import ConfigError
 
@@ -37,27 +19,10 @@ CountsArgument = Annotated[
 _COUNT = re.compile(r"(prefill|decode|colocated)=([1-9]\d{0,3})")
 
 
-def launch(
-    model: ModelFlag = None,
-    random_init: RandomInitFlag = None,
-    dtype: DTypeFlag = None,
-    prefill_tp: PrefillTpFlag = None,
-    decode_tp: DecodeTpFlag = None,
-    colocated: ColocatedFlag = False,
-    tp: TpFlag = None,
-    groups: GroupsFlag = None,
-    device: DeviceFlag = None,
-    ray: RayFlag = None,
-    config: ConfigFlag = None,
-    settings: SetFlag = None,
-    chunk_tokens: ChunkTokensFlag = None,
-    prefill_page_size: PrefillPageFlag = None,
-    decode_page_size: DecodePageFlag = None,
-    ring_bytes: RingBytesFlag = None,
-    transport: TransportFlag = None,
-) -> None:
+@with_group_flags
+def launch(given: Mapping[str, Any]) -> None:
     """Start groups that `disagg serve --join` serves with, until SIGINT or SIGTERM."""
-    settled = configuration(dict(locals()))  # the flags by parameter name, before anything else is assigned
+    settled = configuration(given)
     from disagg.launch import run_launch  # it brings torch, Ray and transformers along
 
     run_launch(settled)
@@ -70,7 +35,7 @@ def scale(
     settings: SetFlag = None,
 ) -> None:
     """Have so many groups of a running `disagg launch`: add some, or drain and stop the newest."""
-    settled = configuration(dict(locals()))
+    settled = configuration(dict(locals()))  # the flags by parameter name, before anything else is assigned
     wanted = _counts(counts)
     if join is None:
         raise ConfigError(

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from disagg.cli_run import (
-    ChunkTokensFlag,
-    ColocatedFlag,
-    ConfigFlag,
-    DecodePageFlag,
-    DecodeTpFlag,
-    DeviceFlag,
-    DTypeFlag,
-    GroupsFlag,
-    JoinFlag,
-    ModelFlag,
-    PrefillPageFlag,
-    PrefillTpFlag,
-    RandomInitFlag,
-    RayFlag,
-    RingBytesFlag,
-    SetFlag,
-    TpFlag,
-    TransportFlag,
-    configuration,
-)
+from disagg.cli_group_flags import with_group_flags
+from disagg.cli_run import JoinFlag, configuration
 from disagg.core.errors import ConfigError
 
 HostFlag = Annotated[
@@ -44,35 +26,20 @@ ModelNameFlag = Annotated[
 ]
 
 
+@with_group_flags
 def serve(
-    model: ModelFlag = None,
-    random_init: RandomInitFlag = None,
-    dtype: DTypeFlag = None,
-    prefill_tp: PrefillTpFlag = None,
-    decode_tp: DecodeTpFlag = None,
-    colocated: ColocatedFlag = False,
-    tp: TpFlag = None,
-    groups: GroupsFlag = None,
-    device: DeviceFlag = None,
+    given: Mapping[str, Any],
     host: HostFlag = None,
     port: PortFlag = None,
     api_key_file: ApiKeyFileFlag = None,
     model_name: ModelNameFlag = None,
-    config: ConfigFlag = None,
-    settings: SetFlag = None,
-    chunk_tokens: ChunkTokensFlag = None,
-    prefill_page_size: PrefillPageFlag = None,
-    decode_page_size: DecodePageFlag = None,
-    ring_bytes: RingBytesFlag = None,
-    transport: TransportFlag = None,
-    ray: RayFlag = None,
     join: JoinFlag = None,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API, until SIGINT or SIGTERM."""
-    settled = configuration(dict(locals()))  # the flags by parameter name, before anything else is assigned
-    if join is not None and ray is not None:
+    settled = configuration(given)
+    if join is not None and given["ray"] is not None:
         raise ConfigError("--join and --ray: groups that run already are joined, or new ones are placed")
-    if join is not None and colocated:
+    if join is not None and given["colocated"]:
         raise ConfigError(
             "--join and --colocated: groups that run already are what `disagg launch` made them"
         )
