@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from counted_machine import CountedMachine, counted, run_steps
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 from kv_memory import KVMemory, Word
 
 from disagg.core.errors import InvariantError
@@ -153,8 +154,9 @@ def test_check_finds_a_lost_reference() -> None:
         allocator.check()
 
 
-class SequenceMachine(RuleBasedStateMachine):
-    """Sequences grow, fork, shrink and end in one memory; each reads back its own tokens at every moment."""
+class SequenceMachine(CountedMachine):
+    """Sequences grow, fork, shrink, end, are preempted and come back in one memory; each reads back its own tokens at
+    every moment."""
 
     page_size, pages = 4, 14
     fresh = itertools.count()
@@ -164,6 +166,7 @@ class SequenceMachine(RuleBasedStateMachine):
         self.allocator = TokenToKVPoolAllocator(self.pages, self.page_size)
         self.memory = KVMemory(self.pages, self.page_size)
         self.alive: list[tuple[KVSequence, list[Word]]] = []
+        self.preempted: list[list[Word]] = []
 
     def pick(self, number: int) -> tuple[KVSequence, list[Word]]:
         return self.alive[number % len(self.alive)]
@@ -176,12 +179,14 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.alive) < 8)
     @rule(tokens=st.integers(0, 11))
+    @counted
     def start(self, tokens: int) -> None:
         self.alive.append((KVSequence(self.allocator), []))
         self.append(len(self.alive) - 1, tokens)
 
     @precondition(lambda self: self.alive)
     @rule(number=st.integers(0, 7), tokens=st.integers(0, 9))
+    @counted
     def append(self, number: int, tokens: int) -> None:
         sequence, words = self.pick(number)
         before = (list(sequence.pages), sequence.tokens, self.allocator.statistics())
@@ -194,6 +199,7 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(numbers=st.sets(st.integers(0, 7)))
+    @counted
     def step(self, numbers: set[int]) -> None:
         chosen = [self.alive[n] for n in numbers if n < len(self.alive)]
         before = ([list(s.pages) for s, _ in self.alive], self.allocator.statistics())
@@ -217,6 +223,7 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: 0 < len(self.alive) < 8)
     @rule(number=st.integers(0, 7))
+    @counted
     def fork(self, number: int) -> None:
         sequence, words = self.pick(number)
         free = self.allocator.free_pages
@@ -225,6 +232,7 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(number=st.integers(0, 7), part=st.floats(0, 1))
+    @counted
     def truncate(self, number: int, part: float) -> None:
         sequence, words = self.pick(number)
         keep = int(part * len(words))
@@ -233,10 +241,35 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(number=st.integers(0, 7))
+    @counted
     def free(self, number: int) -> None:
         sequence, _ = self.alive.pop(number % len(self.alive))
         alone = sum(self.allocator.readers(page) == 1 for page in sequence.pages)
         assert sequence.free() == alone
+
+    @precondition(lambda self: self.alive)
+    @rule()
+    @counted
+    def preempt(self) -> None:
+        """The youngest loses all its pages; who shares some with it keeps those."""
+        _, words = self.alive[-1]
+        self.free(len(self.alive) - 1)
+        self.preempted.append(words)
+
+    @precondition(lambda self: self.preempted and len(self.alive) < 8)
+    @rule()
+    @counted
+    def come_back(self) -> None:
+        """All of it is computed again, in pages of its own, or it waits."""
+        sequence = KVSequence(self.allocator)
+        copies = sequence.append(len(self.preempted[0]))
+        if copies is None:
+            sequence.free()
+            return
+        words = self.preempted.pop(0)
+        assert copies == []
+        self.memory.write(sequence.pages, 0, words)
+        self.alive.append((sequence, words))
 
     @invariant()
     def sound(self) -> None:
@@ -252,3 +285,12 @@ class SequenceMachine(RuleBasedStateMachine):
 
 
 TestSequenceMachine = SequenceMachine.TestCase
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_hundred_thousand_steps_of_the_page_allocator() -> None:
+    """Checked after each."""
+    run_steps(SequenceMachine, 100_000)
+    for name in ("start", "append", "step", "fork", "truncate", "free", "preempt", "come_back"):
+        assert SequenceMachine.done[name] > 2000, name

@@ -5,21 +5,14 @@ What a request reads back must always be its own tokens' KV; no page is lost, fr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import ClassVar
 
 import pytest
-from hypothesis import HealthCheck, settings
+from counted_machine import CountedMachine, counted, run_steps
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import initialize, invariant, precondition, rule
 from kv_memory import KVMemory, Word
 
 from disagg.core.config_tree import EvictionName
@@ -30,7 +23,14 @@ from disagg.kv.radix_node import Node
 from disagg.kv.sequence import KVSequence
 
 Tokens = tuple[int, ...]
-PAGES, PAGE, MOST = 24, 2, 7
+PAGES, PAGE, MOST, MOST_HELD = 24, 2, 7, 2
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple)
+SALTS = st.sampled_from(["", "a"])
+
+
+def words_of(salt: str, tokens: Sequence[int]) -> list[Word]:
+    """KV of a position depends on all tokens up to it, so that reading another prompt's is seen."""
+    return [(salt, *tokens[: position + 1]) for position in range(len(tokens))]
 
 
 @dataclass(eq=False)
@@ -44,14 +44,12 @@ class Request:
 
     @property
     def words(self) -> list[Word]:
-        """KV of a position depends on all tokens up to it, so that reading another prompt's is seen."""
-        return [(self.salt, *self.tokens[: position + 1]) for position in range(len(self.tokens))]
+        """What stands in its pages."""
+        return words_of(self.salt, self.tokens)
 
 
-class CacheMachine(RuleBasedStateMachine):
-    """`running`, oldest first, and prompts that were preempted."""
-
-    checks: ClassVar[int] = 0
+class CacheMachine(CountedMachine):
+    """`running`, oldest first, prompts that were preempted, and locked paths that nobody has references to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,6 +57,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory = KVMemory(PAGES, PAGE)
         self.running: list[Request] = []
         self.preempted: list[tuple[str, Tokens]] = []
+        self.held: list[tuple[Node, list[int], list[Word]]] = []
         self.router = HeldPrefixes()
 
     @initialize(policy=st.sampled_from(["lru", "lfu", "fifo"]))
@@ -70,9 +69,9 @@ class CacheMachine(RuleBasedStateMachine):
         return short <= 0 or (self.cache.evict(short) >= short)
 
     @precondition(lambda self: len(self.running) < MOST)
-    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), salt=st.sampled_from(["", "a"]))
-    def start(self, tokens: list[int], salt: str) -> None:
-        self.admit(salt, tuple(tokens))
+    @rule(tokens=TOKENS, salt=SALTS)
+    def start(self, tokens: Tokens, salt: str) -> None:
+        self.admit(salt, tokens)
 
     @precondition(lambda self: self.preempted and len(self.running) < MOST)
     @rule()
@@ -95,8 +94,49 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory.write(sequence.pages, found.tokens, request.words[found.tokens :])
         self.running.append(request)
 
+    @rule(tokens=TOKENS, salt=SALTS, most=st.integers(0, 14))
+    @counted
+    def match(self, tokens: Tokens, salt: str, most: int) -> None:
+        """What is found is the prompt's own KV; of a shorter limit, as much less in the same pages."""
+        key = PrefixKey.of(tokens, salt)
+        found = self.cache.match(key)
+        assert self.memory.read(found.pages, found.tokens) == words_of(salt, tokens)[: found.tokens]
+        assert self.cache.match(key, most).pages == found.pages[: most // PAGE]
+
+    @precondition(lambda self: len(self.held) < MOST_HELD)
+    @rule(tokens=TOKENS, salt=SALTS)
+    @counted
+    def lock(self, tokens: Tokens, salt: str) -> None:
+        """Who holds no reference: the lock alone must keep what was found."""
+        found = self.cache.match(PrefixKey.of(tokens, salt))
+        self.cache.lock(found.node)
+        self.held.append((found.node, found.pages, words_of(salt, tokens)[: found.tokens]))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    @counted
+    def unlock(self) -> None:
+        self.cache.unlock(self.held.pop(0)[0])
+
+    @precondition(lambda self: self.running)
+    @rule(number=st.integers(0, MOST - 1), tokens=st.lists(st.integers(0, 1), max_size=5))
+    @counted
+    def append(self, number: int, tokens: list[int]) -> None:
+        """A chunk of one request: where there is no room, nothing has changed."""
+        request = self.running[number % len(self.running)]
+        before = (list(request.sequence.pages), self.allocator.statistics())
+        copies = request.sequence.append(len(tokens))
+        if copies is None:
+            assert (request.sequence.pages, self.allocator.statistics()) == before
+            return
+        self.memory.copy(copies)
+        have = len(request.tokens)
+        request.tokens += tokens
+        self.memory.write(request.sequence.pages, have, request.words[have:])
+
     @precondition(lambda self: self.running)
     @rule(numbers=st.sets(st.integers(0, MOST - 1), min_size=1), token=st.integers(0, 1))
+    @counted
     def decode(self, numbers: set[int], token: int) -> None:
         """A step: when pages run out and nothing can be evicted, the latest request is preempted, all of it."""
         while chosen := [self.running[n] for n in sorted(numbers) if n < len(self.running)]:
@@ -114,6 +154,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule()
+    @counted
     def preempt(self) -> None:
         request = self.running[-1]
         self.preempted.append((request.salt, tuple(request.tokens[:14])))
@@ -121,6 +162,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: 0 < len(self.running) < MOST)
     @rule(number=st.integers(0, MOST - 1))
+    @counted
     def fork(self, number: int) -> None:
         request = self.running[number % len(self.running)]
         self.cache.lock(request.node)
@@ -129,6 +171,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(number=st.integers(0, MOST - 1))
+    @counted
     def insert(self, number: int) -> None:
         """The request goes on; the cache gets references of its own."""
         request = self.running[number % len(self.running)]
@@ -145,6 +188,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(number=st.integers(0, MOST - 1), cached=st.booleans())
+    @counted
     def end(self, number: int, cached: bool = False) -> None:
         if cached:
             self.insert(number)
@@ -153,6 +197,7 @@ class CacheMachine(RuleBasedStateMachine):
         request.sequence.free()
 
     @rule(pages=st.integers(1, 6))
+    @counted
     def evict(self, pages: int) -> None:
         evictable, free = self.cache.evictable_pages, self.allocator.free_pages
         freed = self.cache.evict(pages)
@@ -176,7 +221,6 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def sound(self) -> None:
-        CacheMachine.checks += 1
         self.allocator.check()
         self.cache.check()
         statistics = self.cache.statistics()
@@ -185,8 +229,12 @@ class CacheMachine(RuleBasedStateMachine):
         for request in self.running:
             assert request.sequence.tokens == len(request.tokens)
             assert self.memory.read(request.sequence.pages, len(request.tokens)) == request.words
+        for _, pages, words in self.held:
+            assert self.memory.read(pages, len(words)) == words
 
     def teardown(self) -> None:
+        while self.held:
+            self.unlock()
         while self.running:
             self.end(0)
         if hasattr(self, "cache"):
@@ -201,16 +249,9 @@ TestCacheMachine = CacheMachine.TestCase
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1800)
 def test_a_hundred_thousand_steps() -> None:
-    """Checked after each."""
-    before = CacheMachine.checks
-    many = settings(
-        max_examples=700,
-        stateful_step_count=250,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(CacheMachine, settings=many)  # type: ignore[no-untyped-call]
-    assert CacheMachine.checks - before > 100_000
+    """Pages and tree are checked after each."""
+    run_steps(CacheMachine, 100_000)
+    for name in ("fork", "append", "decode", "end", "insert", "match", "evict", "lock", "unlock", "preempt"):
+        assert CacheMachine.done[name] > 2000, name
