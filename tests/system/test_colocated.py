@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from aborted_answers import answers_with_aborts, check_survivors
 from architectures import HYBRIDS, save
 from local_groups import (
     Answered,
@@ -171,32 +172,10 @@ def test_pages_of_aborted_requests_are_never_used_again_too_early(checkpoints: C
     prompts = random_prompts(*[choose.randrange(5, 150) for _ in range(18)], seed=3)
     victims = {index: choose.randrange(1, 12) for index in range(0, len(prompts), 3)}
     with local_groups(colocated_config(tp, pool_tokens=512, page=4), source) as groups:
-
-        async def work(router: Router) -> list[Any]:
-            loop, passed = asyncio.get_running_loop(), dict.fromkeys(victims, 0)
-            tasks = [
-                asyncio.create_task(ask(router, f"r{i}", prompt, SamplingParams(max_tokens=8)))
-                for i, prompt in enumerate(prompts)
-            ]
-
-            def observe(origin: str, destination: str, message: m.Message) -> None:
-                key = getattr(message, "key", None)
-                index = int(key.request_id[1:]) if key is not None else -1
-                if index in passed:
-                    passed[index] += 1
-                    if passed[index] == victims[index]:
-                        loop.call_soon_threadsafe(tasks[index].cancel)
-
-            groups.observe(observe)
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        results = poisoned(groups).serve(work)
-    cancelled = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
-    assert cancelled, "some were cancelled before they had ended"
-    assert set(cancelled) <= set(victims)
-    for index, result in enumerate(results):
-        if index not in cancelled:
-            assert result.tokens == checkpoints.greedy(source, prompts[index], 8), index
+        results = answers_with_aborts(poisoned(groups), prompts, SamplingParams(max_tokens=8), victims)
+    assert check_survivors(results, victims, lambda i: checkpoints.greedy(source, prompts[i], 8)), (
+        "some were cancelled before they had ended"
+    )
 
 
 def test_both_messages_of_a_request_go_to_one_of_the_groups(checkpoints: Checkpoints) -> None:

@@ -8,31 +8,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from aborted_answers import answers_with_aborts, check_survivors
+from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
+from prefix_caches import cache_of, with_caches
 from simulated_memory import poison_pages
 
-from disagg.core.config import Config
 from disagg.core.types import SamplingParams
-from disagg.kv.radix import RadixStatistics
 from disagg.router.router import Router
-from transport import messages as m
 
 TOKENS = 5
 GREEDY = SamplingParams(max_tokens=TOKENS)
-
-
-def cached(config: Config, **roles: bool) -> Config:
-    """With the cache of some groups on or off."""
-    for role, on in roles.items():
-        group = msgspec.structs.replace(getattr(config, role), prefix_cache=on)
-        config = msgspec.structs.replace(config, **{role: group})
-    return config
-
-
-def cache_of(groups: LocalGroups) -> RadixStatistics:
-    found: RadixStatistics | None = groups.decode[0].statistics()["leader"].memory.cache
-    assert found is not None
-    return found
 
 
 async def conversation(
@@ -62,7 +47,7 @@ def test_turns_of_a_conversation_bring_only_what_is_new(
     with local_groups(config, checkpoints.source()) as groups:
         poison_pages(groups.decode[0]._leader._scheduler._ledger, groups.decode)
         said = groups.serve(lambda router: conversation(router, first, turns))
-        found, source = cache_of(groups), groups.source
+        found, source = cache_of(groups.decode), groups.source
     for prompt, answer in said:
         assert answer.tokens == checkpoints.greedy(source, prompt, TOKENS)
     each = said[0][1].report.nbytes // len(first)
@@ -81,7 +66,7 @@ def test_either_cache_alone_and_both(
     (stem,) = random_prompts(50, seed=3)
     prompts = [stem + tail for tail in random_prompts(3, 30, 14, 60, seed=4)]
     config = small_config(2, 1, prefill_page=4, chunk_tokens=chunk_tokens)
-    with local_groups(cached(config, prefill=prefill, decode=decode), checkpoints.source()) as groups:
+    with local_groups(with_caches(config, prefill=prefill, decode=decode), checkpoints.source()) as groups:
         answers = [groups.answers(prompts, GREEDY) for _ in range(2)]
         source = groups.source
     expected = [checkpoints.greedy(source, prompt, TOKENS) for prompt in prompts]
@@ -114,7 +99,7 @@ def test_salts_are_kept_apart_on_both_sides(checkpoints: Checkpoints) -> None:
                 assert [output async for output in outputs]
 
         groups.serve(work)
-        found = cache_of(groups)
+        found = cache_of(groups.decode)
     assert (found.hits, found.misses, found.hit_tokens) == (1, 3, 48)
 
 
@@ -164,31 +149,8 @@ def test_sharing_in_a_pool_that_is_too_small_with_aborts(
     victims = {index: choose.randrange(1, 30) for index in range(0, 16, 4)}
     with local_groups(config, checkpoints.source()) as groups:
         poison_pages(groups.decode[0]._leader._scheduler._ledger, groups.decode)
-
-        async def work(router: Router) -> list[Any]:
-            loop, passed = asyncio.get_running_loop(), dict.fromkeys(victims, 0)
-            tasks = [
-                asyncio.create_task(ask(router, f"r{i}", prompt, sampling))
-                for i, prompt in enumerate(prompts)
-            ]
-
-            def observe(origin: str, destination: str, message: m.Message) -> None:
-                key = getattr(message, "key", None)
-                index = int(key.request_id[1:]) if key is not None else -1
-                if index in passed:
-                    passed[index] += 1
-                    if passed[index] == victims[index]:
-                        loop.call_soon_threadsafe(tasks[index].cancel)
-
-            groups.observe(observe)
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        results = groups.serve(work)
-        found, source = cache_of(groups), groups.source
-    cancelled = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
-    assert set(cancelled) <= set(victims)
-    for index, result in enumerate(results):
-        if index not in cancelled:
-            assert result.tokens == checkpoints.greedy(source, prompts[index], 40), index
+        results = answers_with_aborts(groups, prompts, sampling, victims)
+        found, source = cache_of(groups.decode), groups.source
+    check_survivors(results, victims, lambda i: checkpoints.greedy(source, prompts[i], 40))
     assert found.hit_tokens > 0
     assert found.evicted_pages > 0

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from aborted_answers import answers_with_aborts, check_survivors
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from simulated_memory import poison_pages
 
@@ -54,32 +55,10 @@ def test_pages_of_aborted_requests_are_never_written_again(
     expected = generate_unsplit(runner, prompts, SamplingParams(max_tokens=TOKENS))
     victims = {index: choose.randrange(1, 25) for index in range(0, len(prompts), 3)}
     with local_groups(config, source, device=device) as groups:
-
-        async def work(router: Router) -> list[Any]:
-            loop, passed = asyncio.get_running_loop(), dict.fromkeys(victims, 0)
-            tasks = [
-                asyncio.create_task(ask(router, f"r{i}", prompt, SamplingParams(max_tokens=TOKENS)))
-                for i, prompt in enumerate(prompts)
-            ]
-
-            def observe(origin: str, destination: str, message: m.Message) -> None:
-                key = getattr(message, "key", None)
-                index = int(key.request_id[1:]) if key is not None else -1
-                if index in passed:
-                    passed[index] += 1
-                    if passed[index] == victims[index]:
-                        loop.call_soon_threadsafe(tasks[index].cancel)
-
-            groups.observe(observe)
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        results = poisoned(groups).serve(work)
-    cancelled = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
-    assert cancelled, "some were cancelled before they had ended"
-    assert set(cancelled) <= set(victims)
-    for index, result in enumerate(results):
-        if index not in cancelled:
-            assert result.tokens == expected[index], index
+        results = answers_with_aborts(poisoned(groups), prompts, SamplingParams(max_tokens=TOKENS), victims)
+    assert check_survivors(results, victims, lambda i: expected[i]), (
+        "some were cancelled before they had ended"
+    )
 
 
 @pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from typing import Any
 
 import msgspec
 import pytest
+from aborted_answers import answers_with_aborts, check_survivors
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from prefix_caches import cache_of, with_caches
 from simulated_groups import Simulation
 from simulated_memory import poison_pages
 
-from disagg.core.config import Config
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import SamplingParams
-from disagg.kv.radix import RadixStatistics
 from disagg.router.router import Router
-from transport import messages as m
 
 TOKENS = 4
 GREEDY = SamplingParams(max_tokens=TOKENS)
-
-
-def without_cache(config: Config, *roles: str) -> Config:
-    for role in roles:
-        group = msgspec.structs.replace(getattr(config, role), prefix_cache=False)
-        config = msgspec.structs.replace(config, **{role: group})
-    return config
-
-
-def cache_of(groups: LocalGroups) -> RadixStatistics | None:
-    found: RadixStatistics | None = groups.prefill[0].statistics()["leader"].memory.cache
-    return found
 
 
 def alike(*tails: int, stem: int = 70, seed: int = 1) -> list[list[int]]:
@@ -65,7 +51,7 @@ def test_what_is_cached_is_sent_and_not_computed(
     first, second = alike(20, 30)
     asked = [first, second, first, first[:64]]
     source = checkpoints.source()
-    config = without_cache(small_config(*tp, peer_memory=peer_memory), "decode")
+    config = with_caches(small_config(*tp, peer_memory=peer_memory), decode=False)
     with local_groups(config, source) as groups:
         counted = computed_tokens(groups)
 
@@ -73,19 +59,18 @@ def test_what_is_cached_is_sent_and_not_computed(
             return [await ask(router, f"r{i}", prompt, GREEDY) for i, prompt in enumerate(asked)]
 
         answers = groups.serve(work)
-        found = cache_of(groups)
+        found = cache_of(groups.prefill)
     assert [a.tokens for a in answers] == [checkpoints.greedy(source, prompt, TOKENS) for prompt in asked]
     each = answers[0].report.nbytes // len(first)
     assert [a.report.nbytes for a in answers] == [each * len(prompt) for prompt in asked]
     assert counted[0] == len(first) + (len(second) - 64) + (len(first) - 80) + (64 - 48)
-    assert found is not None
     assert (found.hits, found.misses, found.hit_tokens) == (3, 1, 64 + 80 + 48)
 
 
 def test_switched_off_it_is_not_there(checkpoints: Checkpoints) -> None:
     prompts = alike(20, 30)
     source = checkpoints.source()
-    with local_groups(without_cache(small_config(), "prefill", "decode"), source) as groups:
+    with local_groups(with_caches(small_config(), prefill=False, decode=False), source) as groups:
         answers = groups.answers(prompts, GREEDY) + groups.answers(prompts, GREEDY)
         for ranks in (groups.prefill, groups.decode):
             memory = ranks[0].statistics()["leader"].memory
@@ -110,10 +95,9 @@ def test_salts_share_nothing(checkpoints: Checkpoints) -> None:
             return answers
 
         answers = groups.serve(work)
-        found = cache_of(groups)
+        found = cache_of(groups.prefill)
         source = groups.source
     assert answers == [checkpoints.greedy(source, prompt, TOKENS)] * len(salts)
-    assert found is not None
     assert (found.hits, found.misses) == (1, 3)
 
 
@@ -133,32 +117,9 @@ def test_sharing_under_a_pool_that_is_too_small_with_aborts(
     victims = {index: choose.randrange(1, 20) for index in range(0, 18, 3)}
     with local_groups(config, checkpoints.source()) as groups:
         poison_pages(groups.prefill[0]._leader._scheduler._ledger, groups.prefill)
-
-        async def work(router: Router) -> list[Any]:
-            loop, passed = asyncio.get_running_loop(), dict.fromkeys(victims, 0)
-            tasks = [
-                asyncio.create_task(ask(router, f"r{i}", prompt, GREEDY)) for i, prompt in enumerate(prompts)
-            ]
-
-            def observe(origin: str, destination: str, message: m.Message) -> None:
-                key = getattr(message, "key", None)
-                index = int(key.request_id[1:]) if key is not None else -1
-                if index in passed:
-                    passed[index] += 1
-                    if passed[index] == victims[index]:
-                        loop.call_soon_threadsafe(tasks[index].cancel)
-
-            groups.observe(observe)
-            return await asyncio.gather(*tasks, return_exceptions=True)
-
-        results = groups.serve(work)
-        found, source = cache_of(groups), groups.source
-    cancelled = [i for i, result in enumerate(results) if isinstance(result, asyncio.CancelledError)]
-    assert set(cancelled) <= set(victims)
-    for index, result in enumerate(results):
-        if index not in cancelled:
-            assert result.tokens == checkpoints.greedy(source, prompts[index], TOKENS), index
-    assert found is not None
+        results = answers_with_aborts(groups, prompts, GREEDY, victims)
+        found, source = cache_of(groups.prefill), groups.source
+    check_survivors(results, victims, lambda i: checkpoints.greedy(source, prompts[i], TOKENS))
     assert found.hit_tokens > 0
     assert found.evicted_pages > 0
 
