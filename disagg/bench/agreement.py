@@ -153,7 +153,6 @@ def run(bench: AgreementBench, tell: Callable[[str], None] = lambda text: None) 
         "answer_tokens": bench.answer_tokens,
         "seed": bench.seed,
         "logit_steps": bench.steps,
-        "attention_kernels": int(runner.attention_kernels),
     }
     is_random = bench.source.directory is None
     if is_random:

@@ -30,6 +30,8 @@ class Agreement:
     """Of the planner's segments, for each token of a prompt."""
     bf16_token_bytes: int
     """What a token would take in bfloat16, in either place."""
+    kernels: bool = False
+    """Whether the Triton kernels did attention, not torch."""
 
     @property
     def mean_until_tokens(self) -> float:

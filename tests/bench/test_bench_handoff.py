@@ -66,8 +66,7 @@ def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_kv_in_8_bits_lands_as_it_was_computed(capsys: pytest.CaptureFixture[str]) -> None:
     """Heads of 8: as many codes and a scale of 4 bytes, where bfloat16 takes 16 bytes."""
-    sizes = ["--prefill-tp", "2", "--decode-tp", "1", "--kv-dtype", "int8"]
-    assert run(["bench", "handoff", *SMALL, *SHORT, *sizes, "--json"]) == 0
+    assert run(["bench", "handoff", *SMALL, *SHORT, "--kv-dtype", "int8", "--json"]) == 0
     lines = {line["title"]: line for line in json.loads(capsys.readouterr().out)["results"]}
     landed = lines["transfer, landed"]
     assert landed["values"] == [2 * 2 * 4 * (8 + 4)], "layers, K and V, heads"
