@@ -26,8 +26,8 @@ def agreement(
         float | None,
         typer.Option(
             "--init-gain",
-            help=f"Standard deviation of random weights times the root of the hidden size [{_GAIN}]: with less, "
-            "answers repeat a token; with more, any difference grows from layer to layer.",
+            help=f"Standard deviation of random weights times the root of the hidden size [{_GAIN}]: with more, any "
+            "difference grows from layer to layer; with much less, answers may repeat a token.",
         ),
     ] = None,
     dtype: Annotated[
