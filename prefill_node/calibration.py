@@ -70,7 +70,7 @@ class Calibrator:
         """Measures, or looks up, the wire to one decode rank of the link, and cuts segments for it from now on."""
         probed = self._probe(link)
         if probed.wire is not None:
-            self.loop.call(partial(self.agent.use_wire, link, *self._choose(probed.wire)))
+            self.loop.call(partial(self.agent.cutter.use_wire, link, *self._choose(probed.wire)))
         return self._in_words(link, probed)
 
     def _probe(self, link: Link) -> Probed:
@@ -141,7 +141,7 @@ class Calibrator:
         else:
             why = "no wire to measure, the decode pool is written to" if probed.writable else probed.why
             found = f"not measured ({why}): {_words(wire)} are assumed"
-        groups = len(self.agent.groups_for(self.chunk_tokens, link.decode.name))
+        groups = len(self.agent.cutter.groups_for(self.chunk_tokens, link.decode.name))
         chosen = f"a chunk of {self.chunk_tokens} tokens leaves in {groups} layer group{'s' * (groups > 1)}"
         limit = "" if probed.writable else f", in segments of {segment / MIB:.3g} MiB at most"
         return Calibration(

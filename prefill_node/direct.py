@@ -13,8 +13,6 @@ from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
 from kernels.move import Place, move, prepare_move
 from staging.routes import Route
-from transport import messages as m
-from transport.peer_memory import open_memory
 
 if TYPE_CHECKING:
     from disagg.node.links import Link
@@ -45,31 +43,6 @@ class OpenPool:
             segment.heads.shift(-shard.heads.start),
         )
         return prepare_move(source, target, self.fences[ticket.row : ticket.row + 1], ticket.number)
-
-
-class OpenPools:
-    """What is open, by peer. Owned by the transfer thread."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pools: dict[str, OpenPool] = {}
-
-    def __len__(self) -> int:
-        return len(self._pools)
-
-    def open(self, peer: str, offer: m.PoolOffer) -> OpenPool:
-        """Opens what a decode rank offers. Raises `TransportError` when this rank cannot."""
-        pool = open_memory(offer.pool, self._device)
-        opened = self._pools[peer] = OpenPool(pool, open_memory(offer.fences, self._device))
-        return opened
-
-    def forget(self, peer: str) -> None:
-        """Nothing more is written there; what is under way keeps the mapping."""
-        self._pools.pop(peer, None)
-
-    def of(self, peer: str) -> OpenPool | None:
-        """The peer's pool, if it is open."""
-        return self._pools.get(peer)
 
 
 def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:

@@ -1,4 +1,4 @@
-"""What a sender counts for metrics: bytes and busy time of each route, and transfer that compute did not hide."""
+"""What a sender counts: bytes and busy time of each route, transfer that compute did not hide, and its statistics."""
 
 from __future__ import annotations
 
@@ -105,3 +105,27 @@ class Exposed:
         self.look(now_s)
         if outgoing.computed_s is not None:  # else it had nothing to send
             self.total_s += now_s - outgoing.computed_s
+
+
+@dataclass(frozen=True, slots=True)
+class SenderStatistics:
+    """The sender as it stands, and counts since it was made."""
+
+    tickets: int
+    """Open now; finished ones are kept until they are closed."""
+    under_way: int
+    """Segments that hold staging now."""
+    staging_in_use_bytes: int
+    """Of segments under way."""
+    quarantined_bytes: int
+    """Staging that a lost peer may still read for a while."""
+    segments_sent: int
+    bytes_sent: int
+    segments_written: int
+    """Of those sent, the ones that were written straight into the destination's pool."""
+    open_pools: int
+    """Pools of decode ranks that are written to."""
+    refused_pools: int
+    """Offers that this rank could not take."""
+    stale: int
+    """Messages for tickets or segments that are not, or no longer, known; dropped."""

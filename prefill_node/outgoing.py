@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-import heapq
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +13,7 @@ from disagg.node.device import Marker
 from disagg.node.links import Link
 from prefill_node.direct import OpenPool
 from prefill_node.flows import BusyTime, Flow
-from staging.allocator import Lease, is_writable
+from staging.allocator import Lease
 
 
 class State(enum.Enum):
@@ -117,40 +115,14 @@ class Outgoing:
         """Segments that have left."""
         return sum(item.state is State.SENT for item in self.items.values())
 
+    def add(self, dst_rank: int, items: Sequence[Item]) -> None:
+        """Segments of a chunk that goes to a destination rank have been cut. There is one at least."""
+        self.items.update({(dst_rank, item.segment.index): item for item in items})
+        self.left += len(items)
+        self.uncomputed += len(items)
+        self.asked.add(items[0].peer)
+
     def sent_to(self, peer: str) -> list[int]:
         """Indices of the segments that `peer` has received or will receive."""
         on_the_wire = (State.SENDING, State.SENT)
         return [i.segment.index for i in self.items.values() if i.peer == peer and i.state in on_the_wire]
-
-
-class Destination:
-    """A decode rank's ring as the sender last heard of it, and what waits for it."""
-
-    def __init__(self) -> None:
-        self.watermark = 0
-        self.ring_bytes = 0
-        self._waiting: list[tuple[int, int, Item]] = []
-        self._order = itertools.count()
-
-    def hear(self, watermark: int, ring_bytes: int) -> None:
-        """Takes in a watermark; an older one changes nothing."""
-        self.watermark = max(self.watermark, watermark)
-        self.ring_bytes = ring_bytes
-
-    def add(self, item: Item) -> None:
-        """A segment is leased and computed."""
-        assert item.ring_start is not None, "only leased segments wait for the watermark"
-        heapq.heappush(self._waiting, (item.ring_start, next(self._order), item))
-
-    def pop_writable(self) -> Item | None:
-        """The segment with the oldest lease, if the ring can take it now and its request still wants it."""
-        while self._waiting:
-            start, _, item = self._waiting[0]
-            if item.state is State.PLANNED and not is_writable(
-                start + item.segment.nbytes, self.watermark, self.ring_bytes
-            ):
-                return None
-            heapq.heappop(self._waiting)
-            if item.state is State.PLANNED:
-                return item
-        return None

@@ -26,7 +26,8 @@ from disagg.node.device import Marker, mark, memory_bytes
 from disagg.node.links import make_link
 from disagg.node.rank import SWITCH_INTERVAL_S, aligned
 from disagg.node.transfer_loop import TransferLoop
-from prefill_node.sender import SegmentSender, SenderStatistics
+from prefill_node.flows import SenderStatistics
+from prefill_node.sender import SegmentSender
 from staging.shards import make_shards
 from transport import messages as m
 from transport.control_zmq import make_control

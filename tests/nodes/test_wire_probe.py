@@ -107,8 +107,8 @@ def test_what_is_measured_is_used_and_kept(
     [(key, kept)] = json.loads(cache.read_text())["wires"].items()
     assert key.endswith("cpu; inproc")
     sender = groups.prefill[0]._agent
-    assert sender._wires["decode"].overhead_s == kept["overhead_s"] > 0
-    assert sender._wires["decode"].bytes_per_s == kept["bytes_per_s"]
+    assert sender.cutter._wires["decode"].overhead_s == kept["overhead_s"] > 0
+    assert sender.cutter._wires["decode"].bytes_per_s == kept["bytes_per_s"]
     check_exact(groups, checkpoints)
 
 
@@ -130,8 +130,8 @@ def test_what_is_set_wins(start: Callable[..., LocalGroups]) -> None:
     groups = start(segment_overhead_s=0.0, max_segment_bytes=4096)
     assert "in 2 layer groups, in segments of 0.00391 MiB" in calibrate(groups).chosen
     sender = groups.prefill[0]._agent
-    assert sender._limits == {"decode": {0: 4096}}
-    assert sender._wires["decode"].overhead_s == 0
+    assert sender.cutter._limits == {"decode": {0: 4096}}
+    assert sender.cutter._wires["decode"].overhead_s == 0
 
 
 def test_all_is_set(start: Callable[..., LocalGroups]) -> None:
@@ -272,7 +272,7 @@ def test_messages_of_no_probe_are_dropped(
     receiver._loop.call(lambda: receiver._agent._probes.on_request("prefill-0", m.ProbeRequest(7, 512)))
 
     def send(number: int, nbytes: int) -> None:
-        sender._transport.send("decode-0", probe_tag(number), sender._agent._buffer.view(0, nbytes))
+        sender._transport.send("decode-0", probe_tag(number), sender._agent._space.buffer.view(0, nbytes))
 
     for number, nbytes in ((7, 513), (8, 512)):
         sender._loop.call(partial(send, number, nbytes))

@@ -127,7 +127,7 @@ def test_a_pool_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, 
     def fail(*arguments: object) -> None:
         raise error
 
-    monkeypatch.setattr("prefill_node.sender.warm", fail)
+    monkeypatch.setattr("prefill_node.peer_pools.warm", fail)
     order = Ordered(small_config(1, 1, peer_memory=True), 0, monkeypatch)
     order.deliver(D, P)
     statistics = order.ranks[P]._agent.statistics()

@@ -95,7 +95,7 @@ class Simulation:
             self._group(cls, group, spec)
             for cls, group in ((PrefillRank, config.prefill), (DecodeRank, config.decode))
         ]
-        patch.setattr("prefill_node.direct.open_memory", self._open_memory)
+        patch.setattr("prefill_node.peer_pools.open_memory", self._open_memory)
         for rank in self.ranks.values():
             rank.link(self.groups[rank.role == "prefill"])
         late_kernels({r.runner.pool.buffer.data_ptr(): self.devices[n] for n, r in self.ranks.items()}, patch)
@@ -303,9 +303,10 @@ class Simulation:
             rank._compute = SimpleNamespace(start=lambda: None)
             self.ranks[name], self.devices[name] = rank, Device()
             rank._agent._queue.mark = self.devices[name].mark
-            ring = getattr(rank._agent, "_ring", None) or rank._agent._allocator
-            poison_ring(ring, rank._agent._buffer.memory)
-            if cls is DecodeRank:
+            if cls is PrefillRank:
+                poison_ring(rank._agent._space.allocator, rank._agent._space.buffer.memory)
+            else:
+                poison_ring(rank._agent._ring, rank._agent._buffer.memory)
                 self._copy_late(name, rank)
             infos.append(rank.info())
         info = GroupInfo(

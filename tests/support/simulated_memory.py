@@ -13,7 +13,7 @@ import torch
 
 import decode_node.receiver
 import prefill_node.direct
-import prefill_node.sender
+import prefill_node.mover
 from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
@@ -102,7 +102,7 @@ def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:
 
 def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     """Copies go to the device of the pool at that address (a write: of its source), instead of running at once."""
-    gather, scatter = prefill_node.sender.gather, decode_node.receiver.scatter
+    gather, scatter = prefill_node.mover.gather, decode_node.receiver.scatter
     prepare_move = prefill_node.direct.prepare_move
 
     def late_gather(pool: torch.Tensor, *rest: Any) -> None:
@@ -119,5 +119,5 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
         return lambda: work.extend([partial(found.copy_, fence), move])
 
     patch.setattr("prefill_node.direct.prepare_move", late_move)
-    patch.setattr("prefill_node.sender.gather", late_gather)
+    patch.setattr("prefill_node.mover.gather", late_gather)
     patch.setattr("decode_node.receiver.scatter", late_scatter)

@@ -59,10 +59,10 @@ def test_a_rank_that_cannot_open_a_pool_goes_through_the_ring(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One of two refuses: both ways in one request."""
-    import prefill_node.direct
+    import prefill_node.peer_pools
 
     opened: list[MemoryHandle] = []
-    open_memory = prefill_node.direct.open_memory
+    open_memory = prefill_node.peer_pools.open_memory
 
     def sometimes(handle: MemoryHandle, *rest: object) -> object:
         opened.append(handle)
@@ -70,7 +70,7 @@ def test_a_rank_that_cannot_open_a_pool_goes_through_the_ring(
             raise TransportError("it is on another host")
         return open_memory(handle, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("prefill_node.direct.open_memory", sometimes)
+    monkeypatch.setattr("prefill_node.peer_pools.open_memory", sometimes)
     source = checkpoints.source()
     prompts = random_prompts(70, 55, seed=6)
     with local_groups(small_config(2, 1, peer_memory=True), source) as groups:
@@ -98,7 +98,7 @@ def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
 ) -> None:
     """It was promised before its request was ended, and then the wire lost it."""
     from decode_node.receiver import SegmentReceiver
-    from prefill_node.sender import SegmentSender
+    from prefill_node.tickets import Tickets
     from transport.base import Arrival, Transport
     from transport.tags import unpack
 
@@ -113,12 +113,12 @@ def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
         transport: Transport = self._transport
         transport.discard(peer, arrival)
 
-    def promise(self: SegmentSender, peer: str, message: m.StopSending) -> None:
+    def promise(self: Tickets, peer: str, message: m.StopSending) -> None:
         index = unpack(lost[0]).segment
         self._send(peer, m.SenderEnded(message.key, message.ticket, 0, [index], "it has left"))
 
     monkeypatch.setattr(SegmentReceiver, "_on_notice", lose_one)
-    monkeypatch.setattr(SegmentSender, "on_stop_sending", promise)
+    monkeypatch.setattr(Tickets, "on_stop_sending", promise)
     source = checkpoints.source()
     prompts = random_prompts(70, 55, seed=8)
     config = small_config(1, 1, peer_memory=True)

@@ -1,0 +1,75 @@
+"""Cuts chunks into segments: in how many groups of layers, and how large, for the wire to each decode group."""
+
+from __future__ import annotations
+
+import torch
+
+from disagg.core.types import Segment, Shard, Span
+from disagg.node.links import Link, segment_limits
+from kernels.layout import segment_bytes
+from staging.planner import group_count, layer_groups, plan_segments
+from staging.wire import Wire
+
+
+class Cutter:
+    """One prefill rank's. Owned by the transfer thread; `groups` and `groups_for` are for any."""
+
+    def __init__(
+        self,
+        rank: int,
+        shard: Shard,
+        pool: torch.Tensor,
+        *,
+        groups: int,
+        staging_bytes: int,
+        segment_bytes: int,
+        wire: Wire,
+    ) -> None:
+        """`wire` is what one is taken for until it is known, `segment_bytes` the largest segment then."""
+        self._rank, self._shard, self._pool = rank, shard, pool
+        self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
+        self.groups: tuple[Span, ...] = layer_groups(shard.layers, groups)
+        """The finest that chunks are sent in."""
+        self._wire = wire
+        self._wires: dict[str, Wire] = {}
+        """Of groups whose wire is not taken to be like that."""
+        self._limits: dict[str, dict[int, int]] = {}
+        """Bytes of the largest segment, by decode group and rank."""
+
+    def link(self, link: Link) -> None:
+        """Chunks will go to this decode group. What is known of the wire to it stays.
+
+        Raises `ConfigError` when staging is too small for one token of one layer.
+        """
+        if link.decode.name not in self._wires:
+            self._limits[link.decode.name] = segment_limits(
+                link, self._rank, self._segment_bytes, self._staging_bytes
+            )
+
+    def use_wire(self, link: Link, wire: Wire, segment_bytes: int) -> None:
+        """From the next chunk on, what goes to the link's decode group is cut for this wire."""
+        self._wires[link.decode.name] = wire
+        self._limits[link.decode.name] = segment_limits(link, self._rank, segment_bytes, self._staging_bytes)
+
+    def groups_for(self, tokens: int, group: str) -> tuple[Span, ...]:
+        """The groups of layers in which a chunk of so many tokens leaves for a decode group."""
+        nbytes = segment_bytes(self._pool, tokens, self._shard.layers, self._shard.heads)
+        wire = self._wires.get(group, self._wire)
+        count = group_count(nbytes, len(self.groups), wire.overhead_s, wire.bytes_per_s)
+        return layer_groups(self._shard.layers, count)
+
+    def cut(
+        self, link: Link, tokens: Span, unstaged: dict[int, int], first_index: int
+    ) -> tuple[Segment, ...]:
+        """The segments of positions `tokens` from this rank, numbered from `first_index`.
+
+        `unstaged`: limits, in bytes, of the decode ranks that need no staging.
+        """
+        return plan_segments(
+            link.from_rank(self._rank),
+            link.prefill.layout,
+            tokens,
+            self.groups_for(len(tokens), link.decode.name),
+            self._limits[link.decode.name] | unstaged,
+            first_index=first_index,
+        )
