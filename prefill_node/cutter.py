@@ -19,7 +19,6 @@ class Cutter:
         rank: int,
         shard: Shard,
         pool: torch.Tensor,
-        *,
         groups: int,
         staging_bytes: int,
         segment_bytes: int,

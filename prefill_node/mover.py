@@ -43,7 +43,6 @@ class SegmentMover:
         space: StagingSpace,
         leases: Leases,
         tickets: Tickets,
-        *,
         transport: Transport,
         timeline: Timeline,
         lane: str,
@@ -105,11 +104,14 @@ class SegmentMover:
                 _begin(item, now_s)
         self._send_copied()
 
-    def ended(self, operation: Operation) -> None:
-        """A segment or its notice has left: its staging is free again. Or it failed, and its request with it."""
-        item = self._notices.ended(operation) or operation.context
-        if not isinstance(item, Item):
-            return
+    def notice_ended(self, operation: Operation) -> None:
+        """A notice has left, and with it its segment; or it failed."""
+        item = self._notices.ended(operation)
+        if isinstance(item, Item):
+            self.ended(item, operation)
+
+    def ended(self, item: Item, operation: Operation) -> None:
+        """A segment has left: its staging is free again. Or it failed, and its request with it."""
         if operation.state is OperationState.DONE:
             self._left(item)
         else:

@@ -29,7 +29,7 @@ from prefill_node.cutter import Cutter
 from prefill_node.flows import Exposed, Flows, SenderStatistics
 from prefill_node.leases import Leases, Ring
 from prefill_node.mover import SegmentMover
-from prefill_node.outgoing import Outgoing
+from prefill_node.outgoing import Item, Outgoing
 from prefill_node.peer_pools import PeerPools
 from prefill_node.probe import Prober
 from prefill_node.staging_space import StagingSpace
@@ -75,64 +75,38 @@ class SegmentSender:
         self._queue = DeviceQueue(device)
         self._links: dict[str, Link] = {}
         self._stale = 0
-        self._flows, self._exposed = Flows(), Exposed()
-        self.cutter = Cutter(
-            rank,
-            shard,
-            pool.buffer,
-            groups=groups,
-            staging_bytes=staging_bytes,
-            segment_bytes=segment_bytes,
-            wire=Wire(segment_overhead_s, wire_bytes_per_s),
-        )
+        flows, exposed = Flows(), Exposed()
+        self._flows, self._exposed = flows, exposed
+        wire = Wire(segment_overhead_s, wire_bytes_per_s)
+        self.cutter = Cutter(rank, shard, pool.buffer, groups, staging_bytes, segment_bytes, wire)
         """For `prefill_node.calibration`, on the transfer thread; like `prober`."""
         self.groups = self.cutter.groups
         """The finest that chunks are sent in: after each, the device's progress is marked."""
-        self._space = StagingSpace(staging_bytes, device, quarantine_s, clock)
-        transport.register(self._space.buffer.memory)
-        self._tickets = Tickets(
+        space = self._space = StagingSpace(staging_bytes, device, quarantine_s, clock)
+        transport.register(space.buffer.memory)
+        tickets = self._tickets = Tickets(
             rank,
-            self._space,
-            self._exposed,
+            space,
+            exposed,
             send=send,
             to_leader=to_leader,
             freed=lambda: self._mover.pump(),
             clock=clock,
         )
-        self._leases = Leases(rank, self._tickets, self._send_letter, lease_timeout_s, clock)
-        self._mover = SegmentMover(
-            rank,
-            shard,
-            pool,
-            self._queue,
-            self._space,
-            self._leases,
-            self._tickets,
-            transport=transport,
-            timeline=timeline,
-            lane=lane,
-            clock=clock,
+        leases = self._leases = Leases(rank, tickets, self._send_letter, lease_timeout_s, clock)
+        mover = self._mover = SegmentMover(
+            rank, shard, pool, self._queue, space, leases, tickets, transport, timeline, lane, clock
         )
         why_not = "" if peer_memory else "peer memory is switched off here"
-        self._pools = PeerPools(rank, shard, pool.buffer, self._links, send, why_not)
-        self._chunks = Chunks(
-            rank,
-            self.cutter,
-            self._tickets,
-            self._leases,
-            self._pools,
-            self._mover,
-            self._flows,
-            self._exposed,
-            clock,
-        )
+        pools = self._pools = PeerPools(rank, shard, pool.buffer, self._links, send, why_not)
+        self._chunks = Chunks(rank, self.cutter, tickets, leases, pools, mover, flows, exposed, clock)
         self.prober = Prober(
             transport,
-            self._space.buffer,
-            self._space.allocator,
+            space.buffer,
+            space.allocator,
             send=self._send_letter,
-            writable=lambda peer: self._pools.of(peer) is not None,
-            freed=self._mover.pump,
+            writable=lambda peer: pools.of(peer) is not None,
+            freed=mover.pump,
             clock=clock,
         )
         self._letters = Letters(
@@ -244,9 +218,11 @@ class SegmentSender:
     # --- TransferAgent
 
     def on_operation(self, operation: Operation) -> None:
-        """A letter, a probe's message, a segment or its notice has left, or failed."""
-        if not (self._letters.ended(operation) or self.prober.ended(operation)):
-            self._mover.ended(operation)
+        """A segment or its notice, a letter or a probe's message has left, or failed."""
+        if isinstance(operation.context, Item):
+            self._mover.ended(operation.context, operation)
+        elif not (self._letters.ended(operation) or self.prober.ended(operation)):
+            self._mover.notice_ended(operation)
 
     def on_arrival(self, arrival: Arrival) -> None:
         """Takes letters. Nobody sends data to a prefill rank: consumed and counted."""

@@ -156,13 +156,13 @@ def test_peer_memory_is_not_measured(start: Callable[..., LocalGroups]) -> None:
 def test_a_pool_that_is_refused_meanwhile_is_measured(start: Callable[..., LocalGroups]) -> None:
     groups = start()
     receiver, sender = groups.decode[0], groups.prefill[0]
-    receiver._loop.call(lambda: receiver._agent._writers.add("prefill-0"))
+    receiver._loop.call(lambda: receiver._agent._writes.peers.add("prefill-0"))
     asked: list[str] = []
 
     def refuse(source: str, destination: str, message: m.Message) -> None:
         if isinstance(message, m.ProbeAnswer):
             asked.append(message.refused)
-            receiver._loop.post(lambda: receiver._agent._writers.discard("prefill-0"))
+            receiver._loop.post(lambda: receiver._agent._writes.peers.discard("prefill-0"))
 
     groups.observe(refuse)
     assert sender.calibrate(groups.decode_info).found.startswith("measured")
@@ -189,12 +189,12 @@ def test_a_ring_in_use(start: Callable[..., LocalGroups], checkpoints: Checkpoin
     sizes = counted(groups, is_probe)
     agent = groups.decode[0]._agent
     leases: list[Any] = []
-    groups.decode[0]._loop.call(lambda: leases.append(agent._ring.assign(256, owner="a request")))
+    groups.decode[0]._loop.call(lambda: leases.append(agent._ring.allocator.assign(256, owner="a request")))
     found = groups.prefill[0].calibrate(groups.decode_info)
     assert (sizes, found.failed) == ([], True)
     assert "the decode rank's ring is in use within 0.2 s" in found.found
     assert found.chosen.startswith("a chunk of 24 tokens leaves in 2 layer groups"), "as before"
-    groups.decode[0]._loop.call(lambda: agent._ring.free(leases[0].id))
+    groups.decode[0]._loop.call(lambda: agent._ring.allocator.free(leases[0].id))
     check_exact(groups, checkpoints)
 
 

@@ -95,7 +95,7 @@ def test_a_writer_that_was_taken_for_dead_cannot_begin_any_more(order: Ordered) 
     order.reserve()
     order.queues[P, D] = deque([LOST])
     order.deliver(P, D)
-    words = order.ranks[D]._agent._fences.words
+    words = order.ranks[D]._agent._writes._fences.words
     assert (words == CLOSED).all()
     order.compute()
     while order.devices[P].work:
@@ -117,7 +117,7 @@ def test_a_pool_that_is_offered_again_and_refused_leaves_open_tickets_as_they_ar
         order.devices[P].step()
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
-    assert (decode._agent._fences.words == CLOSED).all()
+    assert (decode._agent._writes._fences.words == CLOSED).all()
 
 
 @pytest.mark.parametrize("error", [TransportError("no"), RuntimeError("the kernel does not compile")])

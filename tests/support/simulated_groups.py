@@ -303,10 +303,9 @@ class Simulation:
             rank._compute = SimpleNamespace(start=lambda: None)
             self.ranks[name], self.devices[name] = rank, Device()
             rank._agent._queue.mark = self.devices[name].mark
-            if cls is PrefillRank:
-                poison_ring(rank._agent._space.allocator, rank._agent._space.buffer.memory)
-            else:
-                poison_ring(rank._agent._ring, rank._agent._buffer.memory)
+            memory = rank._agent._ring if cls is DecodeRank else rank._agent._space
+            poison_ring(memory.allocator, memory.buffer.memory)
+            if cls is DecodeRank:
                 self._copy_late(name, rank)
             infos.append(rank.info())
         info = GroupInfo(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-import decode_node.receiver
+import decode_node.landing
 import prefill_node.direct
 import prefill_node.mover
 from decode_node.scheduler import DecodeScheduler
@@ -102,7 +102,7 @@ def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:
 
 def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     """Copies go to the device of the pool at that address (a write: of its source), instead of running at once."""
-    gather, scatter = prefill_node.mover.gather, decode_node.receiver.scatter
+    gather, scatter = prefill_node.mover.gather, decode_node.landing.scatter
     prepare_move = prefill_node.direct.prepare_move
 
     def late_gather(pool: torch.Tensor, *rest: Any) -> None:
@@ -120,4 +120,4 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr("prefill_node.direct.prepare_move", late_move)
     patch.setattr("prefill_node.mover.gather", late_gather)
-    patch.setattr("decode_node.receiver.scatter", late_scatter)
+    patch.setattr("decode_node.landing.scatter", late_scatter)

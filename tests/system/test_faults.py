@@ -153,7 +153,7 @@ def test_a_failed_send_ends_its_request(checkpoints: Checkpoints, nth: int) -> N
         assert isinstance(error, TransportError), error
 
 
-@pytest.mark.parametrize("where", ["prefill_node.mover.gather", "decode_node.receiver.scatter"])
+@pytest.mark.parametrize("where", ["prefill_node.mover.gather", "decode_node.landing.scatter"])
 def test_a_launch_that_fails_ends_its_request(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:

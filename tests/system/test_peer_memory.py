@@ -97,15 +97,15 @@ def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was promised before its request was ended, and then the wire lost it."""
-    from decode_node.receiver import SegmentReceiver
+    from decode_node.writes import PeerWrites
     from prefill_node.tickets import Tickets
     from transport.base import Arrival, Transport
     from transport.tags import unpack
 
     lost: list[int] = []
-    on_notice = SegmentReceiver._on_notice
+    on_notice = PeerWrites.on_notice
 
-    def lose_one(self: SegmentReceiver, incoming: object, peer: str, arrival: Arrival) -> None:
+    def lose_one(self: PeerWrites, incoming: object, peer: str, arrival: Arrival) -> None:
         if lost:
             on_notice(self, incoming, peer, arrival)  # type: ignore[arg-type]
             return
@@ -117,7 +117,7 @@ def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
         index = unpack(lost[0]).segment
         self._send(peer, m.SenderEnded(message.key, message.ticket, 0, [index], "it has left"))
 
-    monkeypatch.setattr(SegmentReceiver, "_on_notice", lose_one)
+    monkeypatch.setattr(PeerWrites, "on_notice", lose_one)
     monkeypatch.setattr(Tickets, "on_stop_sending", promise)
     source = checkpoints.source()
     prompts = random_prompts(70, 55, seed=8)

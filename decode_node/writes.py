@@ -1,0 +1,174 @@
+"""Prefill ranks that write straight into this rank's pool: they are offered it, fenced off, and tell what they wrote.
+
+Nothing here can cancel a write. So a ticket's pages are given back only when each of its writers has proven that it
+writes no more: all of its segments were written, or it has said which were and their notices have come, or it was
+waited for so long that whatever it launched has ended; and whatever it launches later finds the fence word shut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+
+import structlog
+import torch
+
+from decode_node.fences import FenceWords
+from decode_node.incoming import Incoming
+from decode_node.tickets import Tickets
+from disagg.core.errors import ProtocolError, TransportError
+from disagg.core.ports import Clock
+from disagg.core.timeline import Timeline
+from disagg.core.types import Segment, Ticket
+from transport import messages as m
+from transport.base import Arrival, Operation, OperationState, Transport
+from transport.notices import NOTICE_BYTES, Notices
+from transport.peer_memory import offer
+from transport.tags import unpack
+
+log = structlog.get_logger(__name__)
+
+
+class PeerWrites:
+    """One decode rank's. Owned by the transfer thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        pool: torch.Tensor,
+        rows: int,
+        quarantine_s: float,
+        tickets: Tickets,
+        transport: Transport,
+        send: Callable[[str, m.Message], None],
+        timeline: Timeline,
+        lane: str,
+        clock: Clock,
+    ) -> None:
+        """`rows` fence words guard the pool; 0 offers it to nobody.
+
+        `quarantine_s`: a writer that we took for dead has noticed by then, and what it launched has ended.
+        """
+        self._rank, self._pool, self._quarantine_s, self._tickets = rank, pool, quarantine_s, tickets
+        self._transport, self._send = transport, send
+        self._timeline, self._lane, self._clock = timeline, lane, clock
+        self._fences = FenceWords(rows, pool.device) if rows else None
+        self._notices = Notices(transport)
+        self.peers: set[str] = set()
+        """That the pool was offered to, and that did not refuse."""
+        self._overdue: deque[tuple[float, Incoming]] = deque()
+        """When to stop waiting for what a writer owes: by then it has written, or finds the fence shut."""
+        self.due_s = math.inf
+        """When `give_up` has something to do."""
+
+    # --- who may write
+
+    def offer(self, peer: str) -> None:
+        """Lets a prefill rank write to the pool, for tickets made from now on."""
+        if self._fences is None:
+            return
+        try:
+            pool, words = offer(self._pool), offer(self._fences.words)
+        except TransportError as exc:
+            log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")
+            return
+        self.peers.add(peer)
+        self._send(peer, m.PoolOffer(self._rank, pool, words))
+
+    def on_refused(self, peer: str, message: m.PoolRefused) -> None:
+        """A peer cannot open the pool: tickets made from now on come through the ring.
+
+        One that is open may be written all the same, by way of an earlier offer: it is waited for as before.
+        """
+        log.info("pool_refused", peer=peer, why=message.reason, how="KV comes through the ring")
+        self.peers.discard(peer)
+
+    def writers(self, ticket: Ticket, peers: dict[int, str]) -> set[int]:
+        """Which of a new ticket's source ranks may write."""
+        return {rank for rank, peer in peers.items() if peer in self.peers and ticket.pages}
+
+    def open(self, incoming: Incoming) -> None:
+        """Lets the ticket's writers in, if it has any."""
+        if incoming.writers and self._fences is not None:
+            self._fences.open(incoming.ticket.row, incoming.ticket.number)
+            incoming.writable = True
+
+    def shut(self, incoming: Incoming) -> None:
+        """Whatever is launched from now on writes nothing; what has begun still may."""
+        if incoming.writable and self._fences is not None:
+            self._fences.close(incoming.ticket.row)
+            incoming.writable = False
+
+    # --- how writers end
+
+    def lost(self, incoming: Incoming, src_rank: int) -> None:
+        """A source rank is gone: if it may have written, the ticket waits until its last launch has ended."""
+        if src_rank in incoming.unproven_writers():
+            self.shut(incoming)
+            incoming.barred_until_s = self._clock() + self._quarantine_s
+            self._wait(incoming, incoming.barred_until_s)
+
+    def ended(self, incoming: Incoming, src_rank: int, sent: set[int]) -> None:
+        """A source rank writes nothing more but what it has `sent`: notices are awaited of what is not known yet."""
+        if src_rank not in incoming.writers:
+            return
+        known = {index for rank, index in (*incoming.items, *incoming.written) if rank == src_rank}
+        others = {name for name in incoming.awaited if name[0] != src_rank}
+        incoming.awaited = others | {(src_rank, index) for index in sent - known}
+        if incoming.awaited:
+            self._wait(incoming, self._clock() + self._quarantine_s)
+
+    def give_up(self, now_s: float) -> None:
+        """Waits no more for what is overdue."""
+        while self._overdue and self._overdue[0][0] <= now_s:
+            _, incoming = self._overdue.popleft()
+            incoming.awaited.clear()
+            self._tickets.maybe_closed(incoming)
+        self.due_s = self._overdue[0][0] if self._overdue else math.inf
+
+    def _wait(self, incoming: Incoming, until_s: float) -> None:
+        self._overdue.append((until_s, incoming))
+        self.due_s = self._overdue[0][0]
+
+    # --- what they wrote
+
+    def on_notice(self, incoming: Incoming, peer: str, arrival: Arrival) -> None:
+        """A writer tells of a segment: to be read when its receive has ended."""
+        if 0 < arrival.nbytes <= NOTICE_BYTES:
+            self._notices.receive(peer, arrival, incoming)
+            return
+        self._transport.discard(peer, arrival)
+        self._tickets.fail(incoming, ProtocolError(f"a notice of {arrival.nbytes} bytes came"))
+
+    def notice_ended(self, operation: Operation) -> None:
+        """A writer has told of a segment, or cannot any more: either way it writes nothing of it from now on."""
+        incoming = self._notices.ended(operation)
+        if not isinstance(incoming, Incoming):
+            return
+        tag = unpack(operation.tag)
+        name = (tag.writer, tag.segment)
+        first = name not in incoming.written
+        incoming.written.add(name)
+        incoming.awaited.discard(name)
+        try:
+            if operation.state is OperationState.FAILED:
+                raise operation.error or TransportError("a notice was not received")
+            segment = self._notices.segment(operation)
+            if first and not incoming.failed and not incoming.closing:
+                self._written(incoming, name, segment)
+        except (TransportError, ProtocolError) as exc:
+            self._tickets.fail(incoming, exc)
+        self._tickets.maybe_closed(incoming)
+
+    def _written(self, incoming: Incoming, name: tuple[int, int], segment: Segment) -> None:
+        if (segment.src_rank, segment.index) != name or segment.dst_rank != self._rank:
+            raise ProtocolError(f"a notice of {name} speaks of {segment}")
+        incoming.early.append(segment)
+        while ready := [s for s in incoming.early if not incoming.coverage.is_early(s)]:
+            for each in ready:
+                incoming.early.remove(each)
+                incoming.coverage.add(each)
+                now_s = self._clock()
+                self._timeline.record("land", self._lane, str(incoming.key), now_s, now_s, each.nbytes)
+                self._tickets.count(incoming, each)
