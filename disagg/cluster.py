@@ -1,6 +1,4 @@
-"""The composition root: places all groups with Ray, starts them in order, wires them, and takes them down.
-
-    placement groups -> actors -> start (models load, channels open) -> join -> link -> serving -> stop -> kill
+"""The composition root: a cluster whose ranks are Ray actors.
 
 Ray places and watches; once a cluster is up, requests pass over ZMQ and KV over UCX, never through Ray.
 """
@@ -8,36 +6,20 @@ Ray places and watches; once a cluster is up, requests pass over ZMQ and KV over
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import structlog
-
+from disagg.cluster_life import CALL_TIMEOUT_S, Call, Cluster, Progress
 from disagg.core.config import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
-from disagg.core.timeline import TimelineSpan
-from disagg.core.types import GroupInfo
-from disagg.groups import Group, group_info, wait_for_exit, with_placement
-from disagg.placement import Placement
-from transport.control import ControlChannel
-from transport.control_zmq import make_control
+from disagg.groups import Group
+from disagg.placement import GroupPlacement, Placement
 from transport.keys import ControlKeys
 
-log = structlog.get_logger(__name__)
-
-START_TIMEOUT_S = 900.0
-"""Loading a large model takes minutes."""
-CALL_TIMEOUT_S = 60.0
-WATCH_S = 0.2
 _QUIET: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False, "configure_logging": True}
-
-Progress = Callable[[str], None]
-"""Told, in words, what happens now."""
 
 
 class RayResources(NamedTuple):
@@ -47,165 +29,35 @@ class RayResources(NamedTuple):
     gpus: int
 
 
-class Cluster:
-    """A cluster's groups, of the kinds that its placement has, on Ray.
+@contextlib.contextmanager
+def start_cluster(
+    config: Config, placement: Placement, keys: ControlKeys | None, progress: Progress = lambda _: None
+) -> Iterator[Cluster]:
+    """A running cluster; stopped at the end of the block, also when the start fails or Ctrl-C comes."""
+    cluster = Cluster(config, placement, keys, RayRanks())
+    try:
+        cluster.start(progress)
+        yield cluster
+    finally:
+        cluster.stop()
 
-    Use `start_cluster`, which also cleans up when a start fails. One thread at a time may add and stop groups; the
-    others only look.
-    """
 
-    def __init__(self, config: Config, placement: Placement, keys: ControlKeys | None) -> None:
-        self.config = with_placement(config, placement)
-        self.placement = placement
-        self._keys = keys
-        self.groups: tuple[Group, ...] = ()
-        """All that were placed and not taken down; replaced as a whole, so that every thread may go over it."""
-        self._numbers = {role: itertools.count(1) for role in placement.kinds}
-        self._parked: dict[Any, tuple[Group, int]] = {}
-        self._lock = threading.Lock()  # for `groups` and `_parked`
-        self._stopping, self._no_more_groups = threading.Event(), threading.Event()
-        self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
-        self._on_lost: list[Callable[[str], None]] = []
-        self._on_group_lost: list[Callable[[Group], None]] = []
+class RayRanks:
+    """The ranks' processes as Ray actors; see `disagg.cluster_life.Ranks`. Needs a connection to Ray."""
 
-    # --- life
-
-    def start(self, progress: Progress) -> None:
-        """Brings all groups up and links them. Raises what a rank raised, as itself."""
-        for role, where in self.placement.kinds.items():
-            for _ in range(where.groups):
-                self._place(role, progress)
-        self._bring_up(self.groups, progress)
-        self._watcher.start()
-
-    def add_group(self, role: Role, progress: Progress) -> Group:
-        """Places, starts and links one more group, under a name that none had before.
-
-        Raises as `start`, and `ConfigError` for a role that this cluster has none of; then nothing of it is left.
-        """
-        if role not in self.placement.kinds:
-            raise ConfigError(
-                f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
-            )
-        group = self._place(role, progress)
-        try:
-            self._bring_up([group], progress)
-        except BaseException:
-            self.take_down(group)
-            raise
-        return group
-
-    def stop_group(self, group: Group, drain_timeout_s: float) -> None:
-        """Waits so long for its requests, then ends it."""
-        import ray
-
-        group.leaving = True
-        refs = [actor.stop.remote(drain_timeout_s) for actor in self._alive(group)]
-        with contextlib.suppress(Exception):  # who does not stop by itself is killed
-            ray.get(refs, timeout=drain_timeout_s + 10.0)
-        self.take_down(group)
-
-    def take_down(self, group: Group) -> None:
-        """Kills what is left of a group and gives its place back. Its peers hear of each rank as it ends."""
-        import ray
-
-        group.leaving = True
-        with self._lock:
-            self.groups = tuple(one for one in self.groups if one is not group)
-        for actor in group.actors:
-            ray.kill(actor)
-        ray.util.remove_placement_group(group.placement_group)
-
-    def abandon_start(self) -> None:
-        """Makes an `add_group` of another thread fail soon."""
-        import ray
-
-        self._no_more_groups.set()
-        for actor in [actor for group in self.groups if not group.up for actor in group.actors]:
-            ray.kill(actor)
-
-    def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Gracefully, then by force: when this returns no actor process of the cluster is left."""
-        self._stopping.set()
-        self._no_more_groups.set()
-        if self._watcher.is_alive():
-            self._watcher.join()
-        groups = self.groups
-        for group in groups:
-            self.stop_group(group, drain_timeout_s)
-        wait_for_exit(groups)
-
-    def control(self) -> ControlChannel:
-        """A control channel for a router of this cluster; the caller starts and closes it."""
-        return make_control(self.config.control, self._keys, self.config.control.router_port)
-
-    def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Calls back with the control address of every rank that dies."""
-        self._on_lost.append(callback)
-
-    def on_group_lost(self, callback: Callable[[Group], None]) -> None:
-        """Calls back, on the watcher's thread, with a group that was up when its first rank dies."""
-        self._on_group_lost.append(callback)
-
-    # --- looking in
-
-    @property
-    def prefill(self) -> Group:
-        """The first prefill group."""
-        return self._of("prefill")[0]
-
-    @property
-    def decode(self) -> Group:
-        """The first decode group."""
-        return self._of("decode")[0]
-
-    def infos(self) -> list[GroupInfo]:
-        """What a router must know of the groups that are up."""
-        return [group.info for group in self.groups if group.up and group.info is not None]
-
-    def spans(self) -> list[TimelineSpan]:
-        """What happened on all ranks since the last call."""
-        return [span for group in self.groups for spans in self._all(group, "spans") for span in spans]
-
-    def check(self) -> None:
-        """Raises `InvariantError` when a structure of any rank finds its books wrong."""
-        for group in self.groups:
-            self._all(group, "check")
-
-    def statistics(self) -> dict[str, Any]:
-        """Every rank's statistics, by `group rank`."""
-        return {
-            f"{group.name} r{rank}": statistics
-            for group in self.groups
-            for rank, statistics in enumerate(self._all(group, "statistics"))
-        }
-
-    # --- inside
-
-    def _of(self, role: Role) -> list[Group]:
-        return [group for group in self.groups if group.role == role]
-
-    def _place(self, role: Role, progress: Progress) -> Group:
-        """Takes a place and starts the processes. Names count up, also past groups that are gone."""
-        import ray
-        from ray.util.placement_group import placement_group
+    def place(
+        self,
+        role: Role,
+        name: str,
+        where: GroupPlacement,
+        config: Config,
+        keys: ControlKeys | None,
+        given_up: Callable[[], bool],
+    ) -> Group:
+        """On one node, each rank with a core and its share of a GPU, which Ray sets aside for it."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        where, number = self.placement.kinds[role], next(self._numbers[role])
-        name = role if number == 1 else f"{role}-{number}"
-        progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
-        bundle = {"CPU": 1.0, **({"GPU": where.gpus_per_rank} if where.gpus_per_rank else {})}
-        placed = placement_group([bundle] * where.tp, strategy="STRICT_PACK")
-        until_s = time.monotonic() + CALL_TIMEOUT_S
-        while not (here := placed.wait(1)) and time.monotonic() < until_s:
-            if self._no_more_groups.is_set():
-                break
-        if not here:
-            ray.util.remove_placement_group(placed)
-            raise ConfigError(
-                f"the Ray cluster has no room for the {name} group: it needs {where.tp} x {bundle} on one node, "
-                f"free are {ray.available_resources()}"
-            )
+        placed = _reserve(name, where, given_up)
         actor_class = _actor_class(role)
         actors = []
         for rank in range(where.tp):
@@ -213,103 +65,86 @@ class Cluster:
             options = actor_class.options(
                 num_cpus=1, num_gpus=where.gpus_per_rank, scheduling_strategy=strategy, name=None
             )
-            actors.append(options.remote(rank, self.config, self._keys, name))
-        group = Group(name, role, where, actors, placed)
-        with self._lock:
-            self.groups = (*self.groups, group)
-        return group
+            actors.append(options.remote(rank, config, keys, name))
+        return Group(name, role, where, actors, placed)
 
-    def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
-        progress("loading the model on every rank")
-        pending = [(group, self._start_ranks(group)) for group in new]
-        for group, refs in pending:
-            group.started = _get(refs, START_TIMEOUT_S)
-            log.info("memory", group=group.name, ranks=len(group.started), each=group.started[0].memory)
-            group.info = group_info(group, self.config)
-        progress("connecting the groups")
-        for group in new:
-            self._all(group, "join", group.info)
-        with self._lock:
-            self._parked.update({a.park.remote(): (g, rank) for g in new for rank, a in enumerate(g.actors)})
-        for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
-            if prefill in new or decode in new:
-                self._link(prefill, decode, new)
-        for group in new:
-            with self._lock:
-                if group.lost:
-                    raise DisaggError(f"{group.name} lost rank {min(group.lost)} while it was linked")
-                group.up = True
-
-    def _link(self, prefill: Group, decode: Group, new: Sequence[Group]) -> None:
-        try:
-            self._all(prefill, "link", decode.info)
-            self._all(decode, "link", prefill.info)
-            self._calibrate(prefill, decode)
-        except DisaggError as exc:
-            if any(group.lost and group not in new for group in (prefill, decode)):
-                log.warning(
-                    "link_with_a_dead_group", prefill=prefill.name, decode=decode.name, error=str(exc)
-                )
-            else:
-                raise
-
-    def _start_ranks(self, group: Group) -> list[Any]:
-        rendezvous = _get([group.actors[0].rendezvous.remote(group.placement.backend)], CALL_TIMEOUT_S)[0]
-        return [actor.start.remote(rendezvous) for actor in group.actors]
-
-    def _calibrate(self, prefill: Group, decode: Group) -> None:
-        """One rank after the other: a wire is measured while nobody else uses it. Says what was found, once."""
-        from prefill_node.calibration import OVERRIDE
-
-        said: set[tuple[str, str]] = set()
-        for rank, actor in enumerate(prefill.actors):
-            found = _get([actor.calibrate.remote(decode.info)], CALL_TIMEOUT_S)[0]
-            if found is not None and (found.path, found.chosen) not in said:
-                said.add((found.path, found.chosen))
-                say = log.warning if found.failed else log.info
-                words = {"path": found.path, "found": found.found, "chosen": found.chosen}
-                say("wire", link=f"{prefill.name} rank {rank} to {decode.name}", **words, override=OVERRIDE)
-
-    def _all(self, group: Group, method: str, *arguments: Any) -> list[Any]:
-        return _get([getattr(a, method).remote(*arguments) for a in self._alive(group)], CALL_TIMEOUT_S)
-
-    def _alive(self, group: Group) -> list[Any]:
-        return [actor for rank, actor in enumerate(group.actors) if rank not in group.lost]
-
-    def _watch(self) -> None:
-        """Tells the others when a rank's process dies: `park` ends only with its process (or its stop)."""
+    def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
+        """An error of ours comes out as itself, without Ray's wrapping; one of Ray's as `DisaggError`."""
         import ray
 
-        while not self._stopping.is_set():
-            with self._lock:
-                parked = list(self._parked)
-            if not parked:
-                self._stopping.wait(WATCH_S)
-                continue
-            try:
-                ended, _ = ray.wait(parked, timeout=WATCH_S)
-            except ray.exceptions.RayError:
-                return  # Ray is gone, and every rank with it
-            for ref in ended:
-                with self._lock:
-                    group, rank = self._parked.pop(ref)
-                if not self._stopping.is_set():
-                    self._lost(group, rank)
+        try:
+            results: list[Any] = ray.get(list(calls), timeout=timeout_s)
+        except ray.exceptions.RayTaskError as exc:
+            if isinstance(exc.cause, DisaggError):
+                raise exc.cause from exc
+            raise
+        except ray.exceptions.GetTimeoutError as exc:
+            raise DisaggError(f"a rank did not answer within {timeout_s:g} s") from exc
+        except ray.exceptions.OutOfMemoryError as exc:
+            raise DisaggError(
+                "the machine ran out of memory and Ray killed a rank: choose a smaller model, or lower "
+                "pool_tokens of its groups and transfer.ring_bytes"
+            ) from exc
+        except ray.exceptions.RayError as exc:
+            raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
+        return results
 
-    def _lost(self, group: Group, rank: int) -> None:
-        address = group.started[rank].info.control_address
-        with self._lock:
-            dies = group.up and not group.leaving and not group.lost
-            group.lost.add(rank)
-        if not group.leaving:
-            log.error("rank_lost", group=group.name, rank=rank, address=address)
-        for other in [one for one in self.groups if one.info is not None]:
-            for actor in self._alive(other):
-                actor.peer_lost.remote(address)
-        for callback in self._on_lost:
-            callback(address)
-        for tell in self._on_group_lost if dies else ():
-            tell(group)
+    def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
+        """None when Ray is gone, and every rank with it."""
+        import ray
+
+        try:
+            ended, _ = ray.wait(list(calls), timeout=timeout_s)
+        except ray.exceptions.RayError:
+            return None
+        return list(ended)
+
+    def kill(self, group: Group) -> None:
+        """Its place stays taken."""
+        import ray
+
+        for actor in group.actors:
+            ray.kill(actor)
+
+    def take_down(self, group: Group) -> None:
+        """Ends what is left of its processes too."""
+        import ray
+
+        self.kill(group)
+        ray.util.remove_placement_group(group.placement_group)
+
+
+def _reserve(name: str, where: GroupPlacement, given_up: Callable[[], bool]) -> Any:
+    import ray
+    from ray.util.placement_group import placement_group
+
+    bundle = {"CPU": 1.0, **({"GPU": where.gpus_per_rank} if where.gpus_per_rank else {})}
+    placed = placement_group([bundle] * where.tp, strategy="STRICT_PACK")
+    until_s = time.monotonic() + CALL_TIMEOUT_S
+    while not (here := placed.wait(1)) and time.monotonic() < until_s:
+        if given_up():
+            break
+    if not here:
+        ray.util.remove_placement_group(placed)
+        raise ConfigError(
+            f"the Ray cluster has no room for the {name} group: it needs {where.tp} x {bundle} on one node, "
+            f"free are {ray.available_resources()}"
+        )
+    return placed
+
+
+def _actor_class(role: Role) -> Any:
+    if role == "colocated":
+        from disagg.colocated.actor import ColocatedActor
+
+        return ColocatedActor
+    if role == "prefill":
+        from prefill_node.actor import PrefillActor
+
+        return PrefillActor
+    from decode_node.actor import DecodeActor
+
+    return DecodeActor
 
 
 @contextlib.contextmanager
@@ -377,52 +212,3 @@ def _import_ray() -> Any:
     except ImportError as exc:
         raise ConfigError("Ray is not installed: pip install 'ray==2.60.0'") from exc
     return ray
-
-
-@contextlib.contextmanager
-def start_cluster(
-    config: Config, placement: Placement, keys: ControlKeys | None, progress: Progress = lambda _: None
-) -> Iterator[Cluster]:
-    """A running cluster; stopped at the end of the block, also when the start fails or Ctrl-C comes."""
-    cluster = Cluster(config, placement, keys)
-    try:
-        cluster.start(progress)
-        yield cluster
-    finally:
-        cluster.stop()
-
-
-def _actor_class(role: Role) -> Any:
-    if role == "colocated":
-        from disagg.colocated.actor import ColocatedActor
-
-        return ColocatedActor
-    if role == "prefill":
-        from prefill_node.actor import PrefillActor
-
-        return PrefillActor
-    from decode_node.actor import DecodeActor
-
-    return DecodeActor
-
-
-def _get(refs: Sequence[Any], timeout_s: float) -> list[Any]:
-    """Results of remote calls; an error of ours comes out as itself, without Ray's wrapping."""
-    import ray
-
-    try:
-        results: list[Any] = ray.get(list(refs), timeout=timeout_s)
-    except ray.exceptions.RayTaskError as exc:
-        if isinstance(exc.cause, DisaggError):
-            raise exc.cause from exc
-        raise
-    except ray.exceptions.GetTimeoutError as exc:
-        raise DisaggError(f"a rank did not answer within {timeout_s:g} s") from exc
-    except ray.exceptions.OutOfMemoryError as exc:
-        raise DisaggError(
-            "the machine ran out of memory and Ray killed a rank: choose a smaller model, or lower "
-            "pool_tokens of its groups and transfer.ring_bytes"
-        ) from exc
-    except ray.exceptions.RayError as exc:
-        raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
-    return results

@@ -21,7 +21,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from disagg.cluster import Cluster
+from disagg.cluster_life import Cluster
 from disagg.core.config import Config
 from disagg.core.errors import ConfigError, DisaggError, PromptTooLongError
 from disagg.core.folders import make_folder

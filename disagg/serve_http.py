@@ -24,7 +24,7 @@ from disagg.api.model import ServedModel
 from disagg.api.server import bind, serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing, traced
-from disagg.cluster import Cluster
+from disagg.cluster_life import Cluster
 from disagg.core.config import Config
 from disagg.core.log import configure
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo

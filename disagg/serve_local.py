@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import torch
 
-from disagg.cluster import Cluster, Progress, RayResources, existing_ray, local_ray, start_cluster
+from disagg.cluster import RayResources, existing_ray, local_ray, start_cluster
+from disagg.cluster_life import Cluster, Progress
 from disagg.core.config import Config, RouterConfig
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import GroupInfo

@@ -16,7 +16,7 @@ from functools import partial
 
 import structlog
 
-from disagg.cluster import Cluster
+from disagg.cluster_life import Cluster
 from disagg.core.config import ClusterConfig, Role
 from disagg.core.errors import DisaggError
 from disagg.core.types import GroupInfo

@@ -21,7 +21,8 @@ import torch
 from structlog.testing import capture_logs
 
 from disagg import cli
-from disagg.cluster import Cluster, local_ray, start_cluster
+from disagg.cluster import local_ray, start_cluster
+from disagg.cluster_life import Cluster
 from disagg.core.config import Config, GroupConfig, ModelConfig, TransferConfig, load_config
 from disagg.core.errors import ConfigError, PeerLostError
 from disagg.core.types import SamplingParams

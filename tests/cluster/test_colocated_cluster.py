@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cluster import Cluster, local_ray, start_cluster
+from disagg.cluster import RayRanks, local_ray, start_cluster
+from disagg.cluster_life import Cluster
 from disagg.core.config import ClusterConfig, Config, GroupConfig, ModelConfig, Role, TransferConfig
 from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
@@ -90,7 +91,7 @@ def test_tokens_are_those_of_hugging_face(config: Config, expected: list[list[in
 
 
 def test_a_kind_of_group_that_the_cluster_has_not_is_refused(config: Config) -> None:
-    cluster = Cluster(config, place(config, 0), None)
+    cluster = Cluster(config, place(config, 0), None, RayRanks())
     with pytest.raises(ConfigError, match="this cluster has no prefill groups, only colocated"):
         cluster.add_group("prefill", lambda text: None)
 

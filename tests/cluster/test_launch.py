@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from disagg.cluster import Cluster, local_ray, start_cluster
+from disagg.cluster import local_ray, start_cluster
+from disagg.cluster_life import Cluster
 from disagg.core.config import (
     ClusterConfig,
     Config,

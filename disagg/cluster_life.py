@@ -1,0 +1,303 @@
+"""The life of a cluster's groups: placed, brought up in order, linked, told of deaths, stopped, taken down.
+
+    place -> start (models load, channels open) -> join -> link -> serving -> stop -> kill
+
+Who runs the ranks' processes is `Ranks`; `disagg.cluster` does it with Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from disagg.core.config import Config, Role
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.timeline import TimelineSpan
+from disagg.core.types import GroupInfo
+from disagg.groups import Group, group_info, wait_for_exit, with_placement
+from disagg.placement import GroupPlacement, Placement
+from transport.control import ControlChannel
+from transport.control_zmq import make_control
+from transport.keys import ControlKeys
+
+log = structlog.get_logger(__name__)
+
+START_TIMEOUT_S = 900.0
+"""Loading a large model takes minutes."""
+CALL_TIMEOUT_S = 60.0
+WATCH_S = 0.2
+
+Progress = Callable[[str], None]
+"""Told, in words, what happens now."""
+Call = Any
+"""A call of an actor's method that is under way: `actor.method.remote(...)`."""
+
+
+class Ranks(Protocol):
+    """Who runs the processes of a cluster's ranks. For any thread."""
+
+    def place(
+        self,
+        role: Role,
+        name: str,
+        where: GroupPlacement,
+        config: Config,
+        keys: ControlKeys | None,
+        given_up: Callable[[], bool],
+    ) -> Group:
+        """Takes a place for a group and starts its processes.
+
+        Raises `ConfigError` when there is no room, after a while, or as soon as `given_up` says so.
+        """
+
+    def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
+        """What the calls returned. Raises what one of them raised, an error of ours as itself."""
+
+    def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
+        """Those that have ended, after `timeout_s` at the latest; None when there are no processes any more."""
+
+    def kill(self, group: Group) -> None:
+        """Ends the group's processes."""
+
+    def take_down(self, group: Group) -> None:
+        """Ends what is left of the group's processes and gives its place back."""
+
+
+class Cluster:
+    """A cluster's groups, of the kinds that its placement has.
+
+    Use `disagg.cluster.start_cluster`, which also cleans up when a start fails. One thread at a time may add and stop
+    groups; the others only look.
+    """
+
+    def __init__(self, config: Config, placement: Placement, keys: ControlKeys | None, ranks: Ranks) -> None:
+        self.config = with_placement(config, placement)
+        self.placement = placement
+        self._keys, self._ranks = keys, ranks
+        self.groups: tuple[Group, ...] = ()
+        """All that were placed and not taken down; replaced as a whole, so that every thread may go over it."""
+        self._numbers = {role: itertools.count(1) for role in placement.kinds}
+        self._parked: dict[Call, tuple[Group, int]] = {}
+        self._lock = threading.Lock()  # for `groups` and `_parked`
+        self._stopping, self._no_more_groups = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
+        self._on_lost: list[Callable[[str], None]] = []
+        self._on_group_lost: list[Callable[[Group], None]] = []
+
+    # --- life
+
+    def start(self, progress: Progress) -> None:
+        """Brings all groups up and links them. Raises what a rank raised, as itself."""
+        for role, where in self.placement.kinds.items():
+            for _ in range(where.groups):
+                self._place(role, progress)
+        self._bring_up(self.groups, progress)
+        self._watcher.start()
+
+    def add_group(self, role: Role, progress: Progress) -> Group:
+        """Places, starts and links one more group, under a name that none had before.
+
+        Raises as `start`, and `ConfigError` for a role that this cluster has none of; then nothing of it is left.
+        """
+        if role not in self.placement.kinds:
+            raise ConfigError(
+                f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
+            )
+        group = self._place(role, progress)
+        try:
+            self._bring_up([group], progress)
+        except BaseException:
+            self.take_down(group)
+            raise
+        return group
+
+    def stop_group(self, group: Group, drain_timeout_s: float) -> None:
+        """Waits so long for its requests, then ends it."""
+        group.leaving = True
+        calls = [actor.stop.remote(drain_timeout_s) for actor in self._alive(group)]
+        with contextlib.suppress(Exception):  # who does not stop by itself is killed
+            self._ranks.results(calls, drain_timeout_s + 10.0)
+        self.take_down(group)
+
+    def take_down(self, group: Group) -> None:
+        """Kills what is left of a group and gives its place back. Its peers hear of each rank as it ends."""
+        group.leaving = True
+        with self._lock:
+            self.groups = tuple(one for one in self.groups if one is not group)
+        self._ranks.take_down(group)
+
+    def abandon_start(self) -> None:
+        """Makes an `add_group` of another thread fail soon."""
+        self._no_more_groups.set()
+        for group in self.groups:
+            if not group.up:
+                self._ranks.kill(group)
+
+    def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Gracefully, then by force: when this returns no actor process of the cluster is left."""
+        self._stopping.set()
+        self._no_more_groups.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        groups = self.groups
+        for group in groups:
+            self.stop_group(group, drain_timeout_s)
+        wait_for_exit(groups)
+
+    def control(self) -> ControlChannel:
+        """A control channel for a router of this cluster; the caller starts and closes it."""
+        return make_control(self.config.control, self._keys, self.config.control.router_port)
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Calls back with the control address of every rank that dies."""
+        self._on_lost.append(callback)
+
+    def on_group_lost(self, callback: Callable[[Group], None]) -> None:
+        """Calls back, on the watcher's thread, with a group that was up when its first rank dies."""
+        self._on_group_lost.append(callback)
+
+    # --- looking in
+
+    @property
+    def prefill(self) -> Group:
+        """The first prefill group."""
+        return self._of("prefill")[0]
+
+    @property
+    def decode(self) -> Group:
+        """The first decode group."""
+        return self._of("decode")[0]
+
+    def infos(self) -> list[GroupInfo]:
+        """What a router must know of the groups that are up."""
+        return [group.info for group in self.groups if group.up and group.info is not None]
+
+    def spans(self) -> list[TimelineSpan]:
+        """What happened on all ranks since the last call."""
+        return [span for group in self.groups for spans in self._all(group, "spans") for span in spans]
+
+    def check(self) -> None:
+        """Raises `InvariantError` when a structure of any rank finds its books wrong."""
+        for group in self.groups:
+            self._all(group, "check")
+
+    def statistics(self) -> dict[str, Any]:
+        """Every rank's statistics, by `group rank`."""
+        return {
+            f"{group.name} r{rank}": statistics
+            for group in self.groups
+            for rank, statistics in enumerate(self._all(group, "statistics"))
+        }
+
+    # --- inside
+
+    def _of(self, role: Role) -> list[Group]:
+        return [group for group in self.groups if group.role == role]
+
+    def _place(self, role: Role, progress: Progress) -> Group:
+        """Takes a place and starts the processes. Names count up, also past groups that are gone."""
+        where, number = self.placement.kinds[role], next(self._numbers[role])
+        name = role if number == 1 else f"{role}-{number}"
+        progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
+        group = self._ranks.place(role, name, where, self.config, self._keys, self._no_more_groups.is_set)
+        with self._lock:
+            self.groups = (*self.groups, group)
+        return group
+
+    def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
+        progress("loading the model on every rank")
+        pending = [(group, self._start_ranks(group)) for group in new]
+        for group, calls in pending:
+            group.started = self._ranks.results(calls, START_TIMEOUT_S)
+            log.info("memory", group=group.name, ranks=len(group.started), each=group.started[0].memory)
+            group.info = group_info(group, self.config)
+        progress("connecting the groups")
+        for group in new:
+            self._all(group, "join", group.info)
+        with self._lock:
+            self._parked.update({a.park.remote(): (g, rank) for g in new for rank, a in enumerate(g.actors)})
+        for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
+            if prefill in new or decode in new:
+                self._link(prefill, decode, new)
+        for group in new:
+            with self._lock:
+                if group.lost:
+                    raise DisaggError(f"{group.name} lost rank {min(group.lost)} while it was linked")
+                group.up = True
+
+    def _link(self, prefill: Group, decode: Group, new: Sequence[Group]) -> None:
+        try:
+            self._all(prefill, "link", decode.info)
+            self._all(decode, "link", prefill.info)
+            self._calibrate(prefill, decode)
+        except DisaggError as exc:
+            if any(group.lost and group not in new for group in (prefill, decode)):
+                log.warning(
+                    "link_with_a_dead_group", prefill=prefill.name, decode=decode.name, error=str(exc)
+                )
+            else:
+                raise
+
+    def _start_ranks(self, group: Group) -> list[Call]:
+        rendezvous = self._call(group.actors[0].rendezvous.remote(group.placement.backend))
+        return [actor.start.remote(rendezvous) for actor in group.actors]
+
+    def _calibrate(self, prefill: Group, decode: Group) -> None:
+        """One rank after the other: a wire is measured while nobody else uses it. Says what was found, once."""
+        from prefill_node.calibration import OVERRIDE
+
+        said: set[tuple[str, str]] = set()
+        for rank, actor in enumerate(prefill.actors):
+            found = self._call(actor.calibrate.remote(decode.info))
+            if found is not None and (found.path, found.chosen) not in said:
+                said.add((found.path, found.chosen))
+                say = log.warning if found.failed else log.info
+                words = {"path": found.path, "found": found.found, "chosen": found.chosen}
+                say("wire", link=f"{prefill.name} rank {rank} to {decode.name}", **words, override=OVERRIDE)
+
+    def _all(self, group: Group, method: str, *arguments: Any) -> list[Any]:
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._alive(group)]
+        return self._ranks.results(calls, CALL_TIMEOUT_S)
+
+    def _call(self, call: Call) -> Any:
+        return self._ranks.results([call], CALL_TIMEOUT_S)[0]
+
+    def _alive(self, group: Group) -> list[Any]:
+        return [actor for rank, actor in enumerate(group.actors) if rank not in group.lost]
+
+    def _watch(self) -> None:
+        """Tells the others when a rank's process dies: `park` ends only with its process (or its stop)."""
+        while not self._stopping.is_set():
+            with self._lock:
+                parked = list(self._parked)
+            if not parked:
+                self._stopping.wait(WATCH_S)
+                continue
+            ended = self._ranks.ended(parked, WATCH_S)
+            if ended is None:
+                return
+            for call in ended:
+                with self._lock:
+                    group, rank = self._parked.pop(call)
+                if not self._stopping.is_set():
+                    self._lost(group, rank)
+
+    def _lost(self, group: Group, rank: int) -> None:
+        address = group.started[rank].info.control_address
+        with self._lock:
+            dies = group.up and not group.leaving and not group.lost
+            group.lost.add(rank)
+        if not group.leaving:
+            log.error("rank_lost", group=group.name, rank=rank, address=address)
+        for other in [one for one in self.groups if one.info is not None]:
+            for actor in self._alive(other):
+                actor.peer_lost.remote(address)
+        for callback in self._on_lost:
+            callback(address)
+        for tell in self._on_group_lost if dies else ():
+            tell(group)
