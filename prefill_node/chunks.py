@@ -58,6 +58,8 @@ class Chunks:
                 self._steps.setdefault(step, []).extend(items)
                 if pool is None:
                     self._leases.ask(outgoing, name, items)
+                    if outgoing.closing:
+                        return
                 else:
                     written.append((items, pool, peer.shard))
         for each in written:  # behind the letters, whose answers take their time

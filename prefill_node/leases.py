@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from disagg.core.errors import TransportError
+from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.ports import Clock
 from prefill_node.outgoing import Item, Outgoing, State
 from prefill_node.tickets import Tickets
@@ -76,12 +76,20 @@ class Leases:
         """Messages of ranks, or for tickets and segments, that are not, or no longer, known; dropped."""
 
     def ask(self, outgoing: Outgoing, peer: str, items: list[Item]) -> None:
-        """Asks a decode rank for ring space, for segments of a chunk that is about to be computed."""
+        """Asks a decode rank for ring space, for segments of a chunk that is about to be computed.
+
+        What is more than a letter holds ends the ticket.
+        """
         outgoing.messages += 1
         self._unanswered.append((self._clock() + self._timeout_s, items))
         self.due_s = self._unanswered[0][0]
         segments = [item.segment for item in items]
-        self._send_letter(peer, m.LeaseRequest(outgoing.key, outgoing.ticket.number, self._rank, segments))
+        try:
+            self._send_letter(
+                peer, m.LeaseRequest(outgoing.key, outgoing.ticket.number, self._rank, segments)
+            )
+        except ProtocolError as exc:
+            self._tickets.abort(outgoing, exc)
 
     def computed(self, item: Item) -> None:
         """The segment's KV is queued on the device: once it has its lease too, it waits for the watermark."""

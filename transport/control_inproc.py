@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from transport.control_thread import ThreadedControl, encode_envelope
-from transport.messages import Message, decode
+from transport.messages import MAX_MESSAGE_BYTES, Message, decode
 from transport.reliable import Envelope, ReliableOptions
 
 Observer = Callable[[str, str, Message], None]
@@ -128,8 +128,14 @@ class InprocHub:
 class InprocControl(ThreadedControl):
     """A channel on a hub; see `ControlChannel`."""
 
-    def __init__(self, hub: InprocHub, name: str, options: ReliableOptions | None = None) -> None:
-        super().__init__(name, options or ReliableOptions())
+    def __init__(
+        self,
+        hub: InprocHub,
+        name: str,
+        options: ReliableOptions | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        super().__init__(name, options or ReliableOptions(), max_message_bytes)
         self._hub = hub
         self._arrived: deque[bytes] = deque()
         self._news = threading.Event()

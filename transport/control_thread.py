@@ -14,7 +14,7 @@ import structlog
 
 from disagg.core.errors import ProtocolError
 from transport.control import ControlChannel, ControlStatistics, Handler, PeerLost, PeerMet
-from transport.messages import Message, decode, encode
+from transport.messages import MAX_MESSAGE_BYTES, Message, decode, encode
 from transport.reliable import Delivered, Envelope, Lost, Reliable, ReliableOptions
 
 log = structlog.get_logger(__name__)
@@ -25,8 +25,10 @@ Arguments = TypeVarTuple("Arguments")
 class ThreadedControl(ControlChannel):
     """A channel with a thread of its own. Subclasses move frames: `_transmit`, `_frames`, `_wait`, `_wake`."""
 
-    def __init__(self, address: str, options: ReliableOptions) -> None:
-        self.address = address
+    def __init__(
+        self, address: str, options: ReliableOptions, max_message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        self.address, self._max_message_bytes = address, max_message_bytes
         self._streams = Reliable(address, options)
         self._work: deque[Callable[[float], None]] = deque()
         self._lock = threading.Lock()  # for `_streams`: statistics and check look in from other threads
@@ -48,7 +50,7 @@ class ThreadedControl(ControlChannel):
         self._thread.start()
 
     def send(self, peer: str, message: Message) -> None:
-        body = encode(message)
+        body = encode(message, self._max_message_bytes)  # refused here: a peer would drop it, again and again
 
         def work(now_s: float) -> None:
             self._sent += 1

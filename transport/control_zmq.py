@@ -19,6 +19,7 @@ from disagg.core.errors import ConfigError, ProtocolError
 from transport.control_thread import ThreadedControl, encode_envelope
 from transport.hosts import own_host
 from transport.keys import ControlKeys
+from transport.messages import MAX_MESSAGE_BYTES
 from transport.reliable import Envelope, ReliableOptions
 
 ZAP_DOMAIN = "disagg"
@@ -54,7 +55,7 @@ class ZmqControl(ThreadedControl):
         *,
         keys: ControlKeys | None = None,
         options: ReliableOptions | None = None,
-        max_message_bytes: int = 16 << 20,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         if host in _WILDCARDS:
             raise ConfigError(f"control host {host!r} is no address that peers can reach; name one interface")
@@ -82,7 +83,7 @@ class ZmqControl(ThreadedControl):
         self._poller.register(self._router, zmq.POLLIN)
         self._poller.register(self._wake_fd, zmq.POLLIN)
         bound = self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1]
-        super().__init__(f"tcp://{host}:{bound}", options or ReliableOptions())
+        super().__init__(f"tcp://{host}:{bound}", options or ReliableOptions(), max_message_bytes)
 
     def close(self, linger_s: float = 0.0) -> None:
         started = self._thread.ident is not None

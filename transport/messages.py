@@ -408,12 +408,13 @@ class StopSending(Message, frozen=True):
     reason: str
 
 
-def encode(message: Message) -> bytes:
-    """The message as bytes. Raises `ProtocolError` when it is larger than `MAX_MESSAGE_BYTES`."""
+def encode(message: Message, max_bytes: int = MAX_MESSAGE_BYTES) -> bytes:
+    """The message as bytes. Raises `ProtocolError` when they are more than `max_bytes`."""
     body = _ENCODER.encode(message)
-    if len(body) > MAX_MESSAGE_BYTES:
+    if len(body) > max_bytes:
         raise ProtocolError(
-            f"{type(message).__name__} takes {len(body)} bytes; a message may take {MAX_MESSAGE_BYTES}"
+            f"{type(message).__name__} takes {len(body)} bytes; a message may take {max_bytes} bytes "
+            f"(control.max_message_bytes, {MAX_MESSAGE_BYTES} at most)"
         )
     return body
 

@@ -190,7 +190,8 @@ class TransferConfig(Section, frozen=True):
         self._at_least(0, "max_segment_bytes", "spin_s", "wire_bytes_per_s")
         if self.segment_overhead_s is not None:
             self._at_least(0, "segment_overhead_s")
-        self._positive("lease_timeout_s", "watermark_interval_s", "drain_timeout_s")
+        self._positive("lease_timeout_s", "drain_timeout_s")
+        self._at_least(0.001, "watermark_interval_s")  # more often, the transfer thread does nothing else
         smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: not chosen yet
         self._needs(
             self.max_segment_bytes <= smaller or smaller == 0,
@@ -253,14 +254,18 @@ class ControlConfig(Section, frozen=True):
     """A peer silent for so long is taken for lost."""
     heartbeat_s: float = 1.0
     max_message_bytes: int = 16 * MIB
-    """A larger control message is refused."""
+    """A request that needs a larger control message ends with an error. What groups tell of themselves is less than
+    the least that may be set; what grows with a prompt are its tokens and pages."""
 
     def __post_init__(self) -> None:
         self._needs(bool(self.host), "host", "an address or a host name")
-        self._positive("peer_timeout_s", "heartbeat_s")
+        self._positive("peer_timeout_s")
+        self._at_least(0.01, "heartbeat_s")  # more often, peers do nothing but ask each other
         for port in ("router_port", "directory_port"):
             self._needs(0 <= getattr(self, port) < 1 << 16, port, "from 0 to 65535")
-        self._at_least(1024, "max_message_bytes")
+        self._needs(
+            MIB <= self.max_message_bytes <= 16 * MIB, "max_message_bytes", f"from {MIB} to {16 * MIB}"
+        )
         self._needs(
             self.heartbeat_s * 2 <= self.peer_timeout_s,
             "heartbeat_s",

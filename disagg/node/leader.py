@@ -15,7 +15,14 @@ from typing import ClassVar, NamedTuple, Protocol
 import structlog
 
 from disagg.core.config import Role
-from disagg.core.errors import BusyError, DisaggError, InvalidRequestError, PeerLostError, RequestTimeoutError
+from disagg.core.errors import (
+    BusyError,
+    DisaggError,
+    InvalidRequestError,
+    PeerLostError,
+    ProtocolError,
+    RequestTimeoutError,
+)
 from disagg.core.ports import Clock
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import check_sampling, ending_tokens
@@ -107,7 +114,7 @@ class Leader(ABC):
         self, spec: ModelSpec, send: Send, to_self: Callable[[m.Message], None], clock: Clock
     ) -> None:
         self._spec = spec
-        self._send = send
+        self._channel_send = send
         self._to_self = to_self
         self._clock = clock
         self._changed = threading.Condition()
@@ -281,14 +288,34 @@ class Leader(ABC):
         if request.release_asked and request.key not in self._scheduler.requests:
             self._send(request.router, m.Released(request.key))
 
+    def _send(self, router: str, message: m.Message) -> None:
+        """To a router or another leader. A message that is too large ends its request instead."""
+        try:
+            self._channel_send(router, message)
+        except ProtocolError as error:
+            self._fail_too_large(message, error)
+
     def _to_ranks(self, message: m.Message) -> None:
-        self._to_others(message)
-        self._to_self(message)
+        """To all ranks of the group. A message that is too large goes to none of them, and ends its request."""
+        try:
+            self._to_others(message)
+        except ProtocolError as error:
+            self._fail_too_large(message, error)
+        else:
+            self._to_self(message)
+
+    def _fail_too_large(self, message: m.Message, error: ProtocolError) -> None:
+        key = message.ticket.key if isinstance(message, m.OpenReceive) else getattr(message, "key", None)
+        request = self._scheduler.requests.get(key) if isinstance(key, RequestKey) else None
+        if request is None or request.closing:
+            log.error("message_too_large", role=self._role, kind=type(message).__name__, error=str(error))
+        else:
+            self._fail(request, error)
 
     def _to_others(self, message: m.Message) -> None:
         assert self._group is not None, "a leader is used after join"
         for rank in self._group.ranks[1:]:
-            self._send(rank.control_address, message)
+            self._channel_send(rank.control_address, message)
 
     @property
     def _ranks(self) -> int:

@@ -16,22 +16,23 @@ import msgspec
 import pytest
 import zmq
 
-from disagg.core.errors import ConfigError
+from disagg.core.errors import ConfigError, ProtocolError
 from disagg.core.types import RequestKey
 from transport.control_thread import encode_envelope
 from transport.control_zmq import MAX_STRAY_PEERS, ZmqControl
 from transport.keys import ControlKeys, load_keys, make_keys, save_keys
-from transport.messages import Message, Released, encode
+from transport.messages import Message, Plan, Released, encode
 from transport.reliable import Envelope, ReliableOptions
 
 OPTIONS = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
+LIMIT_BYTES = 1 << 16
 HELLO = Released(RequestKey("r"))
 
 
 @contextmanager
 def listening(keys: ControlKeys | None) -> Iterator[tuple[ZmqControl, queue.Queue[tuple[str, Message]]]]:
     """A started channel and what it hears."""
-    channel = ZmqControl("127.0.0.1", keys=keys, options=OPTIONS, max_message_bytes=1 << 16)
+    channel = ZmqControl("127.0.0.1", keys=keys, options=OPTIONS, max_message_bytes=LIMIT_BYTES)
     heard: queue.Queue[tuple[str, Message]] = queue.Queue()
     channel.start(lambda peer, message: heard.put((peer, message)), lambda peer: None)
     try:
@@ -260,3 +261,14 @@ def test_keys_are_kept_to_their_owner(tmp_path: Path) -> None:
     path.chmod(0o600)
     with pytest.raises(ConfigError, match="no key file"):
         load_keys(path)
+
+
+def test_a_message_that_peers_would_drop_is_refused_at_once() -> None:
+    with listening(None) as (a, _), listening(None) as (b, heard):
+        room = LIMIT_BYTES - len(encode(Plan(1, b""))) - 4  # what the length of so many bytes takes more
+        with pytest.raises(ProtocolError, match=rf"may take {LIMIT_BYTES} bytes \(control.max_message_bytes"):
+            a.send(b.address, Plan(1, bytes(LIMIT_BYTES)))
+        largest = Plan(1, bytes(room))
+        assert LIMIT_BYTES - 4 <= len(encode(largest)) <= LIMIT_BYTES
+        a.send(b.address, largest)
+        assert heard.get(timeout=20) == (a.address, largest)
