@@ -1,0 +1,219 @@
+"""How a cluster's groups come up, are linked and end; the ranks' processes are only pretended."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from disagg.cluster_life import Cluster
+from disagg.core.config import Config, Role
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.types import KVLayout
+from disagg.groups import Group
+from disagg.placement import GroupPlacement, choose_placement
+from transport.keys import ControlKeys
+
+TIMEOUT_S = 10.0
+SPEC = SimpleNamespace(fingerprint="f", layout=KVLayout(2, 2, 8, "float32"))
+
+
+@dataclass(eq=False)
+class FakeCall:
+    """Of a method; `park` goes on until the rank dies."""
+
+    name: str
+    over: bool = False
+
+
+class FakeActor:
+    """Any method can be called; what was called is in `ranks.calls`."""
+
+    def __init__(self, ranks: FakeRanks, name: str) -> None:
+        self._ranks, self.name = ranks, name
+        self.parked: FakeCall | None = None
+
+    def __getattr__(self, method: str) -> Any:
+        def remote(*arguments: Any) -> FakeCall:
+            told = [getattr(one, "name", one) for one in arguments] if method in ("link", "peer_lost") else []
+            self._ranks.calls.append(" ".join([self.name, method, *told]))
+            call = FakeCall(f"{self.name} {method}")
+            if method == "park":
+                self.parked = call
+            else:
+                call.over = True
+            return call
+
+        return SimpleNamespace(remote=remote)
+
+    def die(self) -> None:
+        assert self.parked is not None, "it is up"
+        with self._ranks.changed:
+            self.parked.over = True
+            self._ranks.changed.notify_all()
+
+
+class FakeRanks:
+    """As much of Ray as a cluster needs. A call named in `failing` raises."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failing = ""
+        self.killed: list[str] = []
+        self.taken_down: list[str] = []
+        self.changed = threading.Condition()
+
+    def place(
+        self,
+        role: Role,
+        name: str,
+        where: GroupPlacement,
+        config: Config,
+        keys: ControlKeys | None,
+        given_up: Callable[[], bool],
+    ) -> Group:
+        if given_up():
+            raise ConfigError("no room")
+        actors = [FakeActor(self, f"{name}/{rank}") for rank in range(where.tp)]
+        return Group(name, role, where, actors, None)
+
+    def results(self, calls: Sequence[FakeCall], timeout_s: float) -> list[Any]:
+        if any(call.name == self.failing for call in calls):
+            raise DisaggError(f"{self.failing} failed")
+        return [self._result(*call.name.split()) for call in calls]
+
+    def _result(self, actor: str, method: str) -> Any:
+        info = SimpleNamespace(control_address=f"tcp://{actor}")
+        started = SimpleNamespace(info=info, spec=SPEC, pid=-1, host=f"not {socket.gethostname()}", memory="")
+        return {"start": started}.get(method)
+
+    def ended(self, calls: Sequence[FakeCall], timeout_s: float) -> list[FakeCall] | None:
+        with self.changed:
+            self.changed.wait_for(lambda: any(call.over for call in calls), timeout_s)
+            return [call for call in calls if call.over]
+
+    def kill(self, group: Group) -> None:
+        self.killed.append(group.name)
+
+    def take_down(self, group: Group) -> None:
+        self.taken_down.append(group.name)
+
+
+@pytest.fixture
+def ranks() -> FakeRanks:
+    return FakeRanks()
+
+
+@pytest.fixture
+def cluster(ranks: FakeRanks) -> Iterator[Cluster]:
+    """Two prefill ranks and a decode rank, up."""
+    cluster = Cluster(Config(), choose_placement(0, 2, 1, "cpu", (1, 1)), None, ranks)
+    cluster.start(lambda text: None)
+    yield cluster
+    cluster.stop()
+
+
+def names(groups: Sequence[Group]) -> list[str]:
+    return [group.name for group in groups]
+
+
+def test_groups_come_up_in_order(cluster: Cluster, ranks: FakeRanks) -> None:
+    assert ranks.calls == [
+        "prefill/0 rendezvous",
+        "prefill/0 start",
+        "prefill/1 start",
+        "decode/0 rendezvous",
+        "decode/0 start",
+        "prefill/0 join",
+        "prefill/1 join",
+        "decode/0 join",
+        "prefill/0 park",
+        "prefill/1 park",
+        "decode/0 park",
+        "prefill/0 link decode",
+        "prefill/1 link decode",
+        "decode/0 link prefill",
+        "prefill/0 calibrate",
+        "prefill/1 calibrate",
+    ]
+    assert [info.name for info in cluster.infos()] == ["prefill", "decode"]
+
+
+def test_a_group_more_is_linked_with_the_other_kind_only(cluster: Cluster, ranks: FakeRanks) -> None:
+    ranks.calls.clear()
+    assert cluster.add_group("decode", lambda text: None).up
+    assert [call for call in ranks.calls if " link " in call] == [
+        "prefill/0 link decode-2",
+        "prefill/1 link decode-2",
+        "decode-2/0 link prefill",
+    ]
+    assert names(cluster.groups) == ["prefill", "decode", "decode-2"]
+
+
+@pytest.mark.parametrize("failing", ["start", "join", "link"])
+def test_of_a_group_that_does_not_come_up_nothing_is_left(
+    cluster: Cluster, ranks: FakeRanks, failing: str
+) -> None:
+    ranks.failing = f"decode-2/0 {failing}"
+    with pytest.raises(DisaggError, match=f"{ranks.failing} failed"):
+        cluster.add_group("decode", lambda text: None)
+    assert names(cluster.groups) == ["prefill", "decode"]
+    assert ranks.taken_down == ["decode-2"]
+    ranks.failing = ""
+    assert cluster.add_group("decode", lambda text: None).name == "decode-3", "a name is used once"
+
+
+def test_a_death_is_told_to_all_others_and_of_its_group_once(cluster: Cluster, ranks: FakeRanks) -> None:
+    addresses: queue.Queue[str] = queue.Queue()
+    groups: list[str] = []
+    cluster.on_lost(addresses.put)
+    cluster.on_group_lost(lambda group: groups.append(group.name))
+    ranks.calls.clear()
+    first, second = cluster.prefill.actors
+    first.die()
+    assert addresses.get(timeout=TIMEOUT_S) == "tcp://prefill/0"
+    assert ranks.calls == [f"{name} peer_lost tcp://prefill/0" for name in ("prefill/1", "decode/0")]
+    second.die()
+    assert addresses.get(timeout=TIMEOUT_S) == "tcp://prefill/1"
+    assert groups == ["prefill"]
+    assert ranks.calls[2:] == ["decode/0 peer_lost tcp://prefill/1"]
+
+
+def test_a_group_that_loses_a_rank_while_it_is_linked_does_not_come_up(
+    cluster: Cluster, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = threading.Event()
+    cluster.on_lost(lambda address: lost.set())
+    results = ranks.results
+
+    def strike(calls: Sequence[FakeCall], timeout_s: float) -> list[Any]:
+        if calls[0].name == "decode-2/0 link":
+            cluster.groups[-1].actors[0].die()
+            assert lost.wait(TIMEOUT_S)
+        return results(calls, timeout_s)
+
+    monkeypatch.setattr(ranks, "results", strike)
+    with pytest.raises(DisaggError, match="decode-2 lost rank 0 while it was linked"):
+        cluster.add_group("decode", lambda text: None)
+    assert names(cluster.groups) == ["prefill", "decode"]
+
+
+def test_who_does_not_stop_by_itself_is_taken_down(cluster: Cluster, ranks: FakeRanks) -> None:
+    ranks.failing = "prefill/1 stop"
+    cluster.stop()
+    assert ranks.taken_down == ["prefill", "decode"]
+    assert not cluster.groups
+
+
+def test_an_abandoned_start_kills_what_is_not_up(cluster: Cluster, ranks: FakeRanks) -> None:
+    cluster.decode.up = False
+    cluster.abandon_start()
+    assert ranks.killed == ["decode"]
+    with pytest.raises(ConfigError, match="no room"):
+        cluster.add_group("decode", lambda text: None)
