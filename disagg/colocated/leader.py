@@ -18,11 +18,13 @@ from disagg.core.errors import (
 )
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
+from disagg.kv.journal import MarkJournal
 from disagg.model.next_tokens import Chosen, next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
-from disagg.node.leader import Leader, Scheduled, Send, check_request, finish_reason
+from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request, finish_reason
 from disagg.node.plan import StepPlan
+from disagg.node.prefix_news import MUCH_NEWS
 from transport import messages as m
 
 log = structlog.get_logger(__name__)
@@ -70,6 +72,7 @@ class ColocatedLeader(Leader):
             self._reports.step_ended(prompt_tokens + generated)
             for request in requests:
                 self._tell_released(request)
+            self._tell_prefixes(MUCH_NEWS)
             self._changed.notify_all()
 
     def statistics(self) -> ColocatedStatistics:
@@ -81,6 +84,15 @@ class ColocatedLeader(Leader):
         found = self._scheduler.statistics()
         running = found.reserved + found.prefilling + found.decoding
         return Scheduled(0, running, found.closing, found.memory)
+
+    def _journal(self) -> MarkJournal | None:
+        return self._scheduler.journal
+
+    def _fail(self, request: LedRequest, error: DisaggError) -> None:
+        """What it holds may be no good, so nobody else gets it."""
+        assert isinstance(request, ColocatedRequest), "this leader's"
+        request.prefix = None
+        super()._fail(request, error)
 
     def _next_step(self) -> StepPlan | None:
         return self._scheduler.next_step()
@@ -112,8 +124,14 @@ class ColocatedLeader(Leader):
                     "a colocated group gives one answer to a request: ask for each by itself"
                 )
             deadline_s = self._clock() + message.deadline_s
+            caches = self._scheduler.caches_prefixes
             request = self._scheduler.reserve(
-                message.key, message.prompt, message.sampling, router=router, deadline_s=deadline_s
+                message.key,
+                message.prompt,
+                message.sampling,
+                router=router,
+                deadline_s=deadline_s,
+                prefix=self._prefix(message.prompt, message.cache_salt) if caches else None,
             )
         except DisaggError as error:
             self._refuse(router, message.key, error)

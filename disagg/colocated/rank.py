@@ -15,7 +15,6 @@ from disagg.core.errors import HandshakeError
 from disagg.core.status import RankStatus
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import device_name
-from disagg.node.ledger import Ledger
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
@@ -76,10 +75,8 @@ class ColocatedRank(RankNode[ColocatedLeader, NoTransfers]):
 
     def _make_leader(self) -> ColocatedLeader:
         group, spec = self.group_config, self.runner.spec
-        pool_tokens = self.runner.pool.slots - group.page_size  # without the trash page
-        ledger = Ledger(pool_tokens=pool_tokens, page_size=group.page_size, rows=group.max_requests)
         scheduler = ColocatedScheduler(
-            ledger,
+            self._ledger(),
             group=self.name,
             budget_tokens=group.chunk_tokens,
             max_batch=group.max_batch,

@@ -6,9 +6,11 @@ al., 2024).
 
 Who owns a request's row and pages (its holding), and who frees them:
 
-    [reserve, settled)     the request
+    [reserve, settled)     the request; the pages that it found cached, others and the cache too
     settled                `_settle` frees: the request is closing, and no step that computes it is running. Ranks
                            need not be asked: they touch pages in steps only, in the order of their plans
+    [computed, evicted)    the prefix cache, where there is one, full pages of prompts and answers; see
+                           `disagg.node.ledger`
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
+from disagg.core.prefixes import TOKEN_BYTES, PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.kv.journal import MarkJournal
 from disagg.model.penalties import TokenHistory
 from disagg.node.ledger import Holding, Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
@@ -38,6 +42,8 @@ class ColocatedRequest:
     """On the leader's clock."""
     holding: Holding | None
     """None once freed."""
+    prefix: PrefixKey | None = None
+    """The prompt as the prefix cache knows it; None: nobody may have what becomes of it."""
     started: bool = False
     """The router wants it computed."""
     planned_tokens: int = 0
@@ -95,9 +101,18 @@ class ColocatedScheduler:
         self.requests: dict[RequestKey, ColocatedRequest] = {}
 
     def reserve(
-        self, key: RequestKey, prompt: list[int], sampling: SamplingParams, *, router: str, deadline_s: float
+        self,
+        key: RequestKey,
+        prompt: list[int],
+        sampling: SamplingParams,
+        *,
+        router: str,
+        deadline_s: float,
+        prefix: PrefixKey | None = None,
     ) -> ColocatedRequest:
-        """Sets a row and every page aside that prompt and answer can need. Raises `PromptTooLongError`, `BusyError`.
+        """Sets a row and every page aside that prompt and answer can need, behind what is cached of `prefix`.
+
+        Raises `PromptTooLongError`, `BusyError`.
 
         The whole answer is reserved too: a request that was admitted can never run out of pages while it decodes.
         """
@@ -108,7 +123,7 @@ class ColocatedScheduler:
                 f"which takes {self._max_tokens} in all: raise colocated.max_context_tokens or "
                 f"colocated.pool_tokens, or shorten them"
             )
-        holding = self._ledger.reserve(total)
+        holding = self._ledger.reserve(total, prefix)
         if holding is None:
             memory = self._ledger.statistics()
             raise BusyError(
@@ -118,7 +133,8 @@ class ColocatedScheduler:
         number = next(self._numbers) % TICKET_NUMBERS
         # No tokens: nothing is to be sent anywhere.
         ticket = Ticket(key, number, self._group, Span(0, 0), holding.row)
-        request = ColocatedRequest(key, ticket, prompt, sampling, router, deadline_s, holding)
+        request = ColocatedRequest(key, ticket, prompt, sampling, router, deadline_s, holding, prefix)
+        request.planned_tokens = holding.cached_tokens
         self.requests[key] = request
         return request
 
@@ -137,6 +153,8 @@ class ColocatedScheduler:
         for work in plan.work:
             request = self.requests[work.key]
             request.in_step = False
+            if work.span.stop == len(request.prompt):  # others that begin alike need not wait for its end
+                self._keep(request)
             if work.start >= len(request.prompt):
                 # Behind the others, so that with more answers than `max_batch` each has its turn.
                 self.requests[request.key] = self.requests.pop(request.key)
@@ -146,6 +164,16 @@ class ColocatedScheduler:
         """Ends a request; while a step computes it, at that step's end. Again: nothing happens."""
         request.closing = True
         self._settle(request)
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether a request's `prefix` is looked at."""
+        return self._ledger.caches
+
+    @property
+    def journal(self) -> MarkJournal | None:
+        """See `Ledger`."""
+        return self._ledger.journal
 
     def statistics(self) -> ColocatedStatistics:
         """Counts at this moment."""
@@ -183,13 +211,22 @@ class ColocatedScheduler:
     def _work(self, request: ColocatedRequest, start: int, tokens: list[int]) -> Work:
         assert request.holding is not None, "a request that is not closing holds its memory"
         request.in_step = True
-        pages = request.holding.pages if start == 0 else []
+        pages = request.holding.pages if start == request.holding.cached_tokens else []
         number, row = request.ticket.number, request.holding.row
         return Work(request.key, number, row, start, tokens, len(request.prompt), pages)
 
     def _settle(self, request: ColocatedRequest) -> None:
         if not request.closing or request.in_step or request.holding is None:
             return
+        self._keep(request)
         self._ledger.release(request.holding)
         request.holding = None
         del self.requests[request.key]
+
+    def _keep(self, request: ColocatedRequest) -> None:
+        """Others may read what has been computed of it; of the token that was chosen last, nothing has."""
+        if request.prefix is None or request.holding is None:
+            return
+        computed = request.planned_tokens + max(0, len(request.tokens) - 1)
+        data = request.prefix.data + PrefixKey.of(request.tokens).data
+        self._ledger.keep(request.holding, PrefixKey(data[: computed * TOKEN_BYTES], request.prefix.salt))

@@ -94,7 +94,7 @@ class GroupConfig(Section, frozen=True):
     prefix_cache: bool = True
     """Whether a prefill group keeps the KV of prompts, and a decode group that of prompts and answers, for others
     that begin alike, in pages that nothing else needs: the one does not compute it again, the other is not sent it.
-    Not looked at by colocated groups, nor for models with recurrent layers."""
+    A colocated group does as both. Not for models with recurrent layers."""
     eviction: EvictionName = "lru"
     """What goes first when the pages are needed: longest unused, least often used, oldest."""
     collective: CollectiveName = "auto"

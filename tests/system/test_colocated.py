@@ -22,7 +22,7 @@ from local_groups import (
 )
 from simulated_memory import poison_pages
 
-from disagg.core.errors import BusyError, PeerLostError, PromptTooLongError
+from disagg.core.errors import BusyError, PeerLostError, PromptTooLongError, RequestError
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.source import ModelSource
 from disagg.node.plan import StepPlan
@@ -150,6 +150,52 @@ def test_sampling_is_that_of_the_split_system(checkpoints: Checkpoints) -> None:
             assert [one.token for one in colocated.logprobs] == [one.token for one in split.logprobs]
             for ours, theirs in zip(colocated.logprobs, split.logprobs, strict=True):
                 assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(("tp", "page"), [(1, 16), (2, 4), (3, 1)])
+def test_what_was_computed_of_a_prompt_is_not_computed_again(
+    checkpoints: Checkpoints, tp: int, page: int
+) -> None:
+    """Of prompts that begin alike, and of conversations; what the chunks leave out is what was cached."""
+    source, sampling = checkpoints.source(), SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    (stem,) = random_prompts(50, seed=6)
+    said = [stem + tail for tail in random_prompts(3, 30, 14, seed=7)]
+    with local_groups(colocated_config(tp, page=page, pool_tokens=512), source) as groups:
+        plans = steps_of(poisoned(groups))
+        first = groups.answers(said, sampling)
+        turns = [prompt + answer.tokens + [70] for prompt, answer in zip(said, first, strict=True)]
+        alone = groups.groups["colocated"][0].statistics()["leader"].memory.cache
+        plans.clear()
+        second = groups.answers(turns, sampling)
+        cache = groups.groups["colocated"][0].statistics()["leader"].memory.cache
+    for prompt, answer in zip(said + turns, first + second, strict=True):
+        assert answer.tokens == checkpoints.greedy(source, prompt, TOKENS)[:TOKENS]
+    known = [(len(prompt) + TOKENS - 1) // page * page for prompt in said]
+    computed = sum(
+        len(work.tokens) for plan in plans for work in plan.work if work.start < work.prompt_tokens
+    )
+    assert computed == sum(map(len, turns)) - sum(known)
+    assert cache.hit_tokens - alone.hit_tokens == sum(known)
+
+
+def test_nobody_reads_what_a_failed_request_computed(checkpoints: Checkpoints) -> None:
+    """Its logits were no numbers: its KV may be none either."""
+    (prompt,) = random_prompts(40, seed=9)
+    with local_groups(colocated_config(1), checkpoints.source()) as groups:
+        rank = groups.groups["colocated"][0]
+        forward, bad = rank._forward, [True]
+
+        def spoiled(plan: StepPlan, on_layer: Any = None) -> Any:
+            logits = forward(plan, on_layer)
+            return logits * float("nan") if bad[0] else logits
+
+        rank._forward = spoiled
+        with pytest.raises(RequestError, match="no finite logits"):
+            groups.answers([prompt], SamplingParams(max_tokens=2))
+        bad[0] = False
+        (answer,) = groups.answers([prompt], SamplingParams(max_tokens=TOKENS))
+        assert rank.statistics()["leader"].memory.cache.hit_tokens == 0
+    assert answer.tokens == checkpoints.greedy(groups.source, prompt, TOKENS)
 
 
 def test_a_group_tells_of_itself(checkpoints: Checkpoints) -> None:
