@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 
+import structlog
+
 from disagg.core.errors import PeerLostError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, check_sampling
@@ -19,6 +21,10 @@ from disagg.router.session import Output, Session, SessionReport
 from disagg.router.status import GroupStatuses
 from disagg.router.text import Decode
 
+log = structlog.get_logger(__name__)
+
+TRIES = 3
+"""Of one request, each with other groups."""
 SHUNNED_S = 5.0
 """A pair of groups that could not reach each other is given nothing for so long, where there is another pair."""
 
@@ -163,33 +169,47 @@ class Router:
         `disagg.router.text.decode_with` makes it of a tokenizer. Only prompts of one `cache_salt` share cached KV.
         Requests that name the same `session` are decoded by the same group, as far as its load allows.
 
+        A request that loses one of its groups before anything of an answer is known goes to others, where there are.
+
         Raises what ended the request: `InvalidRequestError`, `BusyError`, `PromptTooLongError`,
         `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
         on both sides.
         """
         check_sampling(sampling)  # the leaders look again, and at the vocabulary too
-        asking = self._asking(prompt, cache_salt, session)
-        pair = self._pair(asking)
-        run = Session(
-            self._mail,
-            *pair,
-            RequestKey(request_id),
-            list(prompt),
-            sampling,
-            time.monotonic() + timeout_s,
-            decode,
-            report or SessionReport(),
-            self._reserve_retry_s,
-            cache_salt,
-            {engine: asking.missing_tokens(engine) for engine in pair},
-        )
-        try:
-            async with aclosing(run.run()) as outputs:
-                async for output in outputs:
-                    yield output
-        except PeerLostError:
-            self._shun(*pair)
-            raise
+        asking, deadline_s = self._asking(prompt, cache_salt, session), time.monotonic() + timeout_s
+        for epoch in range(TRIES):
+            pair, told = self._pair(asking), False
+            run = Session(
+                self._mail,
+                *pair,
+                RequestKey(request_id, epoch),
+                list(prompt),
+                sampling,
+                deadline_s,
+                decode,
+                report or SessionReport(),
+                self._reserve_retry_s,
+                cache_salt,
+                {engine: asking.missing_tokens(engine) for engine in pair},
+            )
+            try:
+                async with aclosing(run.run()) as outputs:
+                    async for output in outputs:
+                        told = True
+                        yield output
+                return
+            except PeerLostError as error:
+                self._shun(*pair)
+                if told or epoch + 1 == TRIES or not self._has_others(pair):
+                    raise
+                log.info("tried_elsewhere", request=request_id, not_with=_names(*pair), error=str(error))
+
+    def _has_others(self, pair: tuple[Engine, Engine]) -> bool:
+        """Whether groups that can be given a request, and meet, are there besides `pair`."""
+        if len(self._roles) == 1:
+            return any(not e.lost and not e.draining for e in self._of(self._roles[0]) if e is not pair[0])
+        prefills, decodes = (self._of(role) for role in self._roles)
+        return any(self._meet(one, other) for one in prefills for other in decodes)
 
 
 def _names(prefill: Engine, decode: Engine) -> tuple[str, str]:
