@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
+from disagg.core.config import ModelConfig
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
 
@@ -45,12 +47,14 @@ SEARCHES = [
 
 @pytest.mark.parametrize("pages", [(16, 16), (4, 1), (2, 8)], ids=str)
 @pytest.mark.parametrize("tp", [(1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_beams_are_those_of_transformers(
-    checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int]
+    checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], device: str
 ) -> None:
     config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], max_requests=40, pool_tokens=8192)
+    config = msgspec.structs.replace(config, model=ModelConfig(dtype="float32"))
     prompts = random_prompts(*range(7, 7 + 5 * len(SEARCHES), 5), seed=11)
-    with local_groups(config, checkpoints.source()) as groups:
+    with local_groups(config, checkpoints.source(), device) as groups:
         answers = searched(groups, prompts, SEARCHES)
         source = groups.source
     for prompt, sampling, answer in zip(prompts, SEARCHES, answers, strict=True):

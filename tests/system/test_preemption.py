@@ -21,6 +21,7 @@ from disagg.node.assemble import make_runner
 from disagg.router.router import Router
 
 WAYS = ["recompute", "swap"]
+DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 PROMPTS = random_prompts(9, 21, 14, 30, 5, 17, seed=6)
 TOKENS = 40
 POOL_TOKENS = 96
@@ -120,8 +121,9 @@ def test_windows_and_both_ways_in_one_run(checkpoints: Checkpoints) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("tp", [(1, 1), (2, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize("device", DEVICES)
 def test_all_sequences_of_a_request_leave_and_come_back_together(
-    checkpoints: Checkpoints, tp: tuple[int, int], way: str
+    checkpoints: Checkpoints, tp: tuple[int, int], way: str, device: str
 ) -> None:
     """Beams and several answers beside single ones, in a pool for two of them: they share what they shared."""
     source = checkpoints.source()
@@ -134,12 +136,12 @@ def test_all_sequences_of_a_request_leave_and_come_back_together(
         msgspec.structs.replace(drawn, n=2, seed=4, repetition_penalty=1.2),
         SamplingParams(max_tokens=TOKENS, ignore_eos=True),
     ]
-    with local_groups(config_of(tp, way, pool_tokens=1024), source) as groups:
+    with local_groups(config_of(tp, way, pool_tokens=1024), source, device) as groups:
         calm = all_at_once(groups, samplings)
         assert preempted(groups) == (0, 0)
     config, count = config_of(tp, way), 0
     rows = msgspec.structs.replace(config.decode, max_requests=16)
-    with local_groups(msgspec.structs.replace(config, decode=rows), source) as groups:
+    with local_groups(msgspec.structs.replace(config, decode=rows), source, device) as groups:
         poisoned(groups)
         for _ in range(4):  # who meets whom is up to the threads
             answers = all_at_once(groups, samplings)
