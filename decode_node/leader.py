@@ -9,7 +9,7 @@ import torch
 
 from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
-from decode_node.scheduler import DecodeScheduler, DecodeStatistics, Stepped
+from decode_node.scheduler import DecodeScheduler, DecodeStatistics
 from disagg.core.errors import (
     BusyError,
     DisaggError,
@@ -91,16 +91,15 @@ class DecodeLeader(Leader):
         with self._changed:
             stepped = self._scheduler.stepped(plan)
             ended = [i for i, (_, one) in enumerate(stepped) if plan.work[i].span.stop == one.known_tokens]
-        single = [i for i in ended if stepped[i].request.search is None]
-        found = self._next_tokens(logits, [stepped[i].sequence for i in single], single)
-        beams = self._next_beams(
-            logits, {i: stepped[i] for i in ended if stepped[i].request.search is not None}
-        )
+        single = [i for i in ended if stepped[i][0].search is None]
+        beams = {i: stepped[i][0] for i in ended if stepped[i][0].search is not None}
+        found = self._next_tokens(logits, [stepped[i][1] for i in single], single)
+        searched = self._next_beams(logits, beams)
         with self._changed:
             generated = 0
             for i, chosen in zip(single, found, strict=True):
                 generated += self._go_on(*stepped[i], chosen)
-            branches = {request: self._advance(request, best) for request, best in beams.items()}
+            branches = {request: self._advance(request, best) for request, best in searched.items()}
             self._observe_step(plan)
             for request in self._scheduler.commit(plan):
                 if going := branches.get(request):
@@ -120,11 +119,11 @@ class DecodeLeader(Leader):
         return next_tokens(logits if whole else logits[index], rows, self._eos_ids) if rows else []
 
     def _next_beams(
-        self, logits: torch.Tensor, stepped: dict[int, Stepped]
+        self, logits: torch.Tensor, beams: dict[int, DecodeRequest]
     ) -> dict[DecodeRequest, list[Candidate] | RequestError]:
-        """The likeliest continuations of each request; `stepped` has the row of each of its beams."""
+        """The likeliest continuations of each request; `beams` has the row of each of its beams."""
         rows: dict[DecodeRequest, list[int]] = {}
-        for index, (request, _) in stepped.items():
+        for index, request in beams.items():
             rows.setdefault(request, []).append(index)
         steps = [
             BeamStep(request.sampling, request.sequences[0].tokens, [one.score for one in request.sequences])

@@ -171,13 +171,16 @@ class Pressure:
 
     def _growing(self, request: DecodeRequest) -> list[Holding]:
         """What needs one more token for the step."""
-        if not self._has_kv or request.left_tokens:  # what is computed again has its places
+        if not self._has_kv or request.again:  # what is computed again has its places
             return []
-        return [one.holding for one in request.sequences if one.holding.tokens <= one.computed_tokens]
+        return [
+            one.holding for one in request.sequences if one.holding.sequence.tokens <= one.computed_tokens
+        ]
 
     def _grow(self, requests: Iterable[DecodeRequest]) -> bool:
         """A place for the next token of each sequence of all of `requests`, or, changing nothing, False."""
-        copies = self._ledger.grow([holding for request in requests for holding in self._growing(request)])
+        growing = [holding for request in requests for holding in self._growing(request)]
+        copies = self._ledger.grow(growing)
         if copies is None:
             return False
         self._copies += copies
@@ -224,10 +227,10 @@ class Pressure:
             shared = sum(number < known_pages for number in numbers)
             known_pages += len(numbers) - shared
             sequence.computed_tokens = min(tokens, shared * self._ledger.page_size)
-        request.place = Place.RESIDENT
+        request.place, request.again = Place.RESIDENT, True
 
     def _kind(self, victim: DecodeRequest) -> Kind:
-        if victim.left_tokens:
+        if victim.again:
             return "recompute"  # it is being computed again: most of its pages hold nothing yet
         if self._preemption == "auto":
             return cheaper(len(victim.pages()), _tokens(victim), self.rates)

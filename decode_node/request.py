@@ -67,13 +67,20 @@ class Sequence:
             return self.tokens[start - inside : end - inside]
         return [*self.prompt[start:end], *self.tokens[: max(0, end - inside)]]
 
-    def untold_pages(self) -> int:
-        """The first of its pages that the ranks do not know, or know otherwise.
+    def tell_pages(self) -> tuple[int, list[int]]:
+        """The first of its pages that the ranks do not know, or know otherwise, and all from there: now they do.
 
         At most the last one that they know is another now: it was shared, and not full (copy on write).
         """
-        told = self.told_pages
-        return len(told) - (bool(told) and told[-1] != self.holding.pages[len(told) - 1])
+        told, pages = self.told_pages, self.holding.sequence.pages
+        first = len(told)
+        if told and told[-1] != pages[first - 1]:
+            first -= 1
+        elif first == len(pages):
+            return first, []
+        untold = pages[first:]
+        told[first:] = untold
+        return first, untold
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +108,10 @@ class DecodeRequest:
     """None unless the request is a beam search."""
     begun: bool = False
     """The first tokens have come from the prefill group."""
+    again: bool = False
+    """Some of what its pages are for is to be computed again, before its sequences can go on."""
+    some_ended: bool = False
+    """One or more of its sequences have ended, and hold something."""
     place: Place = Place.RESIDENT
     blocks: list[int] = field(default_factory=list)
     """Of host memory. Its own from when it is swapped out until it is back, or over."""

@@ -18,7 +18,6 @@ import itertools
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from decode_node.costs import Rates
 from decode_node.pressure import Pressure
@@ -57,11 +56,12 @@ class DecodeStatistics:
     """Pages copied there."""
 
 
-class Stepped(NamedTuple):
-    """What one work of a step computes."""
+_ONE = [1]
+"""What most requests compute in a step."""
 
-    request: DecodeRequest
-    sequence: Sequence
+
+Stepped = tuple[DecodeRequest, Sequence]
+"""What one work of a step computes."""
 
 
 class DecodeScheduler:
@@ -244,6 +244,7 @@ class DecodeScheduler:
         self._stepped = []
         for request in requests:
             request.in_step = False
+            request.again = request.again and request.left_tokens > 0
             self._give_back_state(request)
             # Moved behind the others, so that with more requests than `max_batch` each has its turn.
             self.requests[request.key] = self.requests.pop(request.key)
@@ -283,11 +284,12 @@ class DecodeScheduler:
 
     def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
         """The sequence has its last token. True when the request has no other: then it is to be closed."""
-        sequence.ended = True
+        sequence.ended = request.some_ended = True
         return all(one.ended for one in request.sequences)
 
     def _prune(self, request: DecodeRequest) -> None:
         """Gives back what ended sequences hold, while others go on. Between steps, when it is resident."""
+        request.some_ended = False
         for sequence in [one for one in request.sequences if one.ended]:
             self._keep(request, [sequence])
             request.sequences.remove(sequence)
@@ -362,7 +364,10 @@ class DecodeScheduler:
                 if request not in taken:
                     self.requests[request.key] = self.requests.pop(request.key)
             if taken:
-                return [work for request in taken for work in self._work(request, turn[request])]
+                work: list[Work] = []
+                for request in taken:
+                    self._plan(request, turn[request], work)
+                return work
         return []
 
     def _turn(self) -> dict[DecodeRequest, list[int]]:
@@ -377,16 +382,21 @@ class DecodeScheduler:
                 break
             if not self.pressure.runs(request):
                 continue
-            self._prune(request)
-            if len(request.sequences) > places:
+            if (
+                request.some_ended and not request.again
+            ):  # what the first of them computes is for the others too
+                self._prune(request)
+            count = len(request.sequences)
+            if count > places:
                 continue
-            counts = [1] * len(request.sequences)
-            if request.left_tokens:
+            counts = _ONE if count == 1 else [1] * count
+            if request.again:
                 counts = self._again(request.sequences, budget_tokens)
                 budget_tokens -= sum(counts)
-            if any(counts):
-                turn[request] = counts
-                places -= len(counts)
+                if not any(counts):
+                    continue
+            turn[request] = counts
+            places -= count
         return turn
 
     def _again(self, sequences: Iterable[Sequence], budget_tokens: int) -> list[int]:
@@ -402,29 +412,25 @@ class DecodeScheduler:
             counts.append(count)
         return counts
 
-    def _work(self, request: DecodeRequest, counts: list[int]) -> list[Work]:
+    def _plan(self, request: DecodeRequest, counts: list[int], works: list[Work]) -> None:
         request.in_step = True
-        works = []
         for sequence, count in zip(request.sequences, counts, strict=True):
             if count == 0:
                 continue
-            first, pages = sequence.untold_pages(), sequence.holding.pages
-            untold = pages[first:]
-            sequence.told_pages[first:] = untold
-            self._stepped.append(Stepped(request, sequence))
+            first, untold = sequence.tell_pages()
+            self._stepped.append((request, sequence))
             works.append(
                 Work(
                     request.key,
                     request.ticket.number,
                     sequence.holding.row,
                     sequence.computed_tokens,
-                    sequence.next_tokens(count),
+                    sequence.next_tokens(count) if request.again else sequence.tokens[-1:],
                     request.prompt_tokens,
                     untold,
                     first,
                 )
             )
-        return works
 
     def _give_back_state(self, request: DecodeRequest) -> None:
         """Each rank has read the recurrent state that landed behind the prompt: its place is the answer's."""

@@ -174,7 +174,7 @@ def test_a_state_that_nobody_has_read_goes_with_its_pages() -> None:
     assert two.place is Place.OUT, "before its first step"
     scheduler.close(one)
     scheduler.rank_closed(one, 0)
-    while two.left_tokens:
+    while two.again:
         plan = scheduler.next_step()
         assert plan is not None
         scheduler.commit(plan)
@@ -223,3 +223,39 @@ def test_a_step_of_256_requests_costs_the_books_little() -> None:
         best_s = min(best_s, time.perf_counter() - began_s)
     ledger.check([[holding] for holding in grown])
     assert best_s < 1e-3
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_who_computes_for_all_does_so_also_when_its_answer_is_not_wanted_any_more(number: int) -> None:
+    """What two answers share is computed again by the first of them."""
+    scheduler = make(64, 4, chunk_tokens=5)
+    one = start(scheduler, 1, 20, 40)
+    two = scheduler.reserve(
+        RequestKey("two"),
+        list(range(16)),
+        SamplingParams(max_tokens=12, n=2),
+        router="",
+        prefill_group="",
+        deadline_s=0.0,
+    )
+    two.landed_ranks.add(0)
+    two.begun = True
+    for sequence in two.sequences:
+        sequence.tokens.append(1)
+    while two.place is Place.RESIDENT:
+        step(scheduler)
+    scheduler.close(one)
+    scheduler.rank_closed(one, 0)
+    first = two.sequences[0]
+    wanted = two.sequences[1 - number]
+    step(scheduler)
+    assert first.computed_tokens == 5
+    assert not scheduler.end(two, two.sequences[number])
+    while two.again:
+        before = first.computed_tokens
+        step(scheduler)
+        assert first.computed_tokens > before or before >= 16, "the prompt, all of it"
+    step(scheduler)
+    assert two.sequences == [wanted]
+    assert wanted.left_tokens == 1
+    scheduler.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import pytest
@@ -175,10 +176,15 @@ class DecodeMachine(RuleBasedStateMachine):
         self.count = 0
         self.plan: StepPlan | None = None
         self.numbers: set[int] = set()
+        self.tokens = 0
         self.tables: dict[int, list[int]] = {}
         """What the ranks know of each row's pages."""
         self.copies: list[tuple[Swap, set[int]]] = []
         """Ordered, and the ranks that have not done them."""
+        self.kv: dict[int, tuple[int, ...]] = {}
+        """For each slot, the tokens up to the one whose KV stands there."""
+        self.host: dict[int, list[dict[int, tuple[int, ...]]]] = {}
+        """The same for each block of host memory and its pages, by offset."""
 
     @initialize(
         preemption=st.sampled_from(["auto", "recompute", "swap"]),
@@ -204,6 +210,15 @@ class DecodeMachine(RuleBasedStateMachine):
             state_tokens=state_tokens,
         )
         self.scheduler.join(blocks)
+        take = self.ledger._pages._take_pages
+
+        def emptied(count: int) -> list[int]:
+            pages = take(count)
+            for slot in [page * 4 + offset for page in pages for offset in range(4)]:
+                self.kv.pop(slot, None)
+            return pages
+
+        self.ledger._pages._take_pages = emptied  # type: ignore[method-assign]
         self.whole_prompts, self.state_tokens = whole_prompts, state_tokens
 
     def requests(self) -> list[DecodeRequest]:
@@ -260,21 +275,49 @@ class DecodeMachine(RuleBasedStateMachine):
         if what == "opened":
             self.scheduler.rank_opened(request, rank)
         elif what == "landed":
-            request.landed_ranks.add(rank)
+            self.landed(request, {rank})
         else:
             self.first_tokens_came(request)
+
+    def landed(self, request: DecodeRequest, ranks: set[int]) -> None:
+        whole = len(request.landed_ranks) == RANKS
+        request.landed_ranks |= ranks
+        if not whole and len(request.landed_ranks) == RANKS:
+            self.write(request.sequences[0], range(request.ticket.tokens.start, len(request.prompt)))
+
+    def write(self, sequence: Sequence, positions: Iterable[int]) -> None:
+        known = (*sequence.prompt, *sequence.tokens)
+        for position in positions:
+            self.kv[sequence.holding.pages[position // 4] * 4 + position % 4] = known[: position + 1]
+
+    def reads_its_own(self, sequence: Sequence, positions: Iterable[int]) -> None:
+        known = (*sequence.prompt, *sequence.tokens)
+        for position in positions:
+            slot = sequence.holding.pages[position // 4] * 4 + position % 4
+            assert self.kv.get(slot) == known[: position + 1], "KV is missing, or of other tokens"
+
+    def copy_page(self, source: int, destination: int) -> None:
+        for offset in range(4):
+            self.kv.pop(destination * 4 + offset, None)
+            if (found := self.kv.get(source * 4 + offset)) is not None:
+                self.kv[destination * 4 + offset] = found
+
+    def token(self) -> int:
+        """One that no prompt has, and no other answer."""
+        self.tokens += 1
+        return 1000 + self.tokens
 
     def first_tokens_came(self, request: DecodeRequest) -> None:
         if not request.begun:
             request.begun = True
             for sequence in request.sequences:
-                sequence.tokens.append(700 + sequence.number)
+                sequence.tokens.append(self.token())
 
     @precondition(lambda self: self.requests())
     @rule()
     def everything_came(self) -> None:
         for request in self.live():
-            request.landed_ranks |= set(range(RANKS))
+            self.landed(request, set(range(RANKS)))
             self.first_tokens_came(request)
 
     @precondition(lambda self: self.plan is None)
@@ -285,8 +328,13 @@ class DecodeMachine(RuleBasedStateMachine):
         self.only_younger_ones_leave(before)
         works = self.plan.work if self.plan is not None else []
         stepped = self.scheduler.stepped(self.plan) if self.plan is not None else []
+        for copy in self.plan.copies if self.plan is not None else ():
+            self.copy_page(*copy)
         for work, (request, sequence) in zip(works, stepped, strict=True):
             self.computes_what_is_missing(work, request, sequence)
+            self.write(sequence, range(work.start, work.span.stop))
+        for work, (_, sequence) in zip(works, stepped, strict=True):
+            self.reads_its_own(sequence, range(work.span.stop))
         self.whole_groups_compute(stepped)
         for copy in self.plan.copies if self.plan is not None else ():
             written = {one.holding.pages[one.computed_tokens // 4] for _, one in stepped}
@@ -294,6 +342,13 @@ class DecodeMachine(RuleBasedStateMachine):
         for swap in self.plan.swaps if self.plan is not None else ():
             assert swap.key not in {work.key for work in works}, "its pages are copied beside the step"
             self.copies.append((swap, set(range(RANKS))))
+            for number, page in enumerate(swap.pages if swap.out else ()):
+                if number % 2 == 0:
+                    self.host[swap.blocks[number // 2]] = []
+                slots = {offset: self.kv.get(page * 4 + offset) for offset in range(4)}
+                self.host[swap.blocks[number // 2]].append(
+                    {o: kv for o, kv in slots.items() if kv is not None}
+                )
         assert len(works) <= 3
         again = sum(len(work.tokens) for work in works if work.span.stop < self.known(work))
         assert again <= 5 or self.whole_prompts
@@ -347,7 +402,7 @@ class DecodeMachine(RuleBasedStateMachine):
             if request.sampling.beams:
                 branching[request] = self.beams(request, data)
                 continue
-            sequence.tokens.append(9)
+            sequence.tokens.append(self.token())
             last = len(sequence.tokens) == request.sampling.max_tokens
             if last and self.scheduler.end(request, sequence):
                 self.scheduler.close(request)
@@ -366,7 +421,7 @@ class DecodeMachine(RuleBasedStateMachine):
     def beams(self, request: DecodeRequest, data: st.DataObject) -> list[Candidate]:
         count = len(request.sequences)
         parents = data.draw(st.lists(st.integers(0, count - 1), min_size=count, max_size=count))
-        return [Candidate(0.0, parent, 20 + index) for index, parent in enumerate(parents)]
+        return [Candidate(0.0, parent, self.token()) for parent in parents]
 
     @precondition(lambda self: any(r.sampling.n > 1 for r in self.live()))
     @rule(data=st.data())
@@ -383,8 +438,14 @@ class DecodeMachine(RuleBasedStateMachine):
         assert request.pages() == swap.pages
         assert request.blocks == swap.blocks
         missing.discard(rank)
+        self.bring_back(swap, missing)
         self.scheduler.swapped(request, rank)
         self.copies = [copy for copy in self.copies if copy[1]]
+
+    def bring_back(self, swap: Swap, missing: set[int]) -> None:
+        for number, page in enumerate(() if swap.out or missing else swap.pages):
+            for offset, kv in self.host[swap.blocks[number // 2]][number % 2].items():
+                self.kv[page * 4 + offset] = kv
 
     @precondition(lambda self: self.requests())
     @rule(data=st.data())
@@ -423,7 +484,7 @@ class DecodeMachine(RuleBasedStateMachine):
         for work, (request, sequence) in zip(self.plan.work, stepped, strict=True):
             if not request.closing and work.span.stop == sequence.known_tokens:
                 going[request] = request.sequences
-                sequence.tokens.append(9)
+                sequence.tokens.append(self.token())
         for request, sequences in going.items():
             if len(sequences[0].tokens) >= request.sampling.max_tokens:
                 self.scheduler.close(request)
@@ -437,6 +498,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 break
             self.commit_all()
             for swap, missing in self.copies:
+                self.bring_back(swap, set())
                 for rank in missing:
                     self.scheduler.swapped(self.scheduler.requests[swap.key], rank)
             self.copies = []
