@@ -28,7 +28,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 def to_struct(values: Mapping[str, Any], cls: type[T], off: Mapping[str, tuple[Any, ...]], at: str = "") -> T:
     """`values` as `cls`. Null is a field left out. A field of `off` with another value than those is refused."""
     given = {name: value for name, value in values.items() if value is not None}
-    known = {field.encode_name for field in msgspec.structs.fields(cls)}
+    known = cls.__struct_encode_fields__
     tag = cls.__struct_config__.tag_field
     for name in [name for name in given if name not in known and name != tag]:
         path = f"{at}{name}"
