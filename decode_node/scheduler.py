@@ -24,8 +24,9 @@ from decode_node.pressure import Pressure
 from decode_node.request import DecodeRequest, Place, Sequence
 from disagg.core.config import Preemption
 from disagg.core.errors import BusyError, InvalidRequestError, PromptTooLongError
-from disagg.core.prefixes import TOKEN_BYTES, PrefixKey
+from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import sampling_of
+from disagg.core.tokens import TOKEN_BYTES, TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.host_blocks import HostBlocks, HostStatistics
 from disagg.kv.journal import MarkJournal
@@ -126,7 +127,7 @@ class DecodeScheduler:
     def reserve(
         self,
         key: RequestKey,
-        prompt: list[int],
+        prompt: TokenIds,
         sampling: SamplingParams,
         *,
         router: str,

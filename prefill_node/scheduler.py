@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from disagg.kv.journal import MarkJournal
 from disagg.node.ledger import Holding, Ledger, LedgerStatistics
@@ -27,7 +28,7 @@ class PrefillRequest:
     """One request on the prefill side."""
 
     key: RequestKey
-    prompt: list[int]
+    prompt: TokenIds
     sampling: SamplingParams
     ticket: Ticket
     router: str
@@ -222,7 +223,7 @@ class PrefillScheduler:
             request.ticket.number,
             request.holding.row,
             start,
-            request.prompt[start : start + take],
+            list(request.prompt[start : start + take]),
             len(request.prompt),
             request.holding.pages if start == request.holding.cached_tokens else [],
         )

@@ -6,7 +6,8 @@ the wire. Fields that a peer could abuse carry bounds, checked when decoding.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Union
+from array import array
+from typing import Annotated, Any, Literal, Union
 
 import msgspec
 
@@ -15,12 +16,13 @@ from disagg.core.config import Role
 from disagg.core.errors import ProtocolError
 from disagg.core.prefixes import Digest
 from disagg.core.status import GroupStatus, RankStatus
+from disagg.core.tokens import TokenIds, unpack_tokens
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Segment, Ticket, TokenLogprobs
 from transport.handles import MemoryHandle
 from transport.tags import SEGMENT_BITS, TICKET_NUMBERS, WRITER_BITS
 
 MAX_MESSAGE_BYTES = 16 << 20
-"""Largest encoded message: a prompt of three million tokens fits."""
+"""Largest encoded message: a prompt of four million tokens fits."""
 
 TicketNumber = Annotated[int, msgspec.Meta(ge=0, lt=TICKET_NUMBERS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << WRITER_BITS)]
@@ -39,7 +41,7 @@ class Reserve(Message, frozen=True):
     """Router -> decode leader: set a row and all pages of this prompt aside."""
 
     key: RequestKey
-    prompt: list[int]
+    prompt: TokenIds
     sampling: SamplingParams
     deadline_s: Seconds
     """Time left for the whole request, relative: clocks of two hosts differ."""
@@ -69,7 +71,7 @@ class Prefill(Message, frozen=True):
     """Router -> prefill leader: compute the prompt and send what the ticket lacks."""
 
     key: RequestKey
-    prompt: list[int]
+    prompt: TokenIds
     sampling: SamplingParams
     ticket: Ticket
     deadline_s: Seconds
@@ -431,7 +433,23 @@ def decode(body: bytes) -> Message:
         raise ProtocolError(f"message of {len(body)} bytes cannot be read: {exc}") from exc
 
 
+def _packed(value: object) -> bytes:
+    """Token ids as they cross the wire: their memory, which costs nothing to write or to read."""
+    if isinstance(value, array):
+        return value.tobytes()
+    raise NotImplementedError(f"no message has a field of type {type(value).__name__}")
+
+
+def _unpacked(kind: type, value: Any) -> TokenIds:
+    if not isinstance(value, bytes):
+        raise ValueError(f"token ids are bytes, not {type(value).__name__}")
+    return unpack_tokens(value)
+
+
 MESSAGE_TYPES: tuple[type[Message], ...] = tuple(Message.__subclasses__())
-_ENCODER = msgspec.msgpack.Encoder()
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_packed)
 # A union made at run time: the classes above are the one list of messages there is.
-_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Union[MESSAGE_TYPES])  # noqa: UP007
+_DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
+    Union[MESSAGE_TYPES],  # noqa: UP007
+    dec_hook=_unpacked,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +34,7 @@ class Part:
 
     first: int
     """Number of the first of them among all answers to the request."""
-    prompt: list[int]
+    prompt: Sequence[int]
     sampling: SamplingParams
 
     @property
@@ -49,7 +50,7 @@ class Asked:
     The engine makes `made` for each, `sampling.n`: as many, or more of which the best are given.
     """
 
-    prompts: tuple[list[int], ...]
+    prompts: tuple[Sequence[int], ...]
     n: int
     sampling: SamplingParams
     stream: bool
@@ -156,10 +157,10 @@ def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return turns
 
 
-async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfig) -> list[list[int]]:
+async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfig) -> list[Sequence[int]]:
     if isinstance(prompt, str):
         return [await model.encode(prompt)]
-    if not prompt or all(type(item) is int for item in prompt):
+    if not prompt or type(prompt[0]) is int:
         return [model.check_tokens(prompt, "prompt")]
     if len(prompt) > config.max_prompts:
         raise bad(
@@ -209,7 +210,7 @@ def _stop(body: AnswerBody) -> tuple[str, ...]:
 
 def _asked(
     body: AnswerBody,
-    prompts: list[list[int]],
+    prompts: Sequence[Sequence[int]],
     param: str,
     max_tokens: int,
     logprobs: int | None,

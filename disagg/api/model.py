@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import functools
 import re
@@ -12,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from disagg.api.errors import bad
+from disagg.core.tokens import TokenIds, all_below, pack_tokens
 from disagg.router.text import REPLACEMENT, decode_with
 
 T = TypeVar("T")
@@ -68,15 +70,25 @@ class ServedModel:
             return bytes(alphabet[character] for character in piece)
         return text.encode()
 
-    def check_tokens(self, tokens: Sequence[object], param: str) -> list[int]:
-        """The tokens, when all are the model's; raises a 400 that names `param`."""
-        for at, token in enumerate(tokens):
-            if type(token) is not int or not 0 <= token < self.vocab_tokens:
-                raise bad(
-                    param,
-                    f"{param}[{at}] = {token!r} is not a token of the model: 0 to {self.vocab_tokens - 1}",
-                )
-        return list(tokens)  # type: ignore[arg-type] # all are int, as checked
+    def check_tokens(self, tokens: Sequence[Any], param: str) -> TokenIds:
+        """The tokens, when all are the model's; raises a 400 that names `param` and the first that is not."""
+        packed, limit = self._packed(tokens), self.vocab_tokens
+        if packed is None:
+            at, token = next(
+                (at, token)
+                for at, token in enumerate(tokens)
+                if type(token) is not int or not 0 <= token < limit
+            )
+            raise bad(param, f"{param}[{at}] = {token!r} is not a token of the model: 0 to {limit - 1}")
+        return packed
+
+    def _packed(self, tokens: Sequence[Any]) -> TokenIds | None:
+        """None where one is not the model's. A long prompt is not gone through number by number."""
+        if {*map(type, tokens)} <= {int}:  # a bool would pass for a number
+            with contextlib.suppress(ValueError):  # beyond 31 bits
+                packed = pack_tokens(tokens)
+                return packed if all_below(packed, self.vocab_tokens) else None
+        return None
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:

@@ -15,6 +15,7 @@ from disagg.bench.processes import Processes, Remote, call_all
 from disagg.core.config import Config
 from disagg.core.errors import InvariantError, PeerLostError, error_from_code
 from disagg.core.timeline import TimelineSpan
+from disagg.core.tokens import pack_tokens
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RequestKey, SamplingParams, Span, Ticket
 from disagg.node.assemble import make_source
 from disagg.node.host import Started
@@ -178,7 +179,7 @@ class Client:
         leader, sampling = self._prefill.leader.control_address, SamplingParams(max_tokens=1, ignore_eos=True)
         with self._mail.open(key) as box:
             began_s = time.monotonic()
-            self._mail.send(leader, m.Prefill(key, list(prompt), sampling, ticket, REQUEST_TIMEOUT_S))
+            self._mail.send(leader, m.Prefill(key, pack_tokens(prompt), sampling, ticket, REQUEST_TIMEOUT_S))
             token = (await _first(box, m.Prefilled)).first_tokens[0]
             came_s = time.monotonic()
             self._mail.send(leader, m.Release(key, "measured"))

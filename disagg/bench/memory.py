@@ -17,7 +17,8 @@ from disagg.bench.report import Label, Measurement, Result
 from disagg.bench.serve.lengths import Lengths
 from disagg.core.config_tree import EvictionName
 from disagg.core.errors import ConfigError, InvariantError
-from disagg.core.prefixes import TOKEN_BYTES, PrefixKey
+from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import TOKEN_BYTES
 from disagg.kv.pages import TokenToKVPoolAllocator, pages_for
 from disagg.kv.radix import RadixCache
 from disagg.kv.sequence import KVSequence

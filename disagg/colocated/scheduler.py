@@ -20,7 +20,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
-from disagg.core.prefixes import TOKEN_BYTES, PrefixKey
+from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import TOKEN_BYTES, TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.journal import MarkJournal
 from disagg.model.penalties import TokenHistory
@@ -35,7 +36,7 @@ class ColocatedRequest:
 
     key: RequestKey
     ticket: Ticket
-    prompt: list[int]
+    prompt: TokenIds
     sampling: SamplingParams
     router: str
     deadline_s: float
@@ -103,7 +104,7 @@ class ColocatedScheduler:
     def reserve(
         self,
         key: RequestKey,
-        prompt: list[int],
+        prompt: TokenIds,
         sampling: SamplingParams,
         *,
         router: str,
@@ -204,7 +205,7 @@ class ColocatedScheduler:
                 continue
             request.planned_tokens = whole if self._whole_prompts else min(whole, start + left_tokens)
             left_tokens -= request.planned_tokens - start
-            yield self._work(request, start, request.prompt[start : request.planned_tokens])
+            yield self._work(request, start, list(request.prompt[start : request.planned_tokens]))
             if left_tokens <= 0:
                 return
 

@@ -18,8 +18,8 @@ import msgspec
 import xxhash
 
 from disagg.core.bounds import Count
+from disagg.core.tokens import TOKEN_BYTES, pack_tokens
 
-TOKEN_BYTES = 4
 MARK_BYTES = 8
 
 
@@ -28,22 +28,19 @@ class PrefixKey:
     """A prompt, packed once, and whose it is."""
 
     data: bytes
-    """Token ids, int32, little endian."""
+    """Token ids, packed: see `disagg.core.tokens`."""
     salt: str = ""
     """Prompts with different salts share nothing: it keeps tenants apart, who could otherwise time each other."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0) -> PrefixKey:
-        """Raises ValueError for a token id beyond 31 bits.
+        """Raises ValueError for a token id beyond 31 bits. What is packed already costs a copy of its memory.
 
         `switch_tokens`: prompts of more tokens share nothing with others; 0: length does not matter.
         """
         if switch_tokens:
             salt = f"{'long' if len(tokens) > switch_tokens else 'short'} {salt}"
-        try:
-            return cls(struct.pack(f"<{len(tokens)}i", *tokens), salt)
-        except struct.error as exc:
-            raise ValueError(f"token ids must be integers below 2^31: {exc}") from exc
+        return cls(pack_tokens(tokens).tobytes(), salt)
 
     @property
     def tokens(self) -> int:

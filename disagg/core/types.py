@@ -238,4 +238,4 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6

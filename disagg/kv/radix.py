@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from disagg.core.config_tree import EvictionName
 from disagg.core.errors import InvariantError
-from disagg.core.prefixes import TOKEN_BYTES, Digest, PrefixKey
+from disagg.core.prefixes import Digest, PrefixKey
+from disagg.core.tokens import TOKEN_BYTES
 from disagg.kv.eviction import LeafQueue
 from disagg.kv.journal import MarkJournal, unit_tokens_for
 from disagg.kv.pages import TokenToKVPoolAllocator

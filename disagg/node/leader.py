@@ -27,6 +27,7 @@ from disagg.core.ports import Clock
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import check_sampling, ending_tokens
 from disagg.core.status import GroupStatus, RankStatus
+from disagg.core.tokens import TokenIds, all_below
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.kv.journal import MarkJournal
 from disagg.model.beam_search import candidates_wanted
@@ -45,14 +46,14 @@ IDLE_S = 0.25
 Send = Callable[[str, m.Message], None]
 
 
-def check_request(prompt: Sequence[int], sampling: SamplingParams, spec: ModelSpec) -> None:
+def check_request(prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec) -> None:
     """Raises `InvalidRequestError` or `PromptTooLongError` for what would fail, or be wrong, in mid-request.
 
     A step that fails takes the whole group with it.
     """
     if not prompt:
         raise InvalidRequestError("the prompt has no tokens; it must have 1 or more")
-    if not 0 <= min(prompt) <= max(prompt) < spec.vocab_size:
+    if not all_below(prompt, spec.vocab_size):
         raise InvalidRequestError(
             f"the prompt has a token outside the model's vocabulary of {spec.vocab_size} tokens"
         )
@@ -240,7 +241,7 @@ class Leader(ABC):
             switch_tokens = self._spec.rope_switch_tokens
             self._prefix_news.tell(journal, self._reports.watchers, self._group.name, switch_tokens, news)
 
-    def _prefix(self, prompt: Sequence[int], salt: str) -> PrefixKey:
+    def _prefix(self, prompt: TokenIds, salt: str) -> PrefixKey:
         """A prompt as the prefix cache knows it.
 
         Where rotary embeddings change with the length, and KV with them, long prompts share nothing with short ones.

@@ -10,10 +10,11 @@ from contextlib import aclosing
 
 import structlog
 
-from disagg.core.errors import PeerLostError
+from disagg.core.errors import InvalidRequestError, PeerLostError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, check_sampling
 from disagg.core.status import GroupStatus
+from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
 from disagg.router.mail import MailRoom
 from disagg.router.policy import Asking, Engine, Policy, prefix_aware
@@ -122,7 +123,7 @@ class Router:
         kinds = Counter(e.group.role for e in self._engines.values())
         return self._choose is prefix_aware and kinds[engine.group.role] > 1
 
-    def _asking(self, prompt: Sequence[int], cache_salt: str, session: str) -> Asking:
+    def _asking(self, prompt: TokenIds, cache_salt: str, session: str) -> Asking:
         """What the policy looks at. A prompt is hashed only where groups that hold something are compared."""
         helds = [e.held for e in self._engines.values() if len(e.held) and self._compares(e)]
         marks = {
@@ -176,14 +177,15 @@ class Router:
         on both sides.
         """
         check_sampling(sampling)  # the leaders look again, and at the vocabulary too
-        asking, deadline_s = self._asking(prompt, cache_salt, session), time.monotonic() + timeout_s
+        tokens, deadline_s = _packed(prompt), time.monotonic() + timeout_s
+        asking = self._asking(tokens, cache_salt, session)
         for epoch in range(TRIES):
             pair, told = self._pair(asking), False
             run = Session(
                 self._mail,
                 *pair,
                 RequestKey(request_id, epoch),
-                list(prompt),
+                tokens,
                 sampling,
                 deadline_s,
                 decode,
@@ -210,6 +212,13 @@ class Router:
             return any(not e.lost and not e.draining for e in self._of(self._roles[0]) if e is not pair[0])
         prefills, decodes = (self._of(role) for role in self._roles)
         return any(self._meet(one, other) for one in prefills for other in decodes)
+
+
+def _packed(prompt: Sequence[int]) -> TokenIds:
+    try:
+        return pack_tokens(prompt)
+    except ValueError as exc:
+        raise InvalidRequestError(f"the prompt cannot be served: {exc}") from exc
 
 
 def _names(prefill: Engine, decode: Engine) -> tuple[str, str]:

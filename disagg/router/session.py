@@ -31,6 +31,7 @@ from typing import Any
 import structlog
 
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, error_from_code
+from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.router.mail import Mail, MailRoom
 from disagg.router.policy import Engine
@@ -107,7 +108,7 @@ class Session:
     prefill: Engine
     decode: Engine
     key: RequestKey
-    prompt: list[int]
+    prompt: TokenIds
     sampling: SamplingParams
     deadline_s: float
     decode_text: Decode | None

@@ -9,6 +9,7 @@ from typing import Any
 
 from fake_model import VOCAB, fake_answers
 
+from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from transport import messages as m
 
@@ -68,7 +69,9 @@ class SimulatedRouter:
         answers: list[list[int]] = [[] for _ in range(sampling.n)]
         request = SimulatedRequest(RequestKey(f"r{len(self.requests)}"), prompt, sampling, answers=answers)
         self.requests[request.key] = request
-        self._tell(request, "decode-0", m.Reserve(request.key, prompt, sampling, deadline_s, "prefill"))
+        self._tell(
+            request, "decode-0", m.Reserve(request.key, pack_tokens(prompt), sampling, deadline_s, "prefill")
+        )
         return request
 
     def _draw(self, tokens: int) -> list[int]:
@@ -107,16 +110,17 @@ class SimulatedRouter:
             self._answered(request, message)
 
     def _answered(self, request: SimulatedRequest, message: Any) -> None:
+        prompt = pack_tokens(request.prompt)
         match message:
             case m.Failed(code="busy"):
-                again = m.Reserve(request.key, request.prompt, request.sampling, FOREVER_S, "prefill")
+                again = m.Reserve(request.key, prompt, request.sampling, FOREVER_S, "prefill")
                 self._tell(request, "decode-0", again)
             case m.Failed():
                 self.end(request, message.code)
             case m.Reserved():
                 assert request.ticket is None, "reserved twice"
                 request.ticket = message.ticket
-                prefill = m.Prefill(request.key, request.prompt, request.sampling, message.ticket, FOREVER_S)
+                prefill = m.Prefill(request.key, prompt, request.sampling, message.ticket, FOREVER_S)
                 self._tell(request, "prefill-0", prefill)
             case m.Prefilled():
                 for number, token in enumerate(message.first_tokens):

@@ -23,6 +23,7 @@ from local_groups import (
 from simulated_memory import poison_pages
 
 from disagg.core.errors import BusyError, PeerLostError, PromptTooLongError, RequestError
+from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.source import ModelSource
 from disagg.node.plan import StepPlan
@@ -311,7 +312,7 @@ def test_what_cannot_be_served_is_said(checkpoints: Checkpoints) -> None:
 def test_messages_that_are_void_change_nothing(checkpoints: Checkpoints) -> None:
     """A reservation asked for twice is one; the ticket of an earlier try starts nothing."""
     source = checkpoints.source()
-    prompt, sampling = random_prompts(20)[0], SamplingParams(max_tokens=3)
+    prompt, sampling = pack_tokens(random_prompts(20)[0]), SamplingParams(max_tokens=3)
     replies: list[m.Message] = []
     with local_groups(colocated_config(1, max_requests=1), source) as groups:
         leader = groups.groups["colocated"][0]._leader

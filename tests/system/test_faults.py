@@ -272,6 +272,7 @@ def test_a_letter_that_nobody_hears_of_ends_its_request(checkpoints: Checkpoints
         ([65, 66], 0, "max_tokens = 0 is not allowed"),
         ([65, 100000], 4, "outside the model's vocabulary of 259"),
         ([65, -1], 4, "outside the model's vocabulary of 259"),
+        ([65, 1 << 31], 4, "token ids must be integers below 2"),
         ([65] * 600, 4, "do not fit the decode group"),
     ],
 )

@@ -16,6 +16,7 @@ from decode_node.scheduler import DecodeScheduler, Stepped
 from disagg.core.config_tree import EvictionName
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.model.beam_search import Candidate
 from disagg.node.ledger import Ledger
@@ -58,7 +59,7 @@ class PrefillMachine(RuleBasedStateMachine):
         key = key_of(self.count)
         self.count += 1
         ticket = Ticket(key, self.count, "decode", Span(0, tokens))
-        prompt = [token if token < common else token + 100 * self.count for token in range(tokens)]
+        prompt = pack_tokens([t if t < common else t + 100 * self.count for t in range(tokens)])
         request = PrefillRequest(key, prompt, SamplingParams(), ticket, "router", 0.0)
         request.prefix = PrefixKey.of(prompt) if self.scheduler.caches_prefixes else None
         if wrong:
@@ -586,7 +587,7 @@ def test_a_prompt_is_cached_when_it_is_computed_and_its_logits_are_good(wrong: b
     scheduler = PrefillScheduler(ledger, ranks=1, chunk_tokens=99, max_context_tokens=40, max_waiting=3)
     starts = []
     for number in range(2):
-        key, prompt = key_of(number), list(range(10))
+        key, prompt = key_of(number), pack_tokens(range(10))
         ticket = Ticket(key, number, "decode", Span(0, 10))
         request = PrefillRequest(key, prompt, SamplingParams(), ticket, "router", 0.0, PrefixKey.of(prompt))
         scheduler.submit(request)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from disagg.core.errors import HandshakeError, ProtocolError
 from disagg.core.prefixes import Digest
 from disagg.core.status import GroupStatus, RankStatus, RouteStatus
+from disagg.core.tokens import pack_tokens
 from disagg.core.types import (
     GroupInfo,
     KVLayout,
@@ -48,12 +49,15 @@ POOL = MemoryHandle("host", 9, 1 << 47, "bfloat16", (2, 2, 64, 8, 128), IPC)
 RANK_STATUS = RankStatus(
     "prefill r0", 0, "cpu", routes=(RouteStatus("decode r1", "staged", 1 << 50, 7, 0.5),), exposed_s_total=1.5
 )
+PROMPT = {"type": "Reserve", "key": ["r", 0], "sampling": {}, "deadline_s": 1.0, "prefill_group": "p0"}
 EXAMPLES: list[Message] = [
-    messages.Reserve(KEY, [1, 2, 3], SamplingParams(seed=1, stop=("x",)), 1.5, "p0"),
-    messages.Reserve(KEY, [4], SamplingParams(logit_bias=((7, -1.5),), logprobs=2, min_p=0.1), 1.5, "p0"),
+    messages.Reserve(KEY, pack_tokens([1, 2, 3]), SamplingParams(seed=1, stop=("x",)), 1.5, "p0"),
+    messages.Reserve(
+        KEY, pack_tokens([4]), SamplingParams(logit_bias=((7, -1.5),), logprobs=2, min_p=0.1), 1.5, "p0"
+    ),
     messages.Reserved(KEY, TICKET),
     messages.Failed(KEY, "busy", "no room", True, 0.5),
-    messages.Prefill(KEY, [5], SamplingParams(), TICKET, 2.0),
+    messages.Prefill(KEY, pack_tokens([5]), SamplingParams(), TICKET, 2.0),
     messages.FirstTokens(KEY, 7, [11]),
     messages.FirstTokens(KEY, 7, [11, 4], [-0.5, -1.25]),
     messages.EndAnswer(KEY, 3),
@@ -173,15 +177,18 @@ def test_every_message_has_a_name_of_its_own() -> None:
             msgspec.msgpack.encode({"type": "GroupReport", "status": {"name": "x" * 257, "role": "decode"}}),
             "name",
         ),
+        (PROMPT | {"prompt": [1, 2]}, "token ids are bytes, not list.*prompt"),
+        (PROMPT | {"prompt": "1234"}, "token ids are bytes, not str.*prompt"),
+        (PROMPT | {"prompt": b"12345"}, "multiple.*prompt"),
         (b"\x81" * 100_000, "cannot be read"),
         (bytes(MAX_MESSAGE_BYTES + 1), "larger"),
         (encode(EXAMPLES[0])[:-1], "truncated"),
         (encode(EXAMPLES[0]) + b"\x00", "trailing"),
     ],
 )
-def test_bad_frames_name_what_is_wrong(body: bytes, what: str) -> None:
+def test_bad_frames_name_what_is_wrong(body: bytes | dict[str, object], what: str) -> None:
     with pytest.raises(ProtocolError, match=what):
-        decode(body)
+        decode(body if isinstance(body, bytes) else msgspec.msgpack.encode(body))
 
 
 @given(st.binary(max_size=200))
