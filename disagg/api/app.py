@@ -28,7 +28,7 @@ def make_app(service: Service, keys: tuple[bytes, ...], tracing: Tracing | None 
     """The whole API as an ASGI application. Who made `tracing` closes it."""
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     for path, method, handler in _routes(service):
-        app.add_api_route(path, handler, methods=[method], response_model=None)
+        app.router.add_route(path, handler, methods=[method])
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(DisaggError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)

@@ -32,10 +32,10 @@ def unpack_tokens(data: bytes) -> TokenIds:
 
 
 def all_below(tokens: TokenIds, limit: int) -> bool:
-    """Whether all are from 0 to `limit` - 1."""
+    """Whether all are from 0 to `limit` - 1; `limit` is 2^31 at most."""
     if not tokens:
         return True
     import numpy as np  # only who checks prompts pays for it
 
-    numbers = np.frombuffer(tokens, dtype=np.int32)
-    return bool(numbers.min() >= 0 and numbers.max() < limit)
+    # Read without a sign, those below 0 are larger than any limit. `reduce`: half the time of `max()`.
+    return int(np.maximum.reduce(np.frombuffer(tokens, dtype=np.uint32))) < limit

@@ -103,15 +103,22 @@ class ReqToTokenPool:
         `slots`: integers `[n]` on the CPU. Pinned on the way to a GPU: else the copy, and with it the caller, would
         wait for every step that is queued.
         """
+        if len(places) == 1:
+            # A prompt's step begins with it, and a slice takes fewer calls than an index.
+            [(row, start, slots)] = places
+            self.slots(row, Span(start, start + len(slots))).copy_(self._pinned(slots), non_blocking=True)
+            return
         targets = []
         for row, start, slots in places:
             self.slots(row, Span(start, start + len(slots)))  # checks row and range
             first = row * self.max_tokens + start
             targets.append(torch.arange(first, first + len(slots)))
         packed = torch.stack([torch.cat(targets), torch.cat([slots.long() for _, _, slots in places])])
-        if self.table.is_cuda:
-            packed = packed.pin_memory().to(self.table.device, non_blocking=True)
+        packed = self._pinned(packed).to(self.table.device, non_blocking=True)
         self.table.view(-1).index_copy_(0, packed[0], packed[1].int())
+
+    def _pinned(self, host: torch.Tensor) -> torch.Tensor:
+        return host.pin_memory() if self.table.is_cuda else host
 
     def slots(self, row: int, span: Span) -> torch.Tensor:
         """View int32 `[len(span)]` of the slots of positions `span` at `row`; ValueError out of range."""

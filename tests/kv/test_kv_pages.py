@@ -195,3 +195,20 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_slots_of_several_rows_are_told_at_once(count: int) -> None:
+    table, plain = ReqToTokenPool(6, 24), ReqToTokenPool(6, 24)
+    places = []
+    for row in range(6):
+        assert table.alloc() == plain.alloc() == row
+    for row in range(count):
+        slots = slots_of([3 + row, 9, 1], 4, Span(row, 12))
+        places.append((5 - row, 2 * row, slots))
+        plain.set_slots(*places[-1])
+    table.set_slots_of(places)
+    assert torch.equal(table.table, plain.table)
+    with pytest.raises(ValueError, match="do not fit"):
+        table.set_slots_of([*places[1:], (5, 20, places[0][2])])
+    assert torch.equal(table.table, plain.table)
