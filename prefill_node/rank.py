@@ -25,6 +25,8 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
     """See `disagg.node.rank`."""
 
     role: ClassVar[str] = "prefill"
+    # Its first chunk follows: until then the interpreter is for the compute thread, which begins the step.
+    _unhurried: ClassVar[tuple[type[m.Message], ...]] = (m.OpenSend,)
 
     def calibrate(self, other: GroupInfo) -> Calibration | None:
         """Measures the wire to a group that both sides are linked with; None when that is not wanted here.

@@ -157,17 +157,18 @@ class ThreadedControl(ControlChannel):
 
     def _turn(self) -> float:
         now_s = time.monotonic()
+        if self._work:
+            with self._lock:
+                while self._work:
+                    self._work.popleft()(now_s)
+            self._transmit_all()  # before anything is read: somebody waits for it
         with self._lock:
-            while self._work:
-                self._work.popleft()(now_s)
             for frame in self._frames():
                 self._take_in(frame, now_s)
             due_s = self._streams.tick(now_s)
-            outbox, self._streams.outbox = self._streams.outbox, []
             events, self._streams.events = self._streams.events, []
+        self._transmit_all()
         # One by one: what fails here is sent again, but an event that is skipped was acknowledged and is lost.
-        for peer, envelope in outbox:
-            self._call(self._transmit, peer, envelope)
         if not self._closing.is_set():
             for event in events:
                 if isinstance(event, Delivered):
@@ -177,6 +178,12 @@ class ThreadedControl(ControlChannel):
                 else:
                     self._call(self._on_peer_met, event.peer)
         return due_s
+
+    def _transmit_all(self) -> None:
+        with self._lock:
+            outbox, self._streams.outbox = self._streams.outbox, []
+        for peer, envelope in outbox:
+            self._call(self._transmit, peer, envelope)
 
     def _take_in(self, frame: bytes, now_s: float) -> None:
         try:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import functools
 import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
 
 from disagg.api.errors import bad
-from disagg.core.tokens import TokenIds, all_below, pack_tokens
+from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.router.text import REPLACEMENT, decode_with
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ class ServedModel:
     def __init__(self, name: str, tokenizer: Any, *, context_tokens: int, vocab_tokens: int) -> None:
         self.name, self.context_tokens, self.vocab_tokens = name, context_tokens, vocab_tokens
         self.created_s = int(time.time())
+        self._tokens: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_tokens)]]
         self.decode = decode_with(tokenizer)
         """Text of an answer: without special tokens, e.g. the one that ends it."""
         self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
@@ -72,23 +74,18 @@ class ServedModel:
 
     def check_tokens(self, tokens: Sequence[Any], param: str) -> TokenIds:
         """The tokens, when all are the model's; raises a 400 that names `param` and the first that is not."""
-        packed, limit = self._packed(tokens), self.vocab_tokens
-        if packed is None:
+        try:  # a long prompt is not gone through number by number here
+            return pack_tokens(msgspec.convert(tokens, self._tokens))
+        except msgspec.ValidationError as exc:
+            limit = self.vocab_tokens
             at, token = next(
                 (at, token)
                 for at, token in enumerate(tokens)
                 if type(token) is not int or not 0 <= token < limit
             )
-            raise bad(param, f"{param}[{at}] = {token!r} is not a token of the model: 0 to {limit - 1}")
-        return packed
-
-    def _packed(self, tokens: Sequence[Any]) -> TokenIds | None:
-        """None where one is not the model's. A long prompt is not gone through number by number."""
-        if {*map(type, tokens)} <= {int}:  # a bool would pass for a number
-            with contextlib.suppress(ValueError):  # beyond 31 bits
-                packed = pack_tokens(tokens)
-                return packed if all_below(packed, self.vocab_tokens) else None
-        return None
+            raise bad(
+                param, f"{param}[{at}] = {token!r} is not a token of the model: 0 to {limit - 1}"
+            ) from exc
 
     def _encode(self, text: str, special: bool) -> list[int]:
         try:

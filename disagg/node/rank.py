@@ -78,6 +78,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
     """Base of the ranks of each kind of group. Life: construct, `start`, `join`, `link`, serve, `stop`."""
 
     role: ClassVar[str]
+    _unhurried: ClassVar[tuple[type[m.Message], ...]] = ()
+    """What the transfer thread is told that it needs only for what it is told next."""
 
     def __init__(
         self,
@@ -229,7 +231,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         """Passes a message to whom it concerns. On the control thread, or under the leader's lock; never blocks."""
         handler = self._transfer_handler(peer, message)
         if handler is not None:
-            self._loop.post(handler)
+            self._loop.post(handler, wake=not isinstance(message, self._unhurried))
         elif isinstance(message, m.Plan):
             self._plans.put(StepPlan.decode(message.body))
         elif self._leader is None:

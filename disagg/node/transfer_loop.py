@@ -82,10 +82,14 @@ class TransferLoop:
         """Starts the thread. Once."""
         self._thread.start()
 
-    def post(self, work: Callable[[], None]) -> None:
-        """Runs `work` on the transfer thread, in the order of posting; never blocks."""
+    def post(self, work: Callable[[], None], wake: bool = True) -> None:
+        """Runs `work` on the transfer thread, in the order of posting; never blocks.
+
+        Without `wake` it may lie until the next post: the thread is not woken to take the interpreter from others.
+        """
         self._inbox.append(work)
-        self._transport.wake()
+        if wake:
+            self._transport.wake()
 
     def call(self, work: Callable[[], None], timeout_s: float = 30.0) -> None:
         """Like `post`, but returns when `work` has run, and raises what it raised."""
