@@ -99,7 +99,7 @@ class DecodeRequest:
     deadline_s: float
     """On the leader's clock."""
     sequences: list[Sequence]
-    """Those that hold something. The first one has the ticket's row."""
+    """Those that hold something. One of them has the ticket's row, at first the first."""
     holds_state: bool
     """Behind the prompt's pages lies a recurrent state, until the first step has read it."""
     prefix: PrefixKey | None = None

@@ -271,7 +271,7 @@ class Cluster:
         return [actor for rank, actor in enumerate(group.actors) if rank not in group.lost]
 
     def _watch(self) -> None:
-        """Tells the others when a rank's process dies: `park` ends only with its process (or its stop)."""
+        """Tells the others when a rank is gone: `park` ends with its process, or when it cannot go on."""
         while not self._stopping.is_set():
             with self._lock:
                 parked = list(self._parked)

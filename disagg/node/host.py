@@ -51,7 +51,7 @@ class RankHost:
         self._rank, self._config, self._keys, self._name = rank, config, keys, name
         self._node: RankNode[Any, Any] | None = None
         self._collective: Collective | None = None
-        self._stopped = threading.Event()
+        self._over = threading.Event()
 
     @property
     def group_config(self) -> GroupConfig:
@@ -96,6 +96,7 @@ class RankHost:
             control=make_control(self._config.control, self._keys),
             transport=self._make_transport(device),
         )
+        self._node.on_broken = self._over.set
         memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
         return Started(self._node.start(), runner.spec, os.getpid(), socket.gethostname(), memory)
 
@@ -124,8 +125,8 @@ class RankHost:
         self._running().check()
 
     def park(self) -> None:
-        """Returns when the rank stops: who waits for it learns at once that the process is gone."""
-        self._stopped.wait()
+        """Returns when the rank stops, or cannot go on; who waits for it learns at once, as of a process's end."""
+        self._over.wait()
 
     def stop(self, drain_timeout_s: float) -> None:
         """Ends requests, threads and connections. Again, or before `start`: nothing happens."""
@@ -133,7 +134,7 @@ class RankHost:
             self._node.stop(drain_timeout_s)
         if self._collective is not None:
             self._collective.close()
-        self._stopped.set()
+        self._over.set()
 
     def _make_transport(self, device: torch.device) -> Transport:
         if self.node_class.role == "colocated":  # it has nobody to send KV to

@@ -104,6 +104,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self.name = name or self.role
         self.lane = f"{self.name} r{rank}"
         self._transport = transport
+        self.on_broken: Callable[[], None] = lambda: None
+        """Called when this rank can serve nothing any more, and has said why. On any of its threads."""
         self._group: GroupInfo | None = None
         self._silences = Silences()
         self._plans = PlanQueue()
@@ -296,6 +298,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self._leader.break_group(reason)
         else:
             self._to_leader(m.RankBroken(self.rank, reason))
+        self.on_broken()
 
     # --- for the kinds of rank
 

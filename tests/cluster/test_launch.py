@@ -23,6 +23,7 @@ from disagg.core.config import (
     Role,
     TransferConfig,
 )
+from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.directory import Directory
 from disagg.model.tiny import make_tiny_checkpoint
@@ -94,6 +95,7 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
                 await until(lambda: not router.missing())
                 assert await answer(router, "r0") == expected
                 await killed(cluster, router)
+                await broken(cluster, router)
                 await scaled(router)
         finally:
             mail.close()
@@ -108,13 +110,26 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
         await until(lambda: names(router) == ["decode", "prefill-2"])
         assert await answer(router, "r2") == expected
 
+    async def broken(cluster: Cluster, router: Router) -> None:
+        """A rank whose process lives, but whose next step fails."""
+        import ray  # when it is imported first, it looks at the environment
+
+        (decode,) = [group for group in cluster.groups if group.name == "decode"]
+        ray.get(decode.actors[0].__ray_call__.remote(lambda host: setattr(host._node, "_executor", None)))
+        with pytest.raises(PeerLostError, match="decode"):
+            await answer(router, "r3")
+        await until(lambda: names(router) == ["decode-2", "prefill-2"])
+        assert await answer(router, "r4") == expected
+
     async def scaled(router: Router) -> None:
         await asyncio.to_thread(ask, {"decode": 2})
-        await until(lambda: names(router) == ["decode", "decode-2", "prefill-2"])
+        await until(lambda: names(router) == ["decode-2", "decode-3", "prefill-2"])
         assert await asyncio.gather(*(answer(router, f"more{i}") for i in range(4))) == [expected] * 4
         await asyncio.to_thread(ask, {"decode": 1})
-        assert names(router) == ["decode", "prefill-2"], "the router had let go before the group was stopped"
-        assert await answer(router, "r3") == expected
+        assert names(router) == ["decode-2", "prefill-2"], (
+            "the router had let go before the group was stopped"
+        )
+        assert await answer(router, "r5") == expected
 
     def ask(counts: dict[Role, int]) -> None:
         control = make_control(config.control, keys)

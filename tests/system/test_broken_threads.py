@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -60,7 +61,8 @@ def test_no_memory_for_a_ticket_ends_its_request_alone(
 def test_a_transport_that_raises_breaks_its_group(checkpoints: Checkpoints, role: str) -> None:
     groups = LocalGroups(small_config(2, 2), checkpoints.source())
     try:
-        rank = getattr(groups, role)[1]
+        rank, gone = getattr(groups, role)[1], threading.Event()
+        rank.on_broken = gone.set
         assert error_of(groups, "before") is None
         rank._transport.progress = fails_once(rank._transport.progress)
         error = error_of(groups, "victim")
@@ -68,6 +70,7 @@ def test_a_transport_that_raises_breaks_its_group(checkpoints: Checkpoints, role
         # The rank says why; who sends to it may be the first to notice that it is gone.
         assert "out of memory" in str(error) or f"{role}-1 is " in str(error)
         assert "out of memory" in getattr(groups, role)[0].broken
+        assert gone.is_set(), "who runs the rank's process is told"
     finally:
         groups.stop()
 
