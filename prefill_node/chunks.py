@@ -58,7 +58,7 @@ class Chunks:
                 self._steps.setdefault(step, []).extend(items)
                 if pool is None:
                     self._leases.ask(outgoing, name, items)
-                    if outgoing.closing:
+                    if outgoing.closing:  # they could not be asked for
                         return
                 else:
                     written.append((items, pool, peer.shard))
