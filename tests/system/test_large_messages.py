@@ -9,7 +9,7 @@ from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_pro
 
 from disagg.core.errors import ProtocolError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Router
+from disagg.router.router import Router
 from transport import messages as m
 
 LONG, SHORT = random_prompts(450, 30, seed=11)
@@ -51,7 +51,7 @@ def test_a_leader_fails_the_request(
 
 def test_a_router_fails_the_request(checkpoints: Checkpoints) -> None:
     with local_groups(small_config(1, 1, metrics_interval_s=0), checkpoints.source()) as groups:
-        check(groups, checkpoints, "Reserve", limit_router=400)
+        check(groups, checkpoints, "Reserve", limit_router=650)
 
 
 def test_a_sender_fails_the_request(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
