@@ -42,7 +42,8 @@ class BeamSearch:
         """`ending`: tokens that end an answer."""
         self._beams, self._wanted = sampling.beams, sampling.n
         self._max_tokens, self._penalty = sampling.max_tokens, sampling.length_penalty
-        self._early = sampling.early_stopping
+        self._early = sampling.early_stopping if sampling.beams > 1 else True
+        """One beam is greedy: its first end is the answer's, whatever might become of what is less likely."""
         self._ending = frozenset(ending)
         self._running: list[tuple[int, ...]] = [()]
         self._whole: list[Hypothesis] = []

@@ -42,6 +42,14 @@ SEARCHES = [
     params(max_tokens=30, stop_token_ids=tuple(range(32, 60)), early_stopping=True, beams=4),
     params(max_tokens=30, stop_token_ids=tuple(range(32, 60)), early_stopping="never", length_penalty=0.0),
     params(max_tokens=20, stop_token_ids=tuple(range(32, 100)), min_tokens=6),
+    params(
+        max_tokens=30,
+        stop_token_ids=tuple(range(32, 100)),
+        beams=1,
+        n=1,
+        early_stopping="never",
+        length_penalty=2.0,
+    ),
 ]
 
 
