@@ -62,11 +62,12 @@ class Admission:
         self._check(answers)
         self._inside += answers
 
-    def ended(self, report: SessionReport, inside: int) -> None:
-        """An answer came whole; `inside` were there when it had its turn."""
+    def ended(self, report: SessionReport, inside: int, answers: int = 1) -> None:
+        """So many answers came whole, made together; `inside` were there when they had their turn."""
         if self._pace is not None:
             most = max(inside, self._inside)
-            self._pace.ended(len(report.tokens), report.ttft_s, report.ended_s, most, self._clock())
+            steps = max(map(len, report.answers), default=0)  # the longest one takes as long as all of them
+            self._pace.ended(steps, report.ttft_s, report.ended_s, most, self._clock(), answers)
 
     @property
     def inside(self) -> int:

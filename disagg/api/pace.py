@@ -111,15 +111,19 @@ class Pace:
         self._bound = self._bounded(self._max_slowdown * (idle_s or 0.0) * rate)
         return True
 
-    def ended(self, tokens: int, first_s: float, seconds: float, inside: int, now_s: float) -> None:
+    def ended(
+        self, tokens: int, first_s: float, seconds: float, inside: int, now_s: float, answers: int = 1
+    ) -> None:
         """An answer of so many tokens came whole: the first token after `first_s`, all after `seconds`.
 
-        `inside`: most answers inside when it had its turn and when it ended, itself included.
+        `inside`: most answers inside when it had its turn and when it ended, itself included. `answers`: how many it
+        was among those inside, where several were made together.
         """
         self._turn(now_s)
         self._tokens.add(tokens)
         # What began before an overload ran among too many: it says nothing of how many are right now.
-        self._ended += self._overload_s is None or now_s - seconds >= self._overload_s
+        if self._overload_s is None or now_s - seconds >= self._overload_s:
+            self._ended += answers
         idle_s = self._idle_s(tokens)
         if self._overload_s is not None and idle_s is not None:
             if now_s - seconds >= self._overload_s:

@@ -188,7 +188,7 @@ class Service:
                 track.turn_s, inside = time.monotonic(), self._admission.inside
                 try:
                     await self._session(answers, part, asked, track, exchange)
-                    self._admission.ended(report, inside)
+                    self._admission.ended(report, inside, part.sampling.sequences)
                 finally:
                     if report.reserved_s:
                         metrics.queue.observe(track.turn_s - track.arrived_s + report.reserved_s)

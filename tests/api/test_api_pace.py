@@ -250,6 +250,26 @@ def test_a_request_for_many_answers_is_let_in_alone() -> None:
     server.admission.enter(30)
 
 
+def test_answers_made_together_count_each_and_take_as_long_as_the_longest() -> None:
+    """Four at a time, of 1 to 10 tokens: as many may wait as when each is a request of its own."""
+
+    def limit(together: int, sizes: list[int]) -> int | None:
+        now_s = 0.0
+        pace = Pace(MAX_RUNNING, 10.0, 1.5)
+        admission = Admission(MAX_RUNNING, MAX_QUEUED, Metrics(), pace, lambda: now_s)
+        for turn in range(1200):  # all turns are taken, and more comes than ends
+            now_s = turn / 100
+            for _ in range(8):
+                pace.came(MAX_RUNNING, now_s)
+            for _ in range(4 // together):
+                report = SessionReport(ttft_s=0.1, ended_s=1.0, answers=[[0] * size for size in sizes])
+                admission.ended(report, 2, together)
+        assert pace._idle_s(10) == pytest.approx(1.0), "nine tokens in 0.9 s, behind the first"
+        return pace.limit(now_s)
+
+    assert limit(4, [1, 10, 4, 2]) == limit(1, [10])
+
+
 async def full() -> tuple[Admission, list[asyncio.Task[str]]]:
     """One runs, two wait: alone, and with others in one request."""
     admission = Admission(1, 2, Metrics(), Pace(1, 10.0, 1.5), lambda: 0.0)
