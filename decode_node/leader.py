@@ -24,7 +24,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, ending_tokens
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.kv.journal import MarkJournal
-from disagg.model.beam_search import BeamSearch, Candidate
+from disagg.model.beam_search import BeamSearch, Candidate, candidates_wanted
 from disagg.model.next_tokens import BeamStep, Chosen, likeliest, next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.model.spec import ModelSpec
@@ -281,17 +281,30 @@ class DecodeLeader(Leader):
 
     def _begin(self, request: DecodeRequest, first: m.FirstTokens) -> None:
         """What the prefill group chose, of each answer; or the likeliest tokens, of a beam search."""
-        if request.search is not None:
-            best = zip(first.scores, first.tokens, strict=False)
-            going = request.search.advance([Candidate(score, 0, token) for score, token in best])
-            if len(going) == len(request.sequences):
-                self._scheduler.branch(request, going)
-            elif not request.search.over:
-                self._fail(request, ProtocolError(f"{len(first.tokens)} first tokens came for {request.key}"))
-        else:
-            for sequence, token in zip(request.sequences, first.tokens, strict=False):
-                sequence.tokens.append(token)
         request.begun = True
+        if not self._sound(request, first):
+            error = (
+                f"{request.key} has first tokens {first.tokens} with scores {first.scores}: a peer's mistake"
+            )
+            self._fail(request, ProtocolError(error))
+        elif request.search is not None:
+            best = zip(first.scores, first.tokens, strict=True)
+            going = request.search.advance([Candidate(score, 0, token) for score, token in best])
+            if going:
+                self._scheduler.branch(request, going)
+        else:
+            for sequence, token in zip(request.sequences, first.tokens, strict=True):
+                sequence.tokens.append(token)
+
+    def _sound(self, request: DecodeRequest, first: m.FirstTokens) -> bool:
+        """As many as there must be, and of the vocabulary: others would end the group in its next step."""
+        wanted, scored = len(request.sequences), 0
+        if request.search is not None:
+            wanted = scored = candidates_wanted(
+                request.sampling, ending_tokens(request.sampling, self._eos_ids)
+            )
+        counts = len(first.tokens), len(first.scores)
+        return counts == (wanted, scored) and max(first.tokens) < self._spec.vocab_size
 
     def _maybe_start(self, request: DecodeRequest) -> None:
         """All KV and the first tokens are here: the next step takes the request, unless it has ended already."""

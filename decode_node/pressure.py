@@ -227,7 +227,7 @@ class Pressure:
             shared = sum(number < known_pages for number in numbers)
             known_pages += len(numbers) - shared
             sequence.computed_tokens = min(tokens, shared * self._ledger.page_size)
-        request.place, request.again = Place.RESIDENT, True
+        request.place, request.again = Place.RESIDENT, request.left_tokens > 0
 
     def _kind(self, victim: DecodeRequest) -> Kind:
         if victim.again:

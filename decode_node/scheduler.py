@@ -361,7 +361,7 @@ class DecodeScheduler:
         while tried < len(self.requests) and (turn := self._turn()):
             tried += len(turn)
             taken = dict.fromkeys(self.pressure.make_room(list(turn)))
-            for request in turn:
+            for request in turn if len(taken) < len(turn) else ():
                 if request not in taken:
                     self.requests[request.key] = self.requests.pop(request.key)
             if taken:
