@@ -25,12 +25,11 @@ from decode_node.request import DecodeRequest, Place, Sequence
 from disagg.core.config import Preemption
 from disagg.core.errors import BusyError, InvalidRequestError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
-from disagg.core.sampling import sampling_of
+from disagg.core.sampling import sampling_of, sequences_that_fit
 from disagg.core.tokens import TOKEN_BYTES, TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.host_blocks import HostBlocks, HostStatistics
 from disagg.kv.journal import MarkJournal
-from disagg.kv.pages import pages_for
 from disagg.model.beam_search import Candidate
 from disagg.node.ledger import Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
@@ -206,10 +205,9 @@ class DecodeScheduler:
                 f"{name} = {sampling.sequences} is not allowed; this group computes up to {self.max_sequences} "
                 f"sequences of one request (decode.max_batch, decode.max_requests; 1 with a recurrent state)"
             )
-        size = self._ledger.page_size
-        common = prompt_tokens // size
-        own = pages_for(prompt_tokens + sampling.max_tokens, size) - common
-        if sampling.sequences > 1 and common + sampling.sequences * own > self._ledger.pages:
+        size, pool_tokens = self._ledger.page_size, self._ledger.capacity_tokens
+        fitting = sequences_that_fit(prompt_tokens, sampling.max_tokens, pool_tokens, size)
+        if 1 < sampling.sequences > fitting:
             raise PromptTooLongError(
                 f"a prompt of {prompt_tokens} tokens and {sampling.sequences} answers of up to {sampling.max_tokens} "
                 f"tokens do not fit the decode group's {self._ledger.pages} pages of {size} tokens: raise "

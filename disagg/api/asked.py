@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,23 +79,28 @@ class Asked:
         """What the engine computes side by side in all: answers, or beams."""
         return len(self.prompts) * self.sampling.sequences
 
-    def parts(self, most: int) -> list[Part]:
-        """What to ask the engine for, where it computes up to `most` sequences of one request side by side.
+    def parts(self, most: Callable[[int, int], int]) -> list[Part]:
+        """What to ask the engine for, which computes so many sequences of one request side by side as `most` says.
 
-        Answers that it does not compute together are the same asked for one by one.
+        That is asked with the tokens of the prompt, and the most of an answer. Answers that the engine does not
+        compute together are the same asked for one by one.
         """
-        if self.sampling.beams > max(1, most):
+        firsts = range(0, self.answers, self.made)
+        parts = zip(firsts, self.prompts, strict=True)
+        return [part for first, prompt in parts for part in self._parts_of(first, prompt, most)]
+
+    def _parts_of(self, first: int, prompt: Sequence[int], most: Callable[[int, int], int]) -> list[Part]:
+        together = max(1, most(len(prompt), self.sampling.max_tokens))
+        if self.sampling.beams > together:
             raise bad(
                 "use_beam_search",
-                f"use_beam_search with {self.sampling.beams} beams is not possible here; up to {most} are",
+                f"use_beam_search with {self.sampling.beams} beams of up to {self.sampling.max_tokens} tokens is not "
+                f"possible here; up to {together} are",
             )
-        if self.sampling.beams or self.made <= most:
-            return [Part(at * self.made, prompt, self.sampling) for at, prompt in enumerate(self.prompts)]
-        each = [
-            msgspec.structs.replace(sampling_of(self.sampling, number), n=1) for number in range(self.made)
-        ]
-        numbered = itertools.product(self.prompts, each)
-        return [Part(first, prompt, sampling) for first, (prompt, sampling) in enumerate(numbered)]
+        if self.sampling.sequences <= together:
+            return [Part(first, prompt, self.sampling)]
+        each = (sampling_of(self.sampling, number) for number in range(self.made))
+        return [Part(first + at, prompt, msgspec.structs.replace(one, n=1)) for at, one in enumerate(each)]
 
 
 async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) -> Asked:

@@ -40,8 +40,8 @@ class Generator(Protocol):
     def missing(self) -> list[str]:
         """Roles (`prefill`, `decode`; `colocated`) of which no group is up."""
 
-    def max_sequences(self) -> int:
-        """Most answers to one request, or beams, that are computed side by side."""
+    def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Most answers to such a request, or beams, that are computed side by side."""
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """What each group said last."""
@@ -130,7 +130,7 @@ class Service:
     def start(self, asked: Asked, exchange: Exchange) -> Answers:
         """Starts all the answers to the request. Raises `ApiError`, and `BusyError` when full."""
         self.check_ready()
-        parts = asked.parts(self._generator.max_sequences())
+        parts = asked.parts(self._generator.max_sequences)
         if asked.sequences > self._admission.limit:
             raise bad(
                 "n", f"{asked.sequences} answers in one request; this server runs {self._admission.limit}"

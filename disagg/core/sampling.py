@@ -82,6 +82,16 @@ def derived_seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()) >> 1
 
 
+def sequences_that_fit(prompt_tokens: int, max_tokens: int, pool_tokens: int, page_size: int) -> int:
+    """How many answers of up to `max_tokens` tokens fit a pool together, whatever their lengths turn out to be.
+
+    They share the pages that the prompt fills; what follows each has for itself.
+    """
+    common = prompt_tokens // page_size
+    own = -(-(prompt_tokens + max_tokens) // page_size) - common
+    return max(0, pool_tokens // page_size - common) // own
+
+
 def ending_tokens(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
     """The tokens that end the answer: it has one of them as its last token, and as no other."""
     return sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)

@@ -181,6 +181,8 @@ class RankInfo(msgspec.Struct, frozen=True):
     """Blocks of host memory that the rank has for pages of preempted requests."""
     max_sequences: int = 1
     """Of a leader: answers to one request, or beams, that its group computes side by side."""
+    pool_tokens: int = 0
+    """Tokens that the rank's KV pool holds; the same on all ranks of a group."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

@@ -153,6 +153,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self._ring_bytes(),
             self._swap_blocks(),
             self._leader.max_sequences if self._leader is not None else 1,
+            self._pool_tokens(),
         )
 
     def join(self, group: GroupInfo) -> None:

@@ -12,7 +12,7 @@ import structlog
 
 from disagg.core.errors import InvalidRequestError, PeerLostError
 from disagg.core.prefixes import PrefixKey
-from disagg.core.sampling import MAX_SEQUENCES, check_sampling
+from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_fit
 from disagg.core.status import GroupStatus
 from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
@@ -108,10 +108,17 @@ class Router:
         """Names of the groups that are given nothing new."""
         return tuple(engine.group.name for engine in self._engines.values() if engine.draining)
 
-    def max_sequences(self) -> int:
-        """Most answers to one request, or beams, that every group which may get it computes side by side."""
-        living = [e for e in self._of(self._roles[-1]) if not e.lost]
-        return min((e.group.leader.max_sequences for e in living), default=MAX_SEQUENCES)
+    def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Most answers to such a request, or beams, that every group which may get it computes side by side."""
+        living = [e.group for e in self._of(self._roles[-1]) if not e.lost]
+        most = [
+            min(
+                group.leader.max_sequences,
+                sequences_that_fit(prompt_tokens, max_tokens, group.leader.pool_tokens, group.page_size),
+            )
+            for group in living
+        ]
+        return min(most, default=MAX_SEQUENCES)
 
     def missing(self) -> list[str]:
         """Roles of which no group can be given a request; empty when requests can be served."""

@@ -45,6 +45,20 @@ def test_more_than_a_group_makes_at_once_are_asked_for_one_by_one(server: ApiSer
     assert [s.seed for s in samplings(server)] == [derived_seed(7, number) for number in range(5)]
 
 
+def test_neither_are_those_together_that_the_pool_has_no_room_for(server: ApiServer) -> None:
+    """Each by itself may be as long as it likes: one waits for another's pages."""
+    server.generator.pool_tokens = 20
+    reply = server.ask(prompt=["ab", "c" * 9], n=3, seed=7, max_tokens=4).json()
+    assert [(len(tokens), sampling.n) for _, tokens, sampling in server.generator.calls] == [
+        (2, 3),
+        *[(9, 1)] * 3,
+    ]
+    assert [choice["index"] for choice in reply["choices"]] == list(range(6))
+    assert len({sampling.seed for sampling in samplings(server)[1:]}) == 3
+    refused = server.ask(prompt="c" * 9, use_beam_search=True, n=2, max_tokens=4)
+    assert refused.status_code == 400
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_stream_of_several(server: ApiServer, path: str) -> None:
     texts = {0: "", 1: "", 2: ""}

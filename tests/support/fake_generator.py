@@ -26,7 +26,8 @@ class FakeGenerator:
         self.aborted: list[str] = []
         """Requests that were closed before their last output."""
         self.most = 1
-        """Answers that it makes to one request."""
+        """Answers that it makes to one request, where its pool has room for them."""
+        self.pool_tokens = 1 << 20
         self.down: list[str] = []
         self.told: tuple[GroupStatus, ...] = ()
         self.hold_after: int | None = None
@@ -43,8 +44,8 @@ class FakeGenerator:
     def missing(self) -> list[str]:
         return self.down
 
-    def max_sequences(self) -> int:
-        return self.most
+    def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
+        return min(self.most, self.pool_tokens // (prompt_tokens + max_tokens))
 
     def groups(self) -> tuple[GroupStatus, ...]:
         return self.told

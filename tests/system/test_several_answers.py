@@ -158,7 +158,7 @@ def refuses(config: Config, source: ModelSource) -> None:
         router_says: list[int] = []
 
         async def work(router: Router) -> Any:
-            router_says.append(router.max_sequences())
+            router_says.append(router.max_sequences(len(prompt), TOKENS))
             return await ask(router, "r", prompt, msgspec.structs.replace(DRAWN, n=2))
 
         with pytest.raises(InvalidRequestError):
