@@ -26,7 +26,7 @@ class Engine:
 
     group: GroupInfo
     requests: int = 0
-    """Requests of this router that are with the group now."""
+    """Requests of this router that are with the group now; with a decode group, each sequence of them."""
     tokens: int = 0
     """Prompt tokens of those requests that it did not hold when it was chosen, as far as was known. A prefill group's
     only until the prompt is computed: what it has before it, roughly."""

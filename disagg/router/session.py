@@ -270,9 +270,13 @@ class Session:
         self.involved.add(peer)
         self.mail.send(peer, message)
 
+    def _requests(self, engine: Engine) -> int:
+        """What the request counts with a group: a decode group has each of its sequences in its steps."""
+        return self.sampling.sequences if engine is self.decode else 1
+
     def _begin(self) -> None:
         for engine, tokens in self.load.items():
-            engine.requests += 1
+            engine.requests += self._requests(engine)
             engine.served += 1
             engine.tokens += tokens
 
@@ -284,7 +288,7 @@ class Session:
 
     def _end(self) -> None:
         for engine, tokens in self.load.items():
-            engine.requests -= 1
+            engine.requests -= self._requests(engine)
             engine.tokens -= tokens
 
     def _left_s(self) -> float:

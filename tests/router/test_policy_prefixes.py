@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from disagg.core.prefixes import PrefixKey
-from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
+from disagg.core.types import (
+    PROTOCOL_VERSION,
+    GroupInfo,
+    KVLayout,
+    RankInfo,
+    RequestKey,
+    SamplingParams,
+    Shard,
+    Span,
+)
 from disagg.kv.journal import MarkJournal
 from disagg.router.policy import SESSION_LOAD, SLACK, Asking, Engine, prefix_aware
+from disagg.router.session import Session, SessionReport
 
 UNIT = 64
 LAYOUT = KVLayout(1, 1, 8, "float32")
@@ -151,3 +162,22 @@ def test_prefill_groups_know_no_sessions() -> None:
     assert {
         prefix_aware(engines, asking(range(600), *engines, session=f"s{i}")).group.name for i in range(20)
     } == {"a"}
+
+
+def test_several_answers_weigh_in_a_decode_group_as_if_each_were_asked_for_alone() -> None:
+    prefill, one, other = engine("p"), engine("a", "decode"), engine("b", "decode")
+    mail: Any = None
+
+    def session(decode: Engine, n: int) -> Session:
+        asked = (RequestKey("r"), [1], SamplingParams(n=n), 0.0, None, SessionReport(), 0.0, "")
+        return Session(mail, prefill, decode, *asked, {prefill: 0, decode: 0})  # all of it is cached
+
+    wide = session(one, 8)
+    wide._begin()
+    for _ in range(8):
+        chosen = prefix_aware([one, other], asking(range(1)))
+        assert chosen is other or other.requests == 8
+        session(chosen, 1)._begin()
+    assert prefill.requests == 9, "each prompt is computed once"
+    wide._end()
+    assert (prefill.requests, one.requests) == (8, 0)
