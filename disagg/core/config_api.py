@@ -19,7 +19,7 @@ class ApiConfig(Section, frozen=True):
     key_file: str | None = None
     """API keys, one a line; with those of the variable DISAGG_API_KEYS. None at all: no key is asked for."""
     max_running: int = 64
-    """Answers that the engine is given at one time."""
+    """Answers that the engine is given at one time; those to one prompt that it makes together count as one."""
     max_queued: int = 256
     """Answers that wait for their turn; what comes on top is refused at once (429)."""
     max_queue_s: float = 10.0

@@ -80,7 +80,7 @@ class GroupConfig(Section, frozen=True):
     """Of a GPU's memory, what weights, steps, transfer buffers and KV pool may take together. Ranks that share a GPU
     share it too. Not looked at where `pool_tokens` is set."""
     max_requests: int = 32
-    """Requests with pages at one time."""
+    """Requests with pages at one time; in a decode group each of several answers, and each beam, counts."""
     max_context_tokens: int = 4096
     """Longest prompt plus answer."""
     device: Device = "auto"
@@ -88,7 +88,7 @@ class GroupConfig(Section, frozen=True):
     """Prompt tokens that one prefill step computes; in a decode group, tokens that one step computes again after a
     preemption; in a colocated group, tokens of prompts and answers together."""
     max_batch: int = 32
-    """Requests that one step decodes."""
+    """Requests that one step decodes; each of several answers, and each beam, counts."""
     graphs: bool = True
     """Record decode steps and short prefill steps as CUDA graphs, where the model allows it."""
     prefix_cache: bool = True
