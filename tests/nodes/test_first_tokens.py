@@ -11,6 +11,7 @@ from fake_model import VOCAB, fake_spec
 from decode_node.costs import Rates
 from decode_node.leader import DecodeLeader
 from decode_node.scheduler import DecodeScheduler
+from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.node.ledger import Ledger
 from transport import messages as m
@@ -41,7 +42,7 @@ class Decode:
         self.leader.join(group)
         prefill: Any = SimpleNamespace(name="prefill", leader=SimpleNamespace(control_address="prefill-0"))
         self.leader.link(prefill)
-        self.tell(m.Reserve(KEY, [1, 2, 3, 4, 5], sampling, 60.0, "prefill"))
+        self.tell(m.Reserve(KEY, pack_tokens([1, 2, 3, 4, 5]), sampling, 60.0, "prefill"))
         self.tell(m.Landed(KEY, 7, 0))
 
     def tell(self, message: m.Message) -> None:
