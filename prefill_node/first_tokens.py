@@ -14,6 +14,10 @@ from disagg.model.next_tokens import BeamStep, Chosen, likeliest, next_tokens
 from disagg.model.penalties import Row, history_of
 from prefill_node.scheduler import PrefillRequest
 
+ROWS = 32
+"""First tokens chosen at one time: each takes some copies of a row of logits, which no memory is set aside for, and
+prompts with many answers each may end in one step."""
+
 
 class First(NamedTuple):
     """See `transport.messages.FirstTokens`."""
@@ -38,11 +42,15 @@ def _others(
 ) -> dict[RequestKey, First | RequestError]:
     index, rows = [], []
     for row, request in requests.items():
+        history = history_of(request.prompt, request.sampling)  # of all answers: none has a token yet
         for number in range(request.sampling.n):
             index.append(row)
-            history = history_of(request.prompt, request.sampling)
             rows.append(Row(sampling_of(request.sampling, number), (), history))
-    found = iter(next_tokens(logits[index], rows, eos_ids) if rows else [])
+    chosen: list[Chosen | RequestError] = []
+    for at in range(0, len(rows), ROWS):
+        part = slice(at, at + ROWS)
+        chosen += next_tokens(logits[index[part]], rows[part], eos_ids)
+    found = iter(chosen)
     return {r.key: _first([next(found) for _ in range(r.sampling.n)]) for r in requests.values()}
 
 

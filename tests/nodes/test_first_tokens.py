@@ -1,4 +1,4 @@
-"""What a decode group does with first tokens, and with what a peer may get wrong about them."""
+"""How a prefill group chooses first tokens; what a decode group does with them, and with what a peer gets wrong."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fake_model import VOCAB, fake_spec
 
 from decode_node.costs import Rates
 from decode_node.leader import DecodeLeader
 from decode_node.scheduler import DecodeScheduler
+from disagg.core.sampling import sampling_of
 from disagg.core.tokens import pack_tokens
-from disagg.core.types import RequestKey, SamplingParams
+from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.model.next_tokens import Chosen, next_tokens
+from disagg.model.penalties import Row, history_of
 from disagg.node.ledger import Ledger
+from prefill_node.first_tokens import ROWS, First, first_tokens
+from prefill_node.scheduler import PrefillRequest
 from transport import messages as m
 
 KEY = RequestKey("r")
@@ -43,7 +49,6 @@ class Decode:
         prefill: Any = SimpleNamespace(name="prefill", leader=SimpleNamespace(control_address="prefill-0"))
         self.leader.link(prefill)
         self.tell(m.Reserve(KEY, pack_tokens([1, 2, 3, 4, 5]), sampling, 60.0, "prefill"))
-        self.tell(m.Landed(KEY, 7, 0))
 
     def tell(self, message: m.Message) -> None:
         self.leader.handle("peer", message)
@@ -72,6 +77,7 @@ def test_wrong_first_tokens_end_their_request(
 ) -> None:
     """The router hears of it at once: it would wait in vain, or the group's next step would fail."""
     decode = Decode(sampling)
+    decode.tell(m.Landed(KEY, 7, 0))
     decode.tell(m.FirstTokens(KEY, 7, tokens, scores))
     (failed,) = [message for message in decode.sent if isinstance(message, m.Failed)]
     assert failed.code == "protocol"
@@ -84,9 +90,78 @@ def test_wrong_first_tokens_end_their_request(
 @pytest.mark.parametrize("sampling", [SEVERAL, BEAMS, SamplingParams(max_tokens=3)])
 def test_right_ones_are_computed_on_from(sampling: SamplingParams) -> None:
     decode = Decode(sampling)
+    decode.tell(m.Landed(KEY, 7, 0))
     count = 4 if sampling.beams else sampling.n
     scores = [-1.0 - at for at in range(count)] if sampling.beams else []
     decode.tell(m.FirstTokens(KEY, 7, list(range(count)), scores))
     plan = decode.scheduler.next_step()
     assert plan is not None
     assert [work.tokens for work in plan.work] == [[token] for token in range(sampling.sequences)]
+
+
+@pytest.mark.parametrize("ended", [0, 1])
+def test_an_answer_may_end_before_anything_is_here(ended: int) -> None:
+    """Its end comes from the router, first tokens from the prefill group: either may be first, and come again."""
+    decode = Decode(SEVERAL)
+    row = decode.scheduler.requests[KEY].ticket.row
+    first = m.FirstTokens(KEY, 7, [4, 5, 6])
+    for message in (m.EndAnswer(KEY, ended), m.EndAnswer(KEY, 9), first, m.EndAnswer(KEY, ended)):
+        decode.tell(message)
+        assert decode.scheduler.next_step() is None, "no KV is here"
+    decode.tell(m.Landed(KEY, 7, 0))
+    plan = decode.scheduler.next_step()
+    assert plan is not None
+    left = [number for number in range(3) if number != ended]
+    assert [work.tokens for work in plan.work] == [[4 + number] for number in left]
+    assert row in [work.row for work in plan.work], "the ticket's row is some answer's until it is closed"
+    decode.leader.commit(plan, torch.zeros(2, VOCAB))
+    decode.tell(m.EndAnswer(KEY, ended))
+    told = [message for message in decode.sent if isinstance(message, m.Tokens)]
+    assert [one.answer for one in told] == left
+    for number in left:
+        assert not decode.scheduler.requests[KEY].closing
+        decode.tell(m.EndAnswer(KEY, number))
+    decode.tell(m.RankClosed(KEY, 7, 0))
+    decode.tell(m.EndAnswer(KEY, ended))
+    assert not decode.scheduler.requests
+    decode.scheduler.check()
+
+
+def test_no_beam_ends_by_itself() -> None:
+    decode = Decode(BEAMS)
+    decode.tell(m.Landed(KEY, 7, 0))
+    decode.tell(m.FirstTokens(KEY, 7, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0]))
+    for number in range(2):
+        decode.tell(m.EndAnswer(KEY, number))
+    plan = decode.scheduler.next_step()
+    assert plan is not None
+    assert len(plan.work) == 2
+
+
+def test_many_answers_to_many_prompts_are_chosen_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is asked for in one step, memory is taken for so many rows of logits at most."""
+    sizes: list[int] = []
+
+    def counted(logits: torch.Tensor, *rest: Any) -> Any:
+        sizes.append(len(logits))
+        return next_tokens(logits, *rest)
+
+    monkeypatch.setattr("prefill_node.first_tokens.next_tokens", counted)
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    sampling = SamplingParams(n=25, temperature=1.5, seed=3, repetition_penalty=1.5)
+    requests = {}
+    for row in range(3):
+        ticket = Ticket(RequestKey(f"r{row}"), row, "decode", Span(0, 4))
+        requests[row] = PrefillRequest(
+            ticket.key, pack_tokens([row, 7, 8, 9]), sampling, ticket, "router", 0.0
+        )
+    found = first_tokens(logits, requests, ())
+    assert max(sizes) <= ROWS < sum(sizes) == 75
+    for row, request in requests.items():
+        first = found[request.key]
+        assert isinstance(first, First)
+        for number, token in enumerate(first.tokens):
+            alone = Row(sampling_of(sampling, number), (), history_of(request.prompt, sampling))
+            (chosen,) = next_tokens(logits[row : row + 1], [alone], ())
+            assert isinstance(chosen, Chosen)
+            assert token == chosen.token
