@@ -10,7 +10,10 @@ import pytest
 from decode_node.costs import SWAP_OVERHEAD_S, Rates, cheaper
 from decode_node.request import DecodeRequest, Place, Sequence
 from decode_node.scheduler import DecodeScheduler
+from disagg.core.config_tree import EvictionName
 from disagg.core.errors import BusyError, InvariantError, PromptTooLongError
+from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.host_blocks import HostBlocks
 from disagg.node.ledger import Ledger
@@ -56,9 +59,15 @@ def test_host_blocks() -> None:
 
 
 def make(
-    pool_tokens: int, rows: int, watermark: float = 0.0, page_size: int = 4, max_batch: int = 0, **more: Any
+    pool_tokens: int,
+    rows: int,
+    watermark: float = 0.0,
+    page_size: int = 4,
+    max_batch: int = 0,
+    eviction: EvictionName | None = None,
+    **more: Any,
 ) -> DecodeScheduler:
-    ledger = Ledger(pool_tokens=pool_tokens, page_size=page_size, rows=rows)
+    ledger = Ledger(pool_tokens=pool_tokens, page_size=page_size, rows=rows, eviction=eviction)
     return DecodeScheduler(
         ledger,
         group="decode",
@@ -72,18 +81,23 @@ def make(
     )
 
 
-def start(scheduler: DecodeScheduler, number: int, prompt_tokens: int, max_tokens: int) -> DecodeRequest:
-    """A request whose KV and first token are here."""
+def start(
+    scheduler: DecodeScheduler, number: int, prompt_tokens: int, max_tokens: int, n: int = 1
+) -> DecodeRequest:
+    """A request whose KV and first tokens are here. No two prompts begin alike."""
+    prompt = pack_tokens([1000 * number + at for at in range(prompt_tokens)])
     request = scheduler.reserve(
         RequestKey(f"r{number}"),
-        list(range(prompt_tokens)),
-        SamplingParams(max_tokens=max_tokens),
+        prompt,
+        SamplingParams(max_tokens=max_tokens, n=n),
         router="",
         prefill_group="",
         deadline_s=0.0,
+        prefix=PrefixKey.of(prompt),
     )
     request.landed_ranks.add(0)
-    request.sequences[0].tokens.append(1)
+    for sequence in request.sequences:
+        sequence.tokens.append(1)
     request.begun = True
     return request
 
@@ -99,7 +113,7 @@ def step(scheduler: DecodeScheduler) -> set[str]:
     plan = scheduler.next_step()
     assert plan is not None
     for work, (_, sequence) in zip(plan.work, scheduler.stepped(plan), strict=True):
-        if work.span.stop == sequence.known_tokens:
+        if work.span.stop == sequence.known_tokens and not sequence.ended:
             sequence.tokens.append(2)
     scheduler.commit(plan)
     return {work.key.request_id for work in plan.work}
@@ -199,6 +213,44 @@ def test_who_waits_for_pages_does_not_take_the_turn_of_the_oldest(max_batch: int
         if not left:
             return
     raise AssertionError(f"unfinished: {[(r.key, r.place, only(r).known_tokens) for r in left]}")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["while it is out", "while it is computed again"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_answer_that_ends_before_it_is_computed_again_leaves_no_gap(which: int, again: bool) -> None:
+    """What both answers share is computed by the first one, wanted or not, and cached when it is there."""
+    scheduler = make(64, 6, chunk_tokens=8, eviction="lru")
+    one, two = start(scheduler, 1, 12, 30), start(scheduler, 2, 22, 12, n=2)
+    while two.place is Place.RESIDENT:
+        step(scheduler)
+    ended, other = two.sequences[which], two.sequences[1 - which]
+    if not again:
+        scheduler.end(two, ended)
+    scheduler.close(one)
+    scheduler.rank_closed(one, 0)
+    cache = scheduler._ledger._cache
+    assert cache is not None
+    kept = set(cache.pages())  # the other request's
+    computed: set[tuple[int, int]] = set()
+    """Pages and places in them."""
+    for _ in range(20):
+        if again and two.place is Place.RESIDENT and two.left_tokens:
+            scheduler.end(two, ended)
+        plan = scheduler.next_step()
+        assert plan is not None
+        for work, (_, sequence) in zip(plan.work, scheduler.stepped(plan), strict=True):
+            pages = sequence.holding.pages
+            places = [(pages[at // 4], at % 4) for at in range(work.span.stop)]
+            computed.update(places[work.start :])
+            assert computed.issuperset(places), "a step reads what nobody has computed"
+        scheduler.commit(plan)
+        fresh = {page for page, _ in computed}
+        assert fresh >= set(cache.pages()) - kept, "what nobody has computed is cached"
+        kept -= fresh
+        if two.left_tokens == 0 and two.sequences == [other]:
+            break
+    assert two.sequences == [other], "what has ended has given back what it held"
+    scheduler.check()
 
 
 def test_tickets_keep_the_watermark_but_for_the_first() -> None:
