@@ -33,7 +33,11 @@ STEP = 0.25
 class _Window:
     seconds: float
     came: int
+    """Requests."""
     ended: int
+    """Requests."""
+    answers: int
+    """Of those that ended."""
     full: bool
     """Whoever came found all turns taken: no more can end in this time."""
     most: int
@@ -50,12 +54,13 @@ class _Window:
             self.seconds + later.seconds,
             self.came + later.came,
             self.ended + later.ended,
+            self.answers + later.answers,
             self.full and later.full,
             max(self.most, later.most),
         )
 
 
-NOTHING = _Window(0.0, 0, 0, True, 0)
+NOTHING = _Window(0.0, 0, 0, 0, True, 0)
 
 
 class Mean:
@@ -76,7 +81,7 @@ class Pace:
         """`max_slowdown` 0: there is no overload, only what `max_queue_s` and the caller bound."""
         self._max_running, self._max_queue_s, self._max_slowdown = max_running, max_queue_s, max_slowdown
         self._since_s: float | None = None
-        self._came = self._ended = self._most = 0
+        self._came = self._ended = self._answers = self._most = 0
         self._full = True
         self._level: int | None = None
         """Most inside when the windows began to say how long the queue is."""
@@ -106,7 +111,7 @@ class Pace:
         if self.overload or not self._max_slowdown or not lately.outrun:
             return False
         idle_s = self._idle_s(self._tokens.value or 1.0)
-        rate = lately.ended / lately.seconds if lately.seconds else 0.0
+        rate = lately.answers / lately.seconds if lately.seconds else 0.0
         self._overload_s = now_s
         self._bound = self._bounded(self._max_slowdown * (idle_s or 0.0) * rate)
         return True
@@ -123,7 +128,8 @@ class Pace:
         self._tokens.add(tokens)
         # What began before an overload ran among too many: it says nothing of how many are right now.
         if self._overload_s is None or now_s - seconds >= self._overload_s:
-            self._ended += answers
+            self._ended += 1
+            self._answers += answers
         idle_s = self._idle_s(tokens)
         if self._overload_s is not None and idle_s is not None:
             if now_s - seconds >= self._overload_s:
@@ -141,7 +147,7 @@ class Pace:
             return int(self._bound)
         if self._level is None:
             return None
-        ended = sum(window.ended for window in self._windows)
+        ended = sum(window.answers for window in self._windows)
         if not ended:
             return None
         rate = ended / sum(window.seconds for window in self._windows)
@@ -161,7 +167,7 @@ class Pace:
     def _now(self, now_s: float) -> _Window:
         """The window that is being counted."""
         began_s = now_s if self._since_s is None else self._since_s
-        return _Window(now_s - began_s, self._came, self._ended, self._full, self._most)
+        return _Window(now_s - began_s, self._came, self._ended, self._answers, self._full, self._most)
 
     def _turn(self, now_s: float) -> None:
         """Begins a new window when it is time; what lies further back says nothing."""
@@ -174,7 +180,8 @@ class Pace:
             self._add(window)
         else:
             return
-        self._since_s, self._came, self._ended, self._full, self._most = now_s, 0, 0, True, 0
+        self._since_s, self._full = now_s, True
+        self._came = self._ended = self._answers = self._most = 0
 
     def _add(self, window: _Window) -> None:
         self._windows.append(window)

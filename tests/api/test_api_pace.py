@@ -270,6 +270,15 @@ def test_answers_made_together_count_each_and_take_as_long_as_the_longest() -> N
     assert limit(4, [1, 10, 4, 2]) == limit(1, [10])
 
 
+def test_more_comes_than_ends_is_of_requests_however_many_answers_each_has() -> None:
+    pace = Pace(MAX_RUNNING, 10.0, 1.5)
+    for turn in range(100):
+        for _ in range(3):
+            pace.came(MAX_RUNNING, turn / 100)
+        pace.ended(10, 0.1, 0.1, MAX_RUNNING, turn / 100, answers=4)
+    assert pace.refused(1.0), "three times as much comes"
+
+
 async def full() -> tuple[Admission, list[asyncio.Task[str]]]:
     """One runs, two wait: alone, and with others in one request."""
     admission = Admission(1, 2, Metrics(), Pace(1, 10.0, 1.5), lambda: 0.0)
