@@ -67,6 +67,17 @@ class Sequence:
             return self.tokens[start - inside : end - inside]
         return [*self.prompt[start:end], *self.tokens[: max(0, end - inside)]]
 
+    def begin_like(self, other: Sequence) -> bool:
+        """Whether its row, of which the ranks know nothing, can begin as a copy of `other`'s, and then does."""
+        if self.told_pages or other is self:
+            return False
+        mine, told = self.holding.sequence.pages, other.told_pages
+        same = min(len(mine), len(told))
+        if mine[:same] != told[:same]:
+            same = next(at for at in range(same) if mine[at] != told[at])
+        self.told_pages = mine[:same]
+        return same > 0
+
     def tell_pages(self) -> tuple[int, list[int]]:
         """The first of its pages that the ranks do not know, or know otherwise, and all from there: now they do.
 

@@ -416,6 +416,7 @@ class DecodeScheduler:
         for sequence, count in zip(request.sequences, counts, strict=True):
             if count == 0:
                 continue
+            like = request.sequences[0].holding.row if sequence.begin_like(request.sequences[0]) else -1
             first, untold = sequence.tell_pages()
             self._stepped.append((request, sequence))
             works.append(
@@ -428,6 +429,7 @@ class DecodeScheduler:
                     request.prompt_tokens,
                     untold,
                     first,
+                    like,
                 )
             )
 

@@ -117,6 +117,11 @@ class ReqToTokenPool:
         packed = self._pinned(packed).to(self.table.device, non_blocking=True)
         self.table.view(-1).index_copy_(0, packed[0], packed[1].int())
 
+    def copy_slots(self, source: int, row: int, tokens: int) -> None:
+        """The first `tokens` positions of the request at `row` live where those of `source` do. Launches only."""
+        first = Span(0, tokens)
+        self.slots(row, first).copy_(self.slots(source, first))
+
     def _pinned(self, host: torch.Tensor) -> torch.Tensor:
         return host.pin_memory() if self.table.is_cuda else host
 

@@ -57,6 +57,10 @@ class StepExecutor:
                 places.append((work.row, start, slots_of(work.pages, size, room)))
         if places:
             runner.req_to_token.set_slots_of(places)
+        for work in works:
+            if work.like >= 0:
+                tokens = min(work.first_page * size, runner.req_to_token.max_tokens)
+                runner.req_to_token.copy_slots(work.like, work.row, tokens)
 
 
 class PlanQueue:

@@ -1,7 +1,8 @@
 """What one step of a group runs, as the leader tells its ranks.
 
 A leader decides, then sends the same `StepPlan` to every rank; ranks never decide on their own. A page travels once,
-with the first work that needs it; afterwards the request's row in the request-to-token table has it everywhere.
+with the first work that needs it; afterwards the request's row in the request-to-token table has it everywhere. The
+row of a fork begins as a copy of another one's.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     before `start` whose KV was cached."""
     first_page: int = 0
     """Which of the request's pages the first of `pages` is."""
+    like: int = -1
+    """A row that begins with the same `first_page` pages, once those of the plan are known; -1: no such row."""
 
     @property
     def span(self) -> Span:

@@ -212,3 +212,16 @@ def test_slots_of_several_rows_are_told_at_once(count: int) -> None:
     with pytest.raises(ValueError, match="do not fit"):
         table.set_slots_of([*places[1:], (5, 20, places[0][2])])
     assert torch.equal(table.table, plain.table)
+
+
+def test_a_row_begins_as_a_copy_of_another() -> None:
+    table = ReqToTokenPool(3, 24)
+    source, row = table.alloc(), table.alloc()
+    table.set_slots(source, 0, list(range(10, 34)))
+    table.set_slots(row, 4, [90, 91])
+    table.copy_slots(source, row, 4)
+    assert table.table[row, :8].tolist() == [10, 11, 12, 13, 90, 91, 0, 0]
+    with pytest.raises(ValueError, match="do not fit"):
+        table.copy_slots(source, row, 25)
+    with pytest.raises(ValueError, match="not handed out"):
+        table.copy_slots(source, 2, 4)

@@ -311,3 +311,31 @@ def test_who_computes_for_all_does_so_also_when_its_answer_is_not_wanted_any_mor
     assert two.sequences == [wanted]
     assert wanted.left_tokens == 1
     scheduler.check()
+
+
+def test_a_page_that_forks_share_is_told_once() -> None:
+    """With their first step: else a wide request with a long prompt would fill a whole message."""
+    scheduler = make(400, 8)
+    one = scheduler.reserve(
+        RequestKey("one"),
+        pack_tokens(range(82)),
+        SamplingParams(max_tokens=12, n=4),
+        router="",
+        prefill_group="",
+        deadline_s=0.0,
+    )
+    one.landed_ranks.add(0)
+    one.begun = True
+    for sequence in one.sequences:
+        sequence.tokens.append(1)
+    plan = scheduler.next_step()
+    assert plan is not None
+    first, *others = plan.work
+    assert (len(first.pages), first.like) == (21, -1)
+    assert [(len(work.pages), work.first_page, work.like) for work in others] == [(1, 20, first.row)] * 3
+    scheduler.commit(plan)
+    for sequence in one.sequences:
+        sequence.tokens.append(2)
+    plan = scheduler.next_step()
+    assert plan is not None
+    assert [(work.pages, work.like) for work in plan.work] == [([], -1)] * 4, "and no more"

@@ -382,6 +382,9 @@ class DecodeMachine(RuleBasedStateMachine):
         if self.whole_prompts:
             assert len(known) - work.span.stop <= 1
         table = self.tables.setdefault(work.row, [])
+        if work.like >= 0:
+            assert work.like != work.row
+            table[: work.first_page] = self.tables[work.like][: work.first_page]
         table[work.first_page :] = work.pages or table[work.first_page :]
         pages, needed = sequence.holding.pages, -(-work.span.stop // 4)
         assert table[:needed] == pages[:needed], "the ranks know every page that the step touches"
