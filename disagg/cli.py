@@ -15,6 +15,7 @@ import typer
 from disagg import (
     cli_bench,
     cli_bench_agreement,
+    cli_bench_overload,
     cli_bench_serve,
     cli_launch,
     cli_run,
@@ -46,6 +47,7 @@ app.command("keys")(cli_tools.keys)
 app.command("version")(cli_tools.version)
 cli_bench.app.command("agreement")(cli_bench_agreement.agreement)
 cli_bench.app.command("serve")(cli_bench_serve.serve)
+cli_bench.app.command("overload")(cli_bench_overload.overload)
 app.add_typer(cli_bench.app, name="bench")
 
 # What typer raises for a wrong command line. The class lives in click or in typer's own copy of it, depending
