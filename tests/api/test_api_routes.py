@@ -307,6 +307,7 @@ def test_every_request_is_a_line_in_the_log_without_its_text(server: ApiServer) 
         json={"model": "tiny", "prompt": "private", "max_tokens": 3, "stream": True},
         headers={"x-request-id": "mine"},
     )
+    until(lambda: server.log.lines)  # a line is written behind the last byte of its reply
     server.client.get("/nope")
     [served, refused] = until(lambda: server.log.lines[1:] and server.log.lines)
     assert served.pop("seconds") >= 0
