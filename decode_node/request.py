@@ -26,6 +26,14 @@ class Place(enum.Enum):
     """In host memory, from where every rank is copying it to new pages."""
 
 
+def common_pages(one: list[int], other: list[int]) -> int:
+    """How many pages both begin with."""
+    most = min(len(one), len(other))
+    if one[:most] == other[:most]:
+        return most
+    return next(at for at in range(most) if one[at] != other[at])
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One answer that is being made, or one beam. The prompt's KV it shares with the request's other sequences."""
@@ -71,12 +79,9 @@ class Sequence:
         """Whether its row, of which the ranks know nothing, can begin as a copy of `other`'s, and then does."""
         if self.told_pages or other is self:
             return False
-        mine, told = self.holding.sequence.pages, other.told_pages
-        same = min(len(mine), len(told))
-        if mine[:same] != told[:same]:
-            same = next(at for at in range(same) if mine[at] != told[at])
-        self.told_pages = mine[:same]
-        return same > 0
+        pages = self.holding.pages
+        self.told_pages = pages[: common_pages(pages, other.told_pages)]
+        return bool(self.told_pages)
 
     def tell_pages(self) -> tuple[int, list[int]]:
         """The first of its pages that the ranks do not know, or know otherwise, and all from there: now they do.

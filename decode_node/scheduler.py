@@ -15,13 +15,12 @@ Who owns a request's row, pages and host blocks, and who frees them:
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from decode_node.costs import Rates
 from decode_node.pressure import Pressure
-from decode_node.request import DecodeRequest, Place, Sequence
+from decode_node.request import DecodeRequest, Place, Sequence, common_pages
 from disagg.core.config import Preemption
 from disagg.core.errors import BusyError, InvalidRequestError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
@@ -158,7 +157,7 @@ class DecodeScheduler:
             key,
             ticket,
             age,
-            array("i", prompt),
+            prompt,
             sampling,
             router,
             prefill_group,
@@ -274,11 +273,7 @@ class DecodeScheduler:
     def _take_over(self, unused: Sequence, other: Sequence) -> Sequence:
         self._ledger.refork(unused.holding, other.holding)
         unused.computed_tokens = other.computed_tokens
-        told, pages = unused.told_pages, unused.holding.pages
-        same = next(
-            (i for i, two in enumerate(zip(told, pages, strict=False)) if two[0] != two[1]), len(told)
-        )
-        del told[min(same, len(pages)) :]
+        del unused.told_pages[common_pages(unused.told_pages, unused.holding.pages) :]
         return unused
 
     def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
@@ -287,7 +282,10 @@ class DecodeScheduler:
         return all(one.ended for one in request.sequences)
 
     def _prune(self, request: DecodeRequest) -> None:
-        """Gives back what ended sequences hold, while others go on. Between steps, when it is resident."""
+        """Gives back what ended sequences hold, while others go on. Between steps, when it is resident.
+
+        Not while it is computed again: what the first of them computes is for the others too.
+        """
         request.some_ended = False
         for sequence in [one for one in request.sequences if one.ended]:
             self._keep(request, [sequence])
@@ -381,9 +379,7 @@ class DecodeScheduler:
                 break
             if not self.pressure.runs(request):
                 continue
-            if (
-                request.some_ended and not request.again
-            ):  # what the first of them computes is for the others too
+            if request.some_ended and not request.again:
                 self._prune(request)
             count = len(request.sequences)
             if count > places:

@@ -133,25 +133,20 @@ class Ledger:
         """
         if not self._free_rows:
             return None
-        found = (
-            self._cache.match(prompt, prompt.tokens - 1)
-            if self._cache is not None and prompt is not None
-            else None
-        )
-        sequence = KVSequence(self._pages, found.pages if found is not None else ())
-        if self._cache is not None and found is not None:
+        holding, found = Holding(self._free_rows[-1], KVSequence(self._pages)), None
+        if self._cache is not None and prompt is not None:
+            found = self._cache.match(prompt, prompt.tokens - 1)
             self._cache.lock(found.node)
-        need = pages_for(tokens, self.page_size) - len(sequence.pages)
+            holding = Holding(holding.row, KVSequence(self._pages, found.pages), found.tokens, found.node)
+        need = pages_for(tokens, self.page_size) - len(holding.pages)
         if need + spare_pages > self.free_pages or not self._make_room(need):
-            sequence.free()
-            if self._cache is not None and found is not None:
-                self._cache.unlock(found.node)
+            holding.sequence.free()
+            self._forget(holding)
             return None
-        sequence.append(tokens - sequence.tokens)  # what is shared is full: no copies are owed
-        holding = Holding(self._free_rows.pop(), sequence)
+        holding.sequence.append(tokens - holding.tokens)  # what is shared is full: no copies are owed
+        self._free_rows.pop()
         if self._cache is not None and found is not None:
             self._cache.count(found)
-            holding.cached_tokens, holding.node = found.tokens, found.node
         return holding
 
     def _make_room(self, pages: int) -> bool:

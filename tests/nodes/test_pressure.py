@@ -282,18 +282,7 @@ def test_who_computes_for_all_does_so_also_when_its_answer_is_not_wanted_any_mor
     """What two answers share is computed again by the first of them."""
     scheduler = make(64, 4, chunk_tokens=5)
     one = start(scheduler, 1, 20, 40)
-    two = scheduler.reserve(
-        RequestKey("two"),
-        list(range(16)),
-        SamplingParams(max_tokens=12, n=2),
-        router="",
-        prefill_group="",
-        deadline_s=0.0,
-    )
-    two.landed_ranks.add(0)
-    two.begun = True
-    for sequence in two.sequences:
-        sequence.tokens.append(1)
+    two = start(scheduler, 2, 16, 12, n=2)
     while two.place is Place.RESIDENT:
         step(scheduler)
     scheduler.close(one)
@@ -316,18 +305,7 @@ def test_who_computes_for_all_does_so_also_when_its_answer_is_not_wanted_any_mor
 def test_a_page_that_forks_share_is_told_once() -> None:
     """With their first step: else a wide request with a long prompt would fill a whole message."""
     scheduler = make(400, 8)
-    one = scheduler.reserve(
-        RequestKey("one"),
-        pack_tokens(range(82)),
-        SamplingParams(max_tokens=12, n=4),
-        router="",
-        prefill_group="",
-        deadline_s=0.0,
-    )
-    one.landed_ranks.add(0)
-    one.begun = True
-    for sequence in one.sequences:
-        sequence.tokens.append(1)
+    one = start(scheduler, 1, 82, 12, n=4)
     plan = scheduler.next_step()
     assert plan is not None
     first, *others = plan.work
