@@ -113,36 +113,98 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
 @triton.jit  # type: ignore[untyped-decorator]
 def load_rows(  # type: ignore[no-untyped-def]
     rows,  # address of the head in slot 0
-    slot,  # int64 [N]
-    inside,  # bool [N]
+    slot,  # int64 [N], each one that may be read
     DIM: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     SLOT_STRIDE: tl.constexpr,  # noqa: N803
     FP8: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """`[N, BLOCK]` of one head, zeros beyond `DIM` and where not `inside`: what lies there is never read."""
+    """`[N, BLOCK]` of one head, zeros beyond `DIM`. No mask where none is needed: it costs more than the loads."""
     element = tl.arange(0, BLOCK)
-    mask = inside[:, None] & (element < DIM)[None, :]
-    found = tl.load(rows + slot[:, None] * SLOT_STRIDE + element[None, :], mask=mask, other=0)
+    place = rows + slot[:, None] * SLOT_STRIDE + element[None, :]
+    found = tl.load(place) if DIM == BLOCK else tl.load(place, mask=(element < DIM)[None, :], other=0)
     if FP8 is not None:
         found = found.to(FP8, bitcast=True)
     return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def load_scales(scales, slot, inside, SCALE_SLOT_STRIDE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def load_scales(scales, slot, SCALE_SLOT_STRIDE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """float32 `[N]`."""
-    return tl.load(scales + slot * SCALE_SLOT_STRIDE, mask=inside, other=0.0)
+    return tl.load(scales + slot * SCALE_SLOT_STRIDE)
+
+
+@triton.jit
+def halves(codes):  # type: ignore[no-untyped-def]
+    """float16 of codes, exactly; every 8-bit type has fewer digits and a smaller range.
+
+    In the layout that the codes were loaded in, by code that the compiler cannot move: left to itself it moves the
+    conversion behind the shared memory that `tl.dot` reads from, and then fetches V there byte by byte.
+    """
+    if _WIDEN:
+        found = codes.to(tl.float16)
+    elif codes.dtype == tl.int8:
+        # 1024 + (code + 128) needs no arithmetic, its last 8 bits are the code's with the sign inverted.
+        found = tl.inline_asm_elementwise(
+            """{
+            .reg .b32 code, high, less;
+            xor.b32 code, $2, 0x80808080;
+            mov.b32 high, 0x64646464;
+            mov.b32 less, 0x64806480;
+            prmt.b32 $0, code, high, 0x4140;
+            prmt.b32 $1, code, high, 0x4342;
+            sub.f16x2 $0, $0, less;
+            sub.f16x2 $1, $1, less;
+            }""",
+            "=&r,=&r,r",
+            [codes],
+            dtype=tl.float16,
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        found = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [codes.to(tl.float16)], dtype=tl.float16, is_pure=False, pack=2
+        )
+    return found
+
+
+@triton.jit
+def half_queries(queries):  # type: ignore[no-untyped-def]
+    """float16 `[rows, elements]` of 16-bit queries and float32 `[rows]` that they must be multiplied with.
+
+    Each row by a power of two that brings its largest to 2^14 .. 2^15: bfloat16 has 8 digits, so nothing is rounded
+    but what is less than 2^-28 of the row's largest, by 2^-39 of that at most.
+    """
+    found = queries.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(found), 1), 1e-30)
+    power = (largest.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * (1 / 16384)
+    return (found / power[:, None]).to(tl.float16), power
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def log2_of(scales, EXACT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """log2 of positive float32. Not `EXACT`: within 2^-22 of it or of 1, whichever is more, in one instruction, where
+    `tl.log2` takes thirty."""
+    if EXACT or _WIDEN:
+        found = tl.log2(scales)
+    else:
+        found = tl.inline_asm_elementwise(
+            "lg2.approx.ftz.f32 $0, $1;", "=f,f", [scales], dtype=tl.float32, is_pure=True, pack=1
+        )
+    return found
 
 
 @triton.jit
 def base2_scores(products, scaling, softcap):  # type: ignore[no-untyped-def]
     """Scores in units of log 2 from the products of queries and keys."""
-    scores = products * scaling
-    if softcap is not None:
+    if softcap is None:
+        scores = products * (scaling * LOG2_E)
+    else:
         # tanh(x) = 1 - 2 / (1 + exp(2x)), which is right at both infinities.
-        scores = softcap - 2.0 * softcap / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / softcap)))
-    return scores * LOG2_E
+        half = 1.0 + tl.exp2(products * (scaling * (2.0 * LOG2_E / softcap)))
+        scores = (softcap - 2.0 * softcap / half) * LOG2_E
+    return scores
 
 
 @triton.jit

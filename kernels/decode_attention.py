@@ -1,8 +1,9 @@
 """Attention of one query token per sequence over the paged pool, split over the context (FlashDecoding).
 
 A program takes one KV head of one sequence, all query heads of that head, and one *split* of the tokens; a second
-kernel joins the splits. How many tokens a split has follows from the sequence's length, which only the device knows:
-the grid depends on nothing but the number of sequences, so the launch can be recorded in a CUDA graph.
+kernel joins the splits. How many splits a sequence has follows from its length, which only the device knows: it takes
+as many as give each some tokens to do, and who has one writes its result at once. The grid depends on nothing but the
+number of sequences, so the launch can be recorded in a CUDA graph; programs beyond a sequence's splits end at once.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ from kernels.attention import (
     check_numbers,
     check_queries,
     dot,
+    half_queries,
+    halves,
     load_rows,
     load_scales,
+    log2_of,
     on_device,
     require_triton,
 )
 from kernels.layer_kv import LayerKV
 
 _MAX_SPLITS = 128
-_PROGRAMS_PER_MULTIPROCESSOR = 16
-"""Enough that the last programs to end leave few multiprocessors idle; a split less costs nothing but that."""
+_PROGRAMS_PER_MULTIPROCESSOR = 64
+"""Of the grid, most of which end at once: that of the longest contexts, split as far as their number allows."""
+_LEAST_SPLIT_TOKENS = (256, 4096)
+"""Where the splits are all that fills the device, and where the sequences do it by themselves."""
 _MAX_GROUP_ROWS = {torch.float32: 16}
 """Query heads of one program, 64 in 16 bits; more of one KV head take further programs."""
 _COMBINED_ELEMENTS = 4096
@@ -44,7 +50,7 @@ class DecodeTile:
 
     tokens: int = 64
     warps: int = 4
-    stages: int = 4
+    stages: int = 2
     """Blocks of tokens under way: the loads of one beside the arithmetic of another."""
 
 
@@ -52,15 +58,31 @@ def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int) -> DecodeTile
     """By the queries' type, and an element and a head in the pool: a multiprocessor has room for several programs."""
     if dtype == torch.float32:  # no tensor cores
         return DecodeTile(tokens=16, stages=2)
-    if element_bytes == 1:
-        return DecodeTile(tokens=32, stages=5)
+    if element_bytes == 1:  # codes pass through registers in any case: nothing is copied ahead
+        return DecodeTile(tokens=128 if head_dim <= 128 else 64, stages=1)
     return DecodeTile(tokens=64 if head_dim <= 128 else 32)
 
 
-def splits_of(sequences: int, kv_heads: int, max_tokens: int, device: torch.device, block_tokens: int) -> int:
-    """How many splits fill the device, whatever the lengths will be."""
-    wanted = -(-_PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // max(1, sequences * kv_heads))
-    return max(1, min(wanted, _MAX_SPLITS, -(-max_tokens // block_tokens)))
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How contexts are cut, whatever their lengths will be."""
+
+    most: int
+    """Of one sequence."""
+    least_tokens: int
+    """Of one split, but for a sequence's last one."""
+
+
+def splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
+    """For so many `programs` before any context is cut, and contexts of up to `max_tokens`.
+
+    Of the splits of 8 x 4,096 tokens on an H200 (64 programs) those of 1,024 are quickest, and with 512 programs none
+    at all: the least grows with the programs in between.
+    """
+    least, enough = _LEAST_SPLIT_TOKENS
+    least_tokens = min(max(enough * programs // (2 * _multiprocessors(device)), least), enough)
+    most = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // max(1, programs)
+    return Splits(max(1, min(most, _MAX_SPLITS, -(-max_tokens // least_tokens))), least_tokens)
 
 
 def decode_attention(
@@ -72,7 +94,7 @@ def decode_attention(
     params: AttentionParams,
     out: torch.Tensor,
     *,
-    splits: int | None = None,
+    splits: Splits | None = None,
     tile: DecodeTile | None = None,
 ) -> None:
     """Writes the attention of each sequence's last token to `out`.
@@ -83,6 +105,8 @@ def decode_attention(
     - lengths: int32 or int64 `[n]`: tokens in the pool, the query's own included; 0 (a padding row) gives zeros.
     - out: `[n, q_heads, v_dim]` of q's type, contiguous.
     - splits, tile: chosen by the device and the sizes when left out.
+
+    Codes are multiplied as float16, which has all of them exactly, where the queries have 16 bits.
 
     On CUDA: one or two launches on the current stream, no synchronization, nothing about rows and lengths known to
     the host. Tokens outside the window and beyond the length are never read. Products in the queries' type (float32:
@@ -96,15 +120,15 @@ def decode_attention(
         return
     kv_heads, v_dim = kv.k.shape[1], out.shape[2]
     tile = tile or tile_of(q.dtype, kv.k.element_size(), max(k_dim, v_dim))
-    splits = splits or splits_of(n, kv_heads, table.shape[1], q.device, tile.tokens)
-    partial = lse = None
-    if splits > 1:
-        partial = torch.empty(n, q_heads, splits, v_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(n, q_heads, splits, dtype=torch.float32, device=q.device)
     block_rows = min(_MAX_GROUP_ROWS.get(q.dtype, 64), block_of(group))
     parts = -(-group // block_rows)
+    splits = splits or splits_of(n * kv_heads * parts, table.shape[1], q.device)
+    partial = lse = None
+    if splits.most > 1:
+        partial = torch.empty(n, q_heads, splits.most, v_dim, dtype=torch.float32, device=q.device)
+        lse = torch.empty(n, q_heads, splits.most, dtype=torch.float32, device=q.device)
     with on_device(q):
-        _decode_kernel[(kv_heads * parts, splits, n)](
+        _decode_kernel[(kv_heads * parts, splits.most, n)](
             q,
             kv.k,
             kv.v,
@@ -122,7 +146,8 @@ def decode_attention(
             params.scaling,
             params.softcap,
             params.window_tokens or None,
-            splits,
+            splits.most,
+            splits.least_tokens,
             KV_HEADS=kv_heads,
             GROUP=group,
             PARTS=parts,
@@ -138,7 +163,7 @@ def decode_attention(
             num_stages=tile.stages,
             enable_fp_fusion=True,
         )
-        if splits > 1:
+        if splits.most > 1:
             block_v = block_of(v_dim)
             _combine_kernel[(q_heads, n)](
                 partial,
@@ -147,7 +172,8 @@ def decode_attention(
                 params.sinks,
                 out,
                 params.window_tokens or None,
-                splits,
+                splits.most,
+                splits.least_tokens,
                 V_DIM=v_dim,
                 BLOCK_TOKENS=tile.tokens,
                 BLOCK_SPLITS=max(1, _COMBINED_ELEMENTS // block_v),
@@ -164,18 +190,18 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _visible(lengths, sequence, window, splits, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def _visible(lengths, sequence, window, splits, least_tokens, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """First visible token, the sequence's length, tokens of a split (whole blocks)."""
     length = tl.load(lengths + sequence).to(tl.int32)
     low = 0
     if window is not None:
         low = tl.maximum(length - window, 0)
-    split_tokens = tl.cdiv(tl.cdiv(length - low, splits), BLOCK_TOKENS) * BLOCK_TOKENS
-    return low, length, split_tokens
+    split_tokens = tl.maximum(tl.cdiv(length - low, splits), least_tokens)
+    return low, length, tl.cdiv(split_tokens, BLOCK_TOKENS) * BLOCK_TOKENS
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["rows", "lengths"]
+    do_not_specialize=["window", "splits", "least_tokens"], do_not_specialize_on_alignment=["rows", "lengths"]
 )
 def _decode_kernel(  # type: ignore[no-untyped-def]
     # tensors
@@ -200,6 +226,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     softcap,
     window,
     splits,
+    least_tokens,
     # meta
     KV_HEADS: tl.constexpr,  # noqa: N803
     GROUP: tl.constexpr,  # noqa: N803
@@ -218,10 +245,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):
     # Heads run fastest: those of one token lie side by side in memory and are read at about the same time.
     head, split, sequence = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    low, length, split_tokens = _visible(lengths, sequence, window, splits, BLOCK_TOKENS)
+    low, length, split_tokens = _visible(lengths, sequence, window, splits, least_tokens, BLOCK_TOKENS)
     first = low + split * split_tokens
     last = tl.minimum(first + split_tokens, length)
-    if partial is not None and first >= last:
+    if split > 0 and first >= last:
         return  # the second kernel knows as well that this split is empty
 
     member = (tl.program_id(0) % PARTS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -233,39 +260,54 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         mask=real[:, None] & (k_element < K_DIM)[None, :],
         other=0.0,
     )
+    k += head * HEAD_STRIDE
+    v += head * HEAD_STRIDE
+    if k_scales is not None:
+        k_scales += head * SCALE_HEAD_STRIDE
+        v_scales += head * SCALE_HEAD_STRIDE
+        if queries.dtype != tl.float32:
+            queries, power = half_queries(queries)
+            scaling = (scaling * power)[:, None]
     row_table = table + tl.load(rows + sequence).to(tl.int64) * table_stride
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     values_sum = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
     for start in range(first, last, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)
-        inside = token < last
-        # int64 before any product: a pool is far larger than 2^31 elements.
-        slot = tl.load(row_table + token, mask=inside, other=0).to(tl.int64)
-        keys = load_rows(k + head * HEAD_STRIDE, slot, inside, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
-        values = load_rows(v + head * HEAD_STRIDE, slot, inside, V_DIM, SLOT_STRIDE, FP8, BLOCK_V)
+        # What is beyond the end reads the last token again, and counts nothing. int64 before any product: a pool is
+        # far larger than 2^31 elements.
+        slot = tl.load(row_table + tl.minimum(token, last - 1)).to(tl.int64)
+        keys = load_rows(k, slot, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
+        values = load_rows(v, slot, V_DIM, SLOT_STRIDE, FP8, BLOCK_V)
         if k_scales is not None:
-            keys = keys.to(tl.float32)  # exact, also in 16 bits: K is scaled as scores
-            v_scale = load_scales(v_scales + head * SCALE_HEAD_STRIDE, slot, inside, SCALE_SLOT_STRIDE)
-            values = values.to(tl.float32) * v_scale[:, None]
-        scores = dot(
+            k_scale = load_scales(k_scales, slot, SCALE_SLOT_STRIDE)
+            v_scale = load_scales(v_scales, slot, SCALE_SLOT_STRIDE)
+            if queries.dtype == tl.float16:
+                keys, values = halves(keys), halves(values)
+        products = dot(
             queries, tl.trans(keys.to(queries.dtype)), tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
         )
         if k_scales is not None:
-            k_scale = load_scales(k_scales + head * SCALE_HEAD_STRIDE, slot, inside, SCALE_SLOT_STRIDE)
-            scores *= k_scale[None, :]
-        scores = tl.where(inside[None, :], base2_scores(scores, scaling, softcap), float("-inf"))
+            products *= k_scale[None, :]
+        scores = base2_scores(products, scaling, softcap)
+        if v_scales is not None:
+            v_level = log2_of(v_scale, queries.dtype == tl.float32)
+            scores += v_level[None, :]
+        scores = tl.where(token[None, :] < last, scores, float("-inf"))
         # Each block has a token that is visible, so the new maximum is finite.
         new_largest = tl.maximum(largest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_largest[:, None])
         shrink = tl.exp2(largest - new_largest)
-        total = total * shrink + tl.sum(weights, 1)
+        if v_scales is None:
+            total = total * shrink + tl.sum(weights, 1)
+        else:
+            total = total * shrink + tl.sum(weights * tl.exp2(-v_level)[None, :], 1)
         values_sum = dot(weights.to(queries.dtype), values.to(queries.dtype), values_sum * shrink[:, None])
         largest = new_largest
 
     out_row = sequence * (KV_HEADS * GROUP) + q_head
     mask = real[:, None] & (v_element < V_DIM)[None, :]
-    if partial is not None:
+    if partial is not None and length - low > split_tokens:
         place = out_row * splits + split
         tl.store(
             partial + place[:, None] * V_DIM + v_element[None, :], values_sum / total[:, None], mask=mask
@@ -284,7 +326,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window", "splits"], do_not_specialize_on_alignment=["lengths"]
+    do_not_specialize=["window", "splits", "least_tokens"], do_not_specialize_on_alignment=["lengths"]
 )
 def _combine_kernel(  # type: ignore[no-untyped-def]
     # tensors
@@ -296,6 +338,7 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     # what the layer asks for
     window,
     splits,
+    least_tokens,
     # meta
     V_DIM: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
@@ -303,8 +346,10 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
     q_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    low, length, split_tokens = _visible(lengths, sequence, window, splits, BLOCK_TOKENS)
-    used = tl.cdiv(length - low, tl.maximum(split_tokens, 1))  # the others were not written
+    low, length, split_tokens = _visible(lengths, sequence, window, splits, least_tokens, BLOCK_TOKENS)
+    used = tl.cdiv(length - low, split_tokens)  # the others were not written
+    if used <= 1:
+        return  # its program has written the result
     row = sequence * tl.num_programs(0) + q_head
     element = tl.arange(0, BLOCK_V)
     largest = tl.full([1], float("-inf"), tl.float32)
@@ -329,5 +374,4 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
         total = total * shrink + tl.sum(weights, 0)
         values_sum = values_sum * shrink + tl.sum(found * weights[:, None], 0)
         largest = new_largest
-    total = tl.where(total == 0.0, 1.0, total)  # a sequence of length 0
     tl.store(out + row * V_DIM + element, (values_sum / total).to(out.dtype.element_ty), mask=element < V_DIM)

@@ -21,8 +21,11 @@ from kernels.attention import (
     check_numbers,
     check_queries,
     dot,
+    half_queries,
+    halves,
     load_rows,
     load_scales,
+    log2_of,
     on_device,
     require_triton,
 )
@@ -213,6 +216,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if k_scales is not None:
         k_scales += head * SCALE_HEAD_STRIDE
         v_scales += head * SCALE_HEAD_STRIDE
+        if queries.dtype != tl.float32:
+            queries, power = half_queries(queries)
+            scaling = (scaling * power)[:, None]
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     values_sum = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
@@ -270,19 +276,21 @@ def _add_block(  # type: ignore[no-untyped-def]
 ):
     """The running softmax with one more block of tokens."""
     token = first_token + tl.arange(0, BLOCK_TOKENS)
-    inside = token < last
-    # int64 before any product: a pool is far larger than 2^31 elements.
-    slot = tl.load(row_table + token, mask=inside, other=0).to(tl.int64)
-    keys = load_rows(k, slot, inside, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
-    values = load_rows(v, slot, inside, V_DIM, SLOT_STRIDE, FP8, BLOCK_V)
-    if k_scales is not None:
-        keys = keys.to(tl.float32)  # exact, also in 16 bits: K is scaled as scores
-        values = values.to(tl.float32) * load_scales(v_scales, slot, inside, SCALE_SLOT_STRIDE)[:, None]
+    # What is beyond the end reads the last token again, and nobody sees it. int64 before any product: a pool is far
+    # larger than 2^31 elements.
+    slot = tl.load(row_table + tl.minimum(token, last - 1)).to(tl.int64)
+    keys = load_rows(k, slot, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
+    values = load_rows(v, slot, V_DIM, SLOT_STRIDE, FP8, BLOCK_V)
+    if k_scales is not None and queries.dtype == tl.float16:
+        keys, values = halves(keys), halves(values)
     nothing = tl.zeros([queries.shape[0], BLOCK_TOKENS], tl.float32)
-    scores = dot(queries, tl.trans(keys.to(queries.dtype)), nothing)
+    products = dot(queries, tl.trans(keys.to(queries.dtype)), nothing)
     if k_scales is not None:
-        scores *= load_scales(k_scales, slot, inside, SCALE_SLOT_STRIDE)[None, :]
-    scores = base2_scores(scores, scaling, softcap)
+        products *= load_scales(k_scales, slot, SCALE_SLOT_STRIDE)[None, :]
+    scores = base2_scores(products, scaling, softcap)
+    if v_scales is not None:
+        v_level = log2_of(load_scales(v_scales, slot, SCALE_SLOT_STRIDE), queries.dtype == tl.float32)
+        scores += v_level[None, :]
     if MASKED:
         visible = token[None, :] <= position[:, None]
         if window is not None:
@@ -294,6 +302,9 @@ def _add_block(  # type: ignore[no-untyped-def]
         level = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     weights = tl.exp2(scores - level[:, None])
     shrink = tl.exp2(largest - level)
-    total = total * shrink + tl.sum(weights, 1)
+    if v_scales is None:
+        total = total * shrink + tl.sum(weights, 1)
+    else:
+        total = total * shrink + tl.sum(weights * tl.exp2(-v_level)[None, :], 1)
     values_sum = dot(weights.to(queries.dtype), values.to(queries.dtype), values_sum * shrink[:, None])
     return new_largest, total, values_sum

@@ -111,10 +111,11 @@ def prepare(case: Case, device: str) -> Inputs:
 def tolerance(case: Case, value_limit: float) -> float:
     """What rounding explains, as a bound on the absolute error.
 
-    In 16 bits weights, values (where they are codes times scales) and the result are rounded once each, products
-    and sums are in float32: 3 half units in the last place of the largest value. In float32 it is the sums: of
-    the scores (`k_dim` terms; they are in the exponent, times the largest of |q . k| * scaling, below 8 in these
-    cases, or the soft cap's products) and of the weights.
+    In 16 bits weights, values (where they are of another float type) and the result are rounded once each, products
+    and sums are in float32: 3 half units in the last place of the largest value. Codes are exact; of their weights
+    those below 2^-14 of the largest are off by 2^-25 of that, less than a half unit in sum. In float32 it is the
+    sums: of the scores (`k_dim` terms; they are in the exponent, times the largest of |q . k| * scaling, below 8 in
+    these cases, or the soft cap's products) and of the weights.
     """
     epsilon = torch.finfo(torch.float32).eps
     terms = case.k_dim**0.5 * 8 + max(case.lengths) ** 0.5 + (4 * case.softcap if case.softcap else 0)

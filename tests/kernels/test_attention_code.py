@@ -1,7 +1,8 @@
-"""The compiled attention kernels copy K and V asynchronously, 16 bytes at a time, and multiply on tensor cores."""
+"""The compiled attention kernels copy K and V 16 bytes at a time, convert codes once and multiply on tensor cores."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import triton.language as tl
 from attention_code import asynchronous_bytes, compiled
 
+from disagg.core.types import SCALE_BYTES
 from kernels.decode_attention import _combine_kernel, _decode_kernel, tile_of
 from kernels.kv_write import _write_kernel
 from kernels.prefill_attention import PrefillTile, _prefill_kernel
@@ -26,12 +28,13 @@ def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def pool(dtype: torch.dtype, scaled: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of K and V, and the constants that go with them."""
     scales = torch.float32 if scaled else None
-    slot, head = (HEADS, 1) if scaled else (0, 0)
+    # As in `MHATokenToKVPool`.
+    row, scale = (DIM + SCALE_BYTES, DIM // SCALE_BYTES + 1) if scaled else (DIM, 0)
     strides = {
-        "SLOT_STRIDE": HEADS * DIM,
-        "HEAD_STRIDE": DIM,
-        "SCALE_SLOT_STRIDE": slot,
-        "SCALE_HEAD_STRIDE": head,
+        "SLOT_STRIDE": HEADS * row,
+        "HEAD_STRIDE": row,
+        "SCALE_SLOT_STRIDE": HEADS * scale,
+        "SCALE_HEAD_STRIDE": scale,
     }
     return {"k": dtype, "v": dtype, "k_scales": scales, "v_scales": scales}, strides
 
@@ -54,7 +57,7 @@ def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: An
         **dict.fromkeys(("out",), dtype),
         **dict.fromkeys(("partial", "lse"), torch.float32),
         **layer(more.get("window"), more.get("softcap")),
-        "splits": 5,
+        **{"splits": 5, "least_tokens": 4096},
         **{"KV_HEADS": HEADS, "GROUP": GROUP, "PARTS": 1, "K_DIM": DIM, "V_DIM": DIM},
         **strides,
         **{"FP8": fp8, "BLOCK_ROWS": 16, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
@@ -62,14 +65,25 @@ def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: An
     return str(compiled(_decode_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
 
 
-@pytest.mark.parametrize(
-    ("storage", "fp8"),
-    [(torch.bfloat16, None), (torch.int8, None), (torch.uint8, tl.float8e4nv), (torch.uint8, tl.float8e5)],
-)
-def test_decode_reads_16_bytes_at_a_time(storage: torch.dtype, fp8: Any) -> None:
-    ptx = decode(torch.bfloat16, storage, fp8)
+def test_decode_reads_16_bytes_at_a_time() -> None:
+    ptx = decode(torch.bfloat16, torch.bfloat16)
     assert 16 in asynchronous_bytes(ptx)
     assert "mma.sync" in ptx
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("storage", "fp8"), [(torch.int8, None), (torch.uint8, tl.float8e4nv), (torch.uint8, tl.float8e5)]
+)
+def test_codes_are_converted_before_they_are_shared(
+    dtype: torch.dtype, storage: torch.dtype, fp8: Any
+) -> None:
+    """Else the second product would fetch V byte by byte: twice the instructions, and they are what limits it."""
+    ptx = decode(dtype, storage, fp8)
+    assert "ldmatrix" in ptx
+    assert "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32" in ptx
+    assert not re.search(r"ld\.shared\.[bsu]8", ptx)
+    assert "cvt.rn.f32.s8" not in ptx
 
 
 def test_decode_in_float32_is_exact() -> None:
@@ -83,15 +97,14 @@ def test_the_second_kernel_compiles() -> None:
         "sinks": torch.bfloat16,
         "out": torch.bfloat16,
         "window": 100,
-        "splits": 128,
+        **{"splits": 128, "least_tokens": 4096},
     }
     constants = {"V_DIM": 96, "BLOCK_TOKENS": 64, "BLOCK_SPLITS": 32, "BLOCK_V": 128}
     compiled(_combine_kernel, {**tensors, **others, **constants}, num_warps=4)
 
 
-@pytest.mark.parametrize("window", [None, 1000])
-def test_prefill_uses_the_tensor_cores_of_hopper(window: int | None) -> None:
-    kv, strides = pool(torch.bfloat16)
+def prefill(storage: torch.dtype, fp8: Any = None, window: int | None = None) -> str:
+    kv, strides = pool(storage, scaled=storage.itemsize == 1)
     tile = PrefillTile()
     arguments = {
         "q": torch.bfloat16,
@@ -103,11 +116,23 @@ def test_prefill_uses_the_tensor_cores_of_hopper(window: int | None) -> None:
         **layer(window, None),
         **{"GROUP": GROUP, "K_DIM": DIM, "V_DIM": DIM},
         **strides,
-        **{"FP8": None, "BLOCK_ROWS": tile.rows, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
+        **{"FP8": fp8, "BLOCK_ROWS": tile.rows, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
     }
-    ptx = compiled(_prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"]
+    return str(compiled(_prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+def test_prefill_uses_the_tensor_cores_of_hopper(window: int | None) -> None:
+    ptx = prefill(torch.bfloat16, window=window)
     assert "wgmma" in ptx
     assert 16 in asynchronous_bytes(ptx)
+
+
+@pytest.mark.parametrize(("storage", "fp8"), [(torch.int8, None), (torch.uint8, tl.float8e4nv)])
+def test_prefill_multiplies_codes_as_float16(storage: torch.dtype, fp8: Any) -> None:
+    ptx = prefill(storage, fp8)
+    assert re.search(r"wgmma\S*\.f32\.f16\.f16", ptx)
+    assert not re.search(r"ld\.shared\.[bsu]8", ptx)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import AttentionParams
-from kernels.decode_attention import DecodeTile, decode_attention, splits_of
+from kernels.decode_attention import DecodeTile, Splits, decode_attention, splits_of
 
 CASES = {
     "plain": Case((9, 1, 40)),
@@ -58,7 +58,7 @@ def check(case: Case, device: str, **more: object) -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str, splits: int, device: str, poison_empty: None) -> None:
-    check(CASES[name], device, splits=splits, tile=DecodeTile(tokens=16, stages=2))
+    check(CASES[name], device, splits=Splits(splits, 16), tile=DecodeTile(tokens=16, stages=2))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -82,7 +82,8 @@ def test_random_shapes(device: str, data: st.DataObject) -> None:
         seed=data.draw(st.integers(0, 9)),
     )
     tile = DecodeTile(tokens=16) if device == "cpu" else None
-    check(case, device, splits=data.draw(st.sampled_from([1, 2, 8])), tile=tile)
+    splits = Splits(data.draw(st.sampled_from([1, 2, 8])), data.draw(st.integers(1, far)))
+    check(case, device, splits=splits, tile=tile)
 
 
 @pytest.mark.gpu
@@ -118,13 +119,35 @@ def test_replays_in_a_cuda_graph_with_other_lengths() -> None:
         assert torch.equal(out[1], whole[1])
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_context_that_fits_one_split_is_not_joined(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case((32, 33, 0, 100), sinks=True)
+    partial: list[torch.Tensor] = []
+    empty = torch.empty
+
+    def poisoned(*sizes: int, **options: object) -> torch.Tensor:
+        found = empty(*sizes, **options)  # type: ignore[call-overload]
+        partial.append(found.fill_(float("nan")))
+        return found
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    inputs = prepare(case, device)
+    partial.clear()
+    found = run(inputs, case, splits=Splits(3, 32), tile=DecodeTile(tokens=16, stages=2))
+    written = ~partial[0].isnan().any(-1).cpu()  # [n, q_heads, splits]
+    assert float((found.double().cpu() - inputs.expected).abs().max()) <= inputs.worst
+    assert written[:, 0].tolist() == [[False] * 3, [True, True, False], [False] * 3, [True] * 3]
+    assert bool((written == written[:, :1]).all())
+
+
 def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.decode_attention._multiprocessors", lambda device: 132)
     device = torch.device("cuda")
-    assert splits_of(64, 8, 4096, device, 64) == 5
-    assert splits_of(1, 8, 1 << 17, device, 64) == 128
-    assert splits_of(1, 8, 512, device, 64) == 8  # no split without a block of tokens
-    assert splits_of(1024, 8, 4096, device, 64) == 1
+    assert splits_of(64 * 8, 1 << 17, device) == Splits(16, 4096)  # none of them but in long contexts
+    assert splits_of(8 * 8, 4096, device) == Splits(5, 992)
+    assert splits_of(8, 1 << 17, device) == Splits(128, 256)
+    assert splits_of(8, 512, device) == Splits(2, 256)
+    assert splits_of(1024 * 8, 1 << 17, device) == Splits(1, 4096)
 
 
 @pytest.mark.parametrize(
