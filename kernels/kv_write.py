@@ -152,7 +152,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     token = token.to(tl.int64)
     if tl.program_id(1) == 0:
         source = token * k_stride + head * k_head_stride
-        _write_rows(
+        write_rows(
             k,
             source,
             k_pool,
@@ -169,7 +169,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         )
     else:
         source = token * v_stride + head * v_head_stride
-        _write_rows(
+        write_rows(
             v,
             source,
             v_pool,
@@ -187,7 +187,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _write_rows(  # type: ignore[no-untyped-def]
+def write_rows(  # type: ignore[no-untyped-def]
     source,
     source_row,
     pool,

@@ -90,6 +90,12 @@ def move_reference(source: Place, target: Place, fence: torch.Tensor, ticket: in
         _move_torch(planned)
 
 
+def check_fence(fence: torch.Tensor, device: torch.device) -> None:
+    """Raises ValueError unless `fence` is a fence word that `device` can read."""
+    if fence.dtype != torch.int64 or fence.shape != (1,) or fence.device != device:
+        raise ValueError(f"fence must be int64 [1] on {device}; got {fence.dtype} {list(fence.shape)}")
+
+
 def _plan(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> _Move | None:
     """None when there is nothing to move."""
     sizes, rows = [], []
@@ -103,10 +109,7 @@ def _plan(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> _Mo
         raise ValueError(
             f"(layers, heads, tokens, head_dim, element bytes) differ: source {sizes[0]}, target {sizes[1]}"
         )
-    if fence.dtype != torch.int64 or fence.shape != (1,) or fence.device != source.pool.device:
-        raise ValueError(
-            f"fence must be int64 [1] on {source.pool.device}; got {fence.dtype} {list(fence.shape)}"
-        )
+    check_fence(fence, source.pool.device)
     if not (rows[0].planes and rows[0].row_bytes and source.slots.shape[0]):
         return None
     return _Move(source, target, fence, ticket, (rows[0], rows[1]))

@@ -15,6 +15,7 @@ from disagg.core.types import SCALE_BYTES
 from kernels.decode_attention import _combine_kernel, _decode_kernel, tile_of
 from kernels.kv_write import _write_kernel
 from kernels.prefill_attention import PrefillTile, _prefill_kernel
+from kernels.quantize import _quantize_kernel
 
 HEADS, GROUP, DIM = 8, 4, 128
 TENSORS = {"rows": torch.int64, "lengths": torch.int64, "table": torch.int32}
@@ -158,3 +159,25 @@ def test_kv_write_compiles(storage: torch.dtype, fp8: Any, limit: float) -> None
     constants |= {"LIMIT": limit, "SMALLEST": 1e-30, "FP8": fp8, "BLOCK_ROWS": 16, "BLOCK": DIM}
     ptx = compiled(_write_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
     assert ("div.rn" in ptx) == (limit > 0)
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+@pytest.mark.parametrize(("fp8", "limit"), [(None, 127.0), (tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)])
+def test_quantizing_on_the_way_reads_16_bytes_at_a_time(fp8: Any, limit: float, fenced: bool) -> None:
+    arguments = {
+        "source": torch.bfloat16,
+        "source_slots": torch.int32,
+        "codes": torch.int8 if fp8 is None else torch.uint8,
+        "scales": torch.float32,
+        "target_slots": torch.int32 if fenced else None,
+        "fence": torch.int64 if fenced else None,
+        **{"tokens": 1001, "source_pool_tokens": 30001, "target_pool_tokens": 1001, "ticket": 7},
+    }
+    constants = {"HEADS": HEADS, "DIM": DIM, "SOURCE_TOKEN": HEADS * DIM, "TARGET_TOKEN": HEADS * (DIM + 4)}
+    constants |= {"HEAD_BYTES": DIM + 4, "SCALE_BYTES": 4, "LIMIT": limit, "SMALLEST": 1e-30, "FP8": fp8}
+    constants |= {"BLOCK_ROWS": 16, "BLOCK": DIM}
+    ptx = compiled(_quantize_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
+    assert re.search(r"ld\.global\.v4\.b32", ptx)
+    assert re.search(r"st\.global\.(v\d\.)?b32", ptx)
+    assert not re.search(r"st\.global\.b8", ptx)
+    assert "div.rn" in ptx

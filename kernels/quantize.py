@@ -1,0 +1,230 @@
+"""Pool to staging or to another pool, on the way quantized: what a pool of floats sends to a pool of codes.
+
+A head of a token arrives as `kernels.kv_write` would have written it there, bit for bit: `head_dim` codes and behind
+them a float32 scale (`disagg.kv.pool`). So only half of the bytes, or less, cross the wire.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from disagg.core.types import SCALE_BYTES, Span
+from kernels.attention import on_device
+from kernels.dispatch import backend
+from kernels.kv_write import SMALLEST, quantize, write_rows
+from kernels.layer_kv import FP8, QUANTIZED, code_limit, told
+from kernels.move import Place, check_fence
+from kernels.rows import check_slots, rows_of
+
+_TILE_ELEMENTS = 2048
+
+
+def gather_codes(
+    pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, dtype: torch.dtype, out: torch.Tensor
+) -> None:
+    """Writes the segment (`layers`, `slots`, `heads`) of a float pool to `out`, as codes of `dtype`.
+
+    - pool: float `[layers, 2, slots, heads, head_dim]`, contiguous; head_dim a multiple of 4.
+    - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
+    - layers, heads: indices local to the pool.
+    - dtype: int8, float8_e4m3fn or float8_e5m2.
+    - out: uint8 on the pool's device, exactly the bytes of `[layer, k|v, token, head, head_dim + 4]`.
+
+    On CUDA: one launch on the current stream, no synchronization; the caller keeps pool, slots and out alive and
+    unchanged until an event recorded after this call has completed. Raises ValueError (arguments), ConfigError
+    (`DISAGG_KERNELS`).
+    """
+    source = Place(pool, slots, layers, heads)
+    target = _staged(source, dtype, out)
+    if target is None:
+        return
+    if backend(pool.device) == "triton":
+        _launch(source, target, dtype, None, 0)
+    else:
+        _write_torch(source, target, dtype)
+
+
+def gather_codes_reference(
+    pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, dtype: torch.dtype, out: torch.Tensor
+) -> None:
+    """The same as `gather_codes`, in plain torch on any device."""
+    source = Place(pool, slots, layers, heads)
+    target = _staged(source, dtype, out)
+    if target is not None:
+        _write_torch(source, target, dtype)
+
+
+def prepare_move_codes(
+    source: Place, target: Place, dtype: torch.dtype, fence: torch.Tensor, ticket: int
+) -> Callable[[], None]:
+    """What writes `source`, floats, to `target`, whose pool has codes of `dtype`; fenced as `kernels.move.move` is.
+
+    The target's pool: uint8 `[layers, 2, slots, heads, head_dim + 4]`, contiguous. Raises as `move` does.
+    """
+    _check_source(source, dtype)
+    check_fence(fence, source.pool.device)
+    rows_of(target.pool, target.layers, target.heads)
+    check_slots(target.slots, target.pool)
+    head_bytes = source.pool.shape[4] + SCALE_BYTES
+    wanted = (len(source.layers), len(source.heads), len(source.slots), head_bytes, torch.uint8)
+    found = (len(target.layers), len(target.heads), len(target.slots), *_head_of(target.pool))
+    if wanted != found:
+        raise ValueError(
+            f"(layers, heads, tokens, bytes of a head, storage) of the target are {found}, not {wanted}"
+        )
+    if not (source.layers and source.heads and len(source.slots)):
+        return lambda: None
+    if backend(source.pool.device) == "triton":
+        return partial(_launch, source, target, dtype, fence, ticket)
+    return partial(_fenced, source, target, dtype, fence, ticket)
+
+
+def _head_of(pool: torch.Tensor) -> tuple[int, torch.dtype]:
+    return pool.shape[4], pool.dtype
+
+
+def _check_source(source: Place, dtype: torch.dtype) -> None:
+    rows_of(source.pool, source.layers, source.heads)
+    check_slots(source.slots, source.pool)
+    if not source.pool.is_floating_point() or source.pool.element_size() < 2:
+        raise ValueError(f"pool must be float32, bfloat16 or float16; got {told(source.pool)}")
+    if dtype not in QUANTIZED:
+        raise ValueError(f"{dtype} has no codes; {', '.join(map(str, QUANTIZED))} have")
+    if source.pool.shape[4] % SCALE_BYTES:
+        raise ValueError(f"heads must be a multiple of {SCALE_BYTES} elements; got {source.pool.shape[4]}")
+
+
+def _staged(source: Place, dtype: torch.dtype, out: torch.Tensor) -> Place | None:
+    """Staging as a pool of the segment's own; None when there is nothing to write."""
+    _check_source(source, dtype)
+    tokens, head_bytes = len(source.slots), source.pool.shape[4] + SCALE_BYTES
+    shape = (len(source.layers), 2, tokens, len(source.heads), head_bytes)
+    nbytes = 2 * shape[0] * tokens * shape[3] * head_bytes
+    if out.dtype != torch.uint8 or out.shape != (nbytes,) or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous uint8 [{nbytes}], the segment's bytes; got {told(out)}")
+    if out.device != source.pool.device:
+        raise ValueError(f"out must be on the pool's device {source.pool.device}; got {out.device}")
+    if out.data_ptr() % SCALE_BYTES or out.storage_offset() % SCALE_BYTES:
+        raise ValueError(f"out must begin at a multiple of {SCALE_BYTES} bytes: scales are written in it")
+    if nbytes == 0:
+        return None
+    return Place(out.view(shape), source.slots, Span(0, shape[0]), Span(0, shape[3]))
+
+
+def _launch(
+    source: Place, target: Place, dtype: torch.dtype, fence: torch.Tensor | None, ticket: int
+) -> None:
+    """With a fence the target's slots count; without one the target is staging, its tokens in their order."""
+    tokens, heads, head_dim = len(source.slots), len(source.heads), source.pool.shape[4]
+    block = 1 << (head_dim - 1).bit_length()
+    block_rows = max(1, _TILE_ELEMENTS // block)
+    values = source.pool[source.layers.start :, :, :, source.heads.start :]
+    codes = target.pool[target.layers.start :, :, :, target.heads.start :]
+    with on_device(values):
+        _quantize_kernel[(-(-tokens * heads // block_rows), 2 * len(source.layers))](
+            values,
+            source.slots,
+            codes.view(torch.int8) if dtype == torch.int8 else codes,
+            codes[..., head_dim:].view(torch.float32),
+            None if fence is None else target.slots,
+            fence,
+            tokens,
+            source.pool.shape[2],
+            target.pool.shape[2],
+            ticket,
+            HEADS=heads,
+            DIM=head_dim,
+            SOURCE_TOKEN=values.stride(2),
+            TARGET_TOKEN=codes.stride(2),
+            HEAD_BYTES=codes.stride(3),
+            SCALE_BYTES=SCALE_BYTES,
+            LIMIT=code_limit(dtype),
+            SMALLEST=SMALLEST,
+            FP8=FP8.get(dtype),
+            BLOCK_ROWS=block_rows,
+            BLOCK=block,
+            num_warps=4,
+            enable_fp_fusion=False,  # the codes are the reference's, to the last bit
+        )
+
+
+def _fenced(source: Place, target: Place, dtype: torch.dtype, fence: torch.Tensor, ticket: int) -> None:
+    if int(fence[0]) == ticket:
+        _write_torch(source, target, dtype, target.slots.long())
+
+
+def _write_torch(source: Place, target: Place, dtype: torch.dtype, slots: torch.Tensor | None = None) -> None:
+    values, codes = (
+        place.pool[place.layers.start : place.layers.stop, :, :, place.heads.start : place.heads.stop]
+        for place in (source, target)
+    )
+    found, scales = quantize(values.index_select(2, source.slots), dtype)
+    row = torch.cat([found.view(torch.uint8), scales[..., None].view(torch.uint8)], -1)
+    if slots is None:
+        codes.copy_(row)
+    else:
+        codes.index_copy_(2, slots, row)
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["tokens", "source_pool_tokens", "target_pool_tokens", "ticket"],
+    do_not_specialize_on_alignment=["source_slots", "target_slots", "fence"],
+)
+def _quantize_kernel(  # type: ignore[no-untyped-def]
+    # tensors
+    source,
+    source_slots,
+    codes,
+    scales,
+    target_slots,
+    fence,
+    # sizes
+    tokens,
+    source_pool_tokens,
+    target_pool_tokens,
+    ticket,
+    # meta, in elements and in bytes
+    HEADS: tl.constexpr,  # noqa: N803
+    DIM: tl.constexpr,  # noqa: N803
+    SOURCE_TOKEN: tl.constexpr,  # noqa: N803
+    TARGET_TOKEN: tl.constexpr,  # noqa: N803
+    HEAD_BYTES: tl.constexpr,  # noqa: N803
+    SCALE_BYTES: tl.constexpr,  # noqa: N803
+    LIMIT: tl.constexpr,  # noqa: N803
+    SMALLEST: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
+    BLOCK_ROWS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    # int64 before any product: a pool is far larger than 2^31 elements.
+    plane = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    token, head = row // HEADS, row % HEADS
+    inside = token < tokens
+    from_slot = tl.load(source_slots + token, mask=inside, other=0).to(tl.int64)
+    to_slot = token
+    if fence is not None:
+        to_slot = tl.load(target_slots + token, mask=inside, other=0).to(tl.int64)
+        # Volatile: read where it lies, on the other GPU, at this moment.
+        inside = token < tl.where(tl.load(fence, volatile=True) == ticket, tokens, 0)
+    target = (plane * target_pool_tokens + to_slot) * TARGET_TOKEN + head * HEAD_BYTES
+    write_rows(
+        source,
+        (plane * source_pool_tokens + from_slot) * SOURCE_TOKEN + head * DIM,
+        codes,
+        target,
+        scales,
+        target // SCALE_BYTES,
+        inside,
+        DIM,
+        DIM,
+        LIMIT,
+        SMALLEST,
+        FP8,
+        BLOCK,
+    )
