@@ -32,19 +32,27 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
 
 def model_layout(config: Config) -> KVLayout:
-    """The KV cache's shape of the model that `config.model` names, in the type it would have on a GPU."""
+    """The KV cache's shape of the model that `config.model` names, in the type it would cross the wire in from GPU to
+    GPU."""
     source = make_source(config)
     dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
-    return source.spec(resolve_kv_dtype(config.model.kv_dtype, dtype)).layout
+    return source.spec(resolve_kv_dtype(config, config.decode, dtype)).layout
 
 
 def plan_memory(config: Config, gpu_memory_bytes: int) -> list[GroupMemory]:
     """Ranks of each kind with a GPU of `gpu_memory_bytes` each. Raises `ConfigError`, `UnsupportedModelError`."""
     source = make_source(config)
     dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
-    spec = source.spec(resolve_kv_dtype(config.model.kv_dtype, dtype))
     return [
-        _group(config, group, role, source, spec, dtype, gpu_memory_bytes)
+        _group(
+            config,
+            group,
+            role,
+            source,
+            source.spec(resolve_kv_dtype(config, group, dtype)),
+            dtype,
+            gpu_memory_bytes,
+        )
         for role, group in config.kinds.items()
     ]
 

@@ -10,10 +10,18 @@ import torch
 
 from disagg.core.config import Config
 from disagg.core.types import SamplingParams
+from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective import SingleCollective
+from disagg.model.runner import ModelRunner
 from disagg.model.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
-from disagg.node.assemble import make_runner, make_source, resolve_device, resolve_dtype
+from disagg.node.assemble import (
+    make_runner,
+    make_source,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
 
 
 def depends_on_batch(config: Config) -> bool:
@@ -37,17 +45,20 @@ def reference_answers(
     """What the same model answers in one process, greedily.
 
     A checkpoint is asked through Hugging Face's `generate()`; random weights, which have no checkpoint, and quantized
-    KV, which Hugging Face has not, through our own engine unsplit. `advance` is called after each prompt.
+    KV, which Hugging Face has not, through our own engine unsplit. Where only the decode groups quantize, so does the
+    engine behind the prompt: it has a pool of each kind then. `advance` is called after each prompt.
     """
     source = make_source(config)
     device = resolve_device(config.decode.device)
     dtype = resolve_dtype(config.model.dtype, source, device)
     where = f"({str(dtype).removeprefix('torch.')} on {device.type}, one process)"
-    if source.directory is not None and config.model.kv_dtype == "auto":
+    kv_dtypes = [resolve_kv_dtype(config, group, dtype) for group in (config.prefill, config.decode)]
+    if source.directory is not None and kv_dtypes == [dtype, dtype]:
         answers = _hugging_face(source, prompts, sampling, device, dtype, advance)
         return Reference(f"Hugging Face generate() {where}", answers)
+    unsplit = _unsplit if kv_dtypes[0] == kv_dtypes[1] else _quantized_behind_the_prompt
     return Reference(
-        f"our engine unsplit {where}", _unsplit(config, source, prompts, sampling, device, advance)
+        f"our engine unsplit {where}", unsplit(config, source, prompts, sampling, device, advance)
     )
 
 
@@ -97,3 +108,48 @@ def _unsplit(
         answers.extend(generate_unsplit(runner, [prompt], sampling, chunk_tokens=config.prefill.chunk_tokens))
         advance()
     return answers
+
+
+def _quantized_behind_the_prompt(
+    config: Config,
+    source: ModelSource,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    device: torch.device,
+    advance: Callable[[], None],
+) -> list[list[int]]:
+    """One engine with two pools: what the prompt leaves in the one is written to the other, as if just computed."""
+    first, then = (
+        make_runner(config, msgspec.structs.replace(group, tp=1), source, SingleCollective(), device)
+        for group in (config.prefill, config.decode)
+    )
+    answers = []
+    for prompt in prompts:
+        total = len(prompt) + sampling.max_tokens
+        slots = [torch.arange(runner.page_size, runner.page_size + total) for runner in (first, then)]
+        rows = [_row(runner, its) for runner, its in zip((first, then), slots, strict=True)]
+        answer = [_computed(first, rows[0], tuple(prompt), 0, config.prefill.chunk_tokens)]
+        here, there = (its[: len(prompt)].to(device) for its in slots)
+        for layer in range(then.pool.layers):
+            then.pool.write(layer, there, *first.pool.read(layer, here, first.kv_dtype))
+        while len(answer) < sampling.max_tokens and answer[-1] not in then.spec.eos_ids:
+            answer.append(_computed(then, rows[1], (answer[-1],), len(prompt) + len(answer) - 1, 1))
+        for runner, row in zip((first, then), rows, strict=True):
+            runner.req_to_token.free(row)
+        answers.append(answer)
+        advance()
+    return answers
+
+
+def _row(runner: ModelRunner, slots: torch.Tensor) -> int:
+    row = runner.req_to_token.alloc()
+    runner.req_to_token.set_slots(row, 0, slots.int())
+    return row
+
+
+def _computed(runner: ModelRunner, row: int, tokens: tuple[int, ...], start: int, chunk_tokens: int) -> int:
+    """The likeliest token behind `tokens`, which begin at position `start`."""
+    for first in range(0, len(tokens), chunk_tokens):
+        piece = tokens[first : first + chunk_tokens]
+        logits = runner.forward(StepBatch((SequenceSlice(row, start + first, piece, start + len(tokens)),)))
+    return int(logits[-1].argmax())

@@ -141,7 +141,7 @@ class Calibrator:
         else:
             why = "no wire to measure, the decode pool is written to" if probed.writable else probed.why
             found = f"not measured ({why}): {_words(wire)} are assumed"
-        groups = len(self.agent.cutter.groups_for(self.chunk_tokens, link.decode.name))
+        groups = len(self.agent.cutter.groups_for(self.chunk_tokens, link))
         chosen = f"a chunk of {self.chunk_tokens} tokens leaves in {groups} layer group{'s' * (groups > 1)}"
         limit = "" if probed.writable else f", in segments of {segment / MIB:.3g} MiB at most"
         return Calibration(

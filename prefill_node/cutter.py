@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
 from disagg.core.types import Segment, Shard, Span
 from disagg.node.links import Link, segment_limits
-from kernels.layout import segment_bytes
 from staging.planner import group_count, layer_groups, plan_segments
 from staging.wire import Wire
 
@@ -18,14 +15,13 @@ class Cutter:
         self,
         rank: int,
         shard: Shard,
-        pool: torch.Tensor,
         groups: int,
         staging_bytes: int,
         segment_bytes: int,
         wire: Wire,
     ) -> None:
         """`wire` is what one is taken for until it is known, `segment_bytes` the largest segment then."""
-        self._rank, self._shard, self._pool = rank, shard, pool
+        self._rank, self._shard = rank, shard
         self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
         self.groups: tuple[Span, ...] = layer_groups(shard.layers, groups)
         """The finest that chunks are sent in."""
@@ -50,10 +46,11 @@ class Cutter:
         self._wires[link.decode.name] = wire
         self._limits[link.decode.name] = segment_limits(link, self._rank, segment_bytes, self._staging_bytes)
 
-    def groups_for(self, tokens: int, group: str) -> tuple[Span, ...]:
-        """The groups of layers in which a chunk of so many tokens leaves for a decode group."""
-        nbytes = segment_bytes(self._pool, tokens, self._shard.layers, self._shard.heads)
-        wire = self._wires.get(group, self._wire)
+    def groups_for(self, tokens: int, link: Link) -> tuple[Span, ...]:
+        """The groups of layers in which a chunk of so many tokens leaves for the link's decode group."""
+        cells = tokens * len(self._shard.layers) * len(self._shard.heads)
+        nbytes = 2 * cells * link.decode.layout.head_bytes
+        wire = self._wires.get(link.decode.name, self._wire)
         count = group_count(nbytes, len(self.groups), wire.overhead_s, wire.bytes_per_s)
         return layer_groups(self._shard.layers, count)
 
@@ -66,9 +63,9 @@ class Cutter:
         """
         return plan_segments(
             link.from_rank(self._rank),
-            link.prefill.layout,
+            link.decode.layout,
             tokens,
-            self.groups_for(len(tokens), link.decode.name),
+            self.groups_for(len(tokens), link),
             self._limits[link.decode.name] | unstaged,
             first_index=first_index,
         )

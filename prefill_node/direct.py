@@ -11,7 +11,8 @@ import torch
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
-from kernels.move import Place, move, prepare_move
+from kernels.move import Place, prepare_move
+from kernels.quantize import prepare_move_codes
 from staging.routes import Route
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class OpenPool:
     """`[layers, 2, slots, heads, head_dim]`."""
     fences: torch.Tensor
     """int64 `[rows]`."""
+    codes: torch.dtype | None = None
+    """What its codes encode in, where this rank's pool has none: then KV is quantized as it is written."""
 
     def prepare(
         self, segment: Segment, ticket: Ticket, source: Place, target_slots: torch.Tensor, shard: Shard
@@ -42,7 +45,7 @@ class OpenPool:
             segment.layers.shift(-shard.layers.start),
             segment.heads.shift(-shard.heads.start),
         )
-        return prepare_move(source, target, self.fences[ticket.row : ticket.row + 1], ticket.number)
+        return _prepare(source, target, self.codes, self.fences[ticket.row : ticket.row + 1], ticket.number)
 
 
 def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
@@ -64,8 +67,16 @@ def target_slots(ticket: Ticket, page_size: int) -> torch.Tensor:
     return slots_of(ticket.pages, page_size, ticket.tokens.shift(-first_page * page_size))
 
 
+def codes_of(link: Link) -> torch.dtype | None:
+    """What KV is quantized to on its way to the link's decode group; None where it goes as it is."""
+    if not link.quantizes:
+        return None
+    found: torch.dtype = getattr(torch, link.decode.layout.dtype)
+    return found
+
+
 def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:
-    """Raises `TransportError` unless a pool has the shape of its rank's shard."""
+    """Raises `TransportError` unless a pool has the shape of its rank's shard, and elements stored as `dtype`."""
     shape = opened.pool.shape
     expected = (len(shard.layers), 2, len(shard.heads), layout.head_bytes // dtype.itemsize)
     if (shape[0], shape[1], *shape[3:]) != expected or opened.pool.dtype != dtype:
@@ -83,19 +94,30 @@ def local_place(pool: torch.Tensor, slots: torch.Tensor, segment: Segment, shard
     )
 
 
-def warm(routes: tuple[Route, ...], target: Shard, pool: torch.Tensor, source: Shard) -> None:
+def _prepare(
+    source: Place, target: Place, codes: torch.dtype | None, fence: torch.Tensor, ticket: int
+) -> Callable[[], None]:
+    if codes is None:
+        return prepare_move(source, target, fence, ticket)
+    return prepare_move_codes(source, target, codes, fence, ticket)
+
+
+def warm(routes: tuple[Route, ...], target: Shard, pool: torch.Tensor, source: Shard, link: Link) -> None:
     """Compiles the writes to a rank that owns `target`, for every width of row that the routes have.
 
     Before its pool is open: else the first requests would wait for the compiler. Writes nothing.
     """
     if pool.device.type != "cuda":
         return
-    like = pool.new_empty((1, 2, 1, len(target.heads), pool.shape[4]))
+    codes, shape = codes_of(link), (1, 2, 1, len(target.heads))
+    like = pool.new_empty((*shape, pool.shape[4]))
+    if codes is not None:
+        like = like.new_empty((*shape, link.decode.layout.head_bytes), dtype=torch.uint8)
     slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
     shut = torch.zeros(1, dtype=torch.int64, device=pool.device)
     for heads in {route.heads for route in routes}:
         mine = Place(pool, slots, Span(0, 1), heads.shift(-source.heads.start))
         theirs = Place(like, slots, Span(0, 1), heads.shift(-target.heads.start))
         for ticket in NO_TICKETS:
-            move(mine, theirs, shut, ticket)
+            _prepare(mine, theirs, codes, shut, ticket)()
     torch.cuda.synchronize(pool.device)

@@ -16,7 +16,8 @@ from disagg.core.types import Shard
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import DeviceQueue, is_done
 from kernels.gather import gather
-from prefill_node.direct import local_place
+from kernels.quantize import gather_codes
+from prefill_node.direct import codes_of, local_place
 from prefill_node.leases import Leases
 from prefill_node.outgoing import Item, State
 from prefill_node.staging_space import StagingSpace
@@ -81,8 +82,7 @@ class SegmentMover:
                 self._queue.after(item.after)
                 if item.write is None:
                     item.state = State.GATHERING
-                    place = local_place(self._pool.buffer, item.outgoing.slots, item.segment, self._shard)
-                    gather(place.pool, place.slots, place.layers, place.heads, self._space.view(item))
+                    self._gather(item)
                 else:
                     item.state, item.sending_s = State.SENDING, self._clock()
                     item.write()
@@ -118,6 +118,14 @@ class SegmentMover:
             self._lost(item, operation.error or PeerLostError("the send failed"))
         self._tickets.over(item)
         self.pump()
+
+    def _gather(self, item: Item) -> None:
+        place = local_place(self._pool.buffer, item.outgoing.slots, item.segment, self._shard)
+        codes = codes_of(item.outgoing.link)
+        if codes is None:
+            gather(*place, self._space.view(item))
+        else:
+            gather_codes(*place, codes, self._space.view(item))
 
     def _send_copied(self) -> None:
         while self.copying and is_done(self.copying[0].copied):

@@ -11,7 +11,15 @@ from disagg.core.errors import TransportError
 from disagg.core.types import Shard
 from disagg.node.device import DeviceQueue
 from disagg.node.links import Link
-from prefill_node.direct import OpenPool, check_pool, check_ticket, local_place, target_slots, warm
+from prefill_node.direct import (
+    OpenPool,
+    check_pool,
+    check_ticket,
+    codes_of,
+    local_place,
+    target_slots,
+    warm,
+)
 from prefill_node.outgoing import Item, Outgoing
 from transport import messages as m
 from transport.peer_memory import open_memory
@@ -52,7 +60,7 @@ class PeerPools:
         try:
             for peer in link.destinations_of(self._rank) if not self._why_not else ():
                 routes = tuple(r for r in link.from_rank(self._rank) if r.dst_rank == peer.rank)
-                warm(routes, peer.shard, self._pool, self._shard)
+                warm(routes, peer.shard, self._pool, self._shard, link)
         except Exception as exc:
             log.exception("writes_not_compiled", group=link.decode.name)
             self._why_not = f"its kernel cannot be used: {exc}"
@@ -108,14 +116,14 @@ class PeerPools:
     def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:
         if self._why_not:
             raise TransportError(self._why_not)
-        device = self._pool.device
-        opened = OpenPool(open_memory(offer.pool, device), open_memory(offer.fences, device))
-        self._open[peer] = opened
         link, shard = next(
             (link, rank.shard)
             for link in self._links.values()
             for rank in link.destinations_of(self._rank)
             if rank.control_address == peer
         )
-        check_pool(opened, link.decode.layout, shard, self._pool.dtype)
+        device, codes = self._pool.device, codes_of(link)
+        opened = OpenPool(open_memory(offer.pool, device), open_memory(offer.fences, device), codes)
+        self._open[peer] = opened
+        check_pool(opened, link.decode.layout, shard, torch.uint8 if codes else self._pool.dtype)
         log.info("pool_opened", peer=peer, how="this rank's kernels write straight into it")

@@ -26,6 +26,7 @@ from disagg.node.links import Link, fence
 from disagg.node.warm import warm_copies
 from prefill_node.chunks import Chunks
 from prefill_node.cutter import Cutter
+from prefill_node.direct import codes_of
 from prefill_node.flows import Exposed, Flows, SenderStatistics
 from prefill_node.leases import Leases, Ring
 from prefill_node.mover import SegmentMover
@@ -78,7 +79,7 @@ class SegmentSender:
         flows, exposed = Flows(), Exposed()
         self._flows, self._exposed = flows, exposed
         wire = Wire(segment_overhead_s, wire_bytes_per_s)
-        self.cutter = Cutter(rank, shard, pool.buffer, groups, staging_bytes, segment_bytes, wire)
+        self.cutter = Cutter(rank, shard, groups, staging_bytes, segment_bytes, wire)
         """For `prefill_node.calibration`, on the transfer thread; like `prober`."""
         self.groups = self.cutter.groups
         """The finest that chunks are sent in: after each, the device's progress is marked."""
@@ -138,7 +139,7 @@ class SegmentSender:
             self._leases.rings.setdefault(peer.control_address, Ring())
             self._flows.link(peer.control_address, f"{link.decode.name} r{peer.rank}")
         with self._queue.use():
-            warm_copies(link.from_rank(self._rank), self._shard, self._pool)
+            warm_copies(link.from_rank(self._rank), self._shard, self._pool, codes_of(link))
             self._pools.warm(link)
         self._links[link.decode.name] = link
         self._pools.linked(link)

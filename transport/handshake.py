@@ -9,11 +9,12 @@ from disagg.core.types import GroupInfo
 
 
 def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
-    """Raises `HandshakeError`, naming every difference with both sides' values, unless KV can move between
-    the two.
+    """Raises `HandshakeError`, naming every difference with both sides' values, unless KV can move from `ours` to
+    `theirs`.
 
     Compared: protocol version, model fingerprint, number of layers, KV heads, head size, element type,
-    transport. Page sizes and numbers of ranks may differ: segments are per token and per head.
+    transport. Page sizes and numbers of ranks may differ: segments are per token and per head. So may element types
+    where `theirs` are codes and `ours` are not: KV is quantized on its way.
     """
     differences = [
         f"{what}: {ours.name} has {mine!r}, {theirs.name} has {other!r}"
@@ -34,5 +35,6 @@ def _compared(ours: GroupInfo, theirs: GroupInfo) -> Iterator[tuple[str, object,
     yield "layers", ours.layout.layers, theirs.layout.layers
     yield "KV heads", ours.layout.kv_heads, theirs.layout.kv_heads
     yield "head size", ours.layout.head_dim, theirs.layout.head_dim
-    yield "element type", ours.layout.dtype, theirs.layout.dtype
+    if ours.layout.quantized or not theirs.layout.quantized:
+        yield "element type", ours.layout.dtype, theirs.layout.dtype
     yield "transport", ours.transport, theirs.transport

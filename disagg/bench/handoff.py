@@ -58,7 +58,7 @@ class HandoffBench:
         config = with_model(config, lambda text: None)
         source = make_source(config)
         dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda" if cuda else "cpu"))
-        spec = source.spec(resolve_kv_dtype(config.model.kv_dtype, dtype))
+        spec = source.spec(resolve_kv_dtype(config, config.decode, dtype))
         longest = max(tokens + answer_tokens, decoder_tokens + steps)
         if longest > spec.context_tokens:
             raise ConfigError(

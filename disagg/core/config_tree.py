@@ -25,6 +25,7 @@ CollectiveName = Literal["auto", "gloo", "nccl"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton"]
 KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
+GroupKVDTypeName = Literal["model", "auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 TransportName = Literal["ucx", "inproc"]
 Preemption = Literal["auto", "recompute", "swap"]
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
@@ -73,6 +74,9 @@ class GroupConfig(Section, frozen=True):
     """Tensor-parallel size: number of ranks. None lets the placement choose from what the machine has."""
     page_size: int = 16
     """Tokens in one KV page."""
+    kv_dtype: GroupKVDTypeName = "model"
+    """How these groups store KV. model: as `model.kv_dtype` says. Decode groups may have 8 bits where prefill groups
+    have the model's own type: then KV is quantized where it is sent, and half of the bytes cross the wire."""
     pool_tokens: int = 0
     """Tokens the KV pool holds; a multiple of `page_size`. 0: what
     `mem_fraction` leaves; on a CPU, `CPU_POOL_TOKENS`."""
@@ -114,6 +118,7 @@ class GroupConfig(Section, frozen=True):
         self._at_least(0, "pool_tokens")
         self._at_least(1, "chunk_tokens", "max_batch", "groups")
         self._one_of("device", Device)
+        self._one_of("kv_dtype", GroupKVDTypeName)
         self._one_of("collective", CollectiveName)
         self._one_of("preemption", Preemption)
         if self.swap_bytes is not None:

@@ -76,8 +76,13 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def head_bytes(self) -> int:
         """Bytes of one head of K (or of V) of one token in one layer, with its scale if it has one."""
-        scale_bytes = SCALE_BYTES if self.dtype in QUANTIZED_DTYPES else 0
+        scale_bytes = SCALE_BYTES if self.quantized else 0
         return self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
+
+    @property
+    def quantized(self) -> bool:
+        """Whether elements are codes, with scales."""
+        return self.dtype in QUANTIZED_DTYPES
 
     @property
     def token_bytes(self) -> int:

@@ -43,8 +43,9 @@ def resolve_dtype(name: str, source: ModelSource, device: torch.device) -> torch
     return next((dtype for dtype in _DTYPES.values() if dtype == own), torch.bfloat16)
 
 
-def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """The type of KV in a model of `dtype`; see `ModelConfig.kv_dtype`."""
+def resolve_kv_dtype(config: Config, group: GroupConfig, dtype: torch.dtype) -> torch.dtype:
+    """The type of a group's KV in a model of `dtype`; see `ModelConfig.kv_dtype` and `GroupConfig.kv_dtype`."""
+    name = config.model.kv_dtype if group.kv_dtype == "model" else group.kv_dtype
     found: torch.dtype = dtype if name == "auto" else getattr(torch, name)
     return found
 
@@ -75,10 +76,14 @@ def make_collective(rank: int, size: int, rendezvous: Rendezvous) -> Collective:
 def make_runner(
     config: Config, group: GroupConfig, source: ModelSource, collective: Collective, device: torch.device
 ) -> ModelRunner:
-    """The rank's model and KV pool, of `initial_pool_tokens` and one page more: the trash page."""
+    """The rank's model and KV pool, of `initial_pool_tokens` and one page more: the trash page.
+
+    Raises `ConfigError` where KV would be quantized on its way and the model has a recurrent state, whose bytes go
+    the same way.
+    """
     dtype = resolve_dtype(config.model.dtype, source, device)
     context_tokens = source.spec(dtype).context_tokens
-    return ModelRunner(
+    runner = ModelRunner(
         source,
         collective=collective,
         device=device,
@@ -87,7 +92,14 @@ def make_runner(
         page_size=group.page_size,
         rows=group.max_requests,
         max_tokens=min(group.max_context_tokens, context_tokens),
-        kv_dtype=resolve_kv_dtype(config.model.kv_dtype, dtype),
+        kv_dtype=resolve_kv_dtype(config, group, dtype),
         attention=config.model.attention,
         fused=config.model.fused,
     )
+    kv_dtypes = {resolve_kv_dtype(config, kind, dtype) for kind in config.kinds.values()}
+    if runner.states is not None and len(kv_dtypes) > 1:
+        raise ConfigError(
+            "prefill.kv_dtype and decode.kv_dtype differ, but the model has a recurrent state, which moves as KV "
+            "does and cannot be quantized: set both the same"
+        )
+    return runner

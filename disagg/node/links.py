@@ -24,6 +24,11 @@ class Link:
     decode: GroupInfo
     routes: tuple[Route, ...]
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether KV becomes codes on its way. What crosses has the decode group's layout in any case."""
+        return self.prefill.layout.dtype != self.decode.layout.dtype
+
     def from_rank(self, src_rank: int) -> tuple[Route, ...]:
         """Routes that start at prefill rank `src_rank`."""
         return tuple(route for route in self.routes if route.src_rank == src_rank)
@@ -52,7 +57,7 @@ def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
     check_compatible(prefill, decode)
     routes = plan_routes([r.shard for r in prefill.ranks], [r.shard for r in decode.ranks])
     for rank in decode.ranks:
-        need = smallest_ring_bytes(prefill.layout, [r for r in routes if r.dst_rank == rank.rank])
+        need = smallest_ring_bytes(decode.layout, [r for r in routes if r.dst_rank == rank.rank])
         if rank.ring_bytes < need:
             raise ConfigError(
                 f"the ring of {decode.name} rank {rank.rank} has {rank.ring_bytes} bytes, but one token of one "
@@ -69,7 +74,7 @@ def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: 
     limits: dict[int, int] = {}
     for rank in link.destinations_of(src_rank):
         need = smallest_ring_bytes(
-            link.prefill.layout, [r for r in link.from_rank(src_rank) if r.dst_rank == rank.rank]
+            link.decode.layout, [r for r in link.from_rank(src_rank) if r.dst_rank == rank.rank]
         )
         if staging_bytes < need:
             raise ConfigError(

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disagg.core.types import Shard, Span
+from disagg.core.types import SCALE_BYTES, Shard, Span
 from disagg.kv.pages import TRASH_PAGE
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
 from kernels.gather import gather
 from kernels.layout import segment_bytes
+from kernels.quantize import gather_codes
 from kernels.scatter import scatter
 from staging.routes import Route
 
@@ -50,8 +51,11 @@ def warm_page_copies(runner: ModelRunner) -> None:
     torch.cuda.synchronize(runner.device)
 
 
-def warm_copies(routes: tuple[Route, ...], shard: Shard, pool: MHATokenToKVPool) -> None:
-    """Compiles gather and scatter for every width of row that the routes have, on the trash page's first slot.
+def warm_copies(
+    routes: tuple[Route, ...], shard: Shard, pool: MHATokenToKVPool, codes: torch.dtype | None = None
+) -> None:
+    """Compiles gather and scatter for every width of row that the routes have, on the trash page's first slot; with
+    `codes` the gather that quantizes to them instead.
 
     The other side is memory of its own: the ring may be in use already.
     Twice, with slots that begin at a 16-byte boundary and beside one: Triton compiles these apart.
@@ -61,6 +65,11 @@ def warm_copies(routes: tuple[Route, ...], shard: Shard, pool: MHATokenToKVPool)
     slots = torch.zeros(TOKENS, dtype=torch.int32, device=pool.buffer.device)
     layer = Span(0, 1)
     for heads in {route.heads.shift(-shard.heads.start) for route in routes}:
+        if codes is not None:
+            nbytes = 2 * len(heads) * (pool.head_dim + SCALE_BYTES)
+            scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
+            gather_codes(pool.buffer, slots[:1], layer, heads, codes, scratch)
+            continue
         nbytes = segment_bytes(pool.buffer, 1, layer, heads)
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
         for first in (0, 1):

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import msgspec
 import pytest
+import torch
+from architectures import HYBRIDS, save
 from local_groups import Checkpoints, local_groups, random_prompts, small_config
 
 from disagg.core.config import ModelConfig
+from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
+from disagg.model.collective import SingleCollective
+from disagg.model.source import ModelSource
+from disagg.node.assemble import make_runner
 from disagg.reference import reference_answers
 
 TOKENS = 6
@@ -29,3 +37,38 @@ def test_split_over_two_groups_answers_are_those_of_one_engine(
         assert groups.prefill[0].runner.pool.buffer.element_size() == 1
         answers = groups.answers(prompts, sampling)
     assert [answer.tokens for answer in answers] == expected.answers
+
+
+@pytest.mark.parametrize("peer_memory", [False, True])
+@pytest.mark.parametrize(("kv_dtype", "tp"), [("int8", (2, 1)), ("float8_e4m3fn", (1, 2))])
+def test_kv_that_is_quantized_on_its_way(
+    kv_dtype: str, tp: tuple[int, int], peer_memory: bool, checkpoints: Checkpoints
+) -> None:
+    source = checkpoints.source("llama", 4)
+    prompts = random_prompts(5, 61, 29, seed=1)
+    sampling = SamplingParams(max_tokens=TOKENS)
+    config = small_config(*tp, prefill_page=16, decode_page=1, peer_memory=peer_memory)
+    config = msgspec.structs.replace(
+        config,
+        model=ModelConfig(path=str(source.directory)),
+        decode=msgspec.structs.replace(config.decode, kv_dtype=kv_dtype),
+    )
+    expected = reference_answers(config, prompts, sampling, lambda: None)
+    assert expected.name.startswith("our engine unsplit")
+    with local_groups(config, source) as groups:
+        layouts = [info.layout for info in (groups.prefill_info, groups.decode_info)]
+        assert [layout.dtype for layout in layouts] == ["float32", kv_dtype]
+        answers = groups.answers(prompts, sampling)
+        written = sum(rank._agent.statistics().segments_written for rank in groups.prefill)
+        nbytes = sum(rank._agent.statistics().bytes_sent for rank in groups.prefill)
+    assert [answer.tokens for answer in answers] == expected.answers
+    assert nbytes == sum(map(len, prompts)) * layouts[1].token_bytes
+    assert (written > 0) == peer_memory
+
+
+def test_a_recurrent_state_is_not_quantized_on_its_way(tmp_path: Path) -> None:
+    source = ModelSource.from_directory(save(HYBRIDS["falcon-h1"](), tmp_path))
+    config = small_config()
+    config = msgspec.structs.replace(config, decode=msgspec.structs.replace(config.decode, kv_dtype="int8"))
+    with pytest.raises(ConfigError, match=r"prefill\.kv_dtype and decode\.kv_dtype differ"):
+        make_runner(config, config.decode, source, SingleCollective(), torch.device("cpu"))

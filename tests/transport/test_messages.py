@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import msgspec
 import pytest
@@ -210,6 +211,23 @@ def test_a_compatible_group_may_differ_in_pages_and_ranks() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ours", "theirs", "fits"),
+    [
+        ("bfloat16", "int8", True),
+        ("float32", "float8_e4m3fn", True),
+        ("int8", "int8", True),
+        ("int8", "bfloat16", False),
+        ("int8", "float8_e4m3fn", False),
+    ],
+)
+def test_kv_may_become_codes_on_its_way_and_nothing_else(ours: str, theirs: str, fits: bool) -> None:
+    sender = msgspec.structs.replace(GROUP, layout=KVLayout(4, 2, 8, ours))
+    receiver = msgspec.structs.replace(GROUP, name="d0", role="decode", layout=KVLayout(4, 2, 8, theirs))
+    with nullcontext() if fits else pytest.raises(HandshakeError, match="element type"):
+        check_compatible(sender, receiver)
+
+
+@pytest.mark.parametrize(
     ("change", "values"),
     [
         ({"protocol_version": 2}, ["protocol version", "1", "2"]),
@@ -219,6 +237,7 @@ def test_a_compatible_group_may_differ_in_pages_and_ranks() -> None:
         ({"layout": KVLayout(4, 3, 8, "bfloat16")}, ["KV heads", "2", "3"]),
         ({"layout": KVLayout(4, 2, 9, "bfloat16")}, ["head size", "8", "9"]),
         ({"layout": KVLayout(4, 2, 8, "float16")}, ["element type", "bfloat16", "float16"]),
+        ({"layout": KVLayout(4, 3, 8, "int8")}, ["KV heads", "2", "3"]),
     ],
 )
 def test_a_refusal_names_both_sides_values(change: dict[str, object], values: list[str]) -> None:
