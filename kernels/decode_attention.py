@@ -18,19 +18,14 @@ import triton.language as tl
 from kernels.attention import (
     LOG2_E,
     AttentionParams,
-    base2_scores,
     block_of,
     check_numbers,
     check_queries,
-    dot,
     half_queries,
-    halves,
-    load_rows,
-    load_scales,
-    log2_of,
     on_device,
     require_triton,
 )
+from kernels.attention_block import add_block
 from kernels.layer_kv import LayerKV
 
 _MAX_SPLITS = 128
@@ -274,36 +269,12 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     values_sum = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
     for start in range(first, last, BLOCK_TOKENS):
         token = start + tl.arange(0, BLOCK_TOKENS)
-        # What is beyond the end reads the last token again, and counts nothing. int64 before any product: a pool is
-        # far larger than 2^31 elements.
-        slot = tl.load(row_table + tl.minimum(token, last - 1)).to(tl.int64)
-        keys = load_rows(k, slot, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
-        values = load_rows(v, slot, V_DIM, SLOT_STRIDE, FP8, BLOCK_V)
-        if k_scales is not None:
-            k_scale = load_scales(k_scales, slot, SCALE_SLOT_STRIDE)
-            v_scale = load_scales(v_scales, slot, SCALE_SLOT_STRIDE)
-            if queries.dtype == tl.float16:
-                keys, values = halves(keys), halves(values)
-        products = dot(
-            queries, tl.trans(keys.to(queries.dtype)), tl.zeros([BLOCK_ROWS, BLOCK_TOKENS], tl.float32)
-        )
-        if k_scales is not None:
-            products *= k_scale[None, :]
-        scores = base2_scores(products, scaling, softcap)
-        if v_scales is not None:
-            v_level = log2_of(v_scale, queries.dtype == tl.float32)
-            scores += v_level[None, :]
-        scores = tl.where(token[None, :] < last, scores, float("-inf"))
-        # Each block has a token that is visible, so the new maximum is finite.
-        new_largest = tl.maximum(largest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_largest[:, None])
-        shrink = tl.exp2(largest - new_largest)
-        if v_scales is None:
-            total = total * shrink + tl.sum(weights, 1)
-        else:
-            total = total * shrink + tl.sum(weights * tl.exp2(-v_level)[None, :], 1)
-        values_sum = dot(weights.to(queries.dtype), values.to(queries.dtype), values_sum * shrink[:, None])
-        largest = new_largest
+        # Each block has a token that is visible.
+        largest, total, values_sum = add_block(
+            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last,
+            token[None, :] < last, scaling, softcap, True, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8,
+            BLOCK_K, BLOCK_V,
+        )  # fmt: skip
 
     out_row = sequence * (KV_HEADS * GROUP) + q_head
     mask = real[:, None] & (v_element < V_DIM)[None, :]

@@ -16,19 +16,14 @@ import triton.language as tl
 from kernels.attention import (
     LOG2_E,
     AttentionParams,
-    base2_scores,
     block_of,
     check_numbers,
     check_queries,
-    dot,
     half_queries,
-    halves,
-    load_rows,
-    load_scales,
-    log2_of,
     on_device,
     require_triton,
 )
+from kernels.attention_block import add_block
 from kernels.layer_kv import LayerKV
 
 
@@ -222,17 +217,20 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     values_sum = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
-    for token in range(low, shared, BLOCK_TOKENS):
-        largest, total, values_sum = _add_block(
-            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last, position,
-            scaling, softcap, window, False, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_TOKENS,
-            BLOCK_K, BLOCK_V,
+    for first in range(low, shared, BLOCK_TOKENS):
+        token = first + tl.arange(0, BLOCK_TOKENS)
+        largest, total, values_sum = add_block(
+            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last, None,
+            scaling, softcap, True, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_K, BLOCK_V,
         )  # fmt: skip
-    for token in range(shared, last, BLOCK_TOKENS):
-        largest, total, values_sum = _add_block(
-            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last, position,
-            scaling, softcap, window, True, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_TOKENS,
-            BLOCK_K, BLOCK_V,
+    for first in range(shared, last, BLOCK_TOKENS):
+        token = first + tl.arange(0, BLOCK_TOKENS)
+        visible = token[None, :] <= position[:, None]
+        if window is not None:
+            visible &= token[None, :] > position[:, None] - window
+        largest, total, values_sum = add_block(
+            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last, visible,
+            scaling, softcap, False, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
     if sinks is not None:
@@ -245,66 +243,3 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     out_row = (query * tl.num_programs(1) * GROUP + q_head) * V_DIM
     mask = real[:, None] & (v_element < V_DIM)[None, :]
     tl.store(out + out_row[:, None] + v_element[None, :], result, mask=mask)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_block(  # type: ignore[no-untyped-def]
-    largest,
-    total,
-    values_sum,
-    queries,
-    k,
-    v,
-    k_scales,
-    v_scales,
-    row_table,
-    first_token,
-    last,
-    position,
-    scaling,
-    softcap,
-    window,
-    MASKED: tl.constexpr,  # noqa: N803
-    K_DIM: tl.constexpr,  # noqa: N803
-    V_DIM: tl.constexpr,  # noqa: N803
-    SLOT_STRIDE: tl.constexpr,  # noqa: N803
-    SCALE_SLOT_STRIDE: tl.constexpr,  # noqa: N803
-    FP8: tl.constexpr,  # noqa: N803
-    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    BLOCK_V: tl.constexpr,  # noqa: N803
-):
-    """The running softmax with one more block of tokens."""
-    token = first_token + tl.arange(0, BLOCK_TOKENS)
-    # What is beyond the end reads the last token again, and nobody sees it. int64 before any product: a pool is far
-    # larger than 2^31 elements.
-    slot = tl.load(row_table + tl.minimum(token, last - 1)).to(tl.int64)
-    keys = load_rows(k, slot, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
-    values = load_rows(v, slot, V_DIM, SLOT_STRIDE, FP8, BLOCK_V)
-    if k_scales is not None and queries.dtype == tl.float16:
-        keys, values = halves(keys), halves(values)
-    nothing = tl.zeros([queries.shape[0], BLOCK_TOKENS], tl.float32)
-    products = dot(queries, tl.trans(keys.to(queries.dtype)), nothing)
-    if k_scales is not None:
-        products *= load_scales(k_scales, slot, SCALE_SLOT_STRIDE)[None, :]
-    scores = base2_scores(products, scaling, softcap)
-    if v_scales is not None:
-        v_level = log2_of(load_scales(v_scales, slot, SCALE_SLOT_STRIDE), queries.dtype == tl.float32)
-        scores += v_level[None, :]
-    if MASKED:
-        visible = token[None, :] <= position[:, None]
-        if window is not None:
-            visible &= token[None, :] > position[:, None] - window
-        scores = tl.where(visible, scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, 1))
-    level = new_largest
-    if MASKED:  # a row may have seen nothing yet
-        level = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores - level[:, None])
-    shrink = tl.exp2(largest - level)
-    if v_scales is None:
-        total = total * shrink + tl.sum(weights, 1)
-    else:
-        total = total * shrink + tl.sum(weights * tl.exp2(-v_level)[None, :], 1)
-    values_sum = dot(weights.to(queries.dtype), values.to(queries.dtype), values_sum * shrink[:, None])
-    return new_largest, total, values_sum
