@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,7 +46,13 @@ def plan(
     ] = 1,
     decode_pp: Annotated[int, typer.Option("--decode-pp", help="Pipeline stages of the decode group.")] = 1,
     head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of one head.")] = 128,
-    dtype: Annotated[str, typer.Option("--dtype", help="Element type of the KV cache.")] = "bfloat16",
+    dtype: Annotated[
+        str, typer.Option("--dtype", help="Element type of the KV cache, without a model.")
+    ] = "bfloat16",
+    decode_kv_dtype: Annotated[
+        str | None,
+        typer.Option("--decode-kv-dtype", help="Of the decode group, in 8 bits; quantized where it is sent."),
+    ] = None,
     tokens: Annotated[int, typer.Option("--tokens", help="Length of the prompt.")] = 8192,
     chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of one prefill step.")] = 256,
     layer_groups: Annotated[int, typer.Option("--layer-groups", help="Groups a chunk is sent in.")] = 4,
@@ -59,6 +66,8 @@ def plan(
     out: Annotated[Path | None, typer.Option("--out", metavar="FILE.png", help="Draw it, too.")] = None,
 ) -> None:
     """Show what a prompt moves between two groups, and what fits their memory."""
+    import msgspec
+
     from disagg.core.config import TransferConfig
     from disagg.core.types import KVLayout
     from disagg.plan import PlanRequest, compute_plan, plan_lines
@@ -67,15 +76,19 @@ def plan(
         raise ConfigError(f"--out {out}: the picture is a PNG; give a name that ends in .png")
     size = parse_bytes(ring_bytes)
     if model is not None or random_init is not None:
-        layout = _model_plan(model, random_init, prefill_tp, decode_tp, gpu_memory_gb)
+        named = {"model.path": str(model) if model else None, "model.random_init": random_init}
+        sizes = {"prefill.tp": prefill_tp, "decode.tp": decode_tp, "decode.kv_dtype": decode_kv_dtype}
+        computed, layout = _model_plan({**named, **sizes}, gpu_memory_gb)
     elif layers is None or kv_heads is None:
         raise ConfigError("no model: give --model DIR or --random-init NAME, or --layers and --kv-heads")
     elif gpu_memory_gb:
         raise ConfigError("--gpu-memory-gb needs a model's weights: give --model DIR or --random-init NAME")
     else:
-        layout = KVLayout(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+        computed = KVLayout(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype)
+        layout = msgspec.structs.replace(computed, dtype=decode_kv_dtype or dtype)
     request = PlanRequest(
         layout=layout,
+        computed_dtype=computed.dtype if computed != layout else "",
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
         prefill_pp=prefill_pp,
@@ -97,20 +110,15 @@ def plan(
             raise ConfigError(f"--out {out}: cannot be written: {exc.strerror or exc}") from exc
 
 
-def _model_plan(
-    model: Path | None, random_init: str | None, prefill_tp: int, decode_tp: int, gpu_memory_gb: float
-) -> Any:
-    """The model's layout; prints what fits the GPUs, when they are given."""
+def _model_plan(flags: Mapping[str, object], gpu_memory_gb: float) -> Any:
+    """The model's layouts in both groups; prints what fits the GPUs, when they are given."""
     from disagg.core.config import load_config
-    from disagg.plan_memory import memory_lines, model_layout, plan_memory
+    from disagg.plan_memory import memory_lines, model_layouts, plan_memory
 
-    flags: dict[str, object] = {"prefill.tp": prefill_tp, "decode.tp": decode_tp}
-    flags |= {"model.path": str(model)} if model is not None else {}
-    flags |= {"model.random_init": random_init} if random_init is not None else {}
-    config = load_config(overrides=flags)
+    config = load_config(overrides={name: value for name, value in flags.items() if value is not None})
     if gpu_memory_gb:
         print("\n".join(memory_lines(plan_memory(config, int(gpu_memory_gb * 1e9)))))
-    return model_layout(config)
+    return model_layouts(config)
 
 
 def keys(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import DTYPE_BYTES, KVLayout, Segment, Shard, Span
+from disagg.core.types import DTYPE_BYTES, QUANTIZED_DTYPES, KVLayout, Segment, Shard, Span
 from staging.planner import layer_groups, plan_segments
 from staging.routes import Route, plan_routes
 from staging.shards import make_shards
@@ -19,6 +19,9 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The question. Raises `ConfigError` when a value is out of range."""
 
     layout: KVLayout
+    """Of the decode groups, and of what crosses the wire."""
+    computed_dtype: str = ""
+    """Element type of the prefill groups' KV, where that is quantized on its way; empty where it goes as it is."""
     prefill_tp: int
     decode_tp: int
     prefill_pp: int = 1
@@ -33,11 +36,22 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
         if layout.dtype not in DTYPE_BYTES:
             allowed = ", ".join(DTYPE_BYTES)
             raise ConfigError(f"dtype = {layout.dtype!r} is not allowed; it must be one of {allowed}")
-        values = {name: getattr(self, name) for name in self.__struct_fields__ if name != "layout"}
+        if self.computed_dtype and not self.quantizes:
+            raise ConfigError(
+                f"KV in {self.computed_dtype} cannot be sent as {layout.dtype}: it is sent as it is, or from floats "
+                "as one of " + ", ".join(QUANTIZED_DTYPES)
+            )
+        others = ("layout", "computed_dtype")
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in others}
         values |= {"layers": layout.layers, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim}
         for name, value in values.items():
             if value < 1:
                 raise ConfigError(f"{name} = {value} is not allowed; it must be at least 1")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether KV becomes codes on its way."""
+        return self.layout.quantized and self.computed_dtype in DTYPE_BYTES.keys() - QUANTIZED_DTYPES
 
 
 class RouteTotal(msgspec.Struct, frozen=True):
@@ -144,6 +158,12 @@ def plan_lines(plan: TransferPlan) -> list[str]:
         f"{plan.control_messages} control messages between the ranks = 2 x {plan.pairs} pairs of ranks x "
         f"{plan.chunks} chunks",
     ]
+    if request.computed_dtype:
+        computed = msgspec.structs.replace(layout, dtype=request.computed_dtype)
+        share = layout.token_bytes / computed.token_bytes
+        lines.append(
+            f"KV is computed in {computed.dtype} and sent in {layout.dtype}: {share:.3f} of its bytes"
+        )
     copies = sum(len(shard.layers) * len(shard.heads) for shard in plan.destinations)
     if copies > layout.layers * layout.kv_heads:
         average = copies / (layout.layers * layout.kv_heads)

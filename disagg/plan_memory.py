@@ -31,12 +31,13 @@ class GroupMemory(msgspec.Struct, frozen=True):
     max_context_tokens: int
 
 
-def model_layout(config: Config) -> KVLayout:
-    """The KV cache's shape of the model that `config.model` names, in the type it would cross the wire in from GPU to
-    GPU."""
+def model_layouts(config: Config) -> tuple[KVLayout, KVLayout]:
+    """The KV cache of the model that `config.model` names, as it would be on GPUs: that of the prefill groups, and
+    that of the decode groups, which is also what crosses the wire."""
     source = make_source(config)
     dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda"))
-    return source.spec(resolve_kv_dtype(config, config.decode, dtype)).layout
+    first, then = (resolve_kv_dtype(config, group, dtype) for group in (config.prefill, config.decode))
+    return source.spec(first).layout, source.spec(then).layout
 
 
 def plan_memory(config: Config, gpu_memory_bytes: int) -> list[GroupMemory]:

@@ -25,7 +25,8 @@ def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
         raise HandshakeError(
             f"groups {ours.name} ({ours.role}) and {theirs.name} ({theirs.role}) cannot exchange KV: "
             + "; ".join(differences)
-            + ". Start both groups with the same model, element type, transport and release."
+            + ". Start both groups with the same model, element type, transport and release (decode groups alone may "
+            "have KV in 8 bits: decode.kv_dtype)."
         )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from disagg.core.config_api import ApiConfig
 from disagg.core.config_section import FieldError, Section
+from disagg.core.errors import ConfigError
 
 MIB = 1 << 20
 CPU_POOL_TOKENS = 16384
@@ -344,7 +345,10 @@ class LogConfig(Section, frozen=True):
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The whole tree. `Config()` is the set of defaults; change parts with `msgspec.structs.replace`."""
+    """The whole tree. `Config()` is the set of defaults; change parts with `msgspec.structs.replace`.
+
+    Raises `ConfigError` for kinds of group between which KV could not move.
+    """
 
     model: ModelConfig = ModelConfig()
     prefill: GroupConfig = GroupConfig()
@@ -358,6 +362,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     api: ApiConfig = ApiConfig()
     metrics: MetricsConfig = MetricsConfig()
     log: LogConfig = LogConfig()
+
+    def __post_init__(self) -> None:
+        if self.cluster.mode == "colocated":
+            return
+        sent, stored = self.kv_dtype_of(self.prefill), self.kv_dtype_of(self.decode)
+        if sent != stored and sent != "auto":
+            raise ConfigError(
+                f"prefill groups would store KV in {sent}, decode groups in {stored}: KV can be quantized where it "
+                "is sent, and not turned back or into other codes. Set decode.kv_dtype alone, or model.kv_dtype for "
+                "both"
+            )
+
+    def kv_dtype_of(self, group: GroupConfig) -> KVDTypeName:
+        """How a group stores KV; see `ModelConfig.kv_dtype`."""
+        return self.model.kv_dtype if group.kv_dtype == "model" else group.kv_dtype
 
     @property
     def kinds(self) -> dict[Role, GroupConfig]:

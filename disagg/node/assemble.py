@@ -45,7 +45,7 @@ def resolve_dtype(name: str, source: ModelSource, device: torch.device) -> torch
 
 def resolve_kv_dtype(config: Config, group: GroupConfig, dtype: torch.dtype) -> torch.dtype:
     """The type of a group's KV in a model of `dtype`; see `ModelConfig.kv_dtype` and `GroupConfig.kv_dtype`."""
-    name = config.model.kv_dtype if group.kv_dtype == "model" else group.kv_dtype
+    name = config.kv_dtype_of(group)
     found: torch.dtype = dtype if name == "auto" else getattr(torch, name)
     return found
 

@@ -136,6 +136,29 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert out.read_bytes().startswith(PNG)
 
 
+@pytest.mark.parametrize("model", [[], ["--random-init", "llama-3.1-8b"]], ids=["sizes", "model"])
+def test_kv_that_is_quantized_on_its_way(model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = model or ["--kv-heads", "8", "--layers", "32"]
+    flags = ["plan", *sizes, "--prefill-tp", "4", "--decode-tp", "2", "--decode-kv-dtype", "int8"]
+    assert cli.run(flags) == 0
+    shown = capsys.readouterr().out
+    assert "each in 4 layer groups: 528 MiB in 512 segments" in shown, "132 bytes for 256"
+    assert "KV is computed in bfloat16 and sent in int8: 0.516 of its bytes" in shown
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sent"), [("int8", "bfloat16"), ("bfloat16", "float16"), ("int8", "float8_e4m3fn")]
+)
+def test_kv_that_cannot_be_sent_so(dtype: str, sent: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (
+        f"plan --kv-heads 8 --layers 2 --prefill-tp 1 --decode-tp 1 --dtype {dtype} --decode-kv-dtype {sent}"
+    )
+    assert cli.run(flags.split()) == 2
+    said = capsys.readouterr().err
+    assert f"KV in {dtype} cannot be sent as {sent}" in said
+    assert "from floats as one of float8_e4m3fn, float8_e5m2, int8" in said
+
+
 def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = f"plan --kv-heads 1 --layers 1 --prefill-tp 1 --decode-tp 1 --out {tmp_path / 'no' / 'x.png'}"
     assert cli.run(flags.split()) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import msgspec
@@ -200,6 +201,28 @@ def test_sections_made_by_hand_are_checked_too() -> None:
         msgspec.structs.replace(GroupConfig(), device="tpu")
     with pytest.raises(ConfigError, match="one of lru, lfu, fifo"):
         msgspec.structs.replace(GroupConfig(), eviction="random")
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode", "said"),
+    [
+        ("auto", "model", "int8", ""),
+        ("int8", "auto", "model", ""),
+        ("int8", "model", "model", ""),
+        ("int8", "float8_e5m2", "float8_e5m2", ""),
+        ("auto", "int8", "model", "prefill groups would store KV in int8, decode groups in auto"),
+        ("int8", "model", "auto", "prefill groups would store KV in int8, decode groups in auto"),
+        ("int8", "model", "float8_e5m2", "store KV in int8, decode groups in float8_e5m2"),
+    ],
+)
+def test_kv_may_be_quantized_on_its_way_and_nothing_else(
+    model: str, prefill: str, decode: str, said: str
+) -> None:
+    values = {"model.kv_dtype": model, "prefill.kv_dtype": prefill, "decode.kv_dtype": decode}
+    with pytest.raises(ConfigError, match=said) if said else nullcontext():
+        load_config(overrides=values)
+    alone = load_config(overrides=values | {"cluster.mode": "colocated"})
+    assert alone.kv_dtype_of(alone.colocated) == model
 
 
 def test_the_tree_is_frozen() -> None:

@@ -17,7 +17,7 @@ from disagg.model.collective import ThreadCollective
 from disagg.node import sizing
 from disagg.node.sizing import MemoryBudget, fill_memory
 from disagg.placement import choose_placement
-from disagg.plan_memory import memory_lines, model_layout, plan_memory
+from disagg.plan_memory import memory_lines, model_layouts, plan_memory
 
 GB = 10**9
 PAGE = 16
@@ -182,4 +182,12 @@ def test_quantized_kv_takes_half_of_the_room() -> None:
     model = ModelConfig(random_init="llama-3.1-8b", kv_dtype="int8")
     config = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1))
     assert plan_memory(config, 80 * GB)[1].token_bytes == 131072 * 132 // 256
-    assert model_layout(config).token_bytes == 131072 * 132 // 256
+    assert [layout.token_bytes for layout in model_layouts(config)] == [131072 * 132 // 256] * 2
+
+
+def test_kv_that_decode_groups_quantize_takes_half_of_their_room() -> None:
+    model = ModelConfig(random_init="llama-3.1-8b")
+    config = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1, kv_dtype="int8"))
+    each = [131072, 131072 * 132 // 256]
+    assert [group.token_bytes for group in plan_memory(config, 80 * GB)] == each
+    assert [layout.token_bytes for layout in model_layouts(config)] == each
