@@ -198,6 +198,12 @@ def handoff(
     kv_dtype: Annotated[
         str, typer.Option("--kv-dtype", help="Of KV in both groups and between them, as model.kv_dtype.")
     ] = "auto",
+    decode_kv_dtype: Annotated[
+        str,
+        typer.Option(
+            "--decode-kv-dtype", help="Of KV in the decode group, and so on the wire, as decode.kv_dtype."
+        ),
+    ] = "model",
     prefill_tp: Annotated[int, typer.Option("--prefill-tp", min=1, help="Ranks that prefill.")] = 1,
     decode_tp: Annotated[int, typer.Option("--decode-tp", min=1, help="Ranks that decode.")] = 1,
     tokens: Annotated[
@@ -238,7 +244,8 @@ def handoff(
 
     In 16 bits, and with KV in 8, groups of different sizes, or of more than two ranks, round differently: their
     answers are compared in the first token only, the KV that was moved in every byte. With --dtype float32 and KV in
-    float32 all tokens are compared.
+    float32 all tokens are compared. Where the decode group alone has KV in 8 bits it is the first token too, and the
+    bytes are compared with those of the prefill group's KV, quantized.
     """
     from disagg.bench.handoff import HandoffBench, run
     from disagg.core.config import Config, ModelConfig, TransportConfig
@@ -261,6 +268,7 @@ def handoff(
         cuda=cuda,
         prefill_tp=prefill_tp,
         decode_tp=decode_tp,
+        decode_kv_dtype=decode_kv_dtype,
         tokens=tokens or (8192 if cuda else 512),
         answer_tokens=answer_tokens,
         chunk_tokens=chunk_tokens or (2048 if cuda else 128),

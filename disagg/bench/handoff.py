@@ -24,6 +24,7 @@ from disagg.core.config import Config, GroupConfig, LogConfig
 from disagg.core.errors import ConfigError
 from disagg.core.types import QUANTIZED_DTYPES
 from disagg.kv.pages import pages_for
+from disagg.kv.pool import dtype_name
 from disagg.node.assemble import make_source, resolve_dtype, resolve_kv_dtype
 from disagg.serve_local import with_model
 
@@ -46,6 +47,7 @@ class HandoffBench:
         cuda: bool,
         prefill_tp: int,
         decode_tp: int,
+        decode_kv_dtype: str,
         tokens: int,
         answer_tokens: int,
         chunk_tokens: int,
@@ -55,9 +57,11 @@ class HandoffBench:
         repeats: int,
     ) -> HandoffBench:
         """Groups with as much room as is asked for. Raises `ConfigError` when the model has not."""
-        config = with_model(config, lambda text: None)
+        decode = msgspec.structs.replace(config.decode, kv_dtype=decode_kv_dtype)
+        config = with_model(msgspec.structs.replace(config, decode=decode), lambda text: None)
         source = make_source(config)
         dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda" if cuda else "cpu"))
+        computed = dtype_name(resolve_kv_dtype(config, config.prefill, dtype))
         spec = source.spec(resolve_kv_dtype(config, config.decode, dtype))
         longest = max(tokens + answer_tokens, decoder_tokens + steps)
         if longest > spec.context_tokens:
@@ -78,18 +82,21 @@ class HandoffBench:
             repeats,
             spec.vocab_size,
             batch_matters=rounds,
-            tp_matters=rounds and not same_sums,
+            groups_differ=(rounds and not same_sums) or computed != spec.layout.dtype,
         )
         config = msgspec.structs.replace(
             config,
             prefill=_group(prefill_tp, cuda, sizes, chunk_tokens),
-            decode=_group(decode_tp, cuda, sizes, chunk_tokens),
+            decode=msgspec.structs.replace(
+                _group(decode_tp, cuda, sizes, chunk_tokens), kv_dtype=decode.kv_dtype
+            ),
             log=LogConfig(level="warning"),
         )
         transfer = config.transfer
         labels: dict[str, Label] = {
             "model": source.name if source.directory is None else source.directory.name,
             "dtype": str(dtype).removeprefix("torch."),
+            "prefill_kv_dtype": computed,
             "kv_dtype": spec.layout.dtype,
             "prefill_tp": prefill_tp,
             "decode_tp": decode_tp,

@@ -34,7 +34,7 @@ async def decode_rounds(
     """
     tell("answers of the decoders, to compare with")
     prompts = [sizes.prompt(-1 - i, sizes.decoder_tokens) for i in range(sizes.decoders)]
-    compared = 1 if sizes.batch_matters or sizes.tp_matters else sizes.steps
+    compared = 1 if sizes.batch_matters or sizes.groups_differ else sizes.steps
     expected = [groups.unsplit(prompt, compared)[0] for prompt in prompts]
     rounds: list[Sorted] = []
     for repeat in range(1, sizes.repeats + 1):

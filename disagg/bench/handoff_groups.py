@@ -97,15 +97,17 @@ class Groups:
         return answers[0]
 
     def check_kv(self, key: RequestKey, tokens: int) -> None:
-        """Raises `InvariantError` unless every decode rank holds what a prefill rank computed for the prompt.
+        """Raises `InvariantError` unless every decode rank holds what a prefill rank computed for the prompt, bit for
+        bit, or that quantized to its own type.
 
         `tokens` are the prompt's. No request has come since this one, which has ended.
         """
         computed: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-        for found in call_all(self.prefill, "kv_digests", key, tokens):
+        dtype = self.decode_info.layout.dtype
+        for found in call_all(self.prefill, "kv_digests", key, tokens, dtype):
             for place, digest in found.items():
                 computed[place].add(digest)
-        for rank, found in enumerate(call_all(self.decode, "kv_digests", key, tokens)):
+        for rank, found in enumerate(call_all(self.decode, "kv_digests", key, tokens, dtype)):
             wrong = sorted(place for place, digest in found.items() if digest not in computed[place])
             if wrong:
                 layer, head = wrong[0]

@@ -13,14 +13,16 @@ import torch
 from decode_node.rank import DecodeRank
 from disagg.bench.noise import words
 from disagg.core.ports import LayerHook
-from disagg.core.types import RequestKey, SamplingParams, Shard, Span
+from disagg.core.types import SCALE_BYTES, RequestKey, SamplingParams, Shard, Span
 from disagg.kv.pages import slots_of
+from disagg.kv.pool import MHATokenToKVPool, dtype_name
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import Rendezvous
 from disagg.node.host import RankHost, Started
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
+from kernels.quantize import gather_codes_reference
 from prefill_node.rank import PrefillRank
 from transport import messages as m
 
@@ -106,13 +108,19 @@ class TimedRank(RankNode[Any, Any]):
             self._pages[message.ticket.key] = message.pages
         super().on_message(peer, message)
 
-    def kv_digests(self, key: RequestKey, tokens: int) -> dict[tuple[int, int], tuple[int, int]]:
+    def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, int]]:
         """Of this rank's KV of positions `0 .. tokens`, for each (layer, head) of the model: K's and V's digest.
+
+        `dtype` is what decode ranks store: where this rank's pool has another, its KV is quantized to that before.
 
         For a request since `restart`, of which nothing has been overwritten: none came after it.
         """
         slots = slots_of(self._pages[key], self.runner.page_size, Span(0, tokens))
-        return digests(self.runner.pool.buffer, slots.long().to(self.runner.device), self.runner.shard)
+        slots, pool = slots.long().to(self.runner.device), self.runner.pool
+        if dtype == dtype_name(pool.dtype):
+            return digests(pool.buffer, slots, self.runner.shard)
+        codes = as_codes(pool, slots, getattr(torch, dtype))
+        return digests(codes, torch.arange(tokens, device=slots.device), self.runner.shard)
 
     def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
         clock, written = self._device_clock, []
@@ -156,9 +164,9 @@ class TimedHost(RankHost):
         """Forward passes since `restart`."""
         return self._timed().step_times()
 
-    def kv_digests(self, key: RequestKey, tokens: int) -> dict[tuple[int, int], tuple[int, int]]:
+    def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, int]]:
         """See `TimedRank.kv_digests`."""
-        return self._timed().kv_digests(key, tokens)
+        return self._timed().kv_digests(key, tokens, dtype)
 
     def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
         """The answer of this group's engine when it prefills and decodes itself, and the seconds it took.
@@ -193,6 +201,19 @@ class TimedDecodeHost(TimedHost):
     """A decode rank."""
 
     node_class: ClassVar[type[RankNode[Any, Any]]] = TimedDecodeRank
+
+
+def as_codes(pool: MHATokenToKVPool, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What an unquantized pool has in `slots`, int64 `[tokens]`, as a pool of `dtype` would store it.
+
+    uint8 `[layers, 2, tokens, heads, head_dim + 4]`; by torch, not by the kernel that is compared with it.
+    """
+    shape = (pool.layers, 2, len(slots), pool.heads, pool.head_dim + SCALE_BYTES)
+    found = torch.empty(shape, dtype=torch.uint8, device=slots.device)
+    for layer in range(pool.layers):  # one at a time: in float32 it is twice as large
+        one = Span(layer, layer + 1)
+        gather_codes_reference(pool.buffer, slots, one, Span(0, pool.heads), dtype, found[layer].view(-1))
+    return found
 
 
 def digests(pool: torch.Tensor, slots: torch.Tensor, shard: Shard) -> dict[tuple[int, int], tuple[int, int]]:

@@ -36,14 +36,14 @@ class Sizes:
     batch_matters: bool
     """Whether a token depends on what else is in the step, as in 16 bits: a batch's answers are then compared only in
     their first token, whose step has nothing else in it."""
-    tp_matters: bool
-    """Whether the two groups add in another order: answers are then compared only in their first token, which the
-    prefill group gives both times. The KV is compared in any case."""
+    groups_differ: bool
+    """Whether the two groups add in another order, or only the decode group has codes: answers are then compared only
+    in their first token, which the prefill group gives both times. The KV is compared in any case."""
 
     @property
     def compared(self) -> int:
         """Tokens that are compared of the answer to a prompt that is served alone."""
-        return 1 if self.tp_matters else self.answer_tokens
+        return 1 if self.groups_differ else self.answer_tokens
 
     def prompt(self, seed: int, tokens: int) -> list[int]:
         """Random tokens, the same for a seed."""

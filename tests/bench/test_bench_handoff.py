@@ -28,7 +28,7 @@ from disagg.bench.report import Label, Measurement
 from disagg.cli import run
 from disagg.core.errors import InvariantError
 from disagg.core.timeline import TimelineSpan
-from disagg.core.types import RequestKey, Shard, Span
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RequestKey, Shard, Span
 
 SMALL = ["--device", "cpu", "--random-init", "tiny-llama", "--repeats", "1", "--tokens", "96"]
 SHORT = ["--decoders", "2", "--decoder-tokens", "8", "--steps", "300", "--answer-tokens", "3"]
@@ -74,6 +74,19 @@ def test_kv_in_8_bits_lands_as_it_was_computed(capsys: pytest.CaptureFixture[str
     assert lines["transfer, landed / bfloat16"]["values"] == [0.75]
 
 
+def test_kv_that_is_quantized_on_its_way_lands_as_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    """Computed in float32, which takes 32 bytes a head; two ranks quantize their halves for one."""
+    flags = [*SMALL, *SHORT, "--prefill-tp", "2", "--decode-kv-dtype", "float8_e4m3fn"]
+    assert run(["bench", "handoff", *flags, "--json"]) == 0
+    lines = {line["title"]: line for line in json.loads(capsys.readouterr().out)["results"]}
+    landed = lines["transfer, landed"]
+    assert landed["values"] == [2 * 2 * 4 * (8 + 4)]
+    labels = landed["labels"]
+    assert (labels["prefill_kv_dtype"], labels["kv_dtype"]) == ("float32", "float8_e4m3fn")
+    assert labels["compared_tokens"] == 1, "the unsplit engine is the prefill group's, which has no codes"
+    assert lines["transfer, landed / bfloat16"]["values"] == [0.75]
+
+
 def test_another_answer_is_no_figure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -97,6 +110,11 @@ def test_another_answer_is_no_figure(
         (["--dtype", "float64"], "dtype"),
         (["--kv-dtype", "int4"], "kv_dtype = 'int4' is not allowed; it must be one of auto, int8"),
         (["--prefill-tp", "5"], "prefill.tp = 5"),
+        (
+            ["--decode-kv-dtype", "int4"],
+            "kv_dtype = 'int4' is not allowed; it must be one of model, auto, int8",
+        ),
+        (["--kv-dtype", "int8", "--decode-kv-dtype", "auto"], "store KV in int8, decode groups in auto"),
     ],
 )
 def test_bad_input(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,6 +264,8 @@ def test_digests_of_parts_are_those_of_the_whole() -> None:
 def test_wrong_kv_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = object.__new__(Groups)
     groups.prefill, groups.decode = [], []
+    layout = KVLayout(1, 2, 8, "float32")
+    groups.decode_info = GroupInfo("decode", "decode", PROTOCOL_VERSION, "", layout, 1, "ucx", ())
     computed = [
         {(0, 0): (1, 2), (0, 1): (3, 4)},
         {(0, 1): (5, 4)},
