@@ -21,6 +21,9 @@ from disagg.node.ledger import Ledger
 from kernels.move import Place
 from staging.allocator import Lease, StagingAllocator
 
+POISON = 0xFF
+"""Bytes that are NaN in each float type, and in the scales of codes."""
+
 
 class Device:
     """A queue of kernels: each runs when `step` comes to it, long after it was launched."""
@@ -52,8 +55,8 @@ def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
     def checked_take(count: int) -> list[int]:
         pages = take(count)
         for rank in ranks if pages else ():
-            buffer = rank.runner.pool.buffer
-            untouched = buffer[:, :, slots(pages).to(buffer.device)].isnan().all()
+            memory = rank.runner.pool.buffer.view(torch.uint8)
+            untouched = (memory[:, :, slots(pages).to(memory.device)] == POISON).all()
             assert untouched, f"{rank.lane}: a page was written after it was freed"
         return pages
 
@@ -62,10 +65,10 @@ def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
         before = len(allocator._free)
         freed = free(pages)
         for rank in ranks if freed else ():
-            buffer = rank.runner.pool.buffer
-            buffer[:, :, slots(allocator._free[before:]).to(buffer.device)] = float("nan")
-            if buffer.is_cuda:
-                torch.cuda.synchronize(buffer.device)
+            memory = rank.runner.pool.buffer.view(torch.uint8)
+            memory[:, :, slots(allocator._free[before:]).to(memory.device)] = POISON
+            if memory.is_cuda:
+                torch.cuda.synchronize(memory.device)
         return freed
 
     allocator._take_pages, allocator.free = checked_take, poisoning_free  # type: ignore[method-assign]
@@ -80,7 +83,7 @@ def poison_host(scheduler: DecodeScheduler, ranks: Sequence[Any]) -> None:
         free(blocks)
         for rank in ranks:
             for block in blocks:
-                rank._swapper._host(block).fill_(0xFF)
+                rank._swapper._host(block).fill_(POISON)
 
     host.free = poisoning_free  # type: ignore[method-assign]
 
@@ -94,7 +97,7 @@ def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:
         owned = {lease.id for lease in ring.outstanding() if ring.writable(lease)}
         lease = free(lease_id)
         if lease.id in owned:
-            memory[ring.offset(lease) : ring.offset(lease) + lease.nbytes] = 0xFF
+            memory[ring.offset(lease) : ring.offset(lease) + lease.nbytes] = POISON
         return lease
 
     ring.free = poisoning_free  # type: ignore[method-assign]
