@@ -124,18 +124,26 @@ def sampling_of(
 
 
 def run(
-    seed: int, what: str, patch: pytest.MonkeyPatch, probed: list[Probed] | None = None
+    seed: int,
+    what: str,
+    patch: pytest.MonkeyPatch,
+    probed: list[Probed] | None = None,
+    kv_dtype: str = "model",
 ) -> list[SimulatedRequest]:
     """One run: requests come and go, faults strike; then everything settles, and every answer is compared.
 
     In a crowded one answers outgrow the pool, and requests are preempted all the time.
 
-    With `probed`, which takes their ends, ranks time their wires in between.
+    With `probed`, which takes their ends, ranks time their wires in between. `kv_dtype` is the decode group's.
     """
     choose = random.Random(seed)
     crowded = "crowded" in what
     config = config_of(choose, seed % 2 == 1, crowded)
-    simulation = Simulation(config, seed, patch, state_tokens=seed // 2 % 2 * 7)
+    decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
+    state_tokens = seed // 2 % 2 * 7 if kv_dtype == "model" else 0  # a state cannot be quantized
+    simulation = Simulation(
+        msgspec.structs.replace(config, decode=decode), seed, patch, state_tokens=state_tokens
+    )
     add_faults(simulation, what, choose)
     if "fence" in what:
         patch.setattr(InprocTransport, "disconnect", no_fence)
@@ -217,6 +225,22 @@ def test_any_order(what: str) -> None:
         shared += sum(request.ticket is not None and request.ticket.tokens.start > 0 for request in requests)
     assert set(ends) == ENDS[what], "each of these ends must occur, and no other"
     assert shared or "crowded" in what, "some found a beginning in the decode group's cache"
+
+
+@pytest.mark.parametrize("what", ["nothing", "abort and fail", "death", "crowded abort"])
+def test_kv_that_is_quantized_on_its_way_in_any_order(what: str) -> None:
+    """Codes that arrive, are shared, swapped out and come back, beside floats that are computed: all are exact."""
+    ends: Counter[str] = Counter()
+    for seed in range(3 if "crowded" in what else 12):
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                requests = run(seed, what, patch, kv_dtype="int8")
+            except Exception as error:
+                error.add_note(f"with {what}: run(seed={seed}, ..., kv_dtype='int8')")
+                raise
+        ends.update(request.ended for request in requests)
+    assert "done" in ends
+    assert set(ends) <= ENDS[what]
 
 
 @pytest.mark.parametrize("what", ["nothing", "fail", "letters fail", "abort fail death", "fence", "silence"])

@@ -25,11 +25,15 @@ from disagg.model.spec import ModelSpec, shard_of
 
 VOCAB = 64
 HEAD_DIM = 4
+DIGITS_HEAD_DIM = 8
+"""Of heads that int8 has exactly: smaller numbers, more of them."""
 
 
-def fake_spec(layers: int, kv_heads: int, state_tokens: int = 0) -> ModelSpec:
-    """What ranks must know of the model."""
-    layout = KVLayout(layers, kv_heads, HEAD_DIM, "float32")
+def fake_spec(
+    layers: int, kv_heads: int, state_tokens: int = 0, *, head_dim: int = HEAD_DIM, kv_dtype: str = "float32"
+) -> ModelSpec:
+    """What ranks must know of the model. In int8 heads must have `DIGITS_HEAD_DIM`."""
+    layout = KVLayout(layers, kv_heads, head_dim, kv_dtype)
     spec = ModelSpec("Fake", "fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
     return msgspec.structs.replace(spec, state_tokens=state_tokens)
 
@@ -83,15 +87,21 @@ def _fake_beams(prompt: Sequence[int], sampling: SamplingParams) -> list[list[in
     return [list(one.tokens) for one in search.answers()]
 
 
-def kv_of(tokens: torch.Tensor, positions: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """float32 `[layers, 2, tokens, heads, HEAD_DIM]` of the shard; `tokens`, `positions`: int64 `[tokens]`."""
+def kv_of(
+    tokens: torch.Tensor, positions: torch.Tensor, shard: Shard, head_dim: int = HEAD_DIM
+) -> torch.Tensor:
+    """float32 `[layers, 2, tokens, heads, head_dim]` of the shard; `tokens`, `positions`: int64 `[tokens]`."""
     layer = torch.arange(shard.layers.start, shard.layers.stop).view(-1, 1, 1, 1)
     head = torch.arange(shard.heads.start, shard.heads.stop).view(1, 1, 1, -1)
     plane = torch.arange(2).view(1, -1, 1, 1)
     token, position = tokens.view(1, 1, -1, 1), positions.view(1, 1, -1, 1)
     place = (layer * 2 + plane) * 100 + head
     mixed = (token * 31 + position * 17 + place * 7) % 1009
-    return torch.stack(torch.broadcast_tensors(token, position, place, mixed), dim=-1).float()
+    numbers = torch.broadcast_tensors(token, position, place, mixed)
+    if head_dim == DIGITS_HEAD_DIM:  # the largest of them is 127, so that a head's scale is 1
+        longer = [digits for number in numbers[1:] for digits in (number // 100, number % 100)]
+        numbers = (numbers[0], torch.full_like(numbers[0], 127), *longer)
+    return torch.stack(numbers, dim=-1).float()
 
 
 class FakeRunner:
@@ -103,9 +113,9 @@ class FakeRunner:
         self.spec, self.page_size, self.device = spec, page_size, torch.device("cpu")
         self.shard = shard_of(spec.layout, rank, size)
         slots = pool_tokens + page_size  # the first page is the trash page
-        self.pool = MHATokenToKVPool(
-            spec.layout.layers, slots, len(self.shard.heads), HEAD_DIM, torch.float32
-        )
+        layout, heads = spec.layout, len(self.shard.heads)
+        dtype = getattr(torch, layout.dtype)
+        self.pool = MHATokenToKVPool(layout.layers, slots, heads, layout.head_dim, dtype)
         self.pool.poison()
         self.weights_bytes = 0
         self.req_to_token = ReqToTokenPool(rows, spec.context_tokens + spec.state_tokens)
@@ -126,7 +136,7 @@ class FakeRunner:
             for one in batch.sequences:
                 tokens, positions = torch.tensor(one.tokens), torch.arange(one.start, one.stop)
                 slots = self.req_to_token.table[one.row, one.start : one.stop].long()
-                self.pool.buffer[layer][:, slots] = kv_of(tokens, positions, self.shard)[layer]
+                self.pool.write(layer, slots, *self._kv(tokens, positions)[layer])
             if on_layer is not None:
                 on_layer(layer)
             self.between_layers()
@@ -135,12 +145,16 @@ class FakeRunner:
     def context(self, row: int, stop: int) -> list[int]:
         """The tokens below `stop`, out of the pool; every element of their KV is compared."""
         slots = self.req_to_token.table[row, :stop].long()
-        found = self.pool.buffer[:, :, slots]
+        read = [self.pool.read(layer, slots, torch.float32) for layer in range(self.pool.layers)]
+        found = torch.stack([torch.stack(one) for one in read])
         tokens = torch.nan_to_num(found[0, 0, :, 0, 0], nan=-1.0).long()
-        wanted = kv_of(tokens, torch.arange(stop), self.shard)
+        wanted = self._kv(tokens, torch.arange(stop))
         wrong = (found != wanted).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
         assert not wrong, f"row {row}: KV is wrong at positions {wrong} of {stop}"
         return tokens.tolist()
+
+    def _kv(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return kv_of(tokens, positions, self.shard, self.pool.head_dim)
 
 
 class FakeStates:

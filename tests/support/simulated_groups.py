@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import FakeRunner, fake_spec
+from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, fake_spec
 from simulated_memory import Device, late_kernels, poison_host, poison_pages, poison_ring
 from simulated_router import SimulatedRouter
 
@@ -90,10 +90,16 @@ class Simulation:
         self.plans: dict[str, tuple[Any, set[str]]] = {}
         """For each group, the step that its leader has planned and the followers that have not computed it."""
         self.ranks: dict[str, Any] = {}
-        spec = fake_spec(layers=3, kv_heads=kv_heads, state_tokens=state_tokens)
+        stored = config.kv_dtype_of(config.decode)
+        head_dim, codes = (HEAD_DIM, "float32") if stored == "auto" else (DIGITS_HEAD_DIM, stored)
         self.groups = [
-            self._group(cls, group, spec)
-            for cls, group in ((PrefillRank, config.prefill), (DecodeRank, config.decode))
+            self._group(
+                cls, group, fake_spec(3, kv_heads, state_tokens, head_dim=head_dim, kv_dtype=kv_dtype)
+            )
+            for cls, group, kv_dtype in (
+                (PrefillRank, config.prefill, "float32"),
+                (DecodeRank, config.decode, codes),
+            )
         ]
         patch.setattr("prefill_node.peer_pools.open_memory", self._open_memory)
         for rank in self.ranks.values():

@@ -105,22 +105,28 @@ def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:
 
 def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     """Copies go to the device of the pool at that address (a write: of its source), instead of running at once."""
-    gather, scatter = prefill_node.mover.gather, decode_node.landing.scatter
-    prepare_move = prefill_node.direct.prepare_move
+    scatter = decode_node.landing.scatter
 
-    def late_gather(pool: torch.Tensor, *rest: Any) -> None:
-        devices[pool.data_ptr()].work.append(partial(gather, pool, *rest))
+    def late(gather: Callable[..., None]) -> Callable[..., None]:
+        return lambda pool, *rest: devices[pool.data_ptr()].work.append(partial(gather, pool, *rest))
 
     def late_scatter(view: torch.Tensor, pool: torch.Tensor, *rest: Any) -> None:
         devices[pool.data_ptr()].work.append(partial(scatter, view, pool, *rest))
 
-    def late_move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> Callable[[], None]:
+    def late_move(prepare: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
         """In two parts, as on a GPU: what has read its fence word may still write after that was closed."""
-        found = torch.empty_like(fence)
-        move = prepare_move(source, target, found, ticket)
-        work = devices[source.pool.data_ptr()].work
-        return lambda: work.extend([partial(found.copy_, fence), move])
 
-    patch.setattr("prefill_node.direct.prepare_move", late_move)
-    patch.setattr("prefill_node.mover.gather", late_gather)
+        def prepared(source: Place, target: Place, *rest: Any) -> Callable[[], None]:
+            *codes, fence, ticket = rest
+            found = torch.empty_like(fence)
+            move = prepare(source, target, *codes, found, ticket)
+            work = devices[source.pool.data_ptr()].work
+            return lambda: work.extend([partial(found.copy_, fence), move])
+
+        return prepared
+
+    for name in ("prepare_move", "prepare_move_codes"):
+        patch.setattr(prefill_node.direct, name, late_move(getattr(prefill_node.direct, name)))
+    for name in ("gather", "gather_codes"):
+        patch.setattr(prefill_node.mover, name, late(getattr(prefill_node.mover, name)))
     patch.setattr("decode_node.landing.scatter", late_scatter)
