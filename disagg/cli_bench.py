@@ -37,10 +37,11 @@ RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements
 @app.command()
 def kernels(
     what: Annotated[
-        Literal["copies", "page_copy", "attention"],
+        Literal["copies", "quantize", "page_copy", "attention"],
         typer.Option(
             "--what",
-            help="page_copy: pages within a pool; attention: decode, prefill, writes of K and V (needs a GPU).",
+            help="quantize: the gather to 8 bits; page_copy: pages within a pool; attention: decode, prefill, writes "
+            "of K and V (needs a GPU).",
         ),
     ] = "copies",
     rows: Annotated[
@@ -77,6 +78,13 @@ def kernels(
         _show("page_copy", f"copies of pages, {nbytes >> 20} MiB, on {name_of(where)}", results, out, as_json)
         return
     bench = KernelBench(*options)
+    if what == "quantize":
+        from disagg.bench import quantize
+
+        with progress() as tell:
+            results = quantize.run(bench, tell)
+        _show("quantize", f"gathers of {nbytes >> 20} MiB on {name_of(where)}", results, out, as_json)
+        return
     with progress() as tell:
         results = run(bench, tell)
     _show("kernels", f"gather and scatter of {nbytes >> 20} MiB on {name_of(where)}", results, out, as_json)
