@@ -1,7 +1,8 @@
 """How long greedy answers from a pool of quantized KV agree with those from an unquantized one, and what it saves.
 
 One model, one engine that prefills and decodes (`disagg.model.unsplit`), the same prompts in the same steps; only the
-pool's type differs. What moves between groups is the pool's bytes as they are, so that a split system answers alike.
+pool's type differs. What moves between groups is the pool's bytes as they are, so that a split system answers alike;
+one whose decode groups alone have codes (`decode.kv_dtype`) computes prompts without them, and is not looked at here.
 """
 
 from __future__ import annotations
