@@ -19,6 +19,10 @@ from disagg.model.source import ModelSource
 
 COPY_BYTES = 1 << 30
 """Of the plain copy that is the ceiling, on a GPU; a sixteenth of it on a CPU."""
+_ROUNDED = 4.0
+"""Units of the model's type by which logits may differ, in norm, times the root of the layers."""
+_SUMMED = 1e-5
+"""The same for sums in float32 in another order."""
 
 
 @dataclass(frozen=True)
@@ -110,12 +114,21 @@ def prepare(bench: DecodeBench) -> tuple[ModelRunner, StepBatch]:
 
 
 def check(runner: ModelRunner, batch: StepBatch) -> None:
-    """Raises `InvariantError` unless the step's logits are those of its requests computed alone, nearly."""
+    """Raises `InvariantError` unless the step's logits are those of its requests computed alone, but for rounding.
+
+    By their norms: a product of another shape is summed in another order, and random weights let what that changes
+    grow with the layers (bf16 is off by 5 % after 32 of them, from float32). Another request's are off by 140 %.
+    """
     together = runner.forward(batch).clone()
+    allowed = max(_ROUNDED * torch.finfo(runner.pool.dtype).eps * runner.pool.layers**0.5, _SUMMED)
     for number in (0, len(batch.sequences) - 1):
         alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
-        if not torch.allclose(together[number], alone, rtol=0.05, atol=0.05 * float(alone.abs().max())):
-            raise InvariantError(f"request {number} of the batch has other logits than alone")
+        error = float((together[number] - alone).norm() / alone.norm())
+        if not error <= allowed:
+            raise InvariantError(
+                f"request {number} of the batch has other logits than alone: off by {error:.2g} of their norm, "
+                f"rounding explains {allowed:.2g}"
+            )
 
 
 def read_weights_bytes(runner: ModelRunner) -> int:
