@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
 from disagg.core.errors import ConfigError
 from kernels.dispatch import INTERPRETED, backend
@@ -108,6 +111,24 @@ def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Programs that run at once, if each has one to itself; 1 on a CPU."""
+    return 1 if device.type != "cuda" else int(_properties(device)["multiprocessor_count"])
+
+
+@lru_cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that a program may have; 0 on a CPU."""
+    return 0 if device.type != "cuda" else int(_properties(device)["max_shared_mem"])
+
+
+def _properties(device: torch.device) -> dict[str, Any]:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    found: dict[str, Any] = driver.active.utils.get_device_properties(index)
+    return found
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,15 +1,12 @@
-"""Attention of one query token per sequence over the paged pool, split over the context (FlashDecoding).
+"""Attention of one query token per sequence over the paged pool.
 
-A program takes one KV head of one sequence, all query heads of that head, and one *split* of the tokens; a second
-kernel joins the splits. How many splits a sequence has follows from its length, which only the device knows: it takes
-as many as give each some tokens to do, and who has one writes its result at once. The grid depends on nothing but the
-number of sequences, so the launch can be recorded in a CUDA graph; programs beyond a sequence's splits end at once.
+A program takes one KV head of one sequence, all query heads of that head, and one split of the tokens it sees (see
+`kernels.attention_splits`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
@@ -22,21 +19,26 @@ from kernels.attention import (
     check_numbers,
     check_queries,
     half_queries,
+    multiprocessors,
     on_device,
     require_triton,
 )
 from kernels.attention_block import add_block
+from kernels.attention_splits import (
+    Partials,
+    Splits,
+    split_tokens_of,
+    splits_of,
+    write_rows,
+)
 from kernels.layer_kv import LayerKV
 
-_MAX_SPLITS = 128
 _PROGRAMS_PER_MULTIPROCESSOR = 64
 """Of the grid, most of which end at once: that of the longest contexts, split as far as their number allows."""
 _LEAST_SPLIT_TOKENS = (256, 4096)
 """Where the splits are all that fills the device, and where the sequences do it by themselves."""
 _MAX_GROUP_ROWS = {torch.float32: 16}
 """Query heads of one program, 64 in 16 bits; more of one KV head take further programs."""
-_COMBINED_ELEMENTS = 4096
-"""Of partial outputs that a program of the second kernel holds at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +55,20 @@ def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int) -> DecodeTile
     """By the queries' type, and an element and a head in the pool: a multiprocessor has room for several programs."""
     if dtype == torch.float32:  # no tensor cores
         return DecodeTile(tokens=16, stages=2)
-    if element_bytes == 1:  # codes pass through registers in any case: nothing is copied ahead
-        return DecodeTile(tokens=128 if head_dim <= 128 else 64, stages=1)
-    return DecodeTile(tokens=64 if head_dim <= 128 else 32)
+    # Codes pass through registers in any case: nothing is copied ahead.
+    return DecodeTile(tokens=64 if head_dim <= 128 else 32, stages=1 if element_bytes == 1 else 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Splits:
-    """How contexts are cut, whatever their lengths will be."""
-
-    most: int
-    """Of one sequence."""
-    least_tokens: int
-    """Of one split, but for a sequence's last one."""
-
-
-def splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
+def decode_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
     """For so many `programs` before any context is cut, and contexts of up to `max_tokens`.
 
     Of the splits of 8 x 4,096 tokens on an H200 (64 programs) those of 1,024 are quickest, and with 512 programs none
     at all: the least grows with the programs in between.
     """
     least, enough = _LEAST_SPLIT_TOKENS
-    least_tokens = min(max(enough * programs // (2 * _multiprocessors(device)), least), enough)
-    most = _PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // max(1, programs)
-    return Splits(max(1, min(most, _MAX_SPLITS, -(-max_tokens // least_tokens))), least_tokens)
+    there = multiprocessors(device)
+    least_tokens = min(max(enough * programs // (2 * there), least), enough)
+    return splits_of(programs, _PROGRAMS_PER_MULTIPROCESSOR * there, max_tokens, least_tokens)
 
 
 def decode_attention(
@@ -108,7 +99,7 @@ def decode_attention(
     exact, no TF32), softmax and sums in float32. Raises ValueError (arguments), ConfigError (no Triton).
     """
     group = check_queries(q, kv, table, params, out)
-    n, q_heads, k_dim = q.shape
+    n, _, k_dim = q.shape
     check_numbers(n, rows=rows, lengths=lengths)
     require_triton(q.device)
     if n == 0:
@@ -117,11 +108,8 @@ def decode_attention(
     tile = tile or tile_of(q.dtype, kv.k.element_size(), max(k_dim, v_dim))
     block_rows = min(_MAX_GROUP_ROWS.get(q.dtype, 64), block_of(group))
     parts = -(-group // block_rows)
-    splits = splits or splits_of(n * kv_heads * parts, table.shape[1], q.device)
-    partial = lse = None
-    if splits.most > 1:
-        partial = torch.empty(n, q_heads, splits.most, v_dim, dtype=torch.float32, device=q.device)
-        lse = torch.empty(n, q_heads, splits.most, dtype=torch.float32, device=q.device)
+    splits = splits or decode_splits_of(n * kv_heads * parts, table.shape[1], q.device)
+    partials = Partials(out, splits)
     with on_device(q):
         _decode_kernel[(kv_heads * parts, splits.most, n)](
             q,
@@ -134,8 +122,9 @@ def decode_attention(
             lengths,
             params.sinks,
             out,
-            partial,
-            lse,
+            partials.results,
+            partials.lse,
+            partials.used,
             *q.stride()[:2],
             table.shape[1],
             params.scaling,
@@ -158,41 +147,7 @@ def decode_attention(
             num_stages=tile.stages,
             enable_fp_fusion=True,
         )
-        if splits.most > 1:
-            block_v = block_of(v_dim)
-            _combine_kernel[(q_heads, n)](
-                partial,
-                lse,
-                lengths,
-                params.sinks,
-                out,
-                params.window_tokens or None,
-                splits.most,
-                splits.least_tokens,
-                V_DIM=v_dim,
-                BLOCK_TOKENS=tile.tokens,
-                BLOCK_SPLITS=max(1, _COMBINED_ELEMENTS // block_v),
-                BLOCK_V=block_v,
-                enable_fp_fusion=True,
-            )
-
-
-@lru_cache
-def _multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _visible(lengths, sequence, window, splits, least_tokens, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """First visible token, the sequence's length, tokens of a split (whole blocks)."""
-    length = tl.load(lengths + sequence).to(tl.int32)
-    low = 0
-    if window is not None:
-        low = tl.maximum(length - window, 0)
-    split_tokens = tl.maximum(tl.cdiv(length - low, splits), least_tokens)
-    return low, length, tl.cdiv(split_tokens, BLOCK_TOKENS) * BLOCK_TOKENS
+        partials.join(params.sinks)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
@@ -212,6 +167,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     out,
     partial,
     lse,
+    used_splits,
     # sizes
     q_stride,
     q_head_stride,
@@ -240,16 +196,20 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 ):
     # Heads run fastest: those of one token lie side by side in memory and are read at about the same time.
     head, split, sequence = tl.program_id(0) // PARTS, tl.program_id(1), tl.program_id(2).to(tl.int64)
-    low, length, split_tokens = _visible(lengths, sequence, window, splits, least_tokens, BLOCK_TOKENS)
+    length = tl.load(lengths + sequence).to(tl.int32)
+    low = 0
+    if window is not None:
+        low = tl.maximum(length - window, 0)
+    split_tokens = split_tokens_of(length - low, splits, least_tokens, BLOCK_TOKENS)
     first = low + split * split_tokens
     last = tl.minimum(first + split_tokens, length)
     if split > 0 and first >= last:
-        return  # the second kernel knows as well that this split is empty
+        return  # the second kernel is told how many there are
 
     member = (tl.program_id(0) % PARTS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = member < GROUP  # tl.dot needs 16 rows or more
     q_head = head * GROUP + member
-    k_element, v_element = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    k_element = tl.arange(0, BLOCK_K)
     queries = tl.load(
         q + sequence * q_stride + q_head[:, None].to(tl.int64) * q_head_stride + k_element[None, :],
         mask=real[:, None] & (k_element < K_DIM)[None, :],
@@ -276,73 +236,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
-    out_row = sequence * (KV_HEADS * GROUP) + q_head
-    mask = real[:, None] & (v_element < V_DIM)[None, :]
-    if partial is not None and length - low > split_tokens:
-        place = out_row * splits + split
-        tl.store(
-            partial + place[:, None] * V_DIM + v_element[None, :], values_sum / total[:, None], mask=mask
-        )
-        tl.store(lse + place, largest + tl.log2(total), mask=real)
-    else:
-        if sinks is not None:
-            sink = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-            new_largest = tl.maximum(largest, sink)
-            shrink = tl.exp2(largest - new_largest)
-            total = total * shrink + tl.exp2(sink - new_largest)
-            values_sum = values_sum * shrink[:, None]
-        total = tl.where(total == 0.0, 1.0, total)  # a sequence of length 0
-        result = (values_sum / total[:, None]).to(out.dtype.element_ty)
-        tl.store(out + out_row[:, None] * V_DIM + v_element[None, :], result, mask=mask)
-
-
-@triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window", "splits", "least_tokens"], do_not_specialize_on_alignment=["lengths"]
-)
-def _combine_kernel(  # type: ignore[no-untyped-def]
-    # tensors
-    partial,
-    lse,
-    lengths,
-    sinks,
-    out,
-    # what the layer asks for
-    window,
-    splits,
-    least_tokens,
-    # meta
-    V_DIM: tl.constexpr,  # noqa: N803
-    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
-    BLOCK_SPLITS: tl.constexpr,  # noqa: N803
-    BLOCK_V: tl.constexpr,  # noqa: N803
-):
-    q_head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    low, length, split_tokens = _visible(lengths, sequence, window, splits, least_tokens, BLOCK_TOKENS)
-    used = tl.cdiv(length - low, split_tokens)  # the others were not written
-    if used <= 1:
-        return  # its program has written the result
-    row = sequence * tl.num_programs(0) + q_head
-    element = tl.arange(0, BLOCK_V)
-    largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
+    sink = None
     if sinks is not None:
-        largest = tl.load(sinks + q_head + tl.arange(0, 1)).to(tl.float32) * LOG2_E
-        total = total + 1.0  # exp2(sink - largest)
-    values_sum = tl.zeros([BLOCK_V], tl.float32)
-    for start in range(0, used, BLOCK_SPLITS):
-        split = start + tl.arange(0, BLOCK_SPLITS)
-        inside = split < used
-        place = row * splits + split
-        level = tl.load(lse + place, mask=inside, other=float("-inf"))
-        found = tl.load(
-            partial + place[:, None] * V_DIM + element[None, :],
-            mask=inside[:, None] & (element < V_DIM)[None, :],
-            other=0.0,
-        )
-        new_largest = tl.maximum(largest, tl.max(level, 0))
-        weights = tl.exp2(level - new_largest)
-        shrink = tl.exp2(largest - new_largest)
-        total = total * shrink + tl.sum(weights, 0)
-        values_sum = values_sum * shrink + tl.sum(found * weights[:, None], 0)
-        largest = new_largest
-    tl.store(out + row * V_DIM + element, (values_sum / total).to(out.dtype.element_ty), mask=element < V_DIM)
+        sink = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+    write_rows(
+        largest, total, values_sum, sequence * (KV_HEADS * GROUP) + q_head, real, split,
+        tl.cdiv(length - low, split_tokens), splits, partial, lse, used_splits, sink, out, V_DIM, BLOCK_V,
+    )  # fmt: skip

@@ -2,7 +2,9 @@
 
 A program takes one KV head and a block of *rows*: query tokens x the query heads of that KV head, side by side in
 `q`, so that K and V are read once for all of them. It goes over the tokens that its rows can see, first those that
-all of them see, then those where some must be masked; scores stay in registers (FlashAttention 2).
+all of them see, then those where some must be masked; scores stay in registers (FlashAttention 2). Blocks that are
+too few to fill the device, as those of a short question behind a long cached prefix, have their tokens split over
+several programs (see `kernels.attention_splits`).
 """
 
 from __future__ import annotations
@@ -20,11 +22,25 @@ from kernels.attention import (
     check_numbers,
     check_queries,
     half_queries,
+    multiprocessors,
     on_device,
     require_triton,
+    shared_bytes,
 )
 from kernels.attention_block import add_block
+from kernels.attention_splits import (
+    Partials,
+    Splits,
+    split_tokens_of,
+    splits_of,
+    write_rows,
+)
 from kernels.layer_kv import LayerKV
+
+_LEAST_SPLIT_TOKENS = 256
+"""Fewer are not worth a second kernel."""
+_SPARE_SHARED_BYTES = 2048
+"""For what a program exchanges beside its tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +74,39 @@ class PackedQueries:
         check_numbers(n, rows=self.rows, firsts=self.firsts, starts=self.starts, counts=self.counts)
 
 
-def prefill_tile_of(dtype: torch.dtype, rows: int, head_dim: int) -> PrefillTile:
-    """By the queries' type, by how many rows a sequence has at most, and by the size of a head."""
+_TILES = (
+    PrefillTile(rows=128, tokens=128, warps=8, stages=3),
+    PrefillTile(),
+    PrefillTile(stages=2),
+    PrefillTile(rows=64, tokens=32, warps=4, stages=2),
+)
+"""For many rows in 16 bits, the quickest first (measured on an H200): the first one is used that has room."""
+
+
+def prefill_tile_of(
+    dtype: torch.dtype, rows: int, head_dim: int, element_bytes: int, shared_bytes: int
+) -> PrefillTile:
+    """By the queries' type, the most rows of a sequence, a head's and a pool element's size, and a program's shared
+    memory."""
     if dtype == torch.float32:  # no tensor cores: small tiles, whose sums fit in registers
         return PrefillTile(rows=32 if head_dim <= 128 else 16, tokens=16, stages=2)
     if rows <= 32:
         return PrefillTile(rows=16 if rows <= 16 else 32, warps=4)
     if rows <= 64 or head_dim > 128:
         return PrefillTile(rows=64, tokens=64 if head_dim <= 128 else 32, warps=4, stages=2)
-    return PrefillTile()
+    tiles = _TILES if element_bytes == 2 else _TILES[1:]  # codes pass through registers
+    room = shared_bytes - _SPARE_SHARED_BYTES
+    return next((tile for tile in tiles if _shared_bytes(tile, head_dim) <= room), tiles[-1])
+
+
+def _shared_bytes(tile: PrefillTile, head_dim: int) -> int:
+    """Of the queries, and of K and V of each block under way, in 16 bits."""
+    return 2 * head_dim * (tile.rows + 2 * tile.stages * tile.tokens)
+
+
+def prefill_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
+    """For so many `programs` before any context is cut: no more of them than run at once."""
+    return splits_of(programs, multiprocessors(device), max_tokens, _LEAST_SPLIT_TOKENS)
 
 
 def prefill_attention(
@@ -77,6 +117,7 @@ def prefill_attention(
     params: AttentionParams,
     out: torch.Tensor,
     *,
+    splits: Splits | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
     """Writes the attention of each sequence's query tokens to `out`.
@@ -85,11 +126,11 @@ def prefill_attention(
     - kv, table: K and V of the layer, and int32 `[rows, max_tokens]`, the slot of each token of each row.
     - queries: where the sequences lie in `q`; tokens of none are left alone.
     - out: `[tokens, q_heads, v_dim]` of q's type, contiguous.
-    - tile: chosen by the sizes when left out.
+    - splits, tile: chosen by the device and the sizes when left out.
 
     A query at position `p` sees the tokens up to `p`, or the last `window_tokens` of them; no other is used, and none
-    outside of what the sequence's queries see together is read. On CUDA: one launch on the current stream, no
-    synchronization. Products in the queries' type (float32: exact, no TF32), softmax and sums in float32. Raises
+    outside of what the sequence's queries see together is read. On CUDA: one or two launches on the current stream,
+    no synchronization. Products in the queries' type (float32: exact, no TF32), softmax and sums in float32. Raises
     ValueError (arguments), ConfigError (no Triton).
     """
     group = check_queries(q, kv, table, params, out)
@@ -98,10 +139,16 @@ def prefill_attention(
     sequences, kv_heads, k_dim, v_dim = queries.rows.shape[0], kv.k.shape[1], q.shape[2], out.shape[2]
     if sequences == 0 or queries.most == 0:
         return
-    tile = tile or prefill_tile_of(q.dtype, queries.most * group, max(k_dim, v_dim))
+    if tile is None:
+        rows, head_dim = queries.most * group, block_of(max(k_dim, v_dim))
+        tile = prefill_tile_of(q.dtype, rows, head_dim, kv.k.element_size(), shared_bytes(q.device))
     blocks = -(-queries.most * group // tile.rows)
+    if splits is None:
+        # By the tokens there are: of a recorded step's sequences most may be empty.
+        splits = prefill_splits_of(-(-q.shape[0] * group // tile.rows) * kv_heads, table.shape[1], q.device)
+    partials = Partials(out, splits)
     with on_device(q):
-        _prefill_kernel[(blocks, kv_heads, sequences)](
+        _prefill_kernel[(blocks * splits.most, kv_heads, sequences)](
             q,
             kv.k,
             kv.v,
@@ -114,11 +161,16 @@ def prefill_attention(
             queries.counts,
             params.sinks,
             out,
+            partials.results,
+            partials.lse,
+            partials.used,
             *q.stride()[:2],
             table.shape[1],
             params.scaling,
             params.softcap,
             params.window_tokens or None,
+            splits.most,
+            splits.least_tokens,
             GROUP=group,
             K_DIM=k_dim,
             V_DIM=v_dim,
@@ -132,6 +184,7 @@ def prefill_attention(
             num_stages=tile.stages,
             enable_fp_fusion=True,
         )
+        partials.join(params.sinks)
 
 
 def _block_v(v_dim: int, *, converted: bool) -> int:
@@ -141,7 +194,8 @@ def _block_v(v_dim: int, *, converted: bool) -> int:
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window"], do_not_specialize_on_alignment=["rows", "firsts", "starts", "counts"]
+    do_not_specialize=["window", "splits", "least_tokens"],
+    do_not_specialize_on_alignment=["rows", "firsts", "starts", "counts"],
 )
 def _prefill_kernel(  # type: ignore[no-untyped-def]
     # tensors
@@ -157,6 +211,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     counts,
     sinks,
     out,
+    partial,
+    lse,
+    used_splits,
     # sizes
     q_stride,
     q_head_stride,
@@ -165,6 +222,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     scaling,
     softcap,
     window,
+    splits,
+    least_tokens,
     # meta
     GROUP: tl.constexpr,  # noqa: N803
     K_DIM: tl.constexpr,  # noqa: N803
@@ -180,7 +239,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
     # The last blocks see the most tokens: they start first, the short ones fill the gaps at the end.
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) // splits
+    split = tl.program_id(0) % splits
     head, sequence = tl.program_id(1), tl.program_id(2)
     count = tl.load(counts + sequence).to(tl.int32)
     if block * BLOCK_ROWS >= count * GROUP:
@@ -191,7 +251,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     query = tl.load(firsts + sequence).to(tl.int64) + row // GROUP
     q_head = head * GROUP + row % GROUP
     position = start + row // GROUP
-    k_element, v_element = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    k_element = tl.arange(0, BLOCK_K)
     q_row = query * q_stride + q_head.to(tl.int64) * q_head_stride
     queries = tl.load(
         q + q_row[:, None] + k_element[None, :], mask=real[:, None] & (k_element < K_DIM)[None, :], other=0.0
@@ -205,6 +265,12 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if window is not None:
         low = tl.maximum(first_position + 1 - window, 0)
         shared = low  # a window's blocks are few: all of them are masked
+    split_tokens = split_tokens_of(last - low, splits, least_tokens, BLOCK_TOKENS)
+    begin = low + split * split_tokens
+    if split > 0 and begin >= last:
+        return  # the second kernel is told how many there are
+    end = tl.minimum(begin + split_tokens, last)
+    middle = tl.minimum(tl.maximum(shared, begin), end)
     row_table = table + tl.load(rows + sequence).to(tl.int64) * table_stride
     k += head * HEAD_STRIDE
     v += head * HEAD_STRIDE
@@ -217,13 +283,13 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_ROWS], tl.float32)
     values_sum = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
-    for first in range(low, shared, BLOCK_TOKENS):
+    for first in range(begin, middle, BLOCK_TOKENS):
         token = first + tl.arange(0, BLOCK_TOKENS)
         largest, total, values_sum = add_block(
             largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last, None,
             scaling, softcap, True, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_K, BLOCK_V,
         )  # fmt: skip
-    for first in range(shared, last, BLOCK_TOKENS):
+    for first in range(middle, end, BLOCK_TOKENS):
         token = first + tl.arange(0, BLOCK_TOKENS)
         visible = token[None, :] <= position[:, None]
         if window is not None:
@@ -233,13 +299,10 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             scaling, softcap, False, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
+    sink = None
     if sinks is not None:
         sink = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-        new_largest = tl.maximum(largest, sink)
-        shrink = tl.exp2(largest - new_largest)
-        total = total * shrink + tl.exp2(sink - new_largest)
-        values_sum = values_sum * shrink[:, None]
-    result = (values_sum / total[:, None]).to(out.dtype.element_ty)
-    out_row = (query * tl.num_programs(1) * GROUP + q_head) * V_DIM
-    mask = real[:, None] & (v_element < V_DIM)[None, :]
-    tl.store(out + out_row[:, None] + v_element[None, :], result, mask=mask)
+    write_rows(
+        largest, total, values_sum, query * tl.num_programs(1) * GROUP + q_head, real, split,
+        tl.cdiv(last - low, split_tokens), splits, partial, lse, used_splits, sink, out, V_DIM, BLOCK_V,
+    )  # fmt: skip

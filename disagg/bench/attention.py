@@ -8,9 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from disagg.bench.measure import copy_rate, seconds_of
+from disagg.bench.measure import copy_rate, recorded, seconds_of
 from disagg.bench.read_rate import read_rate
 from disagg.bench.report import Label, Measurement, Result
 from disagg.core.errors import ConfigError, InvariantError
@@ -39,6 +40,8 @@ class AttentionBench:
     decodes: tuple[tuple[int, int], ...] = ((64, 4096), (8, 32768), (1, 131072))
     """Sequences, tokens of each."""
     prompt_tokens: int = 4096
+    question_tokens: int = 64
+    """Of a prompt whose other `prompt_tokens` are in the pool."""
     written_tokens: int = 65536
     kv_heads: int = 8
     group: int = 4
@@ -92,7 +95,8 @@ def run(bench: AttentionBench, tell: Callable[[str], None] = lambda text: None) 
             results.append(_decode(bench, sequences, tokens, kv_dtype, reads))
     for kv_dtype in bench.kv_dtypes:
         tell(f"prefill, {dtype_name(kv_dtype)}")
-        results.append(_prefill(bench, kv_dtype))
+        results.append(_prefill(bench, 0, bench.prompt_tokens, kv_dtype))
+        results.append(_prefill(bench, bench.prompt_tokens, bench.question_tokens, kv_dtype))
         tell(f"K and V written, {dtype_name(kv_dtype)}")
         results.append(_write(bench, kv_dtype, copies))
     return results
@@ -133,30 +137,36 @@ def _check_decode(
         _compare(out[row], expected, "decode attention")
 
 
-def _prefill(bench: AttentionBench, kv_dtype: torch.dtype) -> Result:
-    tokens, q_heads = bench.prompt_tokens, bench.kv_heads * bench.group
+def _prefill(bench: AttentionBench, start: int, count: int, kv_dtype: torch.dtype) -> Result:
+    tokens, q_heads = start + count, bench.kv_heads * bench.group
     table = bench.table(1, tokens)
     pool = bench.filled(table, kv_dtype)
-    q = bench.random(tokens, q_heads, 3)
+    q = bench.random(count, q_heads, 3)
     out = torch.full_like(q, float("nan"))
-    zero, count = (torch.tensor([n], device=bench.device) for n in (0, tokens))
-    queries, kv = PackedQueries(zero, zero, zero, count, tokens), pool.layer(0)
+    zero, first, many = (torch.tensor([n], device=bench.device) for n in (0, start, count))
+    queries, kv = PackedQueries(zero, zero, first, many, count), pool.layer(0)
     k, v = pool.read(0, table[0].long(), bench.dtype)
     whole_q, whole_k, whole_v = (x.transpose(0, 1)[None].contiguous() for x in (q, k, v))
+    mask = causal_lower_right(count, tokens) if start else None
 
     def work() -> None:
         prefill_attention(q, kv, table, queries, bench.params, out)
 
     def sdpa() -> torch.Tensor:
-        return scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=True, enable_gqa=True)
+        return scaled_dot_product_attention(
+            whole_q, whole_k, whole_v, attn_mask=mask, is_causal=not start, enable_gqa=True
+        )
 
-    ours, theirs = (seconds_of(one, bench.device, bench.repeats) for one in (work, sdpa))
+    both = [recorded(one, bench.device) if start else one for one in (work, sdpa)]
+    ours, theirs = (seconds_of(one, bench.device, bench.repeats) for one in both)
     _compare(out, sdpa()[0].transpose(0, 1), "prefill attention")
-    flops = 4 * q_heads * bench.head_dim * tokens * (tokens + 1) / 2
+    flops = 4 * q_heads * bench.head_dim * (count * start + count * (count + 1) / 2)
     rates = [tuple(flops / s / 1e12 for s in seconds) for seconds in (ours, theirs)]
-    labels: dict[str, Label] = {"kernel": "prefill", "tokens": tokens, "kv_dtype": dtype_name(kv_dtype)}
+    labels: dict[str, Label] = {"kernel": "prefill", "tokens": count, "kv_dtype": dtype_name(kv_dtype)}
+    labels["cached_tokens"] = start
+    behind = f" behind {start}" if start else ""
     return Result(
-        f"prefill, {tokens} tokens, {dtype_name(kv_dtype)}",
+        f"prefill, {count} tokens{behind}, {dtype_name(kv_dtype)}",
         Measurement("prefill", "TFLOP/s", rates[0]),
         Measurement("torch SDPA", "TFLOP/s", rates[1]),
         labels,

@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 SMALL = {
     "decodes": ((2, 20),),
     "prompt_tokens": 37,
+    "question_tokens": 5,
     "written_tokens": 24,
     "kv_heads": 2,
     "head_dim": 32,
@@ -47,8 +48,10 @@ def test_figures_have_ceilings() -> None:
         "decode, 2 x 20 tokens, float32",
         "decode, 2 x 20 tokens, int8",
         "prefill, 37 tokens, float32",
+        "prefill, 5 tokens behind 37, float32",
         "K and V of 24 tokens written, float32",
         "prefill, 37 tokens, int8",
+        "prefill, 5 tokens behind 37, int8",
         "K and V of 24 tokens written, int8",
     ]
     assert all(result.share is not None for result in results)

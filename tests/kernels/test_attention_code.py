@@ -12,13 +12,16 @@ import triton.language as tl
 from attention_code import asynchronous_bytes, compiled
 
 from disagg.core.types import SCALE_BYTES
-from kernels.decode_attention import _combine_kernel, _decode_kernel, tile_of
+from kernels.attention_splits import _join_kernel
+from kernels.decode_attention import _decode_kernel, tile_of
 from kernels.kv_write import _write_kernel
-from kernels.prefill_attention import PrefillTile, _prefill_kernel
+from kernels.prefill_attention import _prefill_kernel, prefill_tile_of
 from kernels.quantize import _quantize_kernel
 
 HEADS, GROUP, DIM = 8, 4, 128
-TENSORS = {"rows": torch.int64, "lengths": torch.int64, "table": torch.int32}
+SHARED_BYTES = 232448
+"""That a program may have on Hopper."""
+PARTIALS = {"partial": torch.float32, "lse": torch.float32, "used_splits": torch.int32}
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +58,8 @@ def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: An
         "rows": torch.int64,
         "lengths": torch.int64,
         "sinks": more.get("sinks"),
-        **dict.fromkeys(("out",), dtype),
-        **dict.fromkeys(("partial", "lse"), torch.float32),
+        "out": dtype,
+        **PARTIALS,
         **layer(more.get("window"), more.get("softcap")),
         **{"splits": 5, "least_tokens": 4096},
         **{"KV_HEADS": HEADS, "GROUP": GROUP, "PARTS": 1, "K_DIM": DIM, "V_DIM": DIM},
@@ -92,21 +95,18 @@ def test_decode_in_float32_is_exact() -> None:
 
 
 def test_the_second_kernel_compiles() -> None:
-    tensors = dict.fromkeys(("partial", "lse"), torch.float32)
-    others = {
-        "lengths": torch.int64,
-        "sinks": torch.bfloat16,
-        "out": torch.bfloat16,
-        "window": 100,
-        **{"splits": 128, "least_tokens": 4096},
+    arguments = {
+        **PARTIALS,
+        **dict.fromkeys(("sinks", "out"), torch.bfloat16),
+        "splits": 128,
     }
-    constants = {"V_DIM": 96, "BLOCK_TOKENS": 64, "BLOCK_SPLITS": 32, "BLOCK_V": 128}
-    compiled(_combine_kernel, {**tensors, **others, **constants}, num_warps=4)
+    constants = {"V_DIM": 96, "BLOCK_SPLITS": 32, "BLOCK_V": 128}
+    compiled(_join_kernel, {**arguments, **constants}, num_warps=4)
 
 
-def prefill(storage: torch.dtype, fp8: Any = None, window: int | None = None) -> str:
+def prefill(storage: torch.dtype, fp8: Any = None, window: int | None = None, split: bool = False) -> str:
     kv, strides = pool(storage, scaled=storage.itemsize == 1)
-    tile = PrefillTile()
+    tile = prefill_tile_of(torch.bfloat16, 8192, DIM, storage.itemsize, shared_bytes=SHARED_BYTES)
     arguments = {
         "q": torch.bfloat16,
         **kv,
@@ -114,17 +114,22 @@ def prefill(storage: torch.dtype, fp8: Any = None, window: int | None = None) ->
         **dict.fromkeys(("rows", "firsts", "starts", "counts"), torch.int64),
         "sinks": None,
         "out": torch.bfloat16,
+        **(PARTIALS if split else dict.fromkeys(PARTIALS)),
         **layer(window, None),
+        **{"splits": 8 if split else 1, "least_tokens": 256},
         **{"GROUP": GROUP, "K_DIM": DIM, "V_DIM": DIM},
         **strides,
         **{"FP8": fp8, "BLOCK_ROWS": tile.rows, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
     }
-    return str(compiled(_prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
+    found = compiled(_prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages)
+    assert found.metadata.shared <= SHARED_BYTES
+    return str(found.asm["ptx"])
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("window", [None, 1000])
-def test_prefill_uses_the_tensor_cores_of_hopper(window: int | None) -> None:
-    ptx = prefill(torch.bfloat16, window=window)
+def test_prefill_uses_the_tensor_cores_of_hopper(window: int | None, split: bool) -> None:
+    ptx = prefill(torch.bfloat16, window=window, split=split)
     assert "wgmma" in ptx
     assert 16 in asynchronous_bytes(ptx)
 

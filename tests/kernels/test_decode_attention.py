@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.attention import AttentionParams
-from kernels.decode_attention import DecodeTile, Splits, decode_attention, splits_of
+from kernels.attention_splits import Splits
+from kernels.decode_attention import DecodeTile, decode_attention, decode_splits_of
 
 CASES = {
     "plain": Case((9, 1, 40)),
@@ -127,7 +128,8 @@ def test_a_context_that_fits_one_split_is_not_joined(device: str, monkeypatch: p
 
     def poisoned(*sizes: int, **options: object) -> torch.Tensor:
         found = empty(*sizes, **options)  # type: ignore[call-overload]
-        partial.append(found.fill_(float("nan")))
+        if found.is_floating_point():
+            partial.append(found.fill_(float("nan")))
         return found
 
     monkeypatch.setattr(torch, "empty", poisoned)
@@ -141,13 +143,13 @@ def test_a_context_that_fits_one_split_is_not_joined(device: str, monkeypatch: p
 
 
 def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.decode_attention._multiprocessors", lambda device: 132)
+    monkeypatch.setattr("kernels.decode_attention.multiprocessors", lambda device: 132)
     device = torch.device("cuda")
-    assert splits_of(64 * 8, 1 << 17, device) == Splits(16, 4096)  # none of them but in long contexts
-    assert splits_of(8 * 8, 4096, device) == Splits(5, 992)
-    assert splits_of(8, 1 << 17, device) == Splits(128, 256)
-    assert splits_of(8, 512, device) == Splits(2, 256)
-    assert splits_of(1024 * 8, 1 << 17, device) == Splits(1, 4096)
+    assert decode_splits_of(64 * 8, 1 << 17, device) == Splits(16, 4096)  # none of them but in long contexts
+    assert decode_splits_of(8 * 8, 4096, device) == Splits(5, 992)
+    assert decode_splits_of(8, 1 << 17, device) == Splits(128, 256)
+    assert decode_splits_of(8, 512, device) == Splits(2, 256)
+    assert decode_splits_of(1024 * 8, 1 << 17, device) == Splits(1, 4096)
 
 
 @pytest.mark.parametrize(

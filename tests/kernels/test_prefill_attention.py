@@ -10,11 +10,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import DEVICES, Case, prepare
+from attention_cases import DEVICES, Case, Inputs, prepare
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.prefill_attention import PackedQueries, PrefillTile, prefill_attention
+from kernels.attention_splits import Splits
+from kernels.prefill_attention import (
+    PackedQueries,
+    PrefillTile,
+    prefill_attention,
+    prefill_splits_of,
+    prefill_tile_of,
+)
 
 SMALL = PrefillTile(rows=16, tokens=16, warps=4, stages=2)
 CASES = {
@@ -39,26 +46,33 @@ CASES = {
 }
 
 
-def check(case: Case, device: str, tile: PrefillTile | None = None) -> None:
-    inputs = prepare(case, device)
-    counts = torch.tensor(case.queries)
-    queries = PackedQueries(
+def packed(case: Case, inputs: Inputs) -> PackedQueries:
+    counts, device = torch.tensor(case.queries), inputs.q.device
+    return PackedQueries(
         rows=inputs.rows,
         firsts=(counts.cumsum(0) - counts).to(device),
         starts=(torch.tensor(case.lengths) - counts).int().to(device),
         counts=counts.to(device),
         most=max(case.queries),
     )
+
+
+def check(case: Case, device: str, splits: Splits | None = None, tile: PrefillTile | None = None) -> None:
+    inputs = prepare(case, device)
+    queries = packed(case, inputs)
     out = torch.full(inputs.expected.shape, float("nan"), dtype=case.q_dtype, device=device)
-    prefill_attention(inputs.q, inputs.kv, inputs.table, queries, inputs.params, out, tile=tile)
+    prefill_attention(
+        inputs.q, inputs.kv, inputs.table, queries, inputs.params, out, splits=splits, tile=tile
+    )
     worst = float((out.double().cpu() - inputs.expected).abs().max())
     assert worst <= inputs.worst, f"{worst} is more than rounding explains, {inputs.worst}"
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_definition(name: str, device: str) -> None:
-    check(CASES[name], device, SMALL)
+def test_equals_the_definition(name: str, splits: int, device: str) -> None:
+    check(CASES[name], device, Splits(splits, 16), SMALL)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -83,7 +97,8 @@ def test_random_shapes(device: str, data: st.DataObject) -> None:
         sinks=data.draw(st.booleans()),
         seed=data.draw(st.integers(0, 9)),
     )
-    check(case, device, SMALL if device == "cpu" else None)
+    splits = Splits(data.draw(st.sampled_from([1, 2, 8])), data.draw(st.integers(1, far)))
+    check(case, device, splits, SMALL if device == "cpu" else None)
 
 
 @pytest.mark.gpu
@@ -94,6 +109,76 @@ def test_long_chunks(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     case = replace(sizes, q_dtype=q_dtype, kv_dtype=kv_dtype)
     check(case, "cuda:0")
     check(replace(case, window=333, softcap=30.0, sinks=True), "cuda:0")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+def test_a_question_behind_a_long_prefix(kv_dtype: torch.dtype) -> None:
+    sizes = Case((4160, 70), (64, 3), kv_heads=2, group=4, k_dim=128, v_dim=128, pool_dim=128)
+    case = replace(sizes, q_dtype=torch.bfloat16, kv_dtype=kv_dtype)
+    check(case, "cuda:0")
+    check(replace(case, sinks=True), "cuda:0", Splits(40, 128))
+    check(replace(case, window=900, softcap=30.0, sinks=True), "cuda:0", Splits(40, 128))
+
+
+@pytest.mark.gpu
+def test_replays_in_a_cuda_graph_behind_other_prefixes() -> None:
+    case = Case((900, 40), (12, 5))
+    inputs = prepare(case, "cuda:0")
+    queries = packed(case, inputs)
+    out = torch.empty(inputs.expected.shape, device="cuda:0")
+    arguments = (inputs.q, inputs.kv, inputs.table, queries, inputs.params, out)
+    prefill_attention(*arguments)  # compiles
+    whole = out.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        prefill_attention(*arguments)
+    for start, count in ((0, 0), (0, 12), (333, 7), (888, 12)):
+        queries.starts[0], queries.counts[0] = start, count
+        out.fill_(7.0)
+        graph.replay()
+        replayed = out.clone()
+        out.fill_(7.0)
+        prefill_attention(*arguments)
+        assert torch.equal(out, replayed)
+        assert torch.equal(out[12:], whole[12:])
+        assert (out[count:12] == 7.0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_of_no_sequence_are_left_alone(device: str) -> None:
+    case = Case((40, 30), (12, 9))
+    inputs = prepare(case, device)
+    queries = packed(case, inputs)
+    queries.counts[0] = 5
+    out = torch.full(inputs.expected.shape, 7.0, device=device)
+    prefill_attention(
+        inputs.q, inputs.kv, inputs.table, queries, inputs.params, out, splits=Splits(3, 16), tile=SMALL
+    )
+    assert (out[5:12] == 7.0).all()
+    assert float((out[12:].double().cpu() - inputs.expected[12:]).abs().max()) <= inputs.worst
+
+
+def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kernels.prefill_attention.multiprocessors", lambda device: 132)
+    device = torch.device("cuda")
+    assert prefill_splits_of(16, 8192, device) == Splits(8, 256)
+    assert prefill_splits_of(16, 300, device) == Splits(2, 256)
+    assert prefill_splits_of(67, 8192, device) == Splits(
+        1, 256
+    )  # a second wave would cost more than it gives
+    assert prefill_splits_of(512, 8192, device) == Splits(1, 256)
+
+
+def test_a_tile_has_room() -> None:
+    def tile(shared_bytes: int, element_bytes: int = 2) -> PrefillTile:
+        return prefill_tile_of(torch.bfloat16, 8192, 128, element_bytes, shared_bytes)
+
+    hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10
+    assert tile(hopper) == PrefillTile(128, 128, 8, 3)
+    assert tile(hopper, 1) == tile(ampere) == PrefillTile(128, 64, 8, 3)
+    assert tile(ada) == PrefillTile(128, 64, 8, 2)
+    assert tile(64 << 10) == PrefillTile(64, 32, 4, 2)
 
 
 def test_bad_numbers() -> None:
