@@ -153,7 +153,7 @@ class Coverage:
         raise ProtocolError(f"{segment} is on no route to this rank")
 
     def _bytes(self, layers: Span, heads: Span, tokens: Span) -> int:
-        return 2 * len(layers) * len(heads) * len(tokens) * self._layout.head_bytes
+        return len(layers) * len(heads) * len(tokens) * self._layout.cell_bytes
 
 
 def local(segment: Segment, shard: Shard) -> tuple[Span, Span]:

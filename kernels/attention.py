@@ -152,7 +152,7 @@ def load_rows(  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def load_scales(scales, slot, SCALE_SLOT_STRIDE: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     """float32 `[N]`."""
-    return tl.load(scales + slot * SCALE_SLOT_STRIDE)
+    return tl.load(scales + slot * SCALE_SLOT_STRIDE).to(tl.float32)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
 def gather(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, out: torch.Tensor) -> None:
     """Writes the segment (`layers`, `slots`, `heads`) of `pool` to `out`.
 
-    - pool: `[layers, 2, slots, heads, head_dim]`, contiguous, any dtype.
+    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - out: uint8 on the pool's device, exactly the bytes of `[layer, k|v, token, head, head_dim]`.

@@ -1,7 +1,8 @@
 """Writes K and V of a step's tokens to their slots of one layer, in one launch; into a quantized pool, as codes.
 
-A head of a token is quantized alone: its scale is its largest magnitude over the largest code, so the code of that
-element is the largest one. int8 is rounded to the nearest, ties to even, as fp8 is.
+A head of a token is quantized alone: its scale is its largest magnitude over the largest code, rounded up to
+bfloat16, so that no code is larger; an element's code is what it is over that scale. int8 is rounded to the nearest,
+ties to even, as fp8 is.
 """
 
 from __future__ import annotations
@@ -80,20 +81,22 @@ def kv_write_reference(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv
 
 
 def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes (int8, or fp8 as uint8) of `x`, float `[..., head_dim]`, and scales, float32 `[...]`, in plain torch."""
+    """Codes (int8, or fp8 as uint8) of `x`, float `[..., head_dim]`, and scales, bfloat16 `[...]`, in plain torch."""
     x, limit = x.float(), code_limit(dtype)
     # By a tensor: on CUDA torch divides by a number by multiplying with its rounded inverse.
     scale = x.abs().amax(-1).clamp(min=SMALLEST) / torch.full((), limit, device=x.device)
+    # Up to bfloat16's digits: past the end of those that it lacks.
+    scale = ((scale.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)
     ratio = (x / scale[..., None]).clamp(-limit, limit)
     if dtype == torch.int8:
-        return ratio.round().to(torch.int8), scale
-    return ratio.to(dtype).view(torch.uint8), scale
+        return ratio.round().to(torch.int8), scale.bfloat16()
+    return ratio.to(dtype).view(torch.uint8), scale.bfloat16()
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """float32 of what `quantize` made, with the same `dtype`."""
     whole = codes if dtype == torch.int8 else codes.view(dtype)
-    return whole.float() * scale[..., None]
+    return whole.float() * scale.float()[..., None]
 
 
 def _check(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV) -> None:
@@ -209,9 +212,11 @@ def write_rows(  # type: ignore[no-untyped-def]
         found = found.to(tl.float32)
         # Exact division: with the faster one a tie could fall to the other side than in the reference.
         scale = tl.div_rn(tl.maximum(tl.max(tl.abs(found), 1), SMALLEST), LIMIT)
+        # Up to bfloat16's digits: past the end of those that it lacks.
+        scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
         found = tl.div_rn(found, tl.broadcast_to(scale[:, None], found.shape))
         found = tl.minimum(tl.maximum(found, -LIMIT), LIMIT)
-        tl.store(scales + scale_place, scale, mask=inside)
+        tl.store(scales + scale_place, scale.to(tl.bfloat16), mask=inside)
         found = (found + _ROUND) - _ROUND if FP8 is None else found.to(FP8).to(tl.uint8, bitcast=True)
     mask = inside[:, None] & (element < HEAD_DIM)[None, :]
     tl.store(pool + pool_row[:, None] + element[None, :], found.to(pool.dtype.element_ty), mask=mask)

@@ -34,7 +34,7 @@ class LayerKV:
     dtype: torch.dtype
     """What an element of K and V means: for codes, the type that they encode in."""
     k_scales: torch.Tensor | None = None
-    """float32 `[slots, kv_heads]`: K is codes times this. None where K and V are no codes."""
+    """bfloat16 `[slots, kv_heads]`: K is codes times this. None where K and V are no codes."""
     v_scales: torch.Tensor | None = None
     """As `k_scales`, with the same strides."""
 
@@ -67,10 +67,18 @@ class LayerKV:
             coded = self.k.element_size() == 1
             if coded != (scales is not None):
                 raise ValueError(f"{name} must be given with codes of 8 bits, and only then")
-            if scales is not None and (scales.dtype != torch.float32 or scales.shape != self.k.shape[:2]):
+            if scales is not None and (scales.dtype != torch.bfloat16 or scales.shape != self.k.shape[:2]):
                 raise ValueError(
-                    f"{name} must be float32 {list(self.k.shape[:2])} [slots, kv_heads]; got {told(scales)}"
+                    f"{name} must be bfloat16 {list(self.k.shape[:2])} [slots, kv_heads]; got {told(scales)}"
                 )
+
+
+def codes_of(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> LayerKV:
+    """Views of uint8 `[slots, kv_heads, 2 * (head_dim + 2)]`: codes of K, codes of V, scale of K, scale of V."""
+    codes = rows.view(torch.int8) if dtype == torch.int8 else rows
+    k, v = codes[..., :head_dim], codes[..., head_dim : 2 * head_dim]
+    scales = rows.view(torch.bfloat16)
+    return LayerKV(k, v, dtype, scales[..., -2], scales[..., -1])
 
 
 def told(tensor: torch.Tensor) -> str:

@@ -1,9 +1,10 @@
 """What the copy kernels share: argument checks, the choice of word, the tile.
 
-A pool is one contiguous tensor `[layers, 2, slots, heads, head_dim]` (the second axis is K, V). A segment in
-staging is contiguous bytes `[layer, k|v, token, head, head_dim]`. The heads of one token stand side by side
-in both, so a copy is made of *rows*: for each (layer, k|v) *plane* and each token, `len(heads) * head_dim`
-elements that are contiguous on both sides. Rows are moved as raw words, whatever the element type.
+A pool is one contiguous tensor `[layers, planes, slots, heads, head_dim]`; a layer's planes are K and V, or one that
+has both (codes, with their scales). A segment in staging is contiguous bytes `[layer, plane, token, head, head_dim]`.
+The heads of one token stand side by side in both, so a copy is made of *rows*: for each plane and each token,
+`len(heads) * head_dim` elements that are contiguous on both sides. Rows are moved as raw words, whatever the element
+type.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Copy:
     """One validated copy: rows in the pool, and a place in staging."""
 
     pool: torch.Tensor
-    """The whole pool, `[layers, 2, slots, heads, head_dim]`."""
+    """The whole pool, `[layers, planes, slots, heads, head_dim]`."""
     staged: torch.Tensor
     """uint8 `[bytes of the segment]`."""
     slots: torch.Tensor
@@ -46,13 +47,13 @@ class Copy:
         return self.aligned // self.word_bytes
 
     def pool_words(self) -> torch.Tensor:
-        """View `[layers, 2, slots, row_words]` of the pool: the copied layers and heads only."""
+        """View `[layers, planes, slots, row_words]` of the pool: the copied layers and heads only."""
         return view_words(self.pool, self.rows, self.layers, self.word_bytes)
 
     def staged_words(self) -> torch.Tensor:
-        """View `[layers, 2, tokens, row_words]` of staging."""
+        """View `[layers, planes, tokens, row_words]` of staging."""
         return self.staged.view(WORDS[self.word_bytes]).view(
-            -1, 2, self.slots.shape[0], self.rows.row_bytes // self.word_bytes
+            -1, self.pool.shape[1], self.slots.shape[0], self.rows.row_bytes // self.word_bytes
         )
 
     def launch(self, kernel: Any) -> None:
@@ -72,7 +73,7 @@ class Copy:
 
 def segment_bytes(pool: torch.Tensor, tokens: int, layers: Span, heads: Span) -> int:
     """Bytes of a segment of `tokens` tokens, `layers` and `heads` of `pool`."""
-    return 2 * len(layers) * tokens * len(heads) * pool.shape[4] * pool.element_size()
+    return pool.shape[1] * len(layers) * tokens * len(heads) * pool.shape[4] * pool.element_size()
 
 
 def plan_copy(

@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """A rectangle of a pool: where rows are read, or where they are written."""
 
     pool: torch.Tensor
-    """Contiguous `[layers, 2, slots, heads, head_dim]`."""
+    """Contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
     slots: torch.Tensor
     """int32 or int64 `[tokens]`, each within the pool (not checked); on the device that runs the kernel."""
     layers: Span
@@ -54,7 +54,7 @@ class _Move:
         return min(rows.aligned for rows in self.rows)
 
     def words(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views `[layers, 2, slots, row_words]` of source and target."""
+        """Views `[layers, planes, slots, row_words]` of source and target."""
         word_bytes = min(self.aligned, 8)
         source, target = (
             view_words(place.pool, rows, place.layers, word_bytes)
@@ -104,10 +104,10 @@ def _plan(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> _Mo
         check_slots(place.slots, place.pool)
         rows.append(found)
         head_dim, element_bytes = place.pool.shape[4], place.pool.element_size()
-        sizes.append((found.planes // 2, len(place.heads), place.slots.shape[0], head_dim, element_bytes))
+        sizes.append((found.planes, len(place.heads), place.slots.shape[0], head_dim, element_bytes))
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"(layers, heads, tokens, head_dim, element bytes) differ: source {sizes[0]}, target {sizes[1]}"
+            f"(planes, heads, tokens, head_dim, element bytes) differ: source {sizes[0]}, target {sizes[1]}"
         )
     check_fence(fence, source.pool.device)
     if not (rows[0].planes and rows[0].row_bytes and source.slots.shape[0]):

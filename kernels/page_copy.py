@@ -46,7 +46,7 @@ def copy_pages(
 ) -> None:
     """Copies all slots of page `sources[i]` of `buffer` to page `destinations[i]`, for each `i` at once.
 
-    - buffer: `[layers, 2, slots, heads, head_dim]`, contiguous, any dtype. Page `p` is its slots
+    - buffer: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype. Page `p` is its slots
       `p * page_size .. (p + 1) * page_size`; what is left behind the last whole page is no page.
     - sources, destinations: both int32 or both int64 `[copies]`, contiguous, on the buffer's device; each a page of
       the pool (not checked). One source may go to several destinations. No destination may be named twice or be a

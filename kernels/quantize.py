@@ -1,11 +1,12 @@
 """Pool to staging or to another pool, on the way quantized: what a pool of floats sends to a pool of codes.
 
-A head of a token arrives as `kernels.kv_write` would have written it there, bit for bit: `head_dim` codes and behind
-them a float32 scale (`disagg.kv.pool`). So only half of the bytes, or less, cross the wire.
+A head of a token arrives as `kernels.kv_write` would have written it there, bit for bit: codes of K, codes of V, and
+their scales (`disagg.kv.pool`). So only half of the bytes, or less, cross the wire.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -29,11 +30,11 @@ def gather_codes(
 ) -> None:
     """Writes the segment (`layers`, `slots`, `heads`) of a float pool to `out`, as codes of `dtype`.
 
-    - pool: float `[layers, 2, slots, heads, head_dim]`, contiguous; head_dim a multiple of 4.
+    - pool: float `[layers, 2, slots, heads, head_dim]`, contiguous; head_dim a multiple of 2.
     - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - dtype: int8, float8_e4m3fn or float8_e5m2.
-    - out: uint8 on the pool's device, exactly the bytes of `[layer, k|v, token, head, head_dim + 4]`.
+    - out: uint8 on the pool's device, exactly the bytes of `[layer, token, head, 2 * (head_dim + 2)]`.
 
     On CUDA: one launch on the current stream, no synchronization; the caller keeps pool, slots and out alive and
     unchanged until an event recorded after this call has completed. Raises ValueError (arguments), ConfigError
@@ -64,18 +65,17 @@ def prepare_move_codes(
 ) -> Callable[[], None]:
     """What writes `source`, floats, to `target`, whose pool has codes of `dtype`; fenced as `kernels.move.move` is.
 
-    The target's pool: uint8 `[layers, 2, slots, heads, head_dim + 4]`, contiguous. Raises as `move` does.
+    The target's pool: uint8 `[layers, 1, slots, heads, 2 * (head_dim + 2)]`, contiguous. Raises as `move` does.
     """
     _check_source(source, dtype)
     check_fence(fence, source.pool.device)
     rows_of(target.pool, target.layers, target.heads)
     check_slots(target.slots, target.pool)
-    head_bytes = source.pool.shape[4] + SCALE_BYTES
-    wanted = (len(source.layers), len(source.heads), len(source.slots), head_bytes, torch.uint8)
-    found = (len(target.layers), len(target.heads), len(target.slots), *_head_of(target.pool))
+    wanted = (*_sizes(source), 1, _row_bytes(source), torch.uint8)
+    found = (*_sizes(target), target.pool.shape[1], target.pool.shape[4], target.pool.dtype)
     if wanted != found:
         raise ValueError(
-            f"(layers, heads, tokens, bytes of a head, storage) of the target are {found}, not {wanted}"
+            f"(layers, heads, tokens, planes, bytes of a head, storage) of the target are {found}, not {wanted}"
         )
     if not (source.layers and source.heads and len(source.slots)):
         return lambda: None
@@ -84,15 +84,23 @@ def prepare_move_codes(
     return partial(_fenced, source, target, dtype, fence, ticket)
 
 
-def _head_of(pool: torch.Tensor) -> tuple[int, torch.dtype]:
-    return pool.shape[4], pool.dtype
+def _sizes(place: Place) -> tuple[int, int, int]:
+    return len(place.layers), len(place.heads), len(place.slots)
+
+
+def _row_bytes(source: Place) -> int:
+    """Of a head of K and V as codes, with their scales."""
+    return 2 * (source.pool.shape[4] + SCALE_BYTES)
 
 
 def _check_source(source: Place, dtype: torch.dtype) -> None:
     rows_of(source.pool, source.layers, source.heads)
     check_slots(source.slots, source.pool)
-    if not source.pool.is_floating_point() or source.pool.element_size() < 2:
-        raise ValueError(f"pool must be float32, bfloat16 or float16; got {told(source.pool)}")
+    floats = source.pool.is_floating_point() and source.pool.element_size() >= 2
+    if not floats or source.pool.shape[1] != 2:
+        raise ValueError(
+            f"pool must be float32, bfloat16 or float16 [layers, 2, slots, heads, head_dim]; got {told(source.pool)}"
+        )
     if dtype not in QUANTIZED:
         raise ValueError(f"{dtype} has no codes; {', '.join(map(str, QUANTIZED))} have")
     if source.pool.shape[4] % SCALE_BYTES:
@@ -102,9 +110,8 @@ def _check_source(source: Place, dtype: torch.dtype) -> None:
 def _staged(source: Place, dtype: torch.dtype, out: torch.Tensor) -> Place | None:
     """Staging as a pool of the segment's own; None when there is nothing to write."""
     _check_source(source, dtype)
-    tokens, head_bytes = len(source.slots), source.pool.shape[4] + SCALE_BYTES
-    shape = (len(source.layers), 2, tokens, len(source.heads), head_bytes)
-    nbytes = 2 * shape[0] * tokens * shape[3] * head_bytes
+    shape = (len(source.layers), 1, len(source.slots), len(source.heads), _row_bytes(source))
+    nbytes = math.prod(shape)
     if out.dtype != torch.uint8 or out.shape != (nbytes,) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous uint8 [{nbytes}], the segment's bytes; got {told(out)}")
     if out.device != source.pool.device:
@@ -130,7 +137,7 @@ def _launch(
             values,
             source.slots,
             codes.view(torch.int8) if dtype == torch.int8 else codes,
-            codes[..., head_dim:].view(torch.float32),
+            codes.view(torch.bfloat16),
             None if fence is None else target.slots,
             fence,
             tokens,
@@ -164,7 +171,9 @@ def _write_torch(source: Place, target: Place, dtype: torch.dtype, slots: torch.
         for place in (source, target)
     )
     found, scales = quantize(values.index_select(2, source.slots), dtype)
-    row = torch.cat([found.view(torch.uint8), scales[..., None].view(torch.uint8)], -1)
+    (k, v), (k_scales, v_scales) = (x.unbind(1) for x in (found.view(torch.uint8), scales))
+    own = torch.stack([k_scales, v_scales], -1).view(torch.uint8)
+    row = torch.cat([k, v, own], -1)[:, None]
     if slots is None:
         codes.copy_(row)
     else:
@@ -202,7 +211,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     # int64 before any product: a pool is far larger than 2^31 elements.
-    plane = tl.program_id(1).to(tl.int64)
+    plane = tl.program_id(1).to(tl.int64)  # of the source; the target has K and V in one
+    side = plane % 2
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     token, head = row // HEADS, row % HEADS
     inside = token < tokens
@@ -212,14 +222,14 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
         to_slot = tl.load(target_slots + token, mask=inside, other=0).to(tl.int64)
         # Volatile: read where it lies, on the other GPU, at this moment.
         inside = token < tl.where(tl.load(fence, volatile=True) == ticket, tokens, 0)
-    target = (plane * target_pool_tokens + to_slot) * TARGET_TOKEN + head * HEAD_BYTES
+    target = (plane // 2 * target_pool_tokens + to_slot) * TARGET_TOKEN + head * HEAD_BYTES
     write_rows(
         source,
         (plane * source_pool_tokens + from_slot) * SOURCE_TOKEN + head * DIM,
         codes,
-        target,
+        target + side * DIM,
         scales,
-        target // SCALE_BYTES,
+        (target + 2 * DIM) // SCALE_BYTES + side,
         inside,
         DIM,
         DIM,

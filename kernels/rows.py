@@ -15,9 +15,13 @@ _KEPT = 4096
 """Rectangles: one for each pool, layer group and route; a rank has a few, and pools that it may write to."""
 
 
+_PLANES = (1, 2)
+"""Of a layer: K and V in one, or apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a rectangle: for each (layer, k|v) *plane* and each token, contiguous elements. Bytes and addresses."""
+    """Rows of a rectangle: for each plane and each token, contiguous elements. Bytes and addresses."""
 
     planes: int
     start: int
@@ -35,7 +39,7 @@ class Rows:
 
 
 def rows_of(pool: torch.Tensor, layers: Span, heads: Span) -> Rows:
-    """Of `pool`, contiguous `[layers, 2, slots, heads, head_dim]`; `layers` and `heads` are local to it.
+    """Of `pool`, contiguous `[layers, planes, slots, heads, head_dim]`; `layers` and `heads` are local to it.
 
     Raises ValueError for another pool, and for layers and heads that it does not have.
     """
@@ -48,9 +52,9 @@ def rows_of(pool: torch.Tensor, layers: Span, heads: Span) -> Rows:
 
 
 def view_words(pool: torch.Tensor, rows: Rows, layers: Span, word_bytes: int) -> torch.Tensor:
-    """View `[layers, 2, slots, words of a row]` of the pool: the rectangle's layers and heads only."""
+    """View `[layers, planes, slots, words of a row]` of the pool: the rectangle's layers and heads only."""
     token_words, first = rows.token_bytes // word_bytes, rows.first_bytes // word_bytes
-    words = pool.view(-1).view(WORDS[word_bytes]).view(pool.shape[0], 2, pool.shape[2], token_words)
+    words = pool.view(-1).view(WORDS[word_bytes]).view(*pool.shape[:3], token_words)
     return words[layers.start : layers.stop, :, :, first : first + rows.row_bytes // word_bytes]
 
 
@@ -76,7 +80,7 @@ def check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
 def _rows(
     address: int, offset_bytes: int, shape: tuple[int, ...], element_bytes: int, layers: Span, heads: Span
 ) -> Rows:
-    if len(shape) != 5 or shape[1] != 2:
+    if len(shape) != 5 or shape[1] not in _PLANES:
         raise _shape_error(shape)
     for axis, what, span in ((0, "layers", layers), (3, "heads", heads)):
         if not Span(0, shape[axis]).covers(span):
@@ -88,8 +92,8 @@ def _rows(
     token_bytes, first_bytes = shape[3] * head_bytes, heads.start * head_bytes
     row_bytes, plane_bytes = len(heads) * head_bytes, shape[2] * token_bytes
     return Rows(
-        planes=2 * len(layers),
-        start=address + 2 * layers.start * plane_bytes + first_bytes,
+        planes=shape[1] * len(layers),
+        start=address + shape[1] * layers.start * plane_bytes + first_bytes,
         first_bytes=first_bytes,
         row_bytes=row_bytes,
         token_bytes=token_bytes,
@@ -99,4 +103,6 @@ def _rows(
 
 
 def _shape_error(shape: tuple[int, ...], more: str = "") -> ValueError:
-    return ValueError(f"pool must be contiguous [layers, 2, slots, heads, head_dim]; got {list(shape)}{more}")
+    return ValueError(
+        f"pool must be contiguous [layers, 1 or 2, slots, heads, head_dim]; got {list(shape)}{more}"
+    )

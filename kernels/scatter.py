@@ -41,7 +41,7 @@ def scatter(staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layer
     """Writes the segment `staged` to (`layers`, `slots`, `heads`) of `pool`; nothing else there changes.
 
     - staged: uint8 on the pool's device, exactly the bytes of `[layer, k|v, token, head, head_dim]`.
-    - pool: `[layers, 2, slots, heads, head_dim]`, contiguous, any dtype.
+    - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, distinct, each within the pool (not checked).
     - layers, heads: indices local to the pool.
 

@@ -49,7 +49,7 @@ class Cutter:
     def groups_for(self, tokens: int, link: Link) -> tuple[Span, ...]:
         """The groups of layers in which a chunk of so many tokens leaves for the link's decode group."""
         cells = tokens * len(self._shard.layers) * len(self._shard.heads)
-        nbytes = 2 * cells * link.decode.layout.head_bytes
+        nbytes = cells * link.decode.layout.cell_bytes
         wire = self._wires.get(link.decode.name, self._wire)
         count = group_count(nbytes, len(self.groups), wire.overhead_s, wire.bytes_per_s)
         return layer_groups(self._shard.layers, count)

@@ -78,7 +78,7 @@ def codes_of(link: Link) -> torch.dtype | None:
 def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:
     """Raises `TransportError` unless a pool has the shape of its rank's shard, and elements stored as `dtype`."""
     shape = opened.pool.shape
-    expected = (len(shard.layers), 2, len(shard.heads), layout.head_bytes // dtype.itemsize)
+    expected = (len(shard.layers), layout.planes, len(shard.heads), layout.head_bytes // dtype.itemsize)
     if (shape[0], shape[1], *shape[3:]) != expected or opened.pool.dtype != dtype:
         raise TransportError(f"its pool is {list(shape)} of {opened.pool.dtype}, not {expected} of {dtype}")
 
@@ -109,10 +109,11 @@ def warm(routes: tuple[Route, ...], target: Shard, pool: torch.Tensor, source: S
     """
     if pool.device.type != "cuda":
         return
-    codes, shape = codes_of(link), (1, 2, 1, len(target.heads))
-    like = pool.new_empty((*shape, pool.shape[4]))
-    if codes is not None:
-        like = like.new_empty((*shape, link.decode.layout.head_bytes), dtype=torch.uint8)
+    codes, layout = codes_of(link), link.decode.layout
+    stored = pool.dtype if codes is None else torch.uint8
+    like = pool.new_empty(
+        (1, layout.planes, 1, len(target.heads), layout.head_bytes // stored.itemsize), dtype=stored
+    )
     slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
     shut = torch.zeros(1, dtype=torch.int64, device=pool.device)
     for heads in {route.heads for route in routes}:

@@ -101,7 +101,7 @@ def segment_count_bound(
 
 def _cell_bytes(layout: KVLayout, route: Route) -> int:
     """K and V of one token in one layer, the route's heads."""
-    return 2 * len(route.heads) * layout.head_bytes
+    return len(route.heads) * layout.cell_bytes
 
 
 def _cut(

@@ -118,7 +118,7 @@ def _decode(
 
     seconds = seconds_of(work, bench.device, bench.repeats)
     _check_decode(bench, pool, table, q, out)
-    nbytes = table.numel() * 2 * pool.buffer[0, 0, 0].nbytes
+    nbytes = table.numel() * pool.buffer[0, :, 0].nbytes
     rates = tuple(nbytes / s / 1e9 for s in seconds)
     labels: dict[str, Label] = {"kernel": "decode", "sequences": sequences, "tokens": tokens}
     labels |= {"kv_dtype": dtype_name(kv_dtype), "page_size": bench.page_size}

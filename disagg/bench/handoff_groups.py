@@ -102,7 +102,7 @@ class Groups:
 
         `tokens` are the prompt's. No request has come since this one, which has ended.
         """
-        computed: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
+        computed: defaultdict[tuple[int, int], set[tuple[int, ...]]] = defaultdict(set)
         dtype = self.decode_info.layout.dtype
         for found in call_all(self.prefill, "kv_digests", key, tokens, dtype):
             for place, digest in found.items():

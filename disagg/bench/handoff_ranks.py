@@ -108,7 +108,7 @@ class TimedRank(RankNode[Any, Any]):
             self._pages[message.ticket.key] = message.pages
         super().on_message(peer, message)
 
-    def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, int]]:
+    def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, ...]]:
         """Of this rank's KV of positions `0 .. tokens`, for each (layer, head) of the model: K's and V's digest.
 
         `dtype` is what decode ranks store: where this rank's pool has another, its KV is quantized to that before.
@@ -164,7 +164,7 @@ class TimedHost(RankHost):
         """Forward passes since `restart`."""
         return self._timed().step_times()
 
-    def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, int]]:
+    def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, ...]]:
         """See `TimedRank.kv_digests`."""
         return self._timed().kv_digests(key, tokens, dtype)
 
@@ -206,9 +206,9 @@ class TimedDecodeHost(TimedHost):
 def as_codes(pool: MHATokenToKVPool, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What an unquantized pool has in `slots`, int64 `[tokens]`, as a pool of `dtype` would store it.
 
-    uint8 `[layers, 2, tokens, heads, head_dim + 4]`; by torch, not by the kernel that is compared with it.
+    uint8 `[layers, 1, tokens, heads, 2 * (head_dim + 2)]`; by torch, not by the kernel that is compared with it.
     """
-    shape = (pool.layers, 2, len(slots), pool.heads, pool.head_dim + SCALE_BYTES)
+    shape = (pool.layers, 1, len(slots), pool.heads, 2 * (pool.head_dim + SCALE_BYTES))
     found = torch.empty(shape, dtype=torch.uint8, device=slots.device)
     for layer in range(pool.layers):  # one at a time: in float32 it is twice as large
         one = Span(layer, layer + 1)
@@ -216,10 +216,10 @@ def as_codes(pool: MHATokenToKVPool, slots: torch.Tensor, dtype: torch.dtype) ->
     return found
 
 
-def digests(pool: torch.Tensor, slots: torch.Tensor, shard: Shard) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each global (layer, head) of `shard`, K's and V's digest over `slots`, int64 `[tokens]`, in their order.
+def digests(pool: torch.Tensor, slots: torch.Tensor, shard: Shard) -> dict[tuple[int, int], tuple[int, ...]]:
+    """For each global (layer, head) of `shard`, each plane's digest over `slots`, int64 `[tokens]`, in their order.
 
-    `pool`: `[layers, 2, slots, heads, head_dim]`. One byte that differs always gives another digest, any
+    `pool`: `[layers, planes, slots, heads, head_dim]`. One byte that differs always gives another digest, any
     other difference but for a negligible chance.
     """
     head_bytes = pool.shape[-1] * pool.element_size()
@@ -227,9 +227,9 @@ def digests(pool: torch.Tensor, slots: torch.Tensor, shard: Shard) -> dict[tuple
     # A layer at a time: as int64 it is eight times as large.
     sums = [(layer[:, slots].view(torch.uint8) * weights).sum(dim=(1, 3)).tolist() for layer in pool]
     return {
-        (layer, head): (k, v)
-        for layer, (keys, values) in zip(shard.layers, sums, strict=True)
-        for head, k, v in zip(shard.heads, keys, values, strict=True)
+        (layer, head): tuple(of_planes)
+        for layer, planes in zip(shard.layers, sums, strict=True)
+        for head, *of_planes in zip(shard.heads, *planes, strict=True)
     }
 
 

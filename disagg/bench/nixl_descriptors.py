@@ -27,11 +27,13 @@ DEVICE = 0
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """Where a rank's pool lies, for its peer: `[layers, 2, slots, heads, head_bytes]` at `address`."""
+    """Where a rank's pool lies, for its peer: `[layers, sides, slots, heads, head_bytes]` at `address`."""
 
     address: int
     slots: int
     head_bytes: int
+    sides: int
+    """`KVLayout.planes`"""
     shard: Shard
     """The layers and heads that the pool holds."""
 
@@ -41,10 +43,10 @@ class PoolMemory:
         return len(self.shard.heads) * self.head_bytes
 
     def planes(self, part: Shard) -> Array:
-        """`[layers * 2]`: where slot 0 of `part`'s heads lies, for each of its layers' K and V."""
+        """`[layers * sides]`: where slot 0 of `part`'s heads lies, for each of its layers' planes."""
         first_head = part.heads.start - self.shard.heads.start
         layers = np.arange(part.layers.start, part.layers.stop) - self.shard.layers.start
-        planes = (layers[:, None] * 2 + np.arange(2)).ravel()
+        planes = (layers[:, None] * self.sides + np.arange(self.sides)).ravel()
         return self.address + planes * (self.slots * self.row_bytes) + first_head * self.head_bytes
 
 
@@ -95,7 +97,7 @@ def prepared(memory: PoolMemory, part: Shard, unit: int) -> Descriptors:
 
 def chosen(memory: PoolMemory, part: Shard, slots: Array, unit: int) -> npt.NDArray[np.int32]:
     """`[planes * tokens // unit]`: which pieces of `prepared` a request with these slots `[tokens]` is."""
-    planes = np.arange(2 * len(part.layers)) * (memory.slots // unit)
+    planes = np.arange(memory.sides * len(part.layers)) * (memory.slots // unit)
     return (planes[:, None] + slots[::unit] // unit).astype(np.int32).ravel()
 
 

@@ -50,7 +50,7 @@ class Pair:
 
     def nbytes(self, bench: TransferBench, tokens: int) -> int:
         """That the source writes for one request."""
-        return 2 * len(self.part.layers) * len(self.part.heads) * bench.layout.head_bytes * tokens
+        return len(self.part.layers) * len(self.part.heads) * bench.layout.cell_bytes * tokens
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,11 @@ class NixlRank:
         """For the other rank."""
         options = self._options
         memory = PoolMemory(
-            self._pool.buffer.data_ptr(), options.pool_slots, options.layout.head_bytes, self._shard
+            self._pool.buffer.data_ptr(),
+            options.pool_slots,
+            options.layout.head_bytes,
+            options.layout.planes,
+            self._shard,
         )
         slots = self._slots.numpy()
         return PeerInfo(self._agent.get_agent_metadata(), memory, options.page_size, slots)

@@ -59,9 +59,10 @@ class NoisyPool:
         if not bool(same.all()):
             layer, side, token, head, _ = (int(i) for i in (~same).nonzero()[0])
             wrong = int((~same).any(dim=-1).sum())
+            plane = "kv"[side] if self._layout.planes == 2 else "k and v"
             raise InvariantError(
                 f"rank {self._shard.rank} has {wrong} wrong rows of request {request}; the first: layer "
-                f"{layer + self._shard.layers.start}, {'kv'[side]}, token {token}, head "
+                f"{layer + self._shard.layers.start}, {plane}, token {token}, head "
                 f"{head + self._shard.heads.start}"
             )
         self._words[:, :, slots] = _POISON
@@ -72,12 +73,12 @@ class NoisyPool:
             raise InvariantError(f"rank {self._shard.rank}: bytes were written beside the requests' slots")
 
     def _noise(self, request: int, tokens: int) -> torch.Tensor:
-        """int32 `[layers, 2, tokens, heads, words of a head]` of this shard."""
+        """int32 `[layers, planes, tokens, heads, words of a head]` of this shard."""
         layout, shard = self._layout, self._shard
-        sizes = (layout.layers, 2, tokens, layout.kv_heads, layout.head_bytes // _HEAD_WORD_BYTES)
+        sizes = (layout.layers, layout.planes, tokens, layout.kv_heads, layout.head_bytes // _HEAD_WORD_BYTES)
         parts: tuple[Span | range, ...] = (
             shard.layers,
-            range(2),
+            range(layout.planes),
             range(tokens),
             shard.heads,
             range(sizes[-1]),

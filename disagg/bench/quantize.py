@@ -37,7 +37,7 @@ def run(bench: KernelBench, tell: Callable[[str], None] = lambda text: None) -> 
 def code_bytes(case: Case) -> int:
     """Of the segment as codes, with their scales."""
     head_dim = case.pool.shape[4]
-    return case.nbytes // (head_dim * case.pool.element_size()) * (head_dim + SCALE_BYTES)
+    return case.nbytes // (head_dim * case.pool.element_size()) * (head_dim + SCALE_BYTES)  # K or V of a head
 
 
 def check(case: Case, dtype: torch.dtype, staged: torch.Tensor) -> None:

@@ -59,8 +59,8 @@ DTYPE_BYTES: dict[str, int] = {
     "uint8": 1,
 }
 """Element types a KV pool may hold, by torch's name, with their size in bytes."""
-SCALE_BYTES = 4
-"""Of a head's scale, float32, which lies behind its elements where they are codes."""
+SCALE_BYTES = 2
+"""Of a head's scale, bfloat16, where its elements are codes."""
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Element types that are codes: a pool holds a scale for each head of each token."""
 
@@ -74,10 +74,21 @@ class KVLayout(msgspec.Struct, frozen=True):
     dtype: str
 
     @property
+    def planes(self) -> int:
+        """Of a layer: K and V apart, or codes of both in one row, with their scales."""
+        return 1 if self.quantized else 2
+
+    @property
     def head_bytes(self) -> int:
-        """Bytes of one head of K (or of V) of one token in one layer, with its scale if it has one."""
-        scale_bytes = SCALE_BYTES if self.quantized else 0
-        return self.head_dim * DTYPE_BYTES[self.dtype] + scale_bytes
+        """Bytes of one head of one token in one plane."""
+        if self.quantized:
+            return 2 * (self.head_dim + SCALE_BYTES)
+        return self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of one head of one token in one layer: K and V, with their scales if they have any."""
+        return self.planes * self.head_bytes
 
     @property
     def quantized(self) -> bool:
@@ -87,7 +98,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token: K and V, all heads, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_bytes
+        return self.layers * self.kv_heads * self.cell_bytes
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -245,4 +256,4 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7

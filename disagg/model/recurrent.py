@@ -159,7 +159,7 @@ class StateMover:
         self._form = sample.form()
         self._pool, self._collective = pool, collective
         layout = spec.layout
-        self._shape = (layout.layers, 2, spec.state_tokens, layout.kv_heads, layout.head_bytes)
+        self._shape = (layout.layers, layout.planes, spec.state_tokens, layout.kv_heads, layout.head_bytes)
         self._padding = spec.state_tokens * layout.token_bytes - sample.nbytes
         self._heads = shard_of(layout, collective.rank, collective.size).heads
         below = shard_of(layout, collective.rank - 1, collective.size).heads.stop if collective.rank else 0

@@ -66,7 +66,7 @@ def warm_copies(
     layer = Span(0, 1)
     for heads in {route.heads.shift(-shard.heads.start) for route in routes}:
         if codes is not None:
-            nbytes = 2 * len(heads) * (pool.head_dim + SCALE_BYTES)
+            nbytes = 2 * len(heads) * (pool.head_dim + SCALE_BYTES)  # of one token in one layer
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
             gather_codes(pool.buffer, slots[:1], layer, heads, codes, scratch)
             continue

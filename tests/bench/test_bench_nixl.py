@@ -53,8 +53,9 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 def memories(pair: Pair) -> tuple[PoolMemory, PoolMemory]:
     head_bytes = LAYOUT.head_bytes
-    return PoolMemory(1 << 40, 256, head_bytes, pair.shards[0]), PoolMemory(
-        3, 320, head_bytes, pair.shards[1]
+    return (
+        PoolMemory(1 << 40, 256, head_bytes, LAYOUT.planes, pair.shards[0]),
+        PoolMemory(3, 320, head_bytes, LAYOUT.planes, pair.shards[1]),
     )
 
 

@@ -21,7 +21,7 @@ def test_the_command_writes_figures(tmp_path: Path) -> None:
     names = ("gather", "gather to int8", "gather to float8_e4m3fn")
     assert [line["title"] for line in found] == [f"{name}, rows of 512 B" for name in names]
     written = [line["labels"]["written_bytes"] for line in found]
-    assert written == [1 << 20, (1 << 20) * 132 // 256, (1 << 20) * 132 // 256]
+    assert written == [1 << 20, (1 << 20) * 260 // 512, (1 << 20) * 260 // 512]
 
 
 @pytest.mark.parametrize("place", [0, -1])

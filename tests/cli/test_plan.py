@@ -142,8 +142,8 @@ def test_kv_that_is_quantized_on_its_way(model: list[str], capsys: pytest.Captur
     flags = ["plan", *sizes, "--prefill-tp", "4", "--decode-tp", "2", "--decode-kv-dtype", "int8"]
     assert cli.run(flags) == 0
     shown = capsys.readouterr().out
-    assert "each in 4 layer groups: 528 MiB in 512 segments" in shown, "132 bytes for 256"
-    assert "KV is computed in bfloat16 and sent in int8: 0.516 of its bytes" in shown
+    assert "each in 4 layer groups: 520 MiB in 512 segments" in shown, "260 bytes for 512"
+    assert "KV is computed in bfloat16 and sent in int8: 0.508 of its bytes" in shown
 
 
 @pytest.mark.parametrize(

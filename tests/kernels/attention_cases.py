@@ -152,9 +152,9 @@ def decoded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def encode(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of `dtype` and float32 scales: the largest value of each head becomes the largest code."""
+    """Codes of `dtype` and bfloat16 scales: the largest value of each head becomes about the largest code."""
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    scales = x.nan_to_num().abs().amax(-1).clamp(min=1e-30) / limit
+    scales = (x.nan_to_num().abs().amax(-1).clamp(min=1e-30) / limit).bfloat16()
     ratio = (x / scales[..., None]).clamp(-limit, limit)
     codes = ratio.nan_to_num().round().to(torch.int8) if dtype == torch.int8 else ratio.to(dtype)
     return codes, scales

@@ -31,9 +31,9 @@ def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def pool(dtype: torch.dtype, scaled: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of K and V, and the constants that go with them."""
-    scales = torch.float32 if scaled else None
+    scales = torch.bfloat16 if scaled else None
     # As in `MHATokenToKVPool`.
-    row, scale = (DIM + SCALE_BYTES, DIM // SCALE_BYTES + 1) if scaled else (DIM, 0)
+    row, scale = (2 * (DIM + SCALE_BYTES), DIM + SCALE_BYTES) if scaled else (DIM, 0)
     strides = {
         "SLOT_STRIDE": HEADS * row,
         "HEAD_STRIDE": row,
@@ -173,13 +173,24 @@ def test_quantizing_on_the_way_reads_16_bytes_at_a_time(fp8: Any, limit: float, 
         "source": torch.bfloat16,
         "source_slots": torch.int32,
         "codes": torch.int8 if fp8 is None else torch.uint8,
-        "scales": torch.float32,
+        "scales": torch.bfloat16,
         "target_slots": torch.int32 if fenced else None,
         "fence": torch.int64 if fenced else None,
         **{"tokens": 1001, "source_pool_tokens": 30001, "target_pool_tokens": 1001, "ticket": 7},
     }
-    constants = {"HEADS": HEADS, "DIM": DIM, "SOURCE_TOKEN": HEADS * DIM, "TARGET_TOKEN": HEADS * (DIM + 4)}
-    constants |= {"HEAD_BYTES": DIM + 4, "SCALE_BYTES": 4, "LIMIT": limit, "SMALLEST": 1e-30, "FP8": fp8}
+    constants = {
+        "HEADS": HEADS,
+        "DIM": DIM,
+        "SOURCE_TOKEN": HEADS * DIM,
+        "TARGET_TOKEN": HEADS * 2 * (DIM + 2),
+    }
+    constants |= {
+        "HEAD_BYTES": 2 * (DIM + 2),
+        "SCALE_BYTES": 2,
+        "LIMIT": limit,
+        "SMALLEST": 1e-30,
+        "FP8": fp8,
+    }
     constants |= {"BLOCK_ROWS": 16, "BLOCK": DIM}
     ptx = compiled(_quantize_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
     assert re.search(r"ld\.global\.v4\.b32", ptx)

@@ -24,7 +24,10 @@ GOOD: dict[str, Any] = {
     "staged": torch.zeros(2 * 2 * 5 * 2 * 8 * 2, dtype=torch.uint8),
 }
 BAD = [
-    ({"pool": torch.zeros((3, 10, 4, 8))}, r"pool must be contiguous \[layers, 2, slots, heads, head_dim\]"),
+    (
+        {"pool": torch.zeros((3, 10, 4, 8))},
+        r"pool must be contiguous \[layers, 1 or 2, slots, heads, head_dim\]",
+    ),
     ({"pool": torch.zeros((3, 3, 10, 4, 8))}, r"pool must be .* got \[3, 3, 10, 4, 8\]"),
     ({"pool": torch.zeros((3, 2, 10, 8, 4)).transpose(3, 4)}, "pool must be contiguous"),
     ({"slots": torch.zeros(5)}, r"slots must be contiguous int32 or int64 \[tokens\]; got torch.float32"),

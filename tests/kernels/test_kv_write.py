@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.dispatch import INTERPRETED
-from kernels.kv_write import dequantize, kv_write, kv_write_reference, quantize
+from kernels.kv_write import SMALLEST, dequantize, kv_write, kv_write_reference, quantize
 from kernels.layer_kv import FP8, QUANTIZED, LayerKV, code_limit
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
@@ -25,7 +25,7 @@ def layer(dtype: torch.dtype, device: str) -> tuple[LayerKV, tuple[torch.Tensor,
     k, v = buffer[:, :, 1:, :DIM]
     if dtype not in QUANTIZED:
         return LayerKV(k, v, dtype), (buffer,)
-    scales = torch.full((2, SLOTS, HEADS + 2), -7.0, device=device)
+    scales = torch.full((2, SLOTS, HEADS + 2), -7.0, dtype=torch.bfloat16, device=device)
     return LayerKV(k, v, dtype, *scales[:, :, 2:]), (buffer, scales)
 
 
@@ -62,14 +62,16 @@ def test_what_is_read_back_differs_by_half_a_step_at_most(dtype: torch.dtype) ->
     x = projection(DIM, torch.float32, "cpu", 3)
     codes, scale = quantize(x, dtype)
     error = (dequantize(codes, scale, dtype) - x).abs()
-    largest = x.abs().amax(-1, keepdim=True)
+    step = scale.float()[..., None]
     if dtype == torch.int8:
-        step = largest / code_limit(dtype)
         allowed = torch.full_like(x, 0.501) * step
     else:
         info = torch.finfo(dtype)
-        allowed = x.abs() * info.eps * 0.501 + largest / info.max * info.smallest_normal * info.eps
+        allowed = x.abs() * info.eps * 0.501 + step * info.smallest_normal * info.eps
     assert bool((error <= allowed + 1e-30).all())
+    exact = x.double().abs().amax(-1).clamp(min=SMALLEST) / code_limit(dtype)
+    assert bool((scale.double() >= exact * (1 - 1e-7)).all()), "else the largest code would be cut off"
+    assert bool((scale.double() <= exact * (1 + 2**-7)).all())
     assert float(scale[0, 0]) > 0
     assert float(dequantize(codes, scale, dtype)[0, 0].abs().max()) == 0
 

@@ -187,7 +187,7 @@ GOOD = {
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"buffer": torch.zeros(2, 12, 3, 4)}, r"pool must be contiguous \[layers, 2"),
+        ({"buffer": torch.zeros(2, 12, 3, 4)}, r"pool must be contiguous \[layers, 1 or 2"),
         ({"buffer": torch.zeros(2, 3, 12, 3, 4)}, r"pool must be .* got \[2, 3, 12, 3, 4\]"),
         ({"buffer": torch.zeros(2, 2, 12, 4, 3).transpose(3, 4)}, "pool must be contiguous"),
         ({"sources": torch.tensor([1])}, r"destinations must be contiguous .* got torch.int64 \[2\]"),

@@ -125,7 +125,7 @@ def test_bad_arguments() -> None:
 
     with pytest.raises(ValueError, match=r"out must be contiguous uint8"):
         gathered(torch.int8, out)
-    with pytest.raises(ValueError, match="multiple of 4 bytes"):
+    with pytest.raises(ValueError, match="multiple of 2 bytes"):
         gathered(torch.int8, out[1:-3])
     with pytest.raises(ValueError, match="has no codes"):
         gathered(torch.float16, out[4:])

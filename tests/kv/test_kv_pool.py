@@ -60,7 +60,7 @@ def test_codes_and_scales_travel_in_one_row(dtype: torch.dtype) -> None:
     made.write(0, slots, k, v)
     for x, found in zip((k, v), made.read(0, slots, torch.float32), strict=True):
         assert torch.equal(found, dequantize(*quantize(x, dtype), dtype))
-        assert float(found[0, 0, 0]) == pytest.approx(float(x[0, 0, 0]))
+        assert float(found[0, 0, 0]) == pytest.approx(float(x[0, 0, 0]), rel=2**-4)
     other.buffer[1, :, 7] = made.buffer[0, :, 4]  # what a copy kernel does, with bytes alone
     for mine, theirs in zip(
         made.read(0, slots[:1], torch.float32), other.read(1, slots[:1] + 3, torch.float32), strict=True
@@ -73,11 +73,11 @@ def test_a_quantized_pool_takes_half_of_the_memory() -> None:
     whole = MHATokenToKVPool(*sizes, torch.bfloat16)
     for dtype in QUANTIZED:
         made = MHATokenToKVPool(*sizes, dtype)
-        assert made.nbytes / whole.nbytes <= 0.53
+        assert made.nbytes / whole.nbytes == 260 / 512
         layout = KVLayout(1, HEADS, 128, dtype_name(dtype))
         assert made.nbytes == SLOTS * layout.token_bytes
-    with pytest.raises(ConfigError, match="multiple of 4 elements"):
-        MHATokenToKVPool(1, SLOTS, HEADS, 6, torch.int8)
+    with pytest.raises(ConfigError, match="multiple of 2 elements"):
+        MHATokenToKVPool(1, SLOTS, HEADS, 7, torch.int8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *QUANTIZED])

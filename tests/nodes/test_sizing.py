@@ -181,13 +181,13 @@ def test_the_plan_of_a_known_model() -> None:
 def test_quantized_kv_takes_half_of_the_room() -> None:
     model = ModelConfig(random_init="llama-3.1-8b", kv_dtype="int8")
     config = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1))
-    assert plan_memory(config, 80 * GB)[1].token_bytes == 131072 * 132 // 256
-    assert [layout.token_bytes for layout in model_layouts(config)] == [131072 * 132 // 256] * 2
+    assert plan_memory(config, 80 * GB)[1].token_bytes == 131072 * 260 // 512
+    assert [layout.token_bytes for layout in model_layouts(config)] == [131072 * 260 // 512] * 2
 
 
 def test_kv_that_decode_groups_quantize_takes_half_of_their_room() -> None:
     model = ModelConfig(random_init="llama-3.1-8b")
     config = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1, kv_dtype="int8"))
-    each = [131072, 131072 * 132 // 256]
+    each = [131072, 131072 * 260 // 512]
     assert [group.token_bytes for group in plan_memory(config, 80 * GB)] == each
     assert [layout.token_bytes for layout in model_layouts(config)] == each
