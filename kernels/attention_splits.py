@@ -8,6 +8,7 @@ programs beyond end at once. Rows of one split are done when their program is; a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -36,24 +37,32 @@ def splits_of(programs: int, most_programs: int, max_tokens: int, least_tokens: 
     return Splits(max(1, most), least_tokens)
 
 
+@lru_cache
+def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """What kernels are given where no context can be cut: so they compile once, whether contexts are cut or not."""
+    return torch.empty(4, device=device), torch.empty(4, dtype=torch.int32, device=device)
+
+
 class Partials:
     """What the splits of each row leave for the second kernel."""
 
-    def __init__(self, out: torch.Tensor, splits: Splits) -> None:
-        """`out`: `[tokens, q_heads, v_dim]`, where the results go; nothing is allocated if no context can be cut."""
+    def __init__(self, out: torch.Tensor, splits: Splits, *, strangers: bool) -> None:
+        """`out`: `[tokens, q_heads, v_dim]`, where the results go. `strangers`: some tokens may be no sequence's, and
+        are left alone. Nothing is allocated if no context can be cut."""
         self._out, self._splits = out, splits
-        self.results = self.lse = self.used = None
+        nothing, none_used = _nothing(out.device)
+        self.results, self.lse, self.used = nothing, nothing, none_used
         if splits.most > 1:
             tokens, q_heads, v_dim = out.shape
             shape = (tokens, q_heads, splits.most)
             self.results = torch.empty(*shape, v_dim, dtype=torch.float32, device=out.device)
             self.lse = torch.empty(shape, dtype=torch.float32, device=out.device)
-            # A token of no sequence has none: it is left alone.
-            self.used = torch.zeros(tokens, q_heads, dtype=torch.int32, device=out.device)
+            make = torch.zeros if strangers else torch.empty
+            self.used = make(tokens, q_heads, dtype=torch.int32, device=out.device)
 
     def join(self, sinks: torch.Tensor | None) -> None:
         """Writes the rows that have several splits; on the current device's current stream."""
-        if self.results is None:
+        if self._splits.most == 1:
             return
         tokens, q_heads, v_dim = self._out.shape
         block_v = block_of(v_dim)
@@ -101,11 +110,11 @@ def write_rows(  # type: ignore[no-untyped-def]
     """The results themselves, where nothing has to be joined."""
     element = tl.arange(0, BLOCK_V)
     mask = real[:, None] & (element < V_DIM)[None, :]
-    if partial is not None and split == 0:
+    if (splits > 1) & (split == 0):
         tl.store(used_splits + row, tl.zeros_like(row).to(tl.int32) + used, mask=real)
     # A sequence of length 0, or rows that see nothing of this split: `largest` is -inf then.
     divisor = tl.where(total == 0.0, 1.0, total)
-    if partial is not None and used > 1:
+    if used > 1:
         place = row * splits + split
         tl.store(lse + place, largest + tl.log2(divisor), mask=real)
         tl.store(

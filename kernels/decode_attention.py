@@ -108,8 +108,9 @@ def decode_attention(
     tile = tile or tile_of(q.dtype, kv.k.element_size(), max(k_dim, v_dim))
     block_rows = min(_MAX_GROUP_ROWS.get(q.dtype, 64), block_of(group))
     parts = -(-group // block_rows)
-    splits = splits or decode_splits_of(n * kv_heads * parts, table.shape[1], q.device)
-    partials = Partials(out, splits)
+    seen = min(table.shape[1], params.window_tokens or table.shape[1])
+    splits = splits or decode_splits_of(n * kv_heads * parts, seen, q.device)
+    partials = Partials(out, splits, strangers=False)
     with on_device(q):
         _decode_kernel[(kv_heads * parts, splits.most, n)](
             q,

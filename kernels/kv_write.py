@@ -28,8 +28,8 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV)
       is left of a slot's head is filled with zeros.
     - slots: int32 or int64 `[tokens]`, distinct, each within the pool (not checked).
 
-    A wider float is rounded; for fp8 and int8 see the module. On CUDA: one launch on the current stream, no
-    synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    Finite numbers. A wider float is rounded; for fp8 and int8 see the module. On CUDA: one launch on the current
+    stream, no synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     _check(k, v, slots, kv)
     if slots.shape[0] == 0:

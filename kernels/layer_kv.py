@@ -19,7 +19,7 @@ QUANTIZED = (torch.int8, *FP8)
 
 
 def code_limit(dtype: torch.dtype) -> float:
-    """The code that the largest element of a head becomes; its negative is one too."""
+    """The largest code; its negative is one too."""
     return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
 
 

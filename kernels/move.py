@@ -104,10 +104,12 @@ def _plan(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> _Mo
         check_slots(place.slots, place.pool)
         rows.append(found)
         head_dim, element_bytes = place.pool.shape[4], place.pool.element_size()
-        sizes.append((found.planes, len(place.heads), place.slots.shape[0], head_dim, element_bytes))
+        planes, tokens = (len(place.layers), place.pool.shape[1]), place.slots.shape[0]
+        sizes.append((*planes, len(place.heads), tokens, head_dim, element_bytes))
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"(planes, heads, tokens, head_dim, element bytes) differ: source {sizes[0]}, target {sizes[1]}"
+            f"(layers, planes of each, heads, tokens, head_dim, element bytes) differ: source {sizes[0]}, "
+            f"target {sizes[1]}"
         )
     check_fence(fence, source.pool.device)
     if not (rows[0].planes and rows[0].row_bytes and source.slots.shape[0]):

@@ -100,8 +100,9 @@ def prefill_tile_of(
 
 
 def _shared_bytes(tile: PrefillTile, head_dim: int) -> int:
-    """Of the queries, and of K and V of each block under way, in 16 bits."""
-    return 2 * head_dim * (tile.rows + 2 * tile.stages * tile.tokens)
+    """Of the queries, and of K and V of each block that is copied ahead, in 16 bits: what Triton takes on Hopper; on
+    Ampere it takes less."""
+    return 2 * head_dim * (tile.rows + 2 * (tile.stages - 1) * tile.tokens)
 
 
 def prefill_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
@@ -145,8 +146,12 @@ def prefill_attention(
     blocks = -(-queries.most * group // tile.rows)
     if splits is None:
         # By the tokens there are: of a recorded step's sequences most may be empty.
-        splits = prefill_splits_of(-(-q.shape[0] * group // tile.rows) * kv_heads, table.shape[1], q.device)
-    partials = Partials(out, splits)
+        programs = -(-q.shape[0] * group // tile.rows) * kv_heads
+        seen = table.shape[1]
+        if params.window_tokens:  # a block's first row sees so many, each further token moves its end by one
+            seen = min(seen, params.window_tokens + -(-tile.rows // group))
+        splits = prefill_splits_of(programs, seen, q.device)
+    partials = Partials(out, splits, strangers=True)
     with on_device(q):
         _prefill_kernel[(blocks * splits.most, kv_heads, sequences)](
             q,

@@ -242,7 +242,7 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """One unit of transfer. Contiguous in staging as `[layer, k|v, token, head, head_dim]`.
+    """One unit of transfer. Contiguous in staging as `[layer, plane, token, head, head_dim]`.
 
     `layers` and `heads` are global; `index` is unique per (ticket, source rank, destination rank).
     """

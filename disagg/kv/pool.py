@@ -6,8 +6,8 @@ A quantized pool (int8, fp8) keeps a head's codes of K, those of V, and the scal
 bytes, as many again, and two bfloat16. So whatever moves heads (gather, scatter, writes to a peer, the planner's
 bytes) moves their scales too and need not know of them. A head of 128 takes 260 bytes, 0.508 of its 512 in bf16, and
 one of 64 takes 132, 0.516. Were K and V apart, rows with scales of two bytes would begin at odd multiples of 2. They
-begin at multiples of 4 and no more, so kernels load codes 4 bytes at a time; codes at multiples of 16 with scales
-elsewhere did not make decode attention quicker (H200: 2.1 TB/s beside 2.2).
+begin at multiples of 4 and no more, so kernels load codes at most 4 bytes at a time; codes at multiples of 16 with
+scales elsewhere did not make decode attention quicker (H200: 2.1 TB/s beside 2.2).
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class MHATokenToKVPool:
         quantized = dtype in QUANTIZED
         if quantized and head_dim % SCALE_BYTES:
             raise ConfigError(
-                f"a KV pool of {dtype} needs heads of a multiple of {SCALE_BYTES} elements, not {head_dim}: their "
-                "scales would not be aligned"
+                f"a KV pool of {dtype} needs heads of a multiple of {SCALE_BYTES} elements, not {head_dim}: its "
+                "rows would be no whole words"
             )
         self.dtype = dtype
         self.storage_dtype = torch.uint8 if quantized else dtype

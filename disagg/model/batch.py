@@ -81,7 +81,7 @@ class KernelIndex:
     lengths: torch.Tensor
     """int64 `[n]`: tokens of each of them after the step."""
     chunks: PackedQueries
-    """All other sequences. A single token among them is a short chunk."""
+    """All other sequences, in the queries behind those `n`. A single token among them is a short chunk."""
 
 
 @dataclass(frozen=True)
@@ -173,10 +173,10 @@ def _first_indices(batch: StepBatch) -> list[int]:
 
 
 def _kernel_numbers(batch: StepBatch, firsts: list[int]) -> list[int]:
-    slices = batch.sequences
+    slices, n = batch.sequences, _single_tokens(batch)
     return [
         *(s.row for s in slices),
-        *firsts,
+        *(first - n for first in firsts),  # those of the first n are not asked for
         *(s.start for s in slices),
         *(len(s.tokens) for s in slices),
         *(s.stop for s in slices),
@@ -185,10 +185,16 @@ def _kernel_numbers(batch: StepBatch, firsts: list[int]) -> list[int]:
 
 def _kernel_index(batch: StepBatch, numbers: torch.Tensor) -> KernelIndex:
     rows, firsts, starts, counts, lengths = numbers.view(5, -1)
-    sizes = [len(sequence.tokens) for sequence in batch.sequences]
-    n = next((i for i, size in enumerate(sizes) if size > 1), len(sizes))
-    chunks = PackedQueries(rows[n:], firsts[n:], starts[n:], counts[n:], max(sizes[n:], default=0))
+    n = _single_tokens(batch)
+    most = max((len(sequence.tokens) for sequence in batch.sequences[n:]), default=0)
+    chunks = PackedQueries(rows[n:], firsts[n:], starts[n:], counts[n:], most)
     return KernelIndex(rows[:n], lengths[:n], chunks)
+
+
+def _single_tokens(batch: StepBatch) -> int:
+    """With how many sequences of one token each the step begins."""
+    sizes = (len(sequence.tokens) for sequence in batch.sequences)
+    return next((i for i, size in enumerate(sizes) if size > 1), len(batch.sequences))
 
 
 def _decode_groups(batch: StepBatch, firsts: list[int], table: ReqToTokenPool) -> tuple[DecodeGroup, ...]:

@@ -43,7 +43,7 @@ def use_kernels(
 class KernelStep:
     """As `PagedStep`: writes K and V to the pool by slot, then attends to what the pool holds.
 
-    The single tokens that a step begins with are split over the context; later ones are short chunks.
+    The single tokens that a step begins with have a kernel of their own; later ones are short chunks.
     """
 
     def __init__(
@@ -72,5 +72,5 @@ class KernelStep:
         if n:
             decode_attention(q[:n], kv, self._table, index.rows, index.lengths, params, out[:n])
         if index.chunks.most:
-            prefill_attention(q, kv, self._table, index.chunks, params, out)
+            prefill_attention(q[n:], kv, self._table, index.chunks, params, out[n:])
         return out

@@ -26,7 +26,7 @@ def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
     """Prompt chunks and batches of single tokens, all on the trash page. All ranks of a group must do it together.
 
     Chunks of 1, 2, 4, ... tokens up to `chunk_tokens`: the attention kernels compile apart by how many queries there
-    are. Two and `batch` sequences: so they do where there are so many that no context is split.
+    are. And `batch` single tokens together.
     """
     tokens = min(chunk_tokens, runner.req_to_token.max_tokens)
     row = runner.req_to_token.alloc()
@@ -34,8 +34,7 @@ def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
     sizes = {min(1 << power, tokens) for power in range(tokens.bit_length() + 1)}
     for size in sorted(sizes, reverse=True):  # the largest first: memory pools grow once
         runner.forward(StepBatch((SequenceSlice(row, 0, (0,) * size),)))
-    for count in {2, batch}:
-        runner.forward(StepBatch((SequenceSlice(row, 0, (0,)),) * count))
+    runner.forward(StepBatch((SequenceSlice(row, 0, (0,)),) * batch))
     runner.req_to_token.free(row)
     torch.cuda.synchronize(runner.device)
 

@@ -10,7 +10,7 @@ import torch
 
 from kernels.attention import AttentionParams
 from kernels.dispatch import INTERPRETED
-from kernels.layer_kv import QUANTIZED, LayerKV
+from kernels.layer_kv import QUANTIZED, LayerKV, codes_of
 
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda:0", marks=pytest.mark.gpu)]
 PAGE_TOKENS = 4
@@ -92,14 +92,7 @@ def prepare(case: Case, device: str) -> Inputs:
         queries = q[done : done + count].double().cpu()
         outputs.append(attention(queries, k, v, length - low - count, params))
         done += count
-    k_codes, v_codes, k_scales, v_scales = stored(buffer, case.kv_dtype)
-    kv = LayerKV(
-        k_codes.to(device),
-        v_codes.to(device),
-        case.kv_dtype,
-        None if k_scales is None else k_scales.to(device),
-        None if v_scales is None else v_scales.to(device),
-    )
+    kv = stored(buffer, case.kv_dtype, device)
     moved = AttentionParams(
         params.scaling, params.window_tokens, params.softcap, None if sinks is None else sinks.to(device)
     )
@@ -160,14 +153,12 @@ def encode(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Ten
     return codes, scales
 
 
-def stored(
-    buffer: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """K, V and their scales (NaN where the head is), as the kernels read them."""
+def stored(buffer: torch.Tensor, dtype: torch.dtype, device: str) -> LayerKV:
+    """K and V as a pool holds them, scales NaN where the head is."""
     if dtype not in QUANTIZED:
-        k, v = buffer.to(dtype)
-        return k, v, None, None
+        return LayerKV(*buffer.to(dtype).to(device), dtype)
     codes, scales = encode(buffer, dtype)
     scales[buffer.isnan().all(-1)] = float("nan")
-    k, v = codes if dtype == torch.int8 else codes.view(torch.uint8)
-    return k, v, scales[0], scales[1]
+    both = torch.stack([*scales], -1).view(torch.uint8)
+    rows = torch.cat([*codes.view(torch.uint8), both], -1)
+    return codes_of(rows.to(device), buffer.shape[-1], dtype)

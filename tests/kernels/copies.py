@@ -28,6 +28,7 @@ class Case:
     pool_shift: int = 0
     staged_shift: int = 0
     slot_dtype: torch.dtype = torch.int32
+    planes: int = 2
 
     @property
     def itemsize(self) -> int:
@@ -35,11 +36,11 @@ class Case:
 
     @property
     def pool_shape(self) -> tuple[int, int, int, int, int]:
-        return (self.pool_layers, 2, self.pool_slots, self.pool_heads, self.head_dim)
+        return (self.pool_layers, self.planes, self.pool_slots, self.pool_heads, self.head_dim)
 
     @property
     def nbytes(self) -> int:
-        return len(self.layers) * 2 * self.tokens * len(self.heads) * self.head_dim * self.itemsize
+        return len(self.layers) * self.planes * self.tokens * len(self.heads) * self.head_dim * self.itemsize
 
     def pool(self, device: str, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
         """(the whole allocation as bytes, the pool in it): random bits, or poison without a generator."""
@@ -63,10 +64,12 @@ class Case:
         pairs = []
         staged = 0
         for layer in self.layers:
-            for kv in range(2):
+            for plane in range(self.planes):
                 for slot in slots.tolist():
                     for head in self.heads:
-                        row = ((layer * 2 + kv) * self.pool_slots + slot) * self.pool_heads + head
+                        row = (
+                            (layer * self.planes + plane) * self.pool_slots + slot
+                        ) * self.pool_heads + head
                         pairs.append((row * head_bytes, staged, head_bytes))
                         staged += head_bytes
         assert staged == self.nbytes
@@ -115,6 +118,7 @@ CASES = [
         for pool, staged in ((1, 0), (0, 1), (2, 4), (4, 2), (8, 0), (0, 8), (16, 16))
     ),
     Case(torch.float8_e4m3fn, 12, 2, Span(1, 2)),
+    *(Case(torch.uint8, 132, 4, heads, planes=1) for heads in (Span(0, 4), Span(1, 2), Span(1, 3))),
     Case(torch.bfloat16, 64, 2, Span(0, 2), slot_dtype=torch.int64),
     Case(torch.bfloat16, 64, 2, Span(1, 2), layers=Span(0, 4)),
     Case(torch.bfloat16, 64, 2, Span(1, 2), layers=Span(3, 4), tokens=1),

@@ -74,7 +74,7 @@ def test_access_width(
     ("word", "page_words", "vector_words", "expected"),
     [
         (torch.int64, 4096, 2, {"v2.b64"}),
-        (torch.int64, 264, 2, {"v2.b64"}),  # 16 tokens of a head of 132 bytes
+        (torch.int64, 520, 2, {"v2.b64"}),  # 16 tokens of a head of 260 bytes
         (torch.int64, 33, 1, {"b64"}),
         (torch.uint8, 15, 1, {"b8"}),
     ],

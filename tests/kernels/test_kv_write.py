@@ -10,23 +10,21 @@ import torch
 
 from kernels.dispatch import INTERPRETED
 from kernels.kv_write import SMALLEST, dequantize, kv_write, kv_write_reference, quantize
-from kernels.layer_kv import FP8, QUANTIZED, LayerKV, code_limit
+from kernels.layer_kv import FP8, QUANTIZED, LayerKV, code_limit, codes_of
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 SLOTS, HEADS, DIM, TOKENS = 40, 3, 20, 11
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def layer(dtype: torch.dtype, device: str) -> tuple[LayerKV, tuple[torch.Tensor, ...]]:
-    """A layer that is a part of larger tensors, all of them poisoned, and those tensors."""
-    storage = torch.uint8 if dtype in QUANTIZED and dtype != torch.int8 else dtype
-    buffer = torch.zeros(2, SLOTS, HEADS + 1, DIM + 4, dtype=storage, device=device)
+def layer(dtype: torch.dtype, device: str) -> tuple[LayerKV, torch.Tensor]:
+    """A layer that is a part of a larger tensor, all of it poisoned, and that tensor."""
+    if dtype in QUANTIZED:
+        rows = torch.full((SLOTS, HEADS + 1, 2 * (DIM + 2)), 0xA5, dtype=torch.uint8, device=device)
+        return codes_of(rows[:, 1:], DIM, dtype), rows
+    buffer = torch.zeros(2, SLOTS, HEADS + 1, DIM + 4, dtype=dtype, device=device)
     buffer.view(torch.uint8).fill_(0xA5)
-    k, v = buffer[:, :, 1:, :DIM]
-    if dtype not in QUANTIZED:
-        return LayerKV(k, v, dtype), (buffer,)
-    scales = torch.full((2, SLOTS, HEADS + 2), -7.0, dtype=torch.bfloat16, device=device)
-    return LayerKV(k, v, dtype, *scales[:, :, 2:]), (buffer, scales)
+    return LayerKV(*buffer[:, :, 1:, :DIM], dtype), buffer
 
 
 def projection(dim: int, dtype: torch.dtype, device: str, seed: int) -> torch.Tensor:
@@ -53,8 +51,7 @@ def test_every_byte_is_the_references(
     kv_write_reference(k, v, slots, expected)
     moved = (x.transpose(0, 1).to(device).transpose(0, 1) for x in (k, v))
     kv_write(*moved, slots.int().to(device), found)
-    for one, other in zip(found_memory, expected_memory, strict=True):
-        assert torch.equal(one.cpu().view(torch.uint8), other.view(torch.uint8))
+    assert torch.equal(found_memory.cpu().view(torch.uint8), expected_memory.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
@@ -77,7 +74,7 @@ def test_what_is_read_back_differs_by_half_a_step_at_most(dtype: torch.dtype) ->
 
 
 def test_nothing_to_write() -> None:
-    kv, (buffer,) = layer(torch.float32, "cpu")
+    kv, buffer = layer(torch.float32, "cpu")
     before = buffer.view(torch.uint8).clone()
     kv_write(torch.zeros(0, HEADS, DIM), torch.zeros(0, HEADS, DIM), torch.zeros(0).long(), kv)
     assert torch.equal(buffer.view(torch.uint8), before)

@@ -23,11 +23,15 @@ CASES = [
     (torch.uint8, 5, 3, Span(1, 2), 7, Span(4, 5)),
     (torch.uint8, 128, 2, Span(0, 2), 4, Span(2, 4)),
 ]
+PACKED = (torch.uint8, 132, 2, Span(0, 2), 4, Span(1, 3))
+"""K and V in one plane."""
 
 
-def pool(dtype: torch.dtype, heads: int, head_dim: int, device: str, seed: int) -> torch.Tensor:
+def pool(
+    dtype: torch.dtype, heads: int, head_dim: int, device: str, seed: int, planes: int = 2
+) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    shape = (4, 2, 40, heads, head_dim * torch.empty((), dtype=dtype).element_size())
+    shape = (4, planes, 40, heads, head_dim * torch.empty((), dtype=dtype).element_size())
     return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(device).view(dtype)
 
 
@@ -36,14 +40,14 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def places(
-    case: tuple[torch.dtype, int, int, Span, int, Span], device: str, tokens: int
+    case: tuple[torch.dtype, int, int, Span, int, Span], device: str, tokens: int, planes: int = 2
 ) -> tuple[Place, Place]:
     dtype, head_dim, source_heads, source_span, target_heads, target_span = case
     generator = torch.Generator().manual_seed(tokens)
     slots = [torch.randperm(40, generator=generator)[:tokens].int().to(device) for _ in range(2)]
     return (
-        Place(pool(dtype, source_heads, head_dim, device, 1), slots[0], Span(1, 3), source_span),
-        Place(pool(dtype, target_heads, head_dim, device, 2), slots[1], Span(2, 4), target_span),
+        Place(pool(dtype, source_heads, head_dim, device, 1, planes), slots[0], Span(1, 3), source_span),
+        Place(pool(dtype, target_heads, head_dim, device, 2, planes), slots[1], Span(2, 4), target_span),
     )
 
 
@@ -69,6 +73,14 @@ def test_every_byte_and_no_other(case: tuple, device: str, tokens: int, run: obj
     run(source, target, fences[1:2], TICKET)  # type: ignore[operator]
     assert torch.equal(raw(target.pool), wanted)
     assert torch.equal(raw(source.pool), untouched)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pools_with_k_and_v_in_one_plane(device: str) -> None:
+    source, target = places(PACKED, device, 9, planes=1)
+    wanted = expected(source, target)
+    move(source, target, torch.tensor([TICKET], device=device), TICKET)
+    assert torch.equal(raw(target.pool), wanted)
 
 
 @pytest.mark.parametrize("word", [-1, 0, TICKET + 1, TICKET - (1 << 32)])
@@ -104,6 +116,7 @@ def test_nothing_to_move() -> None:
         ({"layers": Span(3, 5)}, "outside the pool"),
         ({"slots": torch.zeros(3)}, "slots must be"),
         ({"pool": torch.zeros(4, 2, 40, 6, 16)}, "differ: source"),
+        ({"pool": torch.zeros(4, 1, 40, 6, 16).bfloat16(), "layers": Span(0, 4)}, "differ: source"),
     ],
 )
 def test_bad_arguments(change: dict[str, object], message: str) -> None:

@@ -35,10 +35,17 @@ class Case:
     """Slots behind the last page."""
     shift: int = 0
     index_dtype: torch.dtype = torch.int64
+    planes: int = 2
 
     def pool(self, device: str) -> tuple[torch.Tensor, torch.Tensor]:
         """(the whole allocation as bytes, the pool in it)."""
-        shape = (self.layers, 2, self.pages * self.page_size + self.left_over, self.heads, self.head_dim)
+        shape = (
+            self.layers,
+            self.planes,
+            self.pages * self.page_size + self.left_over,
+            self.heads,
+            self.head_dim,
+        )
         count = int(np.prod(shape)) + self.shift + 8
         generator = torch.Generator().manual_seed(self.page_size)
         nbytes = count * self.dtype.itemsize
@@ -59,7 +66,7 @@ class Case:
         after = before.copy()
         token_bytes = self.heads * self.head_dim * self.dtype.itemsize
         first, page_bytes = self.shift * self.dtype.itemsize, token_bytes * self.page_size
-        for plane in range(2 * self.layers):
+        for plane in range(self.planes * self.layers):
             start = first + plane * pool.shape[2] * token_bytes
             for source, destination in zip(*self.numbers(), strict=True):
                 here, there = (start + page * page_bytes for page in (source, destination))
@@ -68,13 +75,14 @@ class Case:
 
 
 CASES = [
-    *(  # every element type, heads of odd sizes too: a quantized head of 128 is 132 bytes
+    *(  # every element type, heads of odd sizes too: a quantized head of 64 is 132 bytes
         Case(dtype, head_dim, heads, page_size)
         for dtype, head_dim in ((torch.float32, 5), (torch.bfloat16, 8), (torch.uint8, 132), (torch.uint8, 3))
         for heads in (1, 3, 8)
         for page_size in (1, 4, 32)
     ),
     *(Case(torch.float16, 16, heads, 16) for heads in range(1, 9)),
+    *(Case(torch.uint8, 132, heads, 4, planes=1) for heads in (1, 4)),  # K and V of a head in one row
     *(Case(torch.uint8, 132, 2, 2, shift=shift) for shift in (1, 2, 4, 8, 16)),  # only narrow words fit
     Case(torch.bfloat16, 128, 8, 16),  # a page of several tiles
     Case(torch.bfloat16, 128, 5, 3, copies=1),

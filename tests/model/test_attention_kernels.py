@@ -86,7 +86,7 @@ def test_single_tokens_before_chunks_are_split_over_their_context(
     assert index.rows.tolist() == rows[:decoded]
     assert index.lengths.tolist() == [one.stop for one in slices[:decoded]]
     assert index.chunks.rows.tolist() == rows[decoded:]
-    assert index.chunks.firsts.tolist() == [sum(sizes[:i]) for i in range(decoded, len(sizes))]
+    assert index.chunks.firsts.tolist() == [sum(sizes[decoded:i]) for i in range(decoded, len(sizes))]
     assert index.chunks.starts.tolist() == [one.start for one in slices[decoded:]]
     assert index.chunks.counts.tolist() == list(sizes[decoded:])
     assert index.chunks.most == max(sizes[decoded:], default=0)

@@ -45,7 +45,8 @@ def test_segments_are_as_long_as_what_the_decode_group_stores(dtype: str, bytes_
     made.link(to)
     segments = made.cut(to, Span(0, 100), {}, first_index=0)
     assert sum(segment.nbytes for segment in segments) == 100 * LAYOUT.token_bytes * bytes_of_256 // 256
-    assert all(segment.nbytes % 4 == 0 for segment in segments), "rows are whole words"
+    cell_bytes = CELL_BYTES if dtype != "bfloat16" else LAYOUT.token_bytes // LAYOUT.layers
+    assert all(segment.nbytes % cell_bytes == 0 for segment in segments), "whole tokens of a layer"
 
 
 def test_half_of_the_bytes_are_cut_half_as_often() -> None:
