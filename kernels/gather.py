@@ -43,7 +43,7 @@ def gather(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, o
     - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
     - layers, heads: indices local to the pool.
-    - out: uint8 on the pool's device, exactly the bytes of `[layer, k|v, token, head, head_dim]`.
+    - out: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
 
     On CUDA: one launch on the current stream, no synchronization; the caller keeps pool, slots and out alive
     and unchanged until an event recorded after this call has completed. Raises ValueError (arguments) and

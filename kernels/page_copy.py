@@ -1,6 +1,6 @@
 """Copies whole pages within a KV pool, K and V of every layer, in one launch: what copy on write owes.
 
-Slots of a page are consecutive, so in each (layer, k|v) *plane* a page is one run of bytes, whatever the element type
+Slots of a page are consecutive, so in each plane of a layer a page is one run of bytes, whatever the element type
 and the heads. Runs are moved as raw words, as wide as their places in memory allow.
 """
 

@@ -40,7 +40,7 @@ def _scatter_kernel(  # type: ignore[no-untyped-def]
 def scatter(staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span) -> None:
     """Writes the segment `staged` to (`layers`, `slots`, `heads`) of `pool`; nothing else there changes.
 
-    - staged: uint8 on the pool's device, exactly the bytes of `[layer, k|v, token, head, head_dim]`.
+    - staged: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
     - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, distinct, each within the pool (not checked).
     - layers, heads: indices local to the pool.

@@ -29,7 +29,7 @@ class OpenPool:
     """A decode rank's pool in this process. The mapping lives as long as anyone holds this."""
 
     pool: torch.Tensor
-    """`[layers, 2, slots, heads, head_dim]`."""
+    """`[layers, planes, slots, heads, head_dim]`."""
     fences: torch.Tensor
     """int64 `[rows]`."""
     codes: torch.dtype | None = None

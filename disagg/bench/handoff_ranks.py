@@ -109,7 +109,7 @@ class TimedRank(RankNode[Any, Any]):
         super().on_message(peer, message)
 
     def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Of this rank's KV of positions `0 .. tokens`, for each (layer, head) of the model: K's and V's digest.
+        """Of this rank's KV of positions `0 .. tokens`, for each (layer, head) of the model: each plane's digest.
 
         `dtype` is what decode ranks store: where this rank's pool has another, its KV is quantized to that before.
 

@@ -1,4 +1,4 @@
-"""KV that every rank can compute for itself: noise, a function of request, layer, k|v, token and head.
+"""KV that every rank can compute for itself: noise, a function of request, layer, plane, token and head.
 
 So a destination is compared with what its source must have held, without a second way for bytes to travel.
 """
@@ -13,7 +13,7 @@ from disagg.kv.pool import MHATokenToKVPool
 
 WORD_BYTES = 8
 """Of `words`."""
-_HEAD_WORD_BYTES = 4  # a head of codes with its scale is no whole number of longer ones
+_HEAD_WORD_BYTES = 4  # a row of codes with its scales is no whole number of longer ones
 _POISON = -1
 """A word of a pool after `MHATokenToKVPool.poison`."""
 # Splitmix64 (Steele, Lea, Flood, 2014), its constants as signed words.

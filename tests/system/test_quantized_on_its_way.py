@@ -57,7 +57,7 @@ def slots_on(rank: Any, tokens: Span) -> torch.Tensor:
 
 
 def held(ranks: Sequence[Any], tokens: Span) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-    """Rank, global layer and head, and the bytes that its pool has of them, `[k|v, tokens, bytes of a head]`.
+    """Rank, global layer and head, and the bytes that its pool has of them, `[1, tokens, bytes of a head]`.
 
     Of the request that was asked alone, last: nobody has taken its pages since.
     """
