@@ -88,7 +88,7 @@ def split_tokens_of(tokens, splits, least_tokens, BLOCK_TOKENS: tl.constexpr):  
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def write_rows(  # type: ignore[no-untyped-def]
+def write_results(  # type: ignore[no-untyped-def]
     # of one split, as `add_block` leaves them
     largest,
     total,

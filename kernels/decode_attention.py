@@ -29,7 +29,7 @@ from kernels.attention_splits import (
     Splits,
     split_tokens_of,
     splits_of,
-    write_rows,
+    write_results,
 )
 from kernels.layer_kv import LayerKV
 
@@ -240,7 +240,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     sink = None
     if sinks is not None:
         sink = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-    write_rows(
+    write_results(
         largest, total, values_sum, sequence * (KV_HEADS * GROUP) + q_head, real, split,
         tl.cdiv(length - low, split_tokens), splits, partial, lse, used_splits, sink, out, V_DIM, BLOCK_V,
     )  # fmt: skip

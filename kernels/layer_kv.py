@@ -73,7 +73,7 @@ class LayerKV:
                 )
 
 
-def codes_of(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> LayerKV:
+def layer_of_codes(rows: torch.Tensor, head_dim: int, dtype: torch.dtype) -> LayerKV:
     """Views of uint8 `[slots, kv_heads, 2 * (head_dim + 2)]`: codes of K, codes of V, scale of K, scale of V."""
     codes = rows.view(torch.int8) if dtype == torch.int8 else rows
     k, v = codes[..., :head_dim], codes[..., head_dim : 2 * head_dim]

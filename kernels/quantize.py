@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from disagg.core.types import SCALE_BYTES, Span
+from disagg.core.types import SCALE_BYTES, Span, code_row_bytes
 from kernels.attention import on_device
 from kernels.dispatch import backend
 from kernels.kv_write import SMALLEST, quantize, write_rows
@@ -71,7 +71,7 @@ def prepare_move_codes(
     check_fence(fence, source.pool.device)
     rows_of(target.pool, target.layers, target.heads)
     check_slots(target.slots, target.pool)
-    wanted = (*_sizes(source), 1, _row_bytes(source), torch.uint8)
+    wanted = (*_sizes(source), 1, code_row_bytes(source.pool.shape[4]), torch.uint8)
     found = (*_sizes(target), target.pool.shape[1], target.pool.shape[4], target.pool.dtype)
     if wanted != found:
         raise ValueError(
@@ -86,11 +86,6 @@ def prepare_move_codes(
 
 def _sizes(place: Place) -> tuple[int, int, int]:
     return len(place.layers), len(place.heads), len(place.slots)
-
-
-def _row_bytes(source: Place) -> int:
-    """Of a head of K and V as codes, with their scales."""
-    return 2 * (source.pool.shape[4] + SCALE_BYTES)
 
 
 def _check_source(source: Place, dtype: torch.dtype) -> None:
@@ -110,7 +105,13 @@ def _check_source(source: Place, dtype: torch.dtype) -> None:
 def _staged(source: Place, dtype: torch.dtype, out: torch.Tensor) -> Place | None:
     """Staging as a pool of the segment's own; None when there is nothing to write."""
     _check_source(source, dtype)
-    shape = (len(source.layers), 1, len(source.slots), len(source.heads), _row_bytes(source))
+    shape = (
+        len(source.layers),
+        1,
+        len(source.slots),
+        len(source.heads),
+        code_row_bytes(source.pool.shape[4]),
+    )
     nbytes = math.prod(shape)
     if out.dtype != torch.uint8 or out.shape != (nbytes,) or not out.is_contiguous():
         raise ValueError(f"out must be contiguous uint8 [{nbytes}], the segment's bytes; got {told(out)}")

@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from disagg.bench.measure import copy_rate, recorded, seconds_of
+from disagg.bench.measure import copy_rate, recorded, rounding, seconds_of
 from disagg.bench.read_rate import read_rate
 from disagg.bench.report import Label, Measurement, Result
 from disagg.core.errors import ConfigError, InvariantError
@@ -22,12 +22,6 @@ from kernels.decode_attention import decode_attention
 from kernels.dispatch import backend
 from kernels.kv_write import kv_write
 from kernels.prefill_attention import PackedQueries, prefill_attention
-
-_ROUNDED = 4.0
-"""Units of the model's type by which a token's result may differ in norm: weights, values and the result are rounded,
-here and in what it is compared with."""
-_SUMMED = 1e-5
-"""The same for sums in float32 in another order."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +190,7 @@ def _write(bench: AttentionBench, kv_dtype: torch.dtype, copies: Measurement) ->
 
 def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     """`[..., heads, head_dim]`, token by token and head by head."""
-    allowed = max(_ROUNDED * torch.finfo(found.dtype).eps, _SUMMED)
+    allowed = rounding(found.dtype)
     error = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     worst = float(error.max())
     if not worst <= allowed:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from disagg.bench.measure import copy_rate, seconds_of
+from disagg.bench.measure import copy_rate, rounding, seconds_of
 from disagg.bench.report import Measurement, Result
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import Span
@@ -19,10 +19,6 @@ from disagg.model.source import ModelSource
 
 COPY_BYTES = 1 << 30
 """Of the plain copy that is the ceiling, on a GPU; a sixteenth of it on a CPU."""
-_ROUNDED = 4.0
-"""Units of the model's type by which logits may differ, in norm, times the root of the layers."""
-_SUMMED = 1e-5
-"""The same for sums in float32 in another order."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,7 @@ def check(runner: ModelRunner, batch: StepBatch) -> None:
     grow with the layers (bf16 is off by 5 % after 32 of them, from float32). Another request's are off by 140 %.
     """
     together = runner.forward(batch).clone()
-    allowed = max(_ROUNDED * torch.finfo(runner.pool.dtype).eps * runner.pool.layers**0.5, _SUMMED)
+    allowed = rounding(runner.pool.dtype, runner.pool.layers)
     for number in (0, len(batch.sequences) - 1):
         alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
         error = float((together[number] - alone).norm() / alone.norm())

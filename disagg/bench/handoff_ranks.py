@@ -13,7 +13,7 @@ import torch
 from decode_node.rank import DecodeRank
 from disagg.bench.noise import words
 from disagg.core.ports import LayerHook
-from disagg.core.types import SCALE_BYTES, RequestKey, SamplingParams, Shard, Span
+from disagg.core.types import RequestKey, SamplingParams, Shard, Span, code_row_bytes
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool, dtype_name
 from disagg.kv.req_to_token import ReqToTokenPool
@@ -208,7 +208,7 @@ def as_codes(pool: MHATokenToKVPool, slots: torch.Tensor, dtype: torch.dtype) ->
 
     uint8 `[layers, 1, tokens, heads, 2 * (head_dim + 2)]`; by torch, not by the kernel that is compared with it.
     """
-    shape = (pool.layers, 1, len(slots), pool.heads, 2 * (pool.head_dim + SCALE_BYTES))
+    shape = (pool.layers, 1, len(slots), pool.heads, code_row_bytes(pool.head_dim))
     found = torch.empty(shape, dtype=torch.uint8, device=slots.device)
     for layer in range(pool.layers):  # one at a time: in float32 it is twice as large
         one = Span(layer, layer + 1)

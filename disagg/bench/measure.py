@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ from disagg.bench.report import Measurement
 _INNER = 6  # launches between two events: the queue is never empty, so the host's launch time does not count
 _WARM_UPS = 2
 _CALLS = 200
+_ROUNDED = 4.0  # units of the type
+_SUMMED = 1e-5
 
 cuda: Any = torch.cuda  # its events carry no types
 
@@ -22,6 +25,12 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
     for _ in range(_WARM_UPS):
         work()
     return tuple(_on_gpu(work) if device.type == "cuda" else _on_cpu(work) for _ in range(repeats))
+
+
+def rounding(dtype: torch.dtype, layers: int = 1) -> float:
+    """By how much two results may differ, in norm, that should be the same: each layer rounds weights, values and its
+    result to `dtype`, differently on the two sides; or float32 is summed in another order."""
+    return max(_ROUNDED * torch.finfo(dtype).eps * math.sqrt(layers), _SUMMED)
 
 
 def recorded(work: Callable[[], object], device: torch.device) -> Callable[[], object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -10,7 +11,7 @@ from disagg.bench.kernels import Case, KernelBench
 from disagg.bench.measure import copy_rate, host_us, seconds_of
 from disagg.bench.report import Label, Measurement, Result
 from disagg.core.errors import InvariantError
-from disagg.core.types import SCALE_BYTES, Span
+from disagg.core.types import Span, code_row_bytes
 from disagg.kv.pool import dtype_name
 from kernels.gather import gather
 from kernels.quantize import gather_codes, gather_codes_reference
@@ -37,7 +38,7 @@ def run(bench: KernelBench, tell: Callable[[str], None] = lambda text: None) -> 
 def code_bytes(case: Case) -> int:
     """Of the segment as codes, with their scales."""
     head_dim = case.pool.shape[4]
-    return case.nbytes // (head_dim * case.pool.element_size()) * (head_dim + SCALE_BYTES)  # K or V of a head
+    return case.nbytes // (2 * head_dim * case.pool.element_size()) * code_row_bytes(head_dim)
 
 
 def check(case: Case, dtype: torch.dtype, staged: torch.Tensor) -> None:
@@ -73,6 +74,7 @@ def _measure(bench: KernelBench, case: Case, row_bytes: int, ceiling: Measuremen
     yield result("gather", case.nbytes, lambda: gather(*place, staged))
     codes = staged[: code_bytes(case)]
     for dtype in DTYPES:
-        work = lambda dtype=dtype: gather_codes(*place, dtype, codes)  # noqa: E731
-        yield result(f"gather to {dtype_name(dtype)}", len(codes), work)
+        yield result(
+            f"gather to {dtype_name(dtype)}", len(codes), partial(gather_codes, *place, dtype, codes)
+        )
         check(case, dtype, codes)

@@ -65,6 +65,11 @@ QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Element types that are codes: a pool holds a scale for each head of each token."""
 
 
+def code_row_bytes(head_dim: int) -> int:
+    """Of one head of one token: codes of K, codes of V, and the scales of both."""
+    return 2 * (head_dim + SCALE_BYTES)
+
+
 class KVLayout(msgspec.Struct, frozen=True):
     """Shape of a whole model's KV cache, before any split over ranks."""
 
@@ -82,7 +87,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     def head_bytes(self) -> int:
         """Bytes of one head of one token in one plane."""
         if self.quantized:
-            return 2 * (self.head_dim + SCALE_BYTES)
+            return code_row_bytes(self.head_dim)
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import DTYPE_BYTES, SCALE_BYTES
+from disagg.core.types import DTYPE_BYTES, SCALE_BYTES, code_row_bytes
 from kernels.kv_write import dequantize, kv_write_reference
-from kernels.layer_kv import QUANTIZED, LayerKV, codes_of
+from kernels.layer_kv import QUANTIZED, LayerKV, layer_of_codes
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -39,8 +39,8 @@ class MHATokenToKVPool:
     """K and V of `slots` tokens: `buffer`, contiguous `[layers, 2 (k, v), slots, heads, head_dim]`.
 
     `heads` are the rank's own. All ranks of a group use the same slot numbers. A quantized pool's `buffer` is uint8,
-    `[layers, 1, slots, heads, 2 * (head_dim + SCALE_BYTES)]`; `write` and `read` convert. The memory starts unset: a
-    slot is read only after it was written.
+    `[layers, 1, slots, heads, code_row_bytes(head_dim)]`; `write` and `read` convert. The memory starts unset: a slot
+    is read only after it was written.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MHATokenToKVPool:
         self.storage_dtype = torch.uint8 if quantized else dtype
         self.head_dim = head_dim
         """Elements of one head."""
-        row = (1, slots, heads, 2 * (head_dim + SCALE_BYTES)) if quantized else (2, slots, heads, head_dim)
+        row = (1, slots, heads, code_row_bytes(head_dim)) if quantized else (2, slots, heads, head_dim)
         self.buffer = torch.empty((layers, *row), dtype=self.storage_dtype, device=device)
 
     @property
@@ -96,7 +96,7 @@ class MHATokenToKVPool:
         if self.dtype not in QUANTIZED:
             k, v = self.buffer[layer]
             return LayerKV(k, v, self.dtype)
-        return codes_of(self.buffer[layer, 0], self.head_dim, self.dtype)
+        return layer_of_codes(self.buffer[layer, 0], self.head_dim, self.dtype)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores `k`, `v` `[tokens, heads, up to head_dim]` at `slots` (int64 `[tokens]`, on the pool's device).

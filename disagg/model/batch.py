@@ -116,8 +116,10 @@ def build_index(batch: StepBatch, table: ReqToTokenPool, kernels: bool = False) 
     positions = [p for sequence in batch.sequences for p in range(sequence.start, sequence.stop)]
     rows = [sequence.row for sequence in batch.sequences for _ in sequence.tokens]
     last = [first + len(s.tokens) - 1 for first, s in zip(firsts, batch.sequences, strict=True)]
+    singles = _single_tokens(batch) if kernels else 0
     packed = upload(
-        [*ids, *positions, *rows, *last, *(_kernel_numbers(batch, firsts) if kernels else [])], device
+        [*ids, *positions, *rows, *last, *(_kernel_numbers(batch, firsts, singles) if kernels else [])],
+        device,
     )
     count, after_last = len(ids), 3 * len(ids) + len(last)
     position_tensor, row_tensor = packed[count : 2 * count], packed[2 * count : 3 * count]
@@ -128,7 +130,7 @@ def build_index(batch: StepBatch, table: ReqToTokenPool, kernels: bool = False) 
         slots=table.table[row_tensor, position_tensor].long(),
         decodes=() if kernels else _decode_groups(batch, firsts, table),
         prefills=() if kernels else _prefill_groups(batch, firsts, table),
-        kernels=_kernel_index(batch, packed[after_last:]) if kernels else None,
+        kernels=_kernel_index(batch, packed[after_last:], singles) if kernels else None,
     )
 
 
@@ -172,8 +174,8 @@ def _first_indices(batch: StepBatch) -> list[int]:
     return firsts
 
 
-def _kernel_numbers(batch: StepBatch, firsts: list[int]) -> list[int]:
-    slices, n = batch.sequences, _single_tokens(batch)
+def _kernel_numbers(batch: StepBatch, firsts: list[int], n: int) -> list[int]:
+    slices = batch.sequences
     return [
         *(s.row for s in slices),
         *(first - n for first in firsts),  # those of the first n are not asked for
@@ -183,9 +185,8 @@ def _kernel_numbers(batch: StepBatch, firsts: list[int]) -> list[int]:
     ]
 
 
-def _kernel_index(batch: StepBatch, numbers: torch.Tensor) -> KernelIndex:
+def _kernel_index(batch: StepBatch, numbers: torch.Tensor, n: int) -> KernelIndex:
     rows, firsts, starts, counts, lengths = numbers.view(5, -1)
-    n = _single_tokens(batch)
     most = max((len(sequence.tokens) for sequence in batch.sequences[n:]), default=0)
     chunks = PackedQueries(rows[n:], firsts[n:], starts[n:], counts[n:], most)
     return KernelIndex(rows[:n], lengths[:n], chunks)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disagg.core.types import SCALE_BYTES, Shard, Span
+from disagg.core.types import Shard, Span, code_row_bytes
 from disagg.kv.pages import TRASH_PAGE
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
@@ -65,7 +65,7 @@ def warm_copies(
     layer = Span(0, 1)
     for heads in {route.heads.shift(-shard.heads.start) for route in routes}:
         if codes is not None:
-            nbytes = 2 * len(heads) * (pool.head_dim + SCALE_BYTES)  # of one token in one layer
+            nbytes = len(heads) * code_row_bytes(pool.head_dim)  # of one token in one layer
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
             gather_codes(pool.buffer, slots[:1], layer, heads, codes, scratch)
             continue

@@ -10,7 +10,7 @@ import torch
 
 from kernels.attention import AttentionParams
 from kernels.dispatch import INTERPRETED
-from kernels.layer_kv import QUANTIZED, LayerKV, codes_of
+from kernels.layer_kv import QUANTIZED, LayerKV, layer_of_codes
 
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda:0", marks=pytest.mark.gpu)]
 PAGE_TOKENS = 4
@@ -161,4 +161,4 @@ def stored(buffer: torch.Tensor, dtype: torch.dtype, device: str) -> LayerKV:
     scales[buffer.isnan().all(-1)] = float("nan")
     both = torch.stack([*scales], -1).view(torch.uint8)
     rows = torch.cat([*codes.view(torch.uint8), both], -1)
-    return codes_of(rows.to(device), buffer.shape[-1], dtype)
+    return layer_of_codes(rows.to(device), buffer.shape[-1], dtype)

@@ -10,7 +10,7 @@ import torch
 
 from kernels.dispatch import INTERPRETED
 from kernels.kv_write import SMALLEST, dequantize, kv_write, kv_write_reference, quantize
-from kernels.layer_kv import FP8, QUANTIZED, LayerKV, code_limit, codes_of
+from kernels.layer_kv import FP8, QUANTIZED, LayerKV, code_limit, layer_of_codes
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 SLOTS, HEADS, DIM, TOKENS = 40, 3, 20, 11
@@ -21,7 +21,7 @@ def layer(dtype: torch.dtype, device: str) -> tuple[LayerKV, torch.Tensor]:
     """A layer that is a part of a larger tensor, all of it poisoned, and that tensor."""
     if dtype in QUANTIZED:
         rows = torch.full((SLOTS, HEADS + 1, 2 * (DIM + 2)), 0xA5, dtype=torch.uint8, device=device)
-        return codes_of(rows[:, 1:], DIM, dtype), rows
+        return layer_of_codes(rows[:, 1:], DIM, dtype), rows
     buffer = torch.zeros(2, SLOTS, HEADS + 1, DIM + 4, dtype=dtype, device=device)
     buffer.view(torch.uint8).fill_(0xA5)
     return LayerKV(*buffer[:, :, 1:, :DIM], dtype), buffer
