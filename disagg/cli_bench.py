@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from disagg.cli_bench_common import (
+    ComparedDeterministicFlag,
     DeviceFlag,
     JsonFlag,
     OutFlag,
@@ -203,6 +204,7 @@ def handoff(
         ),
     ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    deterministic: ComparedDeterministicFlag = None,
     kv_dtype: Annotated[
         str, typer.Option("--kv-dtype", help="Of KV in both groups and between them, as model.kv_dtype.")
     ] = "auto",
@@ -269,6 +271,7 @@ def handoff(
                 random_init=random_init,
                 dtype=cast("Any", dtype),
                 kv_dtype=cast("Any", kv_dtype),
+                deterministic=cuda if deterministic is None else deterministic,
             ),
             transfer=_transfer(where, ring_bytes, staging_bytes, layer_groups),
             transport=TransportConfig(peer_memory=transport == "auto"),

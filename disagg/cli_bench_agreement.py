@@ -6,7 +6,16 @@ from typing import Annotated, Literal
 
 import typer
 
-from disagg.cli_bench_common import DeviceFlag, JsonFlag, OutFlag, Shown, device_of, progress, show
+from disagg.cli_bench_common import (
+    ComparedDeterministicFlag,
+    DeviceFlag,
+    JsonFlag,
+    OutFlag,
+    Shown,
+    device_of,
+    progress,
+    show,
+)
 from disagg.core.errors import ConfigError
 
 _GAIN = 0.8
@@ -36,6 +45,7 @@ def agreement(
             "--dtype", help="Of the model and of the unquantized KV; in float32 little else rounds."
         ),
     ] = "auto",
+    deterministic: ComparedDeterministicFlag = None,
     prompts: Annotated[int | None, typer.Option("--prompts", min=1, help="[32; 8 on a CPU]")] = None,
     prompt_tokens: Annotated[
         int | None, typer.Option("--prompt-tokens", min=1, help="Of each [256; 64 on a CPU].")
@@ -70,6 +80,7 @@ def agreement(
         prompt_tokens=prompt_tokens or (256 if cuda else 64),
         answer_tokens=answer_tokens,
         seed=seed,
+        deterministic=cuda if deterministic is None else deterministic,
     )
     with progress() as tell:
         found = run(bench, tell)

@@ -22,6 +22,15 @@ OutFlag = Annotated[
 ]
 DeviceFlag = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="For machines: print the figures as JSON.")]
+ComparedDeterministicFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="A request's answer is the same bits whatever else is in the batch [on a GPU: on].",
+        show_default=False,
+    ),
+]
+"""Of commands that compare tokens; what it means when left out: `disagg.reference.comparable`."""
 _LOG_COLUMNS = 150
 """A log has room for every column."""
 

@@ -36,10 +36,11 @@ CheckEqualFlag = Annotated[
     bool,
     typer.Option(
         "--check-equal",
-        help="With --compare: greedy answers of both must be equal (float32), else exit code 1.",
+        help="With --compare: greedy answers of both must be equal, else exit code 1; --deterministic on a GPU.",
     ),
 ]
 FLAGS = (
+    "deterministic",
     "rates",
     "colocated_tp",
     "check_equal",
@@ -58,7 +59,7 @@ FLAGS = (
 def check_flags(given: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for parameters, by name, that are for another kind of run."""
     if given["compare"] is None:
-        wrong = [name for name in FLAGS if given[name]]
+        wrong = [name for name in FLAGS if given[name] or (name == "deterministic" and given[name] is False)]
         if wrong:
             flag = "set" if wrong[0] == "settings" else wrong[0].replace("_", "-")
             raise ConfigError(f"--{flag} needs --compare: without it a server that runs already is asked")
@@ -105,8 +106,11 @@ def run_compare(given: Mapping[str, Any], loads: list[ServeBench]) -> int:
     from disagg.bench.serve.compare_chart import write_compare_chart
     from disagg.bench.serve.compare_report import comparison_json, comparison_lines, comparison_table
     from disagg.bench.serve.served import served
+    from disagg.reference import comparable
 
     config = configuration(dict(given))
+    if given["check_equal"]:
+        config = comparable(config, given["deterministic"])
     systems = both_systems(config, given["colocated_tp"])
     bench = CompareBench(systems, tuple(loads), given["check_equal"])
     with progress() as tell:

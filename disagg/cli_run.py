@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from disagg.cli_bench_common import ComparedDeterministicFlag
 from disagg.core.config import Config, Mode, load_config
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import SamplingParams
@@ -25,6 +26,14 @@ RandomInitFlag = Annotated[
 ]
 DTypeFlag = Annotated[
     str | None, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", show_default=False)
+]
+DeterministicFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="A request's answer is the same bits whatever else is in the batch; slower by some per cent [off].",
+        show_default=False,
+    ),
 ]
 PrefillTpFlag = Annotated[int | None, typer.Option("--prefill-tp", help="Ranks that prefill [2].")]
 DecodeTpFlag = Annotated[int | None, typer.Option("--decode-tp", help="Ranks that decode [1].")]
@@ -97,6 +106,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "model": ("model.path",),
     "random_init": ("model.random_init",),
     "dtype": ("model.dtype",),
+    "deterministic": ("model.deterministic",),
     "prefill_tp": ("prefill.tp",),
     "decode_tp": ("decode.tp",),
     "tp": ("colocated.tp",),
@@ -124,6 +134,7 @@ def demo(
     model: ModelFlag = None,
     random_init: RandomInitFlag = None,
     dtype: DTypeFlag = None,
+    deterministic: ComparedDeterministicFlag = None,
     prefill_tp: PrefillTpFlag = None,
     decode_tp: DecodeTpFlag = None,
     device: DeviceFlag = None,
@@ -144,6 +155,7 @@ def demo(
         prompts=tuple(prompt or DEMO_PROMPTS),
         sampling=SamplingParams(max_tokens=max_tokens),
         out_dir=str(out) if out else None,
+        deterministic=deterministic,
     )
     settled = configuration(given)
     _runner().run_demo(settled, options)
@@ -154,6 +166,7 @@ def generate(
     model: ModelFlag = None,
     random_init: RandomInitFlag = None,
     dtype: DTypeFlag = None,
+    deterministic: DeterministicFlag = None,
     prefill_tp: PrefillTpFlag = None,
     decode_tp: DecodeTpFlag = None,
     device: DeviceFlag = None,

@@ -28,7 +28,7 @@ from disagg.core.folders import make_folder
 from disagg.core.log import configure
 from disagg.core.types import SamplingParams
 from disagg.node.assemble import make_source
-from disagg.reference import Reference, depends_on_batch, reference_answers
+from disagg.reference import Reference, comparable, depends_on_batch, reference_answers
 from disagg.report import RequestReport, answer_lines, report_table
 from disagg.report_timeline import draw_timeline
 from disagg.router.router import Router
@@ -67,7 +67,7 @@ def run_demo(config: Config, options: RunOptions) -> None:
         )
     configure(config.log)
     console = Console()
-    config = _comparable(with_model(config, console.print))
+    config = comparable(_exact(with_model(config, console.print)), options.deterministic)
     decode, prompts = _encode(config, options)
     out = Path(options.out_dir or DEFAULT_OUT)
     make_folder(out)
@@ -102,7 +102,7 @@ def run_demo(config: Config, options: RunOptions) -> None:
     _verdict(reports, reference, console)
 
 
-def _comparable(config: Config) -> Config:
+def _exact(config: Config) -> Config:
     """A checkpoint runs in float32 unless told otherwise: only then are two engines' tokens the same for sure.
 
     A prompt that is served twice is computed and sent twice, as the reference does.

@@ -66,6 +66,7 @@ def group_info(group: Group, config: Config) -> GroupInfo:
         page_size=getattr(config, group.role).page_size,
         transport=config.transport.backend,
         ranks=tuple(started.info for started in group.started),
+        deterministic=config.model.deterministic,
     )
 
 

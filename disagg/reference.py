@@ -24,8 +24,24 @@ from disagg.node.assemble import (
 )
 
 
+def comparable(config: Config, deterministic: bool | None) -> Config:
+    """`config` for a run whose tokens are compared: with `model.deterministic` as given.
+
+    None: on a GPU, and where the configuration says so. On a CPU float32 is exact without it, and much faster. Raises
+    `ConfigError` for a GPU that is not there.
+    """
+    if deterministic is None:
+        cuda = any(resolve_device(group.device).type == "cuda" for group in config.kinds.values())
+        deterministic = config.model.deterministic or cuda
+    model = msgspec.structs.replace(config.model, deterministic=deterministic)
+    return msgspec.structs.replace(config, model=model)
+
+
 def depends_on_batch(config: Config) -> bool:
-    """True when arithmetic is 16 bits wide on a GPU: what is summed with what then depends on the step's batch."""
+    """True when arithmetic is 16 bits wide on a GPU: what is summed with what then depends on the step's batch,
+    unless `model.deterministic` is set."""
+    if config.model.deterministic:
+        return False
     source = make_source(config)
     device = resolve_device(config.decode.device)
     return device.type == "cuda" and resolve_dtype(config.model.dtype, source, device) != torch.float32

@@ -41,6 +41,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = SamplingParams()
     out_dir: str | None = None
     """Folder for the timeline and the machine-readable report; None writes neither."""
+    deterministic: bool | None = None
+    """`model.deterministic` of a run whose tokens are compared; None: see `disagg.reference.comparable`."""
 
     def __post_init__(self) -> None:
         if not self.prompts:

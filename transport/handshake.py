@@ -13,8 +13,8 @@ def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
     `theirs`.
 
     Compared: protocol version, model fingerprint, number of layers, KV heads, head size, element type,
-    transport. Page sizes and numbers of ranks may differ: segments are per token and per head. So may element types
-    where `theirs` are codes and `ours` are not: KV is quantized on its way.
+    transport, `model.deterministic`. Page sizes and numbers of ranks may differ: segments are per token and per head.
+    So may element types where `theirs` are codes and `ours` are not: KV is quantized on its way.
     """
     differences = [
         f"{what}: {ours.name} has {mine!r}, {theirs.name} has {other!r}"
@@ -25,8 +25,8 @@ def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
         raise HandshakeError(
             f"groups {ours.name} ({ours.role}) and {theirs.name} ({theirs.role}) cannot exchange KV: "
             + "; ".join(differences)
-            + ". Start both groups with the same model, element type, transport and release (decode groups alone may "
-            "have KV in 8 bits: decode.kv_dtype)."
+            + ". Start both groups with the same model, element type, transport, model.deterministic and release "
+            "(decode groups alone may have KV in 8 bits: decode.kv_dtype)."
         )
 
 
@@ -39,3 +39,4 @@ def _compared(ours: GroupInfo, theirs: GroupInfo) -> Iterator[tuple[str, object,
     if ours.layout.quantized or not theirs.layout.quantized:
         yield "element type", ours.layout.dtype, theirs.layout.dtype
     yield "transport", ours.transport, theirs.transport
+    yield "model.deterministic", ours.deterministic, theirs.deterministic

@@ -58,6 +58,8 @@ class AgreementBench:
     answer_tokens: int
     seed: int
     """Of the prompts."""
+    deterministic: bool = False
+    """As `ModelConfig.deterministic`."""
 
     def __post_init__(self) -> None:
         spec = self.source.spec(self.dtype)
@@ -103,6 +105,7 @@ class AgreementBench:
             rows=self.prompts,
             max_tokens=self.request_tokens,
             kv_dtype=kv_dtype,
+            deterministic=self.deterministic,
         )
 
 
@@ -125,10 +128,11 @@ def bench_of(
     prompt_tokens: int,
     answer_tokens: int,
     seed: int,
+    deterministic: bool = False,
 ) -> AgreementBench:
     """`dtype` as `ModelConfig.dtype` names it."""
     settled = resolve_dtype(dtype, source, device)
-    return AgreementBench(device, source, settled, prompts, prompt_tokens, answer_tokens, seed)
+    return AgreementBench(device, source, settled, prompts, prompt_tokens, answer_tokens, seed, deterministic)
 
 
 def run(bench: AgreementBench, tell: Callable[[str], None] = lambda text: None) -> Found:
@@ -149,6 +153,7 @@ def run(bench: AgreementBench, tell: Callable[[str], None] = lambda text: None) 
     asked: dict[str, str | int | float] = {
         "model": bench.source.name if bench.source.directory is None else bench.source.directory.name,
         "dtype": own,
+        "deterministic": int(bench.deterministic),
         "prompts": bench.prompts,
         "prompt_tokens": bench.prompt_tokens,
         "answer_tokens": bench.answer_tokens,

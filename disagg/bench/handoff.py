@@ -96,6 +96,7 @@ class HandoffBench:
         labels: dict[str, Label] = {
             "model": source.name if source.directory is None else source.directory.name,
             "dtype": str(dtype).removeprefix("torch."),
+            "deterministic": int(config.model.deterministic),
             "prefill_kv_dtype": computed,
             "kv_dtype": spec.layout.dtype,
             "prefill_tp": prefill_tp,

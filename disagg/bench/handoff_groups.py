@@ -132,6 +132,7 @@ class Groups:
             page_size=group.page_size,
             transport=self.config.transport.backend,
             ranks=tuple(one.info for one in started),
+            deterministic=self.config.model.deterministic,
         )
 
 

@@ -53,6 +53,9 @@ class ModelConfig(Section, frozen=True):
     token: half of the memory and of the wire, and answers that differ a little."""
     fused: bool = True
     """On a GPU: norms, rotary embeddings and gated MLPs in Triton kernels, where those agree with the model."""
+    deterministic: bool = False
+    """A request's logits are the same bits whatever else is in the batch, on any group: fixed tiles and split sizes,
+    sums in one order. Slower by some per cent. All groups that are linked must have it the same."""
 
     def __post_init__(self) -> None:
         self._one_of("dtype", DTypeName)

@@ -219,6 +219,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     page_size: int
     transport: str
     ranks: tuple[RankInfo, ...]
+    deterministic: bool = False
+    """As `ModelConfig.deterministic`."""
 
     @property
     def leader(self) -> RankInfo:

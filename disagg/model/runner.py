@@ -73,16 +73,18 @@ class ModelRunner:
         kv_dtype: torch.dtype | None = None,
         attention: AttentionName = "auto",
         fused: bool = True,
+        deterministic: bool = False,
     ) -> None:
         """Builds and loads the rank's part; every rank of the group must do so, in any order.
 
         `pool_tokens` slots, rounded down to whole pages of `page_size`, the trash page included; `rows`
         requests of up to `max_tokens` each; `kv_dtype` stores KV in another type than the model's `dtype`;
-        `attention` and `fused`: see `ModelConfig`.
+        `attention`, `fused`, `deterministic`: see `ModelConfig`.
         Raises UnsupportedModelError or ConfigError, one line each.
         """
         self.device = torch.device(device)
         self.page_size = page_size
+        self.deterministic = deterministic
         self.pages = whole_pages(pool_tokens, page_size)
         self.kv_dtype = kv_dtype or dtype
         self.spec = source.spec(kv_dtype or dtype)

@@ -95,6 +95,7 @@ def make_runner(
         kv_dtype=resolve_kv_dtype(config, group, dtype),
         attention=config.model.attention,
         fused=config.model.fused,
+        deterministic=config.model.deterministic,
     )
     kv_dtypes = {resolve_kv_dtype(config, kind, dtype) for kind in config.kinds.values()}
     if runner.states is not None and len(kv_dtypes) > 1:

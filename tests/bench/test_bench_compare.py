@@ -151,6 +151,7 @@ def test_answers_that_differ_end_with_1(servers: Servers, capsys: pytest.Capture
     [
         (["--rate", "1", "--prefill-tp", "2"], "--prefill-tp needs --compare"),
         (["--rate", "1", "--set", "prefill.tp=2"], "--set needs --compare"),
+        (["--rate", "1", "--no-deterministic"], "--deterministic needs --compare"),
         (["--rate", "1", "--check-equal"], "--check-equal needs --compare"),
         (["--rates", "1,2"], "--rates needs --compare"),
         (["--compare", "colocated", *SIZES], "give either --rate (an open loop), --rates"),

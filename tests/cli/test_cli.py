@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from disagg import cli
-from disagg.core.config import Config
+from disagg.core.config import Config, ModelConfig
 from disagg.core.errors import BusyError, ConfigError
 from disagg.run_options import DEMO_PROMPTS, RunOptions
 from transport.keys import load_keys
@@ -74,6 +74,32 @@ def test_demo_flags(calls: Calls, tmp_path: Path) -> None:
     assert options.prompts == ("one", "two")
     assert options.sampling.max_tokens == 5
     assert options.out_dir == str(tmp_path)
+
+
+@pytest.mark.parametrize("command", ["demo", "generate a"])
+@pytest.mark.parametrize(
+    ("flag", "wanted"), [("", None), ("--deterministic", True), ("--no-deterministic", False)]
+)
+def test_deterministic(calls: Calls, command: str, flag: str, wanted: bool | None) -> None:
+    assert cli.run([*command.split(), *flag.split()]) == 0
+    [(name, config, options)] = calls
+    assert config.model.deterministic is bool(wanted)
+    assert options.deterministic is (wanted if name == "demo" else None)
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("configured", [True, False])
+@pytest.mark.parametrize("cuda", [True, False])
+def test_what_is_compared_is_deterministic_on_a_gpu(
+    asked: bool | None, configured: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from disagg import reference
+
+    device = SimpleNamespace(type="cuda" if cuda else "cpu")
+    monkeypatch.setattr(reference, "resolve_device", lambda name: device)
+    config = Config(model=ModelConfig(deterministic=configured))
+    found = reference.comparable(config, asked).model.deterministic
+    assert found is (asked if asked is not None else configured or cuda)
 
 
 def test_generate_flags(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

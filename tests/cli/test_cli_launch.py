@@ -55,13 +55,14 @@ def test_launch_and_serve_take_the_same_flags_for_groups(asked: list[Any], tmp_p
     flags = (
         f"--random-init tiny-llama --dtype float32 --prefill-tp 4 --decode-tp 3 --device cpu --config {path} "
         "--set transport.error_handling=false --chunk-tokens 64 --prefill-page-size 32 --decode-page-size 8 "
-        "--ring-bytes 64MiB --transport ucx"
+        "--ring-bytes 64MiB --transport ucx --deterministic"
     ).split()
     assert cli.run(["launch", *flags]) == 0
     assert cli.run(["serve", *flags, "--join", "tcp://a:1"]) == 0
     [launched, (joined, _)] = asked
     assert launched == joined
     assert (launched.model.random_init, launched.model.dtype) == ("tiny-llama", "float32")
+    assert launched.model.deterministic
     assert (launched.prefill.tp, launched.decode.tp, launched.decode.device) == (4, 3, "cpu")
     assert (launched.prefill.page_size, launched.decode.page_size) == (32, 8)
     assert (launched.prefill.chunk_tokens, launched.transfer.layer_groups) == (64, 7)
