@@ -30,7 +30,10 @@ class Collective(Protocol):
         """Whether `all_reduce` may be recorded in a CUDA graph: it is queued on the device, and nothing more."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replaces `tensor` by the sum over all ranks, in place; every rank gets the same bits."""
+        """Replaces `tensor` by the sum over all ranks, in place; every rank gets the same bits.
+
+        With `model.deterministic` an element's bits depend on its terms alone, not on the tensor's size.
+        """
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""

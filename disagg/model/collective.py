@@ -10,6 +10,7 @@ import threading
 import torch
 
 from disagg.core.errors import PeerLostError
+from kernels.rank_sum import rank_sum
 
 
 class SingleCollective:
@@ -30,7 +31,8 @@ class SingleCollective:
 
 
 class ThreadCollective:
-    """Ranks are threads of one process. Sums in rank order, so every rank gets the same bits every time.
+    """Ranks are threads of one process. Sums in rank order (`rank_sum`), so that an element has the same bits on
+    every rank and in a tensor of any size.
 
     Ranks on CUDA must share one device and one stream: nothing here orders streams.
     """
@@ -52,11 +54,11 @@ class ThreadCollective:
         """In-place sum. Raises PeerLostError when a rank closed or did not come in time."""
         self._shared.parts[self.rank] = tensor
         self.barrier()
-        total = self._shared.parts[0].clone()
-        for part in self._shared.parts[1:]:
-            total += part
+        parts = torch.stack([part.reshape(-1) for part in self._shared.parts])
+        total = torch.empty_like(parts[0])
+        rank_sum(parts, total)
         self.barrier()  # nobody may write its tensor before everybody has read it
-        tensor.copy_(total)
+        tensor.copy_(total.view_as(tensor))
 
     def barrier(self) -> None:
         """Returns when every rank is here. Raises PeerLostError when one closed or did not come in time."""

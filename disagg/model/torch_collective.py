@@ -13,6 +13,7 @@ import torch
 import torch.distributed
 
 from disagg.core.errors import ConfigError, PeerLostError
+from disagg.model.ordered import all_reduce_in_order
 
 BACKENDS = ("gloo", "nccl")
 
@@ -35,9 +36,11 @@ class TorchCollective:
         init_method: str | None = None,
         store: Any | None = None,
         timeout_s: float = 60.0,
+        deterministic: bool = False,
     ) -> None:
         """Joins the group; returns when all ranks have. Give `init_method` (`tcp://host:port`) or `store`.
 
+        `deterministic`: an element's sum has the same bits whatever the size of its tensor.
         Raises ConfigError for a wrong argument, PeerLostError when the ranks do not meet within `timeout_s`.
         """
         if backend not in BACKENDS:
@@ -48,6 +51,8 @@ class TorchCollective:
         self.size = size
         self.recordable = backend == "nccl"
         self._timeout_s = timeout_s
+        # Two ranks' sum has one rounding and no order (a + b is b + a): the backend's own does for them.
+        self._in_order = deterministic and size > 2
         timeout = timedelta(seconds=timeout_s)
         try:
             if store is None:
@@ -65,7 +70,10 @@ class TorchCollective:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """In-place sum; with nccl it is queued on the current stream. Raises PeerLostError on a lost rank."""
         try:
-            self._group.allreduce([tensor]).wait()
+            if self._in_order:
+                all_reduce_in_order(self._group, tensor, self.size)
+            else:
+                self._group.allreduce([tensor]).wait()
         except (RuntimeError, dist.DistError) as exc:
             raise self._lost() from exc
 

@@ -60,8 +60,8 @@ def make_source(config: Config) -> ModelSource:
     raise ConfigError("no model: give --model DIR or --random-init NAME")
 
 
-def make_collective(rank: int, size: int, rendezvous: Rendezvous) -> Collective:
-    """The group's collective; returns when all ranks have come."""
+def make_collective(rank: int, size: int, rendezvous: Rendezvous, deterministic: bool = False) -> Collective:
+    """The group's collective; returns when all ranks have come. `deterministic`: see `ModelConfig`."""
     if size == 1:
         from disagg.model.collective import SingleCollective
 
@@ -69,7 +69,11 @@ def make_collective(rank: int, size: int, rendezvous: Rendezvous) -> Collective:
     from disagg.model.torch_collective import TorchCollective
 
     return TorchCollective(
-        rank=rank, size=size, backend=rendezvous.backend, init_method=rendezvous.init_method
+        rank=rank,
+        size=size,
+        backend=rendezvous.backend,
+        init_method=rendezvous.init_method,
+        deterministic=deterministic,
     )
 
 

@@ -74,7 +74,9 @@ class RankHost:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         source = make_source(self._config)
-        self._collective = make_collective(self._rank, group.ranks, rendezvous)
+        self._collective = make_collective(
+            self._rank, group.ranks, rendezvous, self._config.model.deterministic
+        )
         runner = make_runner(self._config, group, source, self._collective, device)
         memory = ""
         if device.type == "cuda":

@@ -11,6 +11,7 @@ import pytest
 import torch
 from attention_code import compiled
 
+from kernels.rank_sum import _rank_sum_kernel
 from kernels.rms_norm import _norm_kernel
 from kernels.rotary import _rotary_kernel
 from kernels.silu_mul import _silu_mul_kernel
@@ -54,3 +55,11 @@ def test_rotary() -> None:
 def test_silu_mul() -> None:
     ptx = code(_silu_mul_kernel, "gate up out", {"elements": 1600}, {"BLOCK": 1024}, 4)
     assert stores(ptx) == {"st.global.v4.b32"}
+
+
+def test_rank_sum() -> None:
+    ptx = code(
+        _rank_sum_kernel, "parts out", {"elements": 1600}, {"RANKS": 4, "WIDE": True, "BLOCK": 1024}, 4
+    )
+    assert stores(ptx) == {"st.global.v4.b32"}
+    assert "ld.global.v4.b32" in ptx

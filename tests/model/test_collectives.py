@@ -13,6 +13,7 @@ from disagg.core.errors import ConfigError, PeerLostError
 from disagg.core.ports import Collective
 from disagg.model.collective import SingleCollective, ThreadCollective
 from disagg.model.torch_collective import TorchCollective
+from kernels.rank_sum import rank_sum_reference
 
 Group = Callable[[int], list[Callable[[], Collective]]]
 TIMEOUT_S = 20.0
@@ -36,12 +37,30 @@ def gloo(size: int) -> list[Callable[[], Collective]]:
     return [lambda rank=rank: join(rank) for rank in range(size)]  # type: ignore[misc]
 
 
+def gloo_in_order(size: int) -> list[Callable[[], Collective]]:
+    store = torch.distributed.HashStore()
+
+    def join(rank: int) -> Collective:
+        return TorchCollective(
+            rank=rank, size=size, backend="gloo", store=store, timeout_s=TIMEOUT_S, deterministic=True
+        )
+
+    return [lambda rank=rank: join(rank) for rank in range(size)]  # type: ignore[misc]
+
+
 CASES = [
     pytest.param(single, 1, id="single"),
     *[pytest.param(threads, n, id=f"threads-{n}") for n in (1, 2, 3)],
     *[pytest.param(gloo, n, id=f"gloo-{n}") for n in (1, 2, 3)],
+    *[pytest.param(gloo_in_order, n, id=f"gloo-in-order-{n}") for n in (2, 3)],
 ]
-GROUPS = [pytest.param(threads, id="threads"), pytest.param(gloo, id="gloo")]
+GROUPS = [
+    pytest.param(threads, id="threads"),
+    pytest.param(gloo, id="gloo"),
+    pytest.param(gloo_in_order, id="gloo-in-order"),
+]
+IN_ORDER = [pytest.param(threads, id="threads"), pytest.param(gloo_in_order, id="gloo-in-order")]
+"""What a deterministic group sums with."""
 
 
 def on_ranks(make: Group, size: int, work: Callable[[Collective], object]) -> list[object]:
@@ -81,6 +100,53 @@ def test_sums_in_place_with_the_same_bits_on_every_rank(make: Group, size: int, 
         assert isinstance(result, torch.Tensor), result
         assert torch.equal(result, results[0])  # type: ignore[arg-type]
         torch.testing.assert_close(result.double(), expected, rtol=0.03, atol=0.1)
+
+
+@pytest.mark.parametrize("gather_bytes", [0, 1 << 20], ids=["two exchanges", "one exchange"])
+@pytest.mark.parametrize("make", IN_ORDER)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])
+def test_bits_depend_on_the_terms_alone(
+    make: Group, size: int, dtype: torch.dtype, gather_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors of other numbers of rows, that divide among the ranks or not, by either way of sending them."""
+    monkeypatch.setattr("disagg.model.ordered.GATHER_BYTES", gather_bytes)
+    scale = 4.0 ** torch.randint(-4, 5, (size, 65, 7), generator=torch.Generator().manual_seed(0))
+    parts = torch.randn(size, 65, 7, generator=torch.Generator().manual_seed(1)) * scale
+    parts = parts.to(dtype) if dtype.is_floating_point else parts.long().clamp(0, 60).to(dtype)
+    expected = torch.empty_like(parts[0])
+    rank_sum_reference(parts.view(size, -1), expected.view(-1))
+    spans = [(0, 65), (0, 1), (64, 65), (3, 9), (17, 49), (5, 5)]
+
+    def work(collective: Collective) -> list[torch.Tensor]:
+        mine = [parts[collective.rank, start:stop].clone() for start, stop in spans]
+        for tensor in mine:
+            collective.all_reduce(tensor)
+        collective.barrier()
+        return mine
+
+    for result in on_ranks(make, size, work):
+        assert isinstance(result, list), result
+        for (start, stop), tensor in zip(spans, result, strict=True):
+            assert torch.equal(tensor, expected[start:stop])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gather_bytes", [0, 1 << 20], ids=["two exchanges", "one exchange"])
+def test_ranks_that_share_a_gpu_sum_in_order(gather_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("disagg.model.ordered.GATHER_BYTES", gather_bytes)
+    parts = torch.randn(3, 40, 7, generator=torch.Generator().manual_seed(0)).bfloat16().cuda()
+    expected = torch.empty_like(parts[0])
+    rank_sum_reference(parts.view(3, -1), expected.view(-1))
+
+    def work(collective: Collective) -> torch.Tensor:
+        tensor = parts[collective.rank].clone()
+        collective.all_reduce(tensor)
+        return tensor
+
+    for result in on_ranks(gloo_in_order, 3, work):
+        assert isinstance(result, torch.Tensor), result
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("make", GROUPS)

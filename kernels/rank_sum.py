@@ -1,0 +1,85 @@
+"""The sum of what several ranks computed, in the order of their numbers, in one launch.
+
+Each element's terms are added one after the other, so its bits depend on nothing else: neither on how many elements
+there are, nor on where in the tensor it lies.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention import on_device
+from kernels.dispatch import backend
+from kernels.layer_kv import told
+
+_BLOCK = 1024
+_WARPS = 4
+_WIDE = (torch.float16, torch.bfloat16)
+"""Types whose sums are kept in float32 and rounded once."""
+
+
+def rank_sum(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """`out[i] = parts[0, i] + parts[1, i] + ...`, from the left; float16 and bfloat16 in float32, rounded once.
+
+    `parts`: `[ranks, elements]` and `out`: `[elements]`, contiguous, of one type; integers wrap around. On CUDA: one
+    launch on the current stream, no synchronization; may be captured into a graph once it has run outside of one.
+    Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    """
+    _check(parts, out)
+    if backend(parts.device) != "triton":
+        _sum_torch(parts, out)
+    elif out.numel():
+        with on_device(parts):
+            _rank_sum_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+                parts,
+                out,
+                out.numel(),
+                RANKS=parts.shape[0],
+                WIDE=parts.dtype in _WIDE,
+                BLOCK=_BLOCK,
+                num_warps=_WARPS,
+            )
+
+
+def rank_sum_reference(parts: torch.Tensor, out: torch.Tensor) -> None:
+    """The same as `rank_sum`, in plain torch on any device."""
+    _check(parts, out)
+    _sum_torch(parts, out)
+
+
+def _sum_torch(parts: torch.Tensor, out: torch.Tensor) -> None:
+    total = parts[0].float() if parts.dtype in _WIDE else parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
+
+
+def _check(parts: torch.Tensor, out: torch.Tensor) -> None:
+    if parts.dim() != 2 or not len(parts) or not parts.is_contiguous():
+        raise ValueError(f"parts must be contiguous [ranks, elements]; got {told(parts)}")
+    alike = out.shape == parts.shape[1:] and out.dtype == parts.dtype and out.device == parts.device
+    if not alike or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {told(parts[0])}, as a part of parts; got {told(out)}")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _rank_sum_kernel(  # type: ignore[no-untyped-def]
+    parts,
+    out,
+    elements,
+    RANKS: tl.constexpr,  # noqa: N803
+    WIDE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    # int64 before the product: a long prompt's rows have more than 2^31 elements.
+    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = element < elements  # known to be a multiple of 16, mostly: else accesses would be scalar
+    total = tl.load(parts + element, mask=mask, other=0)
+    if WIDE:
+        total = total.to(tl.float32)
+    for _ in tl.static_range(1, RANKS):
+        parts += elements
+        total += tl.load(parts + element, mask=mask, other=0).to(total.dtype)
+    tl.store(out + element, total.to(out.dtype.element_ty), mask=mask)
