@@ -217,15 +217,18 @@ def log2_of(scales, EXACT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa
 
 
 @triton.jit
-def base2_scores(products, scaling, softcap):  # type: ignore[no-untyped-def]
-    """Scores in units of log 2 from the products of queries and keys."""
+def base2_parts(products, scaling, softcap):  # type: ignore[no-untyped-def]
+    """Two factors of the scores in units of log 2, from the products of queries and keys.
+
+    Factors, and no scores: each kernel multiplies and adds in one rounding (`tl.fma`), so that no compiler decides.
+    """
     if softcap is None:
-        scores = products * (scaling * LOG2_E)
+        raw, factor = products, scaling * LOG2_E
     else:
         # tanh(x) = 1 - 2 / (1 + exp(2x)), which is right at both infinities.
         half = 1.0 + tl.exp2(products * (scaling * (2.0 * LOG2_E / softcap)))
-        scores = (softcap - 2.0 * softcap / half) * LOG2_E
-    return scores
+        raw, factor = softcap - 2.0 * softcap / half, LOG2_E
+    return raw, factor
 
 
 @triton.jit

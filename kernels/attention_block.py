@@ -1,6 +1,10 @@
 """The inner loop of the attention kernels: a running softmax over the context, a block of tokens at a time.
 
-What differs between them is which tokens a row of queries sees, and they say so: everything else is here.
+The kernels differ in which tokens a row of queries sees; the arithmetic is here, and gives a row the same bits in
+every kernel and tile. On a tensor core the bits of a product depend on neither the tile nor the instruction, only on
+the order of the summed dimension (`tests/kernels/test_same_bits_gpu.py`), so the weights are summed by a product with
+ones: a reduction over threads would follow the tile's layout. Multiplications and additions that a compiler could
+join are joined explicitly (`tl.fma`). A block in which a row sees nothing leaves the row's state as it is, exactly.
 """
 
 from __future__ import annotations
@@ -8,14 +12,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.attention import base2_scores, dot, halves, load_rows, load_scales, log2_of
+from kernels.attention import LOG2_E, base2_parts, dot, halves, load_rows, load_scales, log2_of
+
+TOTAL_COLUMNS = tl.constexpr(16)
+"""Columns of the sum of weights, all equal: `tl.dot` makes no fewer."""
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def empty_state(ROWS: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """The running state before any block, as `add_block` takes it."""
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS, TOTAL_COLUMNS], tl.float32)
+    return largest, total, tl.zeros([ROWS, BLOCK_V], tl.float32)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def add_block(  # type: ignore[no-untyped-def]
-    # what the blocks before have left
+    # the state after the blocks before
     largest,  # float32 [rows], of the scores, in units of log 2
-    total,  # float32 [rows], of the weights
+    total,  # float32 [rows, TOTAL_COLUMNS], sum of the weights
     values_sum,  # float32 [rows, BLOCK_V]
     queries,  # [rows, BLOCK_K]; float16 where there are codes and the model has 16 bits
     # of the layer and of the KV head
@@ -39,7 +54,7 @@ def add_block(  # type: ignore[no-untyped-def]
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
     """`largest`, `total` and `values_sum` with one block of tokens more."""
-    # What is beyond the end reads the last token again, and nobody sees it. int64 before any product: a pool is far
+    # Tokens beyond the end read the last token again, and no row sees them. int64 before any product: a pool is far
     # larger than 2^31 elements.
     slot = tl.load(row_table + tl.minimum(token, last - 1)).to(tl.int64)
     keys = load_rows(k, slot, K_DIM, SLOT_STRIDE, FP8, BLOCK_K)
@@ -54,21 +69,68 @@ def add_block(  # type: ignore[no-untyped-def]
     products = dot(queries, tl.trans(keys.to(queries.dtype)), nothing)
     if k_scales is not None:
         products *= k_scale[None, :]
-    scores = base2_scores(products, scaling, softcap)
-    if v_scales is not None:
+    raw, factor = base2_parts(products, scaling, softcap)
+    if v_scales is None:
+        scores = raw * factor
+    else:
         v_level = log2_of(v_scale, queries.dtype == tl.float32)
-        scores += v_level[None, :]
+        scores = tl.fma(raw, nothing + factor, nothing + v_level[None, :])
+    seen = scores
     if visible is not None:
-        scores = tl.where(visible, scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, 1))
+        seen = tl.where(visible, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(seen, 1))
     level = new_largest
     if not ALL_SEE:  # a row that has seen nothing yet
         level = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores - level[:, None])
-    shrink = tl.exp2(largest - level)
     if v_scales is None:
-        total = total * shrink + tl.sum(weights, 1)
+        weights = tl.exp2(tl.fma(raw, nothing + factor, nothing - level[:, None]))
     else:
-        total = total * shrink + tl.sum(weights * tl.exp2(-v_level)[None, :], 1)
-    values_sum = dot(weights.to(queries.dtype), values.to(queries.dtype), values_sum * shrink[:, None])
+        weights = tl.exp2(scores - level[:, None])
+    if visible is not None:
+        weights = tl.where(visible, weights, 0.0)
+    shrink = tl.exp2(largest - level)[:, None]
+    rounded = weights.to(queries.dtype)
+    if v_scales is None:
+        summed = rounded
+    elif queries.dtype == tl.float32:
+        summed = weights * tl.exp2(-v_level)[None, :]
+    else:  # without the values' scales the weights leave the range of float16
+        summed = (weights * tl.exp2(-v_level)[None, :]).to(tl.bfloat16)
+    ones = tl.full([token.shape[0], TOTAL_COLUMNS], 1.0, tl.float32).to(summed.dtype)
+    total = dot(summed, ones, total * shrink)
+    values_sum = dot(rounded, values.to(queries.dtype), values_sum * shrink)
     return new_largest, total, values_sum
+
+
+@triton.jit
+def join_states(largest, total, values_sum, more_largest, more_total, more_values):  # type: ignore[no-untyped-def]
+    """One running state of two, `total` `[rows, columns]` each; exact where one of them has seen nothing."""
+    new_largest = tl.maximum(largest, more_largest)
+    level = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    shrink, factor = tl.exp2(largest - level)[:, None], tl.exp2(more_largest - level)[:, None]
+    total = tl.fma(more_total, tl.zeros_like(total) + factor, total * shrink)
+    values_sum = tl.fma(more_values, tl.zeros_like(values_sum) + factor, values_sum * shrink)
+    return new_largest, total, values_sum
+
+
+@triton.jit
+def attended(largest, total, values_sum, sink):  # type: ignore[no-untyped-def]
+    """The result of a whole context, float32 `[rows, BLOCK_V]`, zeros for a row that has seen nothing.
+
+    `total` is float32 `[rows]`; `sink` float32 `[rows]` in units of log 2, or None.
+    """
+    if sink is not None:
+        new_largest = tl.maximum(largest, sink)
+        shrink = tl.exp2(largest - new_largest)
+        total = tl.fma(total, shrink, tl.exp2(sink - new_largest))
+        values_sum = values_sum * shrink[:, None]
+    return values_sum / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def sinks_of(sinks, q_head, real):  # type: ignore[no-untyped-def]
+    """Of some query heads, as `attended` takes them."""
+    found = None
+    if sinks is not None:
+        found = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+    return found

@@ -1,8 +1,12 @@
-"""Contexts cut into splits that several programs go over at once, and what joins them (FlashDecoding).
+"""Contexts cut into splits that several programs go over at once, and the kernel that joins them (FlashDecoding).
 
-How many splits some rows have follows from how many tokens they see, which only the device knows: as many as give
-each some tokens to do. The grid has room for the most there can be, so the launch can be recorded in a CUDA graph;
-programs beyond end at once. Rows of one split are done when their program is; a second kernel joins the others.
+How many splits some rows have follows from how many tokens they see, which only the device knows. The grid has room
+for the most there can be, so the launch can be recorded in a CUDA graph; programs beyond end at once. Rows of one
+split are done when their program is; a second kernel joins the others.
+
+Splits are either chosen by how many programs the launch has besides (as many tokens as keep the device busy), or
+*fixed*: they begin at multiples of a number of tokens, and are joined one after the other. Then a row's result has the
+same bits whatever else is in the launch (batch-invariant attention: Thinking Machines, 2025).
 """
 
 from __future__ import annotations
@@ -15,10 +19,15 @@ import triton
 import triton.language as tl
 
 from kernels.attention import LOG2_E, block_of
+from kernels.attention_block import TOTAL_COLUMNS, attended, join_states
 
+FIXED_SPLIT_TOKENS = 1024
+"""Of fixed splits. Part of the result's definition: groups that hand over to each other must use the same."""
 _MAX_SPLITS = 128
 _COMBINED_ELEMENTS = 4096
 """Of partial results that a program of the second kernel holds at a time."""
+_LOADED_AHEAD = 4
+"""Fixed splits whose partial results are on their way at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +35,11 @@ class Splits:
     """How contexts are cut, whatever their lengths will be."""
 
     most: int
-    """Of one sequence."""
+    """Of one sequence. 1: a program goes over the whole context, split after split where they are fixed."""
     least_tokens: int
-    """Of one split, but for a sequence's last one."""
+    """Of one split, but for a sequence's last one; of fixed splits, exactly."""
+    fixed: bool = False
+    """Splits begin at multiples of `least_tokens`, and no row's result depends on `most`."""
 
 
 def splits_of(programs: int, most_programs: int, max_tokens: int, least_tokens: int) -> Splits:
@@ -37,26 +48,33 @@ def splits_of(programs: int, most_programs: int, max_tokens: int, least_tokens: 
     return Splits(max(1, most), least_tokens)
 
 
+def fixed_splits(
+    max_tokens: int, *, window: bool, parallel: bool = True, tokens: int = FIXED_SPLIT_TOKENS
+) -> Splits:
+    """For rows that see up to `max_tokens`; a window may touch one split more. Not `parallel`: one program for all."""
+    return Splits(-(-max_tokens // tokens) + window if parallel else 1, tokens, fixed=True)
+
+
 @lru_cache
 def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """What kernels are given where no context can be cut: so they compile once, whether contexts are cut or not."""
+    """Arguments of kernels where no context can be cut: so they compile once, whether contexts are cut or not."""
     return torch.empty(4, device=device), torch.empty(4, dtype=torch.int32, device=device)
 
 
 class Partials:
-    """What the splits of each row leave for the second kernel."""
+    """The states that the splits of each row leave for the second kernel."""
 
     def __init__(self, out: torch.Tensor, splits: Splits, *, strangers: bool) -> None:
         """`out`: `[tokens, q_heads, v_dim]`, where the results go. `strangers`: some tokens may be no sequence's, and
         are left alone. Nothing is allocated if no context can be cut."""
         self._out, self._splits = out, splits
         nothing, none_used = _nothing(out.device)
-        self.results, self.lse, self.used = nothing, nothing, none_used
+        self.values, self.levels, self.used = nothing, nothing, none_used
         if splits.most > 1:
             tokens, q_heads, v_dim = out.shape
             shape = (tokens, q_heads, splits.most)
-            self.results = torch.empty(*shape, v_dim, dtype=torch.float32, device=out.device)
-            self.lse = torch.empty(shape, dtype=torch.float32, device=out.device)
+            self.values = torch.empty(*shape, v_dim, dtype=torch.float32, device=out.device)
+            self.levels = torch.empty(2, *shape, dtype=torch.float32, device=out.device)
             make = torch.zeros if strangers else torch.empty
             self.used = make(tokens, q_heads, dtype=torch.int32, device=out.device)
 
@@ -67,14 +85,15 @@ class Partials:
         tokens, q_heads, v_dim = self._out.shape
         block_v = block_of(v_dim)
         _join_kernel[(q_heads, tokens)](
-            self.results,
-            self.lse,
+            self.values,
+            self.levels,
             self.used,
             sinks,
             self._out,
             self._splits.most,
             V_DIM=v_dim,
-            BLOCK_SPLITS=max(1, _COMBINED_ELEMENTS // block_v),
+            FIXED=self._splits.fixed,
+            BLOCK_SPLITS=_LOADED_AHEAD if self._splits.fixed else max(1, _COMBINED_ELEMENTS // block_v),
             BLOCK_V=block_v,
             enable_fp_fusion=True,
         )
@@ -88,8 +107,28 @@ def split_tokens_of(tokens, splits, least_tokens, BLOCK_TOKENS: tl.constexpr):  
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def cut_context(  # type: ignore[no-untyped-def]
+    low,  # first token that some row sees
+    last,  # behind the last one
+    splits,
+    least_tokens,
+    FIXED: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+):
+    """Where blocks begin, where the first split begins, tokens of a split, and number of splits."""
+    if FIXED:
+        start = low // BLOCK_TOKENS * BLOCK_TOKENS
+        first = low // least_tokens * least_tokens
+        split_tokens = least_tokens
+    else:
+        start, first = low, low
+        split_tokens = split_tokens_of(last - low, splits, least_tokens, BLOCK_TOKENS)
+    return start, first, split_tokens, tl.cdiv(last - first, split_tokens)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def write_results(  # type: ignore[no-untyped-def]
-    # of one split, as `add_block` leaves them
+    # of one split, or of all, as `add_block` leaves them
     largest,
     total,
     values_sum,
@@ -99,12 +138,13 @@ def write_results(  # type: ignore[no-untyped-def]
     split,
     used,  # splits that these rows have
     splits,
-    partial,
-    lse,
+    partial_values,
+    partial_levels,
     used_splits,
+    rows,  # of `partial_levels`
     sink,  # float32 [rows] in units of log 2, or None
     out,
-    V_DIM: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    V_DIM: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
     """The results themselves, where nothing has to be joined."""
@@ -112,29 +152,22 @@ def write_results(  # type: ignore[no-untyped-def]
     mask = real[:, None] & (element < V_DIM)[None, :]
     if (splits > 1) & (split == 0):
         tl.store(used_splits + row, tl.zeros_like(row).to(tl.int32) + used, mask=real)
-    # A sequence of length 0, or rows that see nothing of this split: `largest` is -inf then.
-    divisor = tl.where(total == 0.0, 1.0, total)
-    if used > 1:
+    summed = tl.max(total, 1)  # of equal columns
+    if (splits > 1) & (used > 1):
         place = row * splits + split
-        tl.store(lse + place, largest + tl.log2(divisor), mask=real)
-        tl.store(
-            partial + place[:, None] * V_DIM + element[None, :], values_sum / divisor[:, None], mask=mask
-        )
+        tl.store(partial_levels + place, largest, mask=real)
+        tl.store(partial_levels + rows * splits + place, summed, mask=real)
+        tl.store(partial_values + place[:, None] * V_DIM + element[None, :], values_sum, mask=mask)
     else:
-        if sink is not None:
-            new_largest = tl.maximum(largest, sink)
-            shrink = tl.exp2(largest - new_largest)
-            divisor = total * shrink + tl.exp2(sink - new_largest)
-            values_sum = values_sum * shrink[:, None]
-        result = (values_sum / divisor[:, None]).to(out.dtype.element_ty)
+        result = attended(largest, summed, values_sum, sink).to(out.dtype.element_ty)
         tl.store(out + row[:, None] * V_DIM + element[None, :], result, mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
 def _join_kernel(  # type: ignore[no-untyped-def]
     # tensors
-    partial,
-    lse,
+    partial_values,
+    partial_levels,
     used_splits,
     sinks,
     out,
@@ -142,6 +175,7 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     splits,
     # meta
     V_DIM: tl.constexpr,  # noqa: N803
+    FIXED: tl.constexpr,  # noqa: N803
     BLOCK_SPLITS: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
@@ -150,28 +184,47 @@ def _join_kernel(  # type: ignore[no-untyped-def]
     used = tl.load(used_splits + row)
     if used <= 1:
         return  # its program has written the result
+    rows = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
     element = tl.arange(0, BLOCK_V)
+    inside = (element < V_DIM)[None, :]
+    one = tl.arange(0, 1)
+    levels, totals = partial_levels + row * splits, partial_levels + (rows + row) * splits
+    values = partial_values + row * splits * V_DIM + element[None, :]
     largest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    if sinks is not None:
-        largest = tl.load(sinks + q_head + tl.arange(0, 1)).to(tl.float32) * LOG2_E
-        total = total + 1.0  # exp2(sink - largest)
-    values_sum = tl.zeros([BLOCK_V], tl.float32)
+    total = tl.zeros([1, 1], tl.float32)
+    values_sum = tl.zeros([1, BLOCK_V], tl.float32)
     for start in range(0, used, BLOCK_SPLITS):
-        split = start + tl.arange(0, BLOCK_SPLITS)
-        inside = split < used  # the others were not written
-        place = row * splits + split
-        level = tl.load(lse + place, mask=inside, other=float("-inf"))
-        found = tl.load(
-            partial + place[:, None] * V_DIM + element[None, :],
-            mask=inside[:, None] & (element < V_DIM)[None, :],
-            other=0.0,
-        )
-        new_largest = tl.maximum(largest, tl.max(level, 0))
-        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)  # no split so far has a token to see
-        weights = tl.exp2(level - base)
-        shrink = tl.exp2(largest - base)
-        total = total * shrink + tl.sum(weights, 0)
-        values_sum = values_sum * shrink + tl.sum(found * weights[:, None], 0)
-        largest = new_largest
-    tl.store(out + row * V_DIM + element, (values_sum / total).to(out.dtype.element_ty), mask=element < V_DIM)
+        if FIXED:
+            for ahead in tl.static_range(BLOCK_SPLITS):
+                split = start + ahead + one
+                there = split < used  # the others were not written
+                largest, total, values_sum = join_states(
+                    largest,
+                    total,
+                    values_sum,
+                    tl.load(levels + split, mask=there, other=float("-inf")),
+                    tl.load(totals + split, mask=there, other=0.0)[:, None],
+                    tl.load(values + split[:, None] * V_DIM, mask=there[:, None] & inside, other=0.0),
+                )
+        else:
+            split = start + tl.arange(0, BLOCK_SPLITS)
+            there = split < used
+            level = tl.load(levels + split, mask=there, other=float("-inf"))
+            weight = tl.load(totals + split, mask=there, other=0.0)
+            found = tl.load(values + split[:, None] * V_DIM, mask=there[:, None] & inside, other=0.0)
+            top = tl.max(level, 0)
+            base = tl.where(top == float("-inf"), 0.0, top)  # no split of these has a token to see
+            factor = tl.exp2(level - base)
+            largest, total, values_sum = join_states(
+                largest,
+                total,
+                values_sum,
+                tl.zeros([1], tl.float32) + top,
+                tl.zeros([1, 1], tl.float32) + tl.sum(weight * factor, 0),
+                tl.sum(found * factor[:, None], 0)[None, :],
+            )
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + q_head + one).to(tl.float32) * LOG2_E
+    result = attended(largest, tl.max(total, 1), values_sum, sink).to(out.dtype.element_ty)
+    tl.store(out + row * V_DIM + element[None, :], result, mask=inside)

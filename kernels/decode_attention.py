@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from kernels.attention import (
-    LOG2_E,
     AttentionParams,
     block_of,
     check_numbers,
@@ -23,11 +22,12 @@ from kernels.attention import (
     on_device,
     require_triton,
 )
-from kernels.attention_block import add_block
+from kernels.attention_block import add_block, empty_state, sinks_of
 from kernels.attention_splits import (
     Partials,
     Splits,
-    split_tokens_of,
+    cut_context,
+    fixed_splits,
     splits_of,
     write_results,
 )
@@ -80,6 +80,7 @@ def decode_attention(
     params: AttentionParams,
     out: torch.Tensor,
     *,
+    deterministic: bool = False,
     splits: Splits | None = None,
     tile: DecodeTile | None = None,
 ) -> None:
@@ -90,6 +91,8 @@ def decode_attention(
     - rows: int32 or int64 `[n]`, each sequence's row in the table.
     - lengths: int32 or int64 `[n]`: tokens in the pool, the query's own included; 0 (a padding row) gives zeros.
     - out: `[n, q_heads, v_dim]` of q's type, contiguous.
+    - deterministic: fixed splits. A sequence's result then has the same bits whatever else is in the launch, and the
+      same as from `prefill_attention`.
     - splits, tile: chosen by the device and the sizes when left out.
 
     Codes are multiplied as float16, which has all of them exactly, where the queries have 16 bits.
@@ -109,6 +112,8 @@ def decode_attention(
     block_rows = min(_MAX_GROUP_ROWS.get(q.dtype, 64), block_of(group))
     parts = -(-group // block_rows)
     seen = min(table.shape[1], params.window_tokens or table.shape[1])
+    if splits is None and deterministic:
+        splits = fixed_splits(seen, window=params.window_tokens is not None)
     splits = splits or decode_splits_of(n * kv_heads * parts, seen, q.device)
     partials = Partials(out, splits, strangers=False)
     with on_device(q):
@@ -123,8 +128,8 @@ def decode_attention(
             lengths,
             params.sinks,
             out,
-            partials.results,
-            partials.lse,
+            partials.values,
+            partials.levels,
             partials.used,
             *q.stride()[:2],
             table.shape[1],
@@ -140,6 +145,7 @@ def decode_attention(
             V_DIM=v_dim,
             **kv.strides(),
             FP8=kv.fp8,
+            FIXED=splits.fixed,
             BLOCK_ROWS=block_rows,
             BLOCK_TOKENS=tile.tokens,
             BLOCK_K=block_of(k_dim),
@@ -166,8 +172,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     lengths,
     sinks,
     out,
-    partial,
-    lse,
+    partial_values,
+    partial_levels,
     used_splits,
     # sizes
     q_stride,
@@ -190,6 +196,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     SCALE_SLOT_STRIDE: tl.constexpr,  # noqa: N803
     SCALE_HEAD_STRIDE: tl.constexpr,  # noqa: N803
     FP8: tl.constexpr,  # noqa: N803
+    FIXED: tl.constexpr,  # noqa: N803
     BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_K: tl.constexpr,  # noqa: N803
@@ -201,11 +208,11 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     low = 0
     if window is not None:
         low = tl.maximum(length - window, 0)
-    split_tokens = split_tokens_of(length - low, splits, least_tokens, BLOCK_TOKENS)
-    first = low + split * split_tokens
-    last = tl.minimum(first + split_tokens, length)
-    if split > 0 and first >= last:
+    start, first, split_tokens, used = cut_context(low, length, splits, least_tokens, FIXED, BLOCK_TOKENS)
+    if split > 0 and split >= used:
         return  # the second kernel is told how many there are
+    begin = tl.maximum(first + split * split_tokens, start)
+    end = tl.minimum(first + (split + 1) * split_tokens, length)
 
     member = (tl.program_id(0) % PARTS) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = member < GROUP  # tl.dot needs 16 rows or more
@@ -225,22 +232,21 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
             queries, power = half_queries(queries)
             scaling = (scaling * power)[:, None]
     row_table = table + tl.load(rows + sequence).to(tl.int64) * table_stride
-    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    values_sum = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
-    for start in range(first, last, BLOCK_TOKENS):
-        token = start + tl.arange(0, BLOCK_TOKENS)
+    largest, total, values_sum = empty_state(BLOCK_ROWS, BLOCK_V)
+    for token_start in range(begin, end, BLOCK_TOKENS):
+        token = token_start + tl.arange(0, BLOCK_TOKENS)
+        visible = (token < end)[None, :]
+        if FIXED and window is not None:
+            visible &= (token >= low)[None, :]
         # Each block has a token that is visible.
         largest, total, values_sum = add_block(
-            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last,
-            token[None, :] < last, scaling, softcap, True, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8,
+            largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, end,
+            visible, scaling, softcap, True, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8,
             BLOCK_K, BLOCK_V,
         )  # fmt: skip
 
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
     write_results(
-        largest, total, values_sum, sequence * (KV_HEADS * GROUP) + q_head, real, split,
-        tl.cdiv(length - low, split_tokens), splits, partial, lse, used_splits, sink, out, V_DIM, BLOCK_V,
+        largest, total, values_sum, sequence * (KV_HEADS * GROUP) + q_head, real, split, used, splits,
+        partial_values, partial_levels, used_splits, tl.num_programs(2).to(tl.int64) * (KV_HEADS * GROUP),
+        sinks_of(sinks, q_head, real), out, V_DIM, BLOCK_V,
     )  # fmt: skip

@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 
 from kernels.attention import (
-    LOG2_E,
     AttentionParams,
     block_of,
     check_numbers,
@@ -27,11 +26,12 @@ from kernels.attention import (
     require_triton,
     shared_bytes,
 )
-from kernels.attention_block import add_block
+from kernels.attention_block import add_block, empty_state, join_states, sinks_of
 from kernels.attention_splits import (
     Partials,
     Splits,
-    split_tokens_of,
+    cut_context,
+    fixed_splits,
     splits_of,
     write_results,
 )
@@ -105,6 +105,24 @@ def _shared_bytes(tile: PrefillTile, head_dim: int) -> int:
     return 2 * head_dim * (tile.rows + 2 * (tile.stages - 1) * tile.tokens)
 
 
+def fixed_tile_of(
+    dtype: torch.dtype, rows: int, programs: int, head_dim: int, device: torch.device
+) -> PrefillTile:
+    """A tile that changes no bits: blocks of as many tokens as the single tokens' kernel takes.
+
+    `rows` of one sequence at most; `programs` of 128 rows before any context is cut.
+    """
+    if dtype == torch.float32:
+        return PrefillTile(rows=32 if head_dim <= 128 else 16, tokens=16, stages=2)
+    if head_dim > 128:
+        return PrefillTile(rows=16 if rows <= 16 else 64, tokens=32, warps=4, stages=2)
+    if rows <= 32:
+        return PrefillTile(rows=16 if rows <= 16 else 32, tokens=64, warps=4, stages=2)
+    if rows <= 64 or programs < multiprocessors(device):
+        return PrefillTile(rows=64, tokens=64, warps=4, stages=2)
+    return PrefillTile(rows=128, tokens=64, warps=8, stages=3)
+
+
 def prefill_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
     """For so many `programs` before any context is cut: no more of them than run at once."""
     return splits_of(programs, multiprocessors(device), max_tokens, _LEAST_SPLIT_TOKENS)
@@ -118,6 +136,7 @@ def prefill_attention(
     params: AttentionParams,
     out: torch.Tensor,
     *,
+    deterministic: bool = False,
     splits: Splits | None = None,
     tile: PrefillTile | None = None,
 ) -> None:
@@ -127,6 +146,8 @@ def prefill_attention(
     - kv, table: K and V of the layer, and int32 `[rows, max_tokens]`, the slot of each token of each row.
     - queries: where the sequences lie in `q`; tokens of none are left alone.
     - out: `[tokens, q_heads, v_dim]` of q's type, contiguous.
+    - deterministic: fixed splits. A token's result then has the same bits in whatever chunk it is computed, whatever
+      else is in the launch, and the same as from `decode_attention`.
     - splits, tile: chosen by the device and the sizes when left out.
 
     A query at position `p` sees the tokens up to `p`, or the last `window_tokens` of them; no other is used, and none
@@ -140,17 +161,25 @@ def prefill_attention(
     sequences, kv_heads, k_dim, v_dim = queries.rows.shape[0], kv.k.shape[1], q.shape[2], out.shape[2]
     if sequences == 0 or queries.most == 0:
         return
-    if tile is None:
-        rows, head_dim = queries.most * group, block_of(max(k_dim, v_dim))
-        tile = prefill_tile_of(q.dtype, rows, head_dim, kv.k.element_size(), shared_bytes(q.device))
+    device, head_dim = q.device, block_of(max(k_dim, v_dim))
+    # By the tokens there are: of a recorded step's sequences most may be empty.
+    if tile is None and deterministic:
+        programs = -(-q.shape[0] * group // 128) * kv_heads
+        tile = fixed_tile_of(q.dtype, queries.most * group, programs, head_dim, device)
+    elif tile is None:
+        rows = queries.most * group
+        tile = prefill_tile_of(q.dtype, rows, head_dim, kv.k.element_size(), shared_bytes(device))
     blocks = -(-queries.most * group // tile.rows)
     if splits is None:
-        # By the tokens there are: of a recorded step's sequences most may be empty.
         programs = -(-q.shape[0] * group // tile.rows) * kv_heads
         seen = table.shape[1]
         if params.window_tokens:  # a block's first row sees so many, each further token moves its end by one
             seen = min(seen, params.window_tokens + -(-tile.rows // group))
-        splits = prefill_splits_of(programs, seen, q.device)
+        if deterministic:
+            few = programs < multiprocessors(device)
+            splits = fixed_splits(seen, window=params.window_tokens is not None, parallel=few)
+        else:
+            splits = prefill_splits_of(programs, seen, device)
     partials = Partials(out, splits, strangers=True)
     with on_device(q):
         _prefill_kernel[(blocks * splits.most, kv_heads, sequences)](
@@ -166,9 +195,10 @@ def prefill_attention(
             queries.counts,
             params.sinks,
             out,
-            partials.results,
-            partials.lse,
+            partials.values,
+            partials.levels,
             partials.used,
+            q.shape[0],
             *q.stride()[:2],
             table.shape[1],
             params.scaling,
@@ -181,6 +211,7 @@ def prefill_attention(
             V_DIM=v_dim,
             **kv.strides(),
             FP8=kv.fp8,
+            FIXED=splits.fixed,
             BLOCK_ROWS=tile.rows,
             BLOCK_TOKENS=tile.tokens,
             BLOCK_K=block_of(k_dim),
@@ -199,7 +230,7 @@ def _block_v(v_dim: int, *, converted: bool) -> int:
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["window", "splits", "least_tokens"],
+    do_not_specialize=["tokens", "window", "splits", "least_tokens"],
     do_not_specialize_on_alignment=["rows", "firsts", "starts", "counts"],
 )
 def _prefill_kernel(  # type: ignore[no-untyped-def]
@@ -216,10 +247,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     counts,
     sinks,
     out,
-    partial,
-    lse,
+    partial_values,
+    partial_levels,
     used_splits,
     # sizes
+    tokens,
     q_stride,
     q_head_stride,
     table_stride,
@@ -238,6 +270,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     SCALE_SLOT_STRIDE: tl.constexpr,  # noqa: N803
     SCALE_HEAD_STRIDE: tl.constexpr,  # noqa: N803
     FP8: tl.constexpr,  # noqa: N803
+    FIXED: tl.constexpr,  # noqa: N803
     BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_K: tl.constexpr,  # noqa: N803
@@ -270,12 +303,11 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     if window is not None:
         low = tl.maximum(first_position + 1 - window, 0)
         shared = low  # a window's blocks are few: all of them are masked
-    split_tokens = split_tokens_of(last - low, splits, least_tokens, BLOCK_TOKENS)
-    begin = low + split * split_tokens
-    if split > 0 and begin >= last:
+    start_token, first_token, split_tokens, used = cut_context(
+        low, last, splits, least_tokens, FIXED, BLOCK_TOKENS
+    )
+    if split > 0 and split >= used:
         return  # the second kernel is told how many there are
-    end = tl.minimum(begin + split_tokens, last)
-    middle = tl.minimum(tl.maximum(shared, begin), end)
     row_table = table + tl.load(rows + sequence).to(tl.int64) * table_stride
     k += head * HEAD_STRIDE
     v += head * HEAD_STRIDE
@@ -285,9 +317,64 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
         if queries.dtype != tl.float32:
             queries, power = half_queries(queries)
             scaling = (scaling * power)[:, None]
-    largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_ROWS], tl.float32)
-    values_sum = tl.zeros([BLOCK_ROWS, BLOCK_V], tl.float32)
+    if FIXED and splits == 1:  # all of them, one after the other
+        largest, total, values_sum = empty_state(BLOCK_ROWS, BLOCK_V)
+        for number in range(0, used):
+            begin = tl.maximum(first_token + number * split_tokens, start_token)
+            end = tl.minimum(first_token + (number + 1) * split_tokens, last)
+            part_largest, part_total, part_values = _add_tokens(
+                begin, end, shared, position, window, queries, k, v, k_scales, v_scales, row_table, last,
+                scaling, softcap, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_ROWS,
+                BLOCK_TOKENS, BLOCK_K, BLOCK_V,
+            )  # fmt: skip
+            largest, total, values_sum = join_states(
+                largest, total, values_sum, part_largest, part_total, part_values
+            )
+    else:
+        begin = tl.maximum(first_token + split * split_tokens, start_token)
+        end = tl.minimum(first_token + (split + 1) * split_tokens, last)
+        largest, total, values_sum = _add_tokens(
+            begin, end, shared, position, window, queries, k, v, k_scales, v_scales, row_table, last,
+            scaling, softcap, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_ROWS,
+            BLOCK_TOKENS, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+
+    write_results(
+        largest, total, values_sum, query * tl.num_programs(1) * GROUP + q_head, real, split, used, splits,
+        partial_values, partial_levels, used_splits, tokens.to(tl.int64) * tl.num_programs(1) * GROUP,
+        sinks_of(sinks, q_head, real), out, V_DIM, BLOCK_V,
+    )  # fmt: skip
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_tokens(  # type: ignore[no-untyped-def]
+    begin,  # tokens [begin, end), of which rows see [begin, shared) whole
+    end,
+    shared,
+    position,  # int32 [rows], of each query
+    window,
+    queries,
+    k,
+    v,
+    k_scales,
+    v_scales,
+    row_table,
+    last,
+    scaling,
+    softcap,
+    K_DIM: tl.constexpr,  # noqa: N803
+    V_DIM: tl.constexpr,  # noqa: N803
+    SLOT_STRIDE: tl.constexpr,  # noqa: N803
+    SCALE_SLOT_STRIDE: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
+    BLOCK_ROWS: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK_K: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+):
+    """The state of the rows after tokens `[begin, end)` alone."""
+    middle = tl.minimum(tl.maximum(shared, begin), end)
+    largest, total, values_sum = empty_state(BLOCK_ROWS, BLOCK_V)
     for first in range(begin, middle, BLOCK_TOKENS):
         token = first + tl.arange(0, BLOCK_TOKENS)
         largest, total, values_sum = add_block(
@@ -303,11 +390,4 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
             largest, total, values_sum, queries, k, v, k_scales, v_scales, row_table, token, last, visible,
             scaling, softcap, False, K_DIM, V_DIM, SLOT_STRIDE, SCALE_SLOT_STRIDE, FP8, BLOCK_K, BLOCK_V,
         )  # fmt: skip
-
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E
-    write_results(
-        largest, total, values_sum, query * tl.num_programs(1) * GROUP + q_head, real, split,
-        tl.cdiv(last - low, split_tokens), splits, partial, lse, used_splits, sink, out, V_DIM, BLOCK_V,
-    )  # fmt: skip
+    return largest, total, values_sum
