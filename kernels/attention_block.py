@@ -127,7 +127,7 @@ def attended(largest, total, values_sum, sink):  # type: ignore[no-untyped-def]
     return values_sum / tl.where(total == 0.0, 1.0, total)[:, None]
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def sinks_of(sinks, q_head, real):  # type: ignore[no-untyped-def]
     """Of some query heads, as `attended` takes them."""
     found = None

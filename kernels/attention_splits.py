@@ -5,8 +5,8 @@ for the most there can be, so the launch can be recorded in a CUDA graph; progra
 split are done when their program is; a second kernel joins the others.
 
 Splits are either chosen by how many programs the launch has besides (as many tokens as keep the device busy), or
-*fixed*: they begin at multiples of a number of tokens, and are joined one after the other. Then a row's result has the
-same bits whatever else is in the launch (batch-invariant attention: Thinking Machines, 2025).
+*fixed*: they begin at multiples of a number of tokens, and are joined one after the other. Then a row's result has
+the same bits whatever else is in the launch (batch-invariant attention: Thinking Machines, 2025).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from kernels.attention import LOG2_E, block_of
-from kernels.attention_block import TOTAL_COLUMNS, attended, join_states
+from kernels.attention_block import attended, join_states
 
 FIXED_SPLIT_TOKENS = 1024
 """Of fixed splits. Part of the result's definition: groups that hand over to each other must use the same."""
@@ -51,7 +51,7 @@ def splits_of(programs: int, most_programs: int, max_tokens: int, least_tokens: 
 def fixed_splits(
     max_tokens: int, *, window: bool, parallel: bool = True, tokens: int = FIXED_SPLIT_TOKENS
 ) -> Splits:
-    """For rows that see up to `max_tokens`; a window may touch one split more. Not `parallel`: one program for all."""
+    """For rows that see up to `max_tokens`; a window may touch one split more. Not `parallel`: a program does all."""
     return Splits(-(-max_tokens // tokens) + window if parallel else 1, tokens, fixed=True)
 
 

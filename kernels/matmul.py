@@ -1,16 +1,15 @@
 """Matrix products in which a row's result has the same bits whatever other rows there are.
 
-`y[b, m, n] = sum over k of x[b, m, k] * w[b, n, k]`, summed in float32 from the first `k` to the last, never in parts:
-that order is all that the bits depend on. Tiles differ by the number of rows, for speed alone; that they agree bit for
-bit is a property of the tensor cores that `require_same_bits` checks on the device at hand. A library's products choose
-other orders for other numbers of rows (split-K, stream-K). Idea: "Defeating Nondeterminism in LLM Inference" (Thinking
-Machines, 2025), whose products have one tile for all sizes.
+`out[b, m, n] = sum over k of left[b, m, k] * right[b, k, n]`, summed in float32 from the first `k` to the last, never
+in parts: the bits depend on that order alone. Tiles differ by the number of rows, for speed only; that they agree bit
+for bit is a property of the tensor cores that `require_same_bits` checks on the device at hand. A library's products
+choose other orders for other numbers of rows (split-K, stream-K). Idea: "Defeating Nondeterminism in LLM Inference"
+(Thinking Machines, 2025), whose products have one tile for all sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -25,9 +24,10 @@ from kernels.dispatch import backend
 from kernels.layer_kv import told
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+GROUP_M = 8
+"""Row blocks that are computed beside each other, so that they share columns of `right` in the cache."""
 _TMA_CAPABILITY = (9, 0)
-_GROUP_M = 8
-"""Row blocks that are computed beside each other, so that they share columns of `w` in the cache."""
+_TMA_ALIGNMENT_BYTES = 16
 _CHECKED_SHAPE = (300, 272, 1056)
 """Rows, columns and summed elements of the check: no multiples of most tiles, and many steps of each."""
 
@@ -42,69 +42,76 @@ class MatmulTile:
     """Elements of the summed dimension in one step."""
     warps: int = 4
     stages: int = 4
+    rate: float = 1.0
+    """Of the tensor cores' work, beside that of the best tile: measured on Hopper (4,096 summed elements)."""
     swapped: bool = False
-    """`w` is the left operand of the tensor cores' instruction, which has 64 rows: for few rows of `x`."""
+    """`right` is the left operand of the tensor cores' instruction, which has 64 rows: for few rows of `left`."""
     descriptors: bool = False
     """Operands come by bulk tensor copies (TMA), in a persistent grid."""
 
+    def cost(self, rows: int, columns: int, programs: int) -> float:
+        """Time of a product on `programs` multiprocessors, in no unit: whole waves of blocks."""
+        blocks = -(-rows // self.rows) * -(-columns // self.columns)
+        return -(-blocks // programs) * self.rows * self.columns / self.rate
 
-_FEW_ROWS = {
-    16: MatmulTile(16, 64, 128, stages=5, swapped=True),
-    32: MatmulTile(32, 64, 128, stages=5, swapped=True),
-}
+
+_FEW_ROWS = (
+    MatmulTile(16, 64, 128, stages=5, swapped=True),
+    MatmulTile(32, 64, 128, stages=5, swapped=True),
+)
+"""For up to 16 and 32 rows, where reading `right` is all the time."""
 _FLOAT32 = MatmulTile(32, 32, 32, stages=3)
-TILES_16_BITS = (
-    *_FEW_ROWS.values(),
-    MatmulTile(64, 32, 128, stages=5),
-    MatmulTile(64, 128, 128, stages=3),
-    MatmulTile(128, 64, 64, stages=4),
-    MatmulTile(128, 128, 64, warps=8, stages=4),
+_PLAIN = (
+    MatmulTile(64, 32, 128, stages=6, rate=0.6),
+    MatmulTile(64, 64, 128, stages=4, rate=0.7),
+    MatmulTile(128, 128, 64, warps=8, stages=4, rate=0.75),
 )
-TILES_TMA = (
-    MatmulTile(64, 64, 64, stages=4, descriptors=True),
-    MatmulTile(128, 64, 64, stages=4, descriptors=True),
-    MatmulTile(128, 128, 64, warps=8, stages=4, descriptors=True),
-    MatmulTile(128, 256, 64, warps=8, stages=3, descriptors=True),
+_TMA = (
+    _PLAIN[0],
+    MatmulTile(64, 64, 128, stages=4, rate=0.75, descriptors=True),
+    MatmulTile(64, 128, 64, stages=5, rate=0.85, descriptors=True),
+    MatmulTile(128, 128, 64, stages=5, rate=0.93, descriptors=True),
+    MatmulTile(128, 256, 64, warps=8, stages=4, descriptors=True),
 )
 
 
-def tile_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, tma: bool) -> MatmulTile:
-    """The quickest tile, by measurements on Hopper; `tma`: whether the operands can come by bulk tensor copies."""
+@lru_cache(maxsize=4096)
+def tile_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, tma: bool) -> MatmulTile:
+    """The quickest tile. `tma`: whether the operands can come by bulk tensor copies."""
     if dtype == torch.float32:
         return _FLOAT32
     if rows <= 32:
-        return _FEW_ROWS[16 if rows <= 16 else 32]
-    there = multiprocessors(device)
-    if rows <= 64:
-        few = columns < 64 * there
-        return TILES_16_BITS[2] if few else TILES_16_BITS[3]
-    if not tma:
-        return TILES_16_BITS[5]
-    for tile in reversed(TILES_TMA[1:]):
-        if -(-rows // tile.rows) * -(-columns // tile.columns) >= there // 2:
-            return tile
-    return TILES_TMA[0]
+        return _FEW_ROWS[rows > 16]
+    programs = multiprocessors(device)
+    return min(_TMA if tma else _PLAIN, key=lambda tile: tile.cost(rows, columns, programs))
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ weight.T + bias`, `[..., n]` of x's type, rounded once.
+def tiles(dtype: torch.dtype, device: torch.device) -> tuple[MatmulTile, ...]:
+    """All that `tile_of` may choose on `device`."""
+    if dtype == torch.float32:
+        return (_FLOAT32,)
+    return (*_FEW_ROWS, *_PLAIN, *(_TMA[1:] if has_tma(device) else ()))
 
-    - x: float32, bfloat16 or float16 `[..., k]`.
-    - weight: `[n, k]` of the same type.
-    - bias: `[n]` of the same type, or None.
 
-    On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and ConfigError
-    (`DISAGG_KERNELS`).
-    """
-    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"x must be [..., k] and weight [n, k]; got {told(x)} and {told(weight)}")
-    rows = x.reshape(-1, x.shape[-1])
-    found = matmul(rows[None], weight[None].transpose(1, 2), bias)
-    return found.view(*x.shape[:-1], weight.shape[0])
+@lru_cache
+def has_tma(device: torch.device) -> bool:
+    """Whether the device has bulk tensor copies."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TMA_CAPABILITY
+
+
+def by_descriptor(x: torch.Tensor) -> bool:
+    """Whether bulk tensor copies can read a matrix: 16 bits, rows contiguous, 16-byte aligned."""
+    plain = has_tma(x.device) and x.element_size() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+    aligned = x.stride(0) * x.element_size() % _TMA_ALIGNMENT_BYTES == 0
+    return plain and aligned and x.data_ptr() % _TMA_ALIGNMENT_BYTES == 0
 
 
 def matmul(
-    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None, *, tile: MatmulTile | None = None
+    left: torch.Tensor,
+    right: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    tile: MatmulTile | None = None,
 ) -> torch.Tensor:
     """`left @ right + bias` for each of a batch, `[batch, m, n]` of left's type, rounded once.
 
@@ -113,24 +120,49 @@ def matmul(
     - bias: `[n]` of the same type, contiguous, or None.
     - tile: chosen by device and sizes when left out.
 
-    On CUDA: one launch on the current stream, no synchronization. Raises as `linear` does.
+    On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and ConfigError
+    (`DISAGG_KERNELS`).
     """
     _check(left, right, bias)
     if backend(left.device) != "triton":
         return matmul_reference(left, right, bias)
-    batch, m, k = left.shape
+    batch, m, _ = left.shape
     n = right.shape[2]
     out = torch.empty(batch, m, n, dtype=left.dtype, device=left.device)
     if out.numel() == 0:
         return out
     if tile is None:
-        tma = batch == 1 and m > 64 and _by_descriptor(left[0]) and _by_descriptor(right[0].t())
-        tile = tile_of(m, n, left.dtype, left.device, tma=tma)
+        tma = batch == 1 and m > 32 and by_descriptor(left[0]) and by_descriptor(right[0].t())
+        tile = tile_of(m, n, left.dtype, left.device, tma)
     with on_device(left):
         if tile.descriptors:
-            _run_tma(left[0], right[0].t(), bias, out[0], tile)
+            run_tma(left[0], right[0].t(), bias, out[0], tile)
         else:
-            _run(left, right, bias, out, tile)
+            run(left, right, bias, out, tile)
+    return out
+
+
+def grouped_matmul(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Rows of `left` times one of several matrices each (experts): `[m, n]` of left's type.
+
+    - left: as in `matmul`, `[m, k]`, the rows of each matrix side by side.
+    - right: `[matrices, k, n]`, any strides.
+    - ends: int32 `[matrices]`, behind the last row of each, ascending; rows beyond the last end are left unset.
+
+    On CUDA: one launch on the current stream, no synchronization. Raises as `matmul` does.
+    """
+    if left.dim() != 2 or ends.dtype != torch.int32 or ends.shape != right.shape[:1]:
+        raise ValueError(
+            f"left must be [m, k] and ends int32 [{right.shape[0]}]; got {told(left)} and {told(ends)}"
+        )
+    _check(left[None].expand(len(right), -1, -1), right, None)
+    if backend(left.device) != "triton":
+        return _grouped_reference(left, right, ends)
+    out = torch.empty(left.shape[0], right.shape[2], dtype=left.dtype, device=left.device)
+    if out.numel():
+        tile = tile_of(left.shape[0], right.shape[2], left.dtype, left.device, False)
+        with on_device(left):
+            run(left[None], right, None, out[None], tile, ends)
     return out
 
 
@@ -152,11 +184,18 @@ def matmul_reference(
     return out
 
 
+def _grouped_reference(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    out = torch.empty(left.shape[0], right.shape[2], dtype=left.dtype, device=left.device)
+    start = 0
+    for number, end in enumerate(ends.tolist()):
+        out[start:end] = matmul_reference(left[None, start:end], right[None, number])[0]
+        start = end
+    return out
+
+
 def require_same_bits(device: torch.device, dtype: torch.dtype) -> None:
     """Raises ConfigError unless all tiles give the same bits on `device`. Waits for the device; some launches."""
-    if backend(device) != "triton" or device.type != "cuda":
-        return
-    if not _all_tiles_agree(device, dtype):
+    if device.type == "cuda" and backend(device) == "triton" and not _all_tiles_agree(device, dtype):
         raise ConfigError(
             f"model.deterministic = true cannot be on {torch.cuda.get_device_name(device)}: its tensor cores sum "
             f"{dtype} in an order that depends on the tile; leave model.deterministic off"
@@ -168,29 +207,15 @@ def _all_tiles_agree(device: torch.device, dtype: torch.dtype) -> bool:
     m, n, k = _CHECKED_SHAPE
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(1, *size, generator=generator).to(device, dtype) for size in ((m, k), (n, k)))
-    first: torch.Tensor | None = None
-    for tile in tiles(dtype, device):
-        found = matmul(left, right.transpose(1, 2), tile=tile)
-        if first is None:
-            first = found
-        elif not torch.equal(found, first):
-            return False
-    return True
-
-
-def tiles(dtype: torch.dtype, device: torch.device) -> Iterator[MatmulTile]:
-    """All that `tile_of` may choose on `device`."""
-    if dtype == torch.float32:
-        yield _FLOAT32
-        return
-    yield from TILES_16_BITS
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TMA_CAPABILITY:
-        yield from TILES_TMA
+    found = [matmul(left, right.transpose(1, 2), tile=tile) for tile in tiles(dtype, device)]
+    return all(torch.equal(one, found[0]) for one in found)
 
 
 def _check(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> None:
     alike = left.dtype == right.dtype and left.device == right.device
-    fits = left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0] and left.shape[2] == right.shape[1]
+    fits = (
+        left.dim() == right.dim() == 3 and left.shape[0] == right.shape[0] and left.shape[2] == right.shape[1]
+    )
     if not alike or not fits or left.dtype not in DTYPES:
         raise ValueError(
             "left and right must be float32, bfloat16 or float16 [batch, m, k] and [batch, k, n] of one type; got "
@@ -202,84 +227,73 @@ def _check(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -
         raise ValueError(f"bias must be contiguous {left.dtype} [{right.shape[2]}]; got {told(bias)}")
 
 
-def _by_descriptor(x: torch.Tensor) -> bool:
-    """Whether bulk tensor copies can read it: 16 bits, rows contiguous, 16-byte aligned."""
-    capable = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) >= _TMA_CAPABILITY
-    plain = x.element_size() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
-    return capable and plain and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """Compiled kernels by what Triton compiles apart for: its own search for them takes 17 us a launch."""
-
-    kernels: dict[tuple[Any, ...], Any] = field(default_factory=dict)
-
-    def run(
-        self, kernel: Any, grid: tuple[int, ...], key: tuple[Any, ...], args: tuple[Any, ...], tile: MatmulTile
-    ) -> None:
-        found = self.kernels.get(key)
-        if found is not None:
-            found[grid](*args)
-            return
-        self.kernels[key] = kernel[grid](
-            *args, num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=True
-        )
-
-
-_compiled = _Compiled()
-
-
-def _run(
-    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: MatmulTile
-) -> None:
-    batch, m, k = left.shape
-    n = right.shape[2]
-    sizes = (m, n, k, *left.stride(), *right.stride())
-    whole = k % tile.summed == 0
-    grid = (-(-m // tile.rows) * -(-n // tile.columns), batch)
-    args = (left, right, bias, out, *sizes, whole, _GROUP_M, tile.swapped, tile.rows, tile.columns, tile.summed)
-    if left.device.type != "cuda":
-        _matmul_kernel[grid](*args)
-        return
-    kinds = (
-        *((s == 1, s % 16 == 0) for s in (k, *left.stride(), *right.stride())),
-        *(max(sizes) > 2**31 - 1 and s > 2**31 - 1 for s in sizes),
-        *(t is None or t.data_ptr() % 16 == 0 for t in (left, right, bias, out)),
+def run(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: MatmulTile,
+    ends: torch.Tensor | None = None,
+) -> Any:
+    """Launches the kernel with pointers, arguments unchecked; returns what Triton compiled."""
+    m, n = out.shape[1:]
+    grid = (-(-m // tile.rows) * -(-n // tile.columns), right.shape[0], 1)
+    return _matmul_kernel[grid](
+        left,
+        right,
+        bias,
+        out,
+        ends,
+        m,
+        n,
+        *left.shape[2:],
+        *left.stride(),
+        *right.stride(),
+        WHOLE=left.shape[2] % tile.summed == 0,
+        GROUP_M=GROUP_M,
+        SWAPPED=tile.swapped,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        SUMMED=tile.summed,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
     )
-    key = (left.device, left.dtype, bias is None, tile, whole, kinds)
-    _compiled.run(_matmul_kernel, grid, key, args, tile)
 
 
-def _run_tma(
+def run_tma(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: MatmulTile
-) -> None:
-    m, k = left.shape
-    n = right.shape[0]
-    blocks = -(-m // tile.rows) * -(-n // tile.columns)
-    programs = min(blocks, multiprocessors(left.device))
-    args = (
-        TensorDescriptor(left, [m, k], [left.stride(0), 1], [tile.rows, tile.summed]),
-        TensorDescriptor(right, [n, k], [right.stride(0), 1], [tile.columns, tile.summed]),
+) -> Any:
+    """Launches the kernel with descriptors, arguments unchecked: `right` is `[n, k]`. Returns what is compiled."""
+    m, n = out.shape
+    programs = tma_programs(tile, m, n, left.device)
+    return _matmul_tma_kernel[(programs, 1, 1)](
+        descriptor(left, tile.rows, tile),
+        descriptor(right, tile.columns, tile),
         bias,
         out,
         m,
         n,
-        k,
+        left.shape[1],
         programs,
-        _GROUP_M,
-        tile.rows,
-        tile.columns,
-        tile.summed,
+        GROUP_M=GROUP_M,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        SUMMED=tile.summed,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=True,
     )
-    aligned = tuple(t is None or t.data_ptr() % 16 == 0 for t in (bias, out))
-    _compiled.run(
-        _matmul_tma_kernel,
-        (programs,),
-        (left.device, left.dtype, bias is None, tile, aligned, n % 16 == 0),
-        args,
-        tile,
-    )
+
+
+def descriptor(x: torch.Tensor, rows: int, tile: MatmulTile) -> Any:
+    """How bulk tensor copies see `[rows, tile.summed]` of a matrix at a time."""
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, tile.summed])
+
+
+def tma_programs(tile: MatmulTile, m: int, n: int, device: torch.device) -> int:
+    """Programs of the persistent grid."""
+    return min(-(-m // tile.rows) * -(-n // tile.columns), multiprocessors(device))
 
 
 @triton.jit
@@ -299,6 +313,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     right,
     bias,
     out,
+    ends,  # int32 [batch]: rows [ends[b - 1], ends[b]) are those of batch b; None: every one has m rows of its own
     # sizes
     m,
     n,
@@ -319,39 +334,43 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
 ):
     row_block, column_block = _place(tl.program_id(0), m, n, GROUP_M, ROWS, COLUMNS)
     batch = tl.program_id(1).to(tl.int64)
+    if ends is None:
+        left += batch * left_batch_stride
+        out += batch * m * n
+    else:
+        start = tl.load(ends + batch - 1, mask=batch > 0, other=0).to(tl.int64)
+        m = (tl.load(ends + batch) - start).to(tl.int32)
+        if row_block * ROWS >= m:
+            return
+        left += start * left_row_stride
+        out += start * n
     row = row_block * ROWS + tl.arange(0, ROWS)
     column = column_block * COLUMNS + tl.arange(0, COLUMNS)
     element = tl.arange(0, SUMMED)
     # What is beyond the ends reads a row or column again: no mask in the loop, and nothing of it is stored.
-    x_row = left + batch * left_batch_stride + (row % m).to(tl.int64) * left_row_stride
+    x_row = left + (row % m).to(tl.int64) * left_row_stride
     w_row = right + batch * right_batch_stride + (column % n).to(tl.int64) * right_column_stride
     x = x_row[:, None] + element[None, :] * left_k_stride
     w = w_row[:, None] + element[None, :] * right_k_stride
-    if SWAPPED:
-        sums = tl.zeros([COLUMNS, ROWS], tl.float32)
-    else:
-        sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sums = tl.zeros([COLUMNS if SWAPPED else ROWS, ROWS if SWAPPED else COLUMNS], tl.float32)
     for first in range(0, k, SUMMED):
         if WHOLE:
             some_x, some_w = tl.load(x), tl.load(w)
         else:  # zeros add nothing, to the last bit
             inside = (first + element < k)[None, :]
             some_x, some_w = tl.load(x, mask=inside, other=0.0), tl.load(w, mask=inside, other=0.0)
-        if SWAPPED:
-            sums = dot(some_w, tl.trans(some_x), sums)
-        else:
-            sums = dot(some_x, tl.trans(some_w), sums)
+        sums = dot(some_w, tl.trans(some_x), sums) if SWAPPED else dot(some_x, tl.trans(some_w), sums)
         x += SUMMED * left_k_stride
         w += SUMMED * right_k_stride
     if SWAPPED:
         sums = tl.trans(sums)
     if bias is not None:
         sums += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
-    target = out + (batch * m + row[:, None]) * n + column[None, :]
+    target = out + row[:, None].to(tl.int64) * n + column[None, :]
     tl.store(target, sums.to(out.dtype.element_ty), mask=(row < m)[:, None] & (column < n)[None, :])
 
 
-@triton.jit(do_not_specialize=["m", "k", "programs"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["m", "n", "k", "programs"])  # type: ignore[untyped-decorator]
 def _matmul_tma_kernel(  # type: ignore[no-untyped-def]
     # descriptors and tensors
     left,

@@ -302,7 +302,7 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     shared = (first_position + 1) // BLOCK_TOKENS * BLOCK_TOKENS
     if window is not None:
         low = tl.maximum(first_position + 1 - window, 0)
-        shared = low  # a window's blocks are few: all of them are masked
+        shared = 0  # a window's blocks are few: all of them are masked
     start_token, first_token, split_tokens, used = cut_context(
         low, last, splits, least_tokens, FIXED, BLOCK_TOKENS
     )

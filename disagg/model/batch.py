@@ -104,9 +104,12 @@ class StepIndex:
     kernels: KernelIndex | None = None
 
 
-def build_index(batch: StepBatch, table: ReqToTokenPool, kernels: bool = False) -> StepIndex:
+def build_index(
+    batch: StepBatch, table: ReqToTokenPool, kernels: bool = False, *, apart: bool = False
+) -> StepIndex:
     """Builds the tensors on the table's device, for the attention kernels or for the torch path.
 
+    `apart`: the torch path attends to each token by itself, so that sizes follow from the token's position alone.
     Raises ValueError for a slice empty or beyond the table.
     """
     require_fits(batch, table)
@@ -128,8 +131,8 @@ def build_index(batch: StepBatch, table: ReqToTokenPool, kernels: bool = False) 
         positions=position_tensor[None],
         last=packed[3 * count : after_last],
         slots=table.table[row_tensor, position_tensor].long(),
-        decodes=() if kernels else _decode_groups(batch, firsts, table),
-        prefills=() if kernels else _prefill_groups(batch, firsts, table),
+        decodes=() if kernels else _decode_groups(batch, firsts, table, apart),
+        prefills=() if kernels or apart else _prefill_groups(batch, firsts, table),
         kernels=_kernel_index(batch, packed[after_last:], singles) if kernels else None,
     )
 
@@ -198,16 +201,19 @@ def _single_tokens(batch: StepBatch) -> int:
     return next((i for i, size in enumerate(sizes) if size > 1), len(batch.sequences))
 
 
-def _decode_groups(batch: StepBatch, firsts: list[int], table: ReqToTokenPool) -> tuple[DecodeGroup, ...]:
+def _decode_groups(
+    batch: StepBatch, firsts: list[int], table: ReqToTokenPool, apart: bool
+) -> tuple[DecodeGroup, ...]:
     singles = [
-        (s.start, s.row, first)
+        (s.start + index, s.row, first + index)
         for first, s in zip(firsts, batch.sequences, strict=True)
-        if len(s.tokens) == 1
+        for index in range(len(s.tokens))
+        if apart or len(s.tokens) == 1
     ]
     singles.sort()  # neighbours of like length waste the least padding
     groups: list[DecodeGroup] = []
     while singles:
-        group = _take_group(singles)
+        group = [singles.pop()] if apart else _take_group(singles)
         packed = upload([number for single in group for number in single], table.table.device).view(-1, 3)
         positions, rows, queries = packed[:, 0], packed[:, 1], packed[:, 2]
         columns = torch.arange(group[-1][0] + 1, device=packed.device)

@@ -53,8 +53,10 @@ class KernelStep:
         index: KernelIndex,
         slots: torch.Tensor,
         on_layer: LayerHook | None,
+        deterministic: bool = False,
     ) -> None:
-        """`slots`: where each token's K and V go, int64 `[T]`."""
+        """`slots`: where each token's K and V go, int64 `[T]`. `deterministic`: see `decode_attention`."""
+        self._deterministic = deterministic
         self._pool, self._table = pool, table.table
         self._index, self._slots, self._on_layer = index, slots, on_layer
 
@@ -70,7 +72,18 @@ class KernelStep:
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         index, n = self._index, self._index.rows.shape[0]
         if n:
-            decode_attention(q[:n], kv, self._table, index.rows, index.lengths, params, out[:n])
+            decode_attention(
+                q[:n],
+                kv,
+                self._table,
+                index.rows,
+                index.lengths,
+                params,
+                out[:n],
+                deterministic=self._deterministic,
+            )
         if index.chunks.most:
-            prefill_attention(q[n:], kv, self._table, index.chunks, params, out[n:])
+            prefill_attention(
+                q[n:], kv, self._table, index.chunks, params, out[n:], deterministic=self._deterministic
+            )
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from disagg.core.ports import Collective, LayerHook
 from disagg.kv.pool import MHATokenToKVPool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
-from disagg.model.batch import StepBatch, build_index, chunks_of, one_each, require_fits, upload
+from disagg.model.batch import KernelIndex, StepBatch, build_index, chunks_of, one_each, require_fits, upload
 from disagg.model.build import build_model
 from disagg.model.fused import fuse
 from disagg.model.graphs import (
@@ -42,10 +43,12 @@ from disagg.model.recurrent import (
     recurrent_parts,
 )
 from disagg.model.rope import long_tokens, wrap_ropes
+from disagg.model.row_wise import RowWise, use_linear_kernels
 from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
 from disagg.model.tp import query_span
 from kernels.dispatch import backend
+from kernels.matmul import require_same_bits
 from kernels.prefill_attention import PackedQueries
 
 log = structlog.get_logger(__name__)
@@ -108,10 +111,12 @@ class ModelRunner:
         )
         """Whether attention runs in the Triton kernels, not in torch."""
         small_layers = fuse(self.model) if fused and backend(self.device) == "triton" else None
+        self._row_wise = self._use_row_wise(dtype) if deterministic else None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         forward = inspect.signature(self.model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
         self._config, self._sample = source.config, self._probe()
+        self._drop_unneeded_row_wise()
         if small_layers is not None and collective.rank == 0:
             log.info("small_layers_fused", model=self.spec.architecture, **small_layers.summary())
         self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
@@ -203,17 +208,42 @@ class ModelRunner:
             logits.update(zip(part, found, strict=True))
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
+    def _use_row_wise(self, dtype: torch.dtype) -> RowWise | None:
+        """Kernels for all linear layers, and what takes care of the rest. Requests of a model with recurrent layers
+        are computed alone instead, in the same pieces always."""
+        require_same_bits(self.device, dtype)
+        if recurrent_layers(self.model.config):
+            return None
+        if backend(self.device) == "triton":
+            use_linear_kernels(self.model)
+        return RowWise(self.spec.architecture)
+
+    def _drop_unneeded_row_wise(self) -> None:
+        """On a GPU, where kernels do all that sums, the mode would cost time of the host for nothing."""
+        if self._row_wise is None or backend(self.device) != "triton":
+            return
+        self._row_wise.replaced.clear()
+        with alone(self.model):
+            self._look(ShapeProbe(), None, tokens=3)
+        found = dict(self._row_wise.replaced)
+        if self.collective.rank == 0:
+            log.info("deterministic", model=self.spec.architecture, row_by_row=found)
+        if not found:
+            self._row_wise = None
+
     def _forward(
         self, batch: StepBatch, on_layer: LayerHook | None, rows: int, cache: RequestCache | None
     ) -> torch.Tensor:
-        index = build_index(batch, self.req_to_token, self.attention_kernels)
+        index = build_index(
+            batch, self.req_to_token, self.attention_kernels, apart=self.deterministic and self.states is None
+        )
         if self._ropes:
             long = upload(long_tokens(batch, self.spec.rope_switch_tokens), self.device).bool()
             for rope in self._ropes:
                 rope.long = long.view(rows, -1)
         context: AttentionContext
         if index.kernels is not None:
-            context = KernelStep(self.pool, self.req_to_token, index.kernels, index.slots, on_layer)
+            context = self._kernel_step(index.kernels, index.slots, on_layer)
         else:
             context = PagedStep(self.pool, self._head_map, index, on_layer)
         context = self._shared(context)
@@ -225,7 +255,7 @@ class ModelRunner:
         ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
         index = one_each(rows, positions)
-        context = self._shared(KernelStep(self.pool, self.req_to_token, index, slots, None))
+        context = self._shared(self._kernel_step(index, slots, None))
         return self._run(ids[None], positions[None], 0, context, None)
 
     def _chunk(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -235,8 +265,11 @@ class ModelRunner:
         own_rows, firsts, starts, counts, last = of_sequences.view(5, -1)
         slots = self.req_to_token.table[rows, positions].long()
         index = chunks_of(PackedQueries(own_rows, firsts, starts, counts, len(ids)))
-        context = self._shared(KernelStep(self.pool, self.req_to_token, index, slots, None))
+        context = self._shared(self._kernel_step(index, slots, None))
         return self._run(ids[None], positions[None], last, context, None)
+
+    def _kernel_step(self, index: KernelIndex, slots: torch.Tensor, on_layer: LayerHook | None) -> KernelStep:
+        return KernelStep(self.pool, self.req_to_token, index, slots, on_layer, self.deterministic)
 
     def _shared(self, own: AttentionContext) -> AttentionContext:
         if not self._whole_attention:
@@ -255,7 +288,7 @@ class ModelRunner:
         if cache is not None:
             context = PoolLayers(context, cache, attention_layers(self.model.config))
             more[self._cache_name] = cache
-        with torch.inference_mode():
+        with torch.inference_mode(), self._row_wise or nullcontext():
             output = self.model(
                 input_ids=ids,
                 position_ids=positions,

@@ -10,7 +10,7 @@ KV cache and the attention itself are still split by heads, see `disagg.model.pa
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -47,10 +47,12 @@ class RowParallelLinear(nn.Linear):
     """
 
     collective: Collective
+    product: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """In the place of torch's product with the weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The full layer's output, the same on every rank."""
-        y = nn.functional.linear(x, self.weight)
+        y = nn.functional.linear(x, self.weight) if self.product is None else self.product(x)
         self.collective.all_reduce(y)
         return y if self.bias is None else y + self.bias
 

@@ -1,0 +1,104 @@
+"""A linear layer whose rows' bits depend on no other row: `kernels.matmul` with little to do on the host.
+
+A step has hundreds of such layers, and Triton's own way to a kernel that it has compiled takes longer than many of
+them run. So a weight keeps what it compiled by tile, and the descriptors that differ only by an address.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kernels.attention import on_device
+from kernels.dispatch import backend
+from kernels.layer_kv import told
+from kernels.matmul import (
+    GROUP_M,
+    MatmulTile,
+    by_descriptor,
+    descriptor,
+    matmul,
+    run,
+    run_tma,
+    tile_of,
+    tma_programs,
+)
+
+_ALIGNMENT_BYTES = 16
+
+
+class Linear:
+    """`x @ weight.T + bias` for one weight; not thread-safe. Holds the weight, and no memory of its own.
+
+    - weight: float32, bfloat16 or float16 `[n, k]`, contiguous.
+    - bias: `[n]` of the same type, contiguous, or None.
+
+    Raises ValueError for a weight of another shape.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        if weight.dim() != 2 or not weight.is_contiguous():
+            raise ValueError(f"weight must be contiguous [n, k]; got {told(weight)}")
+        self._weight, self._bias = weight, bias
+        self._n, self._k = weight.shape
+        self._tma = by_descriptor(weight)
+        addresses = [t.data_ptr() for t in (weight, bias) if t is not None]
+        self._aligned = all(address % _ALIGNMENT_BYTES == 0 for address in addresses)
+        self._compiled: dict[MatmulTile, Any] = {}
+        self._of_weight: dict[MatmulTile, Any] = {}
+        self._of_x: dict[MatmulTile, Any] = {}
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., n]` of `x` `[..., k]`, which has the weight's type; rounded once.
+
+        On CUDA: one launch on the current stream, no synchronization. Raises ValueError and ConfigError as `matmul`.
+        """
+        rows = x.reshape(-1, self._k)
+        on_gpu = x.is_cuda and backend(x.device) == "triton" and x.dtype == self._weight.dtype
+        if on_gpu and self._aligned and rows.is_contiguous() and rows.data_ptr() % _ALIGNMENT_BYTES == 0:
+            out = torch.empty(*x.shape[:-1], self._n, dtype=x.dtype, device=x.device)
+            if rows.shape[0]:
+                with on_device(x):
+                    self._launch(rows, out.view(-1, self._n))
+            return out
+        found = matmul(rows[None], self._weight[None].transpose(1, 2), self._bias)
+        return found.view(*x.shape[:-1], self._n)
+
+    def _launch(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        m = rows.shape[0]
+        tile = tile_of(m, self._n, rows.dtype, rows.device, self._tma)
+        compiled = self._compiled.get(tile)
+        if compiled is None:
+            self._compiled[tile] = self._first(rows, out, tile)
+        elif tile.descriptors:
+            self._again_tma(compiled, rows, out, tile)
+        else:
+            self._again(compiled, rows, out, tile)
+
+    def _first(self, rows: torch.Tensor, out: torch.Tensor, tile: MatmulTile) -> Any:
+        if tile.descriptors:
+            return run_tma(rows, self._weight, self._bias, out, tile)
+        return run(rows[None], self._weight[None].transpose(1, 2), self._bias, out[None], tile)
+
+    def _again(self, compiled: Any, rows: torch.Tensor, out: torch.Tensor, tile: MatmulTile) -> None:
+        m, n, k = rows.shape[0], self._n, self._k
+        grid = (-(-m // tile.rows) * -(-n // tile.columns), 1, 1)
+        meta = (k % tile.summed == 0, GROUP_M, tile.swapped, tile.rows, tile.columns, tile.summed)
+        compiled[grid](
+            rows, self._weight, self._bias, out, None, m, n, k, 0, k, 1, 0, 1, k, *meta
+        )  # the strides of a batch of one matter to nobody
+
+    def _again_tma(self, compiled: Any, rows: torch.Tensor, out: torch.Tensor, tile: MatmulTile) -> None:
+        m = rows.shape[0]
+        programs = tma_programs(tile, m, self._n, rows.device)
+        of_weight = self._of_weight.get(tile)
+        if of_weight is None:
+            of_weight = self._of_weight[tile] = descriptor(self._weight, tile.columns, tile)
+        of_x = self._of_x.get(tile)
+        if of_x is None:
+            of_x = self._of_x[tile] = descriptor(rows, tile.rows, tile)
+        of_x.base, of_x.shape = rows, [m, self._k]
+        meta = (GROUP_M, tile.rows, tile.columns, tile.summed)
+        compiled[programs, 1, 1](of_x, of_weight, self._bias, out, m, self._n, self._k, programs, *meta)
+        of_x.base = None  # the launch has its address: the memory may be used again
