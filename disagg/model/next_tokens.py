@@ -12,6 +12,7 @@ from disagg.core.errors import RequestError
 from disagg.core.sampling import ending_tokens
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.model.beam_search import Candidate, candidates_wanted
+from disagg.model.fixed_point import Top, log_softmax, top
 from disagg.model.penalties import Row, adjust
 from disagg.model.sampler import sample
 
@@ -62,13 +63,13 @@ def likeliest(
     as transformers' processors do. Bad logits yield an error for their search. Waits for the device once.
     """
     rows = [Row(step.params, step.answer, None) for step in steps for _ in step.scores]
-    logprobs = adjust(torch.log_softmax(logits, dim=-1), rows, eos_ids)
+    logprobs = adjust(log_softmax(logits), rows, eos_ids)
     scores = torch.tensor([score for step in steps for score in step.scores], device=logits.device)
     totals = torch.split(logprobs + scores[:, None], [len(step.scores) for step in steps])
-    tops = []
+    tops: list[Top] = []
     for step, total in zip(steps, totals, strict=True):
         wanted = candidates_wanted(step.params, ending_tokens(step.params, eos_ids))
-        tops.append(total.flatten().topk(min(wanted, total.numel())))
+        tops.append(top(total.flatten(), min(wanted, total.numel())))
     found = torch.cat(
         [torch.stack([top.values.double(), top.indices.double()]) for top in tops], dim=-1
     ).tolist()
@@ -77,7 +78,7 @@ def likeliest(
 
 
 def _candidates(pairs: Sequence[tuple[float, float]], vocab: int) -> list[Candidate] | RequestError:
-    if not math.isfinite(pairs[0][0]):  # NaN wins every comparison of topk
+    if not math.isfinite(pairs[0][0]):  # NaN is above all others
         return RequestError("the model gave no finite logits; the request cannot go on")
     return [Candidate(score, *divmod(int(index), vocab)) for score, index in pairs]
 
@@ -86,14 +87,15 @@ def _logprobs(logits: torch.Tensor, asked: dict[int, tuple[int, int]]) -> dict[i
     """By row; `asked` has each row's chosen token, and how many of the likeliest are wanted."""
     index = torch.tensor(list(asked), device=logits.device)
     chosen = torch.tensor([token for token, _ in asked.values()], device=logits.device)
-    logprobs = torch.log_softmax(logits[index].float(), dim=-1)
+    picked = logits[index].float()
+    logprobs = log_softmax(picked)
     most = min(max(count for _, count in asked.values()), logits.shape[-1])
-    ids = torch.cat([chosen[:, None], logprobs.topk(most, dim=-1).indices], dim=-1)
+    ids = torch.cat([chosen[:, None], top(picked, most).indices], dim=-1)
     found = torch.stack(
         [ids.double(), logprobs.gather(-1, ids).double()], dim=-1
     ).tolist()  # one wait for both
     told = {}
     for (row, (_, count)), pairs in zip(asked.items(), found, strict=True):
-        (token, logprob), *top = ((int(t), value) for t, value in pairs[: count + 1])
-        told[row] = TokenLogprobs(token, logprob, tuple(top))
+        (token, logprob), *likely = ((int(t), value) for t, value in pairs[: count + 1])
+        told[row] = TokenLogprobs(token, logprob, tuple(likely))
     return told

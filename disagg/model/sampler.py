@@ -3,7 +3,8 @@
 Order and meaning of the filters are those of transformers' warpers: temperature, then top-k (ties with the
 k-th are kept), then top-p (the token that crosses `top_p` is kept), then min-p. What comes before them is in
 `disagg.model.penalties`. A draw is one uniform number through the
-inverse of the cumulative distribution, so a whole batch is drawn at once from one number per request.
+inverse of the cumulative distribution, so a whole batch is drawn at once from one number per request. A row's token
+does not depend on the other rows in a single bit: all sums are of integers (`disagg.model.fixed_point`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 
 from disagg.core.errors import RequestError
 from disagg.core.types import SamplingParams
+from disagg.model.fixed_point import in_units, softmax_weights
 
 _COLDEST = 1e-30
 """Greedy long before; what is colder would make logits infinite, and the draw the least likely token."""
@@ -34,7 +36,7 @@ def sample(
         raise ValueError(
             f"{len(logits)} rows, {len(params)} params and {len(positions)} positions do not match"
         )
-    tokens = torch.argmax(logits, dim=-1)
+    tokens = torch.argmax(logits, dim=-1)  # of equal ones the lowest, on any device
     drawn = [row for row, p in enumerate(params) if p.temperature > 0]
     if drawn:
         index = torch.tensor(drawn, device=logits.device)
@@ -57,41 +59,47 @@ def _draw(logits: torch.Tensor, params: list[SamplingParams], positions: list[in
     """Tokens int64 `[n]` of rows that all have a temperature."""
     device = logits.device
     temperatures = torch.tensor([max(p.temperature, _COLDEST) for p in params], device=device)
-    scores, order = torch.sort(logits / temperatures[:, None], dim=-1)  # ascending
-    scores = _keep_top_k(scores, [p.top_k for p in params])
-    scores = _keep_top_p(scores, [p.top_p for p in params])
-    scores = _keep_min_p(scores, [p.min_p for p in params])
-    cumulative = torch.softmax(scores.double(), dim=-1).cumsum(dim=-1)
+    scores, order = torch.sort(logits / temperatures[:, None], dim=-1, stable=True)  # ascending
+    weights = softmax_weights(scores)
+    units = in_units(weights)
+    units = _keep_top_k(units, scores, [p.top_k for p in params])
+    units = _keep_top_p(units, [p.top_p for p in params])
+    units = _keep_min_p(units, weights, [p.min_p for p in params])
+    cumulative = units.cumsum(dim=-1)
     uniform = [_uniform(p.seed, position) for p, position in zip(params, positions, strict=True)]
-    # From the top down to (0, 1]: a filtered token, of probability 0, is never reached.
-    target = cumulative[:, -1:] * (1.0 - torch.tensor(uniform, dtype=torch.float64, device=device)[:, None])
+    total = cumulative[:, -1:]
+    below = total.double() * torch.tensor(uniform, dtype=torch.float64, device=device)[:, None]
+    # From the top down to 1: a filtered token, of no units, is never reached.
+    target = (total - below.long()).clamp_(min=1)
     found = torch.searchsorted(cumulative, target).clamp_(max=logits.shape[-1] - 1)
     return order.gather(-1, found)[:, 0]
 
 
-def _keep_top_k(scores: torch.Tensor, top_k: list[int]) -> torch.Tensor:
+def _keep_top_k(units: torch.Tensor, scores: torch.Tensor, top_k: list[int]) -> torch.Tensor:
     vocab = scores.shape[-1]
     if not any(0 < k < vocab for k in top_k):
-        return scores
+        return units
     first = torch.tensor([vocab - k if 0 < k < vocab else 0 for k in top_k], device=scores.device)
-    return scores.masked_fill(scores < scores.gather(-1, first[:, None]), float("-inf"))
+    return units.masked_fill(scores < scores.gather(-1, first[:, None]), 0)
 
 
-def _keep_top_p(scores: torch.Tensor, top_p: list[float]) -> torch.Tensor:
+def _keep_top_p(units: torch.Tensor, top_p: list[float]) -> torch.Tensor:
     if not any(p < 1.0 for p in top_p):
-        return scores
-    tail = torch.tensor([1.0 - p if p < 1.0 else -1.0 for p in top_p], device=scores.device)
-    dropped = torch.softmax(scores, dim=-1).cumsum(dim=-1) <= tail[:, None]
+        return units
+    # In float32, as transformers has the edge; -1 for whom nothing is dropped.
+    tail = torch.tensor([1.0 - p if p < 1.0 else -1.0 for p in top_p], device=units.device).double()
+    cumulative = units.cumsum(dim=-1)
+    dropped = cumulative <= (cumulative[:, -1].double() * tail).floor().long()[:, None]
     dropped[:, -1] = False
-    return scores.masked_fill(dropped, float("-inf"))
+    return units.masked_fill(dropped, 0)
 
 
-def _keep_min_p(scores: torch.Tensor, min_p: list[float]) -> torch.Tensor:
+def _keep_min_p(units: torch.Tensor, weights: torch.Tensor, min_p: list[float]) -> torch.Tensor:
+    """A weight is the share of the likeliest token's, whatever was dropped before."""
     if not any(min_p):
-        return scores
-    probabilities = torch.softmax(scores, dim=-1)
-    least = torch.tensor(min_p, device=scores.device)[:, None] * probabilities[:, -1:]
-    return scores.masked_fill(probabilities < least, float("-inf"))
+        return units
+    least = torch.tensor(min_p, device=weights.device)[:, None]
+    return units.masked_fill(weights < least, 0)
 
 
 def _uniform(seed: int | None, position: int) -> float:
