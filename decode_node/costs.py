@@ -10,6 +10,8 @@ SWAP_BYTES_PER_S = 16e9
 """Until it is measured: each way over PCIe 4 x16 in large copies, as a rule of thumb."""
 COMPUTE_TOKENS_PER_S = 8e3
 """Until it is measured: what a step computes of prompts; 8B parameters on one recent GPU (docs/performance.md)."""
+STEPS_PER_S = 50.0
+"""Until it is measured: steps of one token for each request."""
 SWAP_OVERHEAD_S = 2e-3
 """Of a swap, whatever its size: two orders to the ranks and their answers, with steps in between that go on without
 the request. A short request is sooner computed again, beside the others' next tokens."""
@@ -17,10 +19,11 @@ SHARE = 0.2
 """Of the newest measurement in what is believed: one odd step does not turn the choice."""
 
 
-def cheaper(pages: int, tokens: int, rates: Rates) -> Kind:
-    """The way that costs less time: of `pages` both ways, or of computing `tokens`."""
+def cheaper(pages: int, tokens: int, rates: Rates, *, steps: int = 0) -> Kind:
+    """The way that costs less time: of `pages` both ways, or of computing `tokens`, and `steps` of a token each."""
     swap_s = SWAP_OVERHEAD_S + 2 * pages / rates.pages_per_s
-    return "swap" if swap_s < tokens / rates.tokens_per_s else "recompute"
+    again_s = tokens / rates.tokens_per_s + steps / rates.steps_per_s
+    return "swap" if swap_s < again_s else "recompute"
 
 
 class Rates(NamedTuple):
@@ -30,6 +33,8 @@ class Rates(NamedTuple):
     """Copied by the slowest rank, one way."""
     tokens_per_s: float
     """Computed by steps that hold more than one token of a request, with all else that they hold."""
+    steps_per_s: float = STEPS_PER_S
+    """Of those that hold one token of each request."""
 
     @staticmethod
     def of(page_bytes: int) -> Rates:
@@ -43,6 +48,10 @@ class Rates(NamedTuple):
     def computed(self, tokens: int, seconds: float) -> Rates:
         """After a step that took `seconds` and computed `tokens` again."""
         return self._replace(tokens_per_s=_blend(self.tokens_per_s, tokens, seconds))
+
+    def stepped(self, seconds: float) -> Rates:
+        """After a step that took `seconds` and computed one token of each request."""
+        return self._replace(steps_per_s=_blend(self.steps_per_s, 1, seconds))
 
 
 def _blend(rate: float, count: int, seconds: float) -> float:

@@ -275,9 +275,9 @@ class DecodeLeader(Leader):
 
     def _observe_step(self, plan: StepPlan) -> None:
         tokens = sum(len(work.tokens) for work in plan.work if len(work.tokens) > 1)
-        if tokens:
-            pressure = self._scheduler.pressure
-            pressure.rates = pressure.rates.computed(tokens, self._clock() - self._step_began_s)
+        pressure, seconds = self._scheduler.pressure, self._clock() - self._step_began_s
+        rates = pressure.rates
+        pressure.rates = rates.computed(tokens, seconds) if tokens else rates.stepped(seconds)
 
     def _begin(self, request: DecodeRequest, first: m.FirstTokens) -> None:
         """What the prefill group chose, of each answer; or the likeliest tokens, of a beam search."""

@@ -51,10 +51,14 @@ class Pressure:
         rates: Rates,
         block_pages: int,
         has_kv: bool,
+        answers_by_token: bool = False,
     ) -> None:
-        """`watermark`: share of the pages that a ticket leaves free. Without KV (`has_kv`) no answer needs pages."""
+        """`watermark`: share of the pages that a ticket leaves free. Without KV (`has_kv`) no answer needs pages.
+
+        `answers_by_token`: an answer that is computed again takes a step for each of its tokens.
+        """
         self._ledger, self._requests, self._ranks = ledger, requests, ranks
-        self._preemption, self._has_kv = preemption, has_kv
+        self._preemption, self._has_kv, self._answers_by_token = preemption, has_kv, answers_by_token
         self._watermark_pages = math.ceil(watermark * ledger.pages)
         self._orders: list[Swap] = []
         self._copies: list[PageCopy] = []
@@ -230,21 +234,19 @@ class Pressure:
         request.place, request.again = Place.RESIDENT, request.left_tokens > 0
 
     def _kind(self, victim: DecodeRequest) -> Kind:
+        """Where sequences share more than the prompt, more is counted than would be computed again."""
         if victim.again:
             return "recompute"  # it is being computed again: most of its pages hold nothing yet
         if self._preemption == "auto":
-            return cheaper(len(victim.pages()), _tokens(victim), self.rates)
+            answers = sum(len(sequence.tokens) for sequence in victim.sequences)
+            tokens, steps = victim.prompt_tokens, answers if self._answers_by_token else 0
+            return cheaper(len(victim.pages()), tokens + answers - steps, self.rates, steps=steps)
         return self._preemption
 
     def _order(self, request: DecodeRequest, place: Place, pages: list[int]) -> None:
         request.place = place
         out = place is Place.LEAVING
         self._orders.append(Swap(request.key, request.ticket.number, out, pages, list(request.blocks)))
-
-
-def _tokens(request: DecodeRequest) -> int:
-    """To be computed again, were it preempted so; too many where sequences share more than the prompt."""
-    return request.prompt_tokens + sum(len(sequence.tokens) for sequence in request.sequences)
 
 
 def _age(request: DecodeRequest) -> int:

@@ -50,12 +50,11 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
             # Not from 0: what an earlier life of this group left on the wire must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
-            chunk_tokens=group.chunk_tokens,
+            chunks=self._prompt_chunks(),
             rates=Rates.of(page_bytes(spec.layout, group.ranks, group.page_size)),
             preemption=group.preemption,
             watermark=group.watermark,
             block_pages=self._block_pages(),
-            whole_prompts=spec.whole_prompts,
             state_tokens=spec.state_tokens,
             has_kv=spec.has_attention,
         )

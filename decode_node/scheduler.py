@@ -30,6 +30,7 @@ from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.host_blocks import HostBlocks, HostStatistics
 from disagg.kv.journal import MarkJournal
 from disagg.model.beam_search import Candidate
+from disagg.model.chunks import PromptChunks
 from disagg.node.ledger import Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
 from transport.tags import TICKET_NUMBERS
@@ -80,19 +81,18 @@ class DecodeScheduler:
         max_batch: int,
         max_context_tokens: int,
         first_ticket: int,
-        chunk_tokens: int,
+        chunks: PromptChunks,
         rates: Rates,
         preemption: Preemption = "auto",
         watermark: float = 0.0,
         block_pages: int = 1,
-        whole_prompts: bool = False,
         state_tokens: int = 0,
         has_kv: bool = True,
     ) -> None:
         """`state_tokens`: a recurrent state lands in the answer's place, as if it were this many tokens.
 
-        Without KV (`has_kv`) nothing else lands. At most `chunk_tokens` tokens are computed again in a step; with
-        `whole_prompts` all of a request, however many. `block_pages`: see `HostBlocks`.
+        Without KV (`has_kv`) nothing else lands. About `chunks.chunk_tokens` tokens are computed again in a step, of
+        prompts and, without recurrent layers, of answers. `block_pages`: see `HostBlocks`.
         """
         self._ledger = ledger
         self._group = group
@@ -101,7 +101,7 @@ class DecodeScheduler:
         self._max_tokens = min(max_context_tokens, ledger.capacity_tokens)
         self._state_tokens = state_tokens
         self._has_kv = has_kv
-        self._chunk_tokens, self._whole_prompts = chunk_tokens, whole_prompts
+        self._chunks = chunks
         self._numbers = itertools.count(first_ticket)
         self._step = 0
         self._stepped: list[Stepped] = []
@@ -116,6 +116,7 @@ class DecodeScheduler:
             rates=rates,
             block_pages=block_pages,
             has_kv=has_kv,
+            answers_by_token=chunks.recurrent,
         )
 
     def join(self, host_blocks: int) -> None:
@@ -177,7 +178,7 @@ class DecodeScheduler:
     @property
     def max_sequences(self) -> int:
         """Of one request: what a step can compute, and there are rows for. A recurrent state cannot be shared."""
-        if self._state_tokens or self._whole_prompts:
+        if self._state_tokens or self._chunks.whole:
             return 1
         return min(self._max_batch, self._ledger.rows)
 
@@ -370,10 +371,10 @@ class DecodeScheduler:
     def _turn(self) -> dict[DecodeRequest, list[int]]:
         """Whose turn it is, and how many tokens of each of its sequences.
 
-        `max_batch` sequences at most; of what is computed again `chunk_tokens` tokens in all.
+        `max_batch` sequences at most; of what is computed again `chunks.chunk_tokens` tokens in all.
         """
         turn: dict[DecodeRequest, list[int]] = {}
-        places, budget_tokens = self._max_batch, self._chunk_tokens
+        places, budget_tokens, must = self._max_batch, self._chunks.chunk_tokens, True
         for request in self.requests.values():
             if places == 0:
                 break
@@ -386,26 +387,36 @@ class DecodeScheduler:
                 continue
             counts = _ONE if count == 1 else [1] * count
             if request.again:
-                counts = self._again(request.sequences, budget_tokens)
+                counts = self._again(request.sequences, budget_tokens, must=must)
                 budget_tokens -= sum(counts)
                 if not any(counts):
                     continue
+                must = False
             turn[request] = counts
             places -= count
         return turn
 
-    def _again(self, sequences: Iterable[Sequence], budget_tokens: int) -> list[int]:
+    def _again(self, sequences: Iterable[Sequence], budget_tokens: int, *, must: bool) -> list[int]:
         """Of each how many tokens are computed again: not the last one, from which all go on together.
 
         In order: what a sequence shares with one before it, that one computes, in this step or before.
         """
-        counts = []
+        counts: list[int] = []
         for sequence in sequences:
             left = sequence.left_tokens - 1
-            count = left if self._whole_prompts and budget_tokens > 0 else min(max(0, budget_tokens), left)
+            count = self._again_of(sequence, left, budget_tokens, must=must and not any(counts))
             budget_tokens = budget_tokens - count if count == left else 0
             counts.append(count)
         return counts
+
+    def _again_of(self, sequence: Sequence, left: int, budget_tokens: int, *, must: bool) -> int:
+        """Behind a recurrent state an answer is computed token by token, as it was at first."""
+        start = sequence.computed_tokens
+        if not self._chunks.recurrent:
+            return self._chunks.take(start, start + left, budget_tokens, must=must)
+        if start >= len(sequence.prompt):
+            return min(1, left)
+        return self._chunks.take(start, len(sequence.prompt), budget_tokens, must=must)
 
     def _plan(self, request: DecodeRequest, counts: list[int], works: list[Work]) -> None:
         request.in_step = True

@@ -49,10 +49,9 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
         scheduler = PrefillScheduler(
             self._ledger(),
             ranks=group.ranks,
-            chunk_tokens=group.chunk_tokens,
+            chunks=self._prompt_chunks(),
             max_context_tokens=min(group.max_context_tokens, self.runner.spec.context_tokens),
             max_waiting=MAX_WAITING,
-            whole_prompts=self.runner.spec.whole_prompts,
         )
         return PrefillLeader(scheduler, self.runner.spec, self.control.send, self._to_self, self.clock)
 

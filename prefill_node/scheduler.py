@@ -19,6 +19,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from disagg.kv.journal import MarkJournal
+from disagg.model.chunks import PromptChunks
 from disagg.node.ledger import Holding, Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
 
@@ -73,18 +74,15 @@ class PrefillScheduler:
         ledger: Ledger,
         *,
         ranks: int,
-        chunk_tokens: int,
+        chunks: PromptChunks,
         max_context_tokens: int,
         max_waiting: int,
-        whole_prompts: bool = False,
     ) -> None:
-        """`whole_prompts`: a prompt is never cut, even when it is longer than `chunk_tokens`."""
         self._ledger = ledger
         self._ranks = ranks
-        self._chunk_tokens = chunk_tokens
+        self._chunks = chunks
         self._max_tokens = min(max_context_tokens, ledger.capacity_tokens)
         self._max_waiting = max_waiting
-        self._whole_prompts = whole_prompts
         self._step = 0
         self.requests: dict[RequestKey, PrefillRequest] = {}
 
@@ -133,16 +131,17 @@ class PrefillScheduler:
 
     def next_step(self) -> StepPlan | None:
         """The next chunk of each admitted request, oldest first, up to the budget; None when there is nothing."""
-        budget = self._chunk_tokens
+        budget = self._chunks.chunk_tokens
         work: list[Work] = []
         for request in self.requests.values():
-            left = len(request.prompt) - request.planned_tokens
-            if request.closing or not request.admitted or left == 0:
+            start, stop = request.planned_tokens, len(request.prompt)
+            if request.closing or not request.admitted or start == stop:
                 continue
-            work.append(self._chunk(request, left if self._whole_prompts else min(budget, left)))
-            budget -= len(work[-1].tokens)
-            if budget <= 0:
-                break
+            take = self._chunks.take(start, stop, budget, must=not work)
+            if take == 0:
+                break  # first come, first served: what is shorter behind it waits too
+            work.append(self._chunk(request, take))
+            budget -= take
         if not work:
             return None
         self._step += 1

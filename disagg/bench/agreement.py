@@ -27,6 +27,7 @@ from disagg.core.types import KVLayout, SamplingParams, Span
 from disagg.kv.pages import pages_for, slots_of
 from disagg.kv.pool import dtype_name
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.chunks import PromptChunks
 from disagg.model.collective import SingleCollective
 from disagg.model.named import named_config
 from disagg.model.runner import ModelRunner
@@ -227,8 +228,8 @@ def _forced(
     row = table.alloc()
     pages = range(1, 1 + pages_for(count, runner.page_size))  # nobody else uses the pool now
     table.set_slots(row, 0, slots_of(pages, runner.page_size, Span(0, count)))
-    chunk_tokens = prompt_tokens if runner.spec.whole_prompts else chunk_tokens
-    starts = [*range(0, prompt_tokens, chunk_tokens), *range(prompt_tokens, count)]
+    chunks = PromptChunks.of(runner.spec, chunk_tokens).spans(prompt_tokens)
+    starts = [*(chunk.start for chunk in chunks), *range(prompt_tokens, count)]
     found = []
     for start, stop in zip(starts, [*starts[1:], count], strict=True):
         piece = SequenceSlice(row, start, tuple(tokens[start:stop]), prompt_tokens)

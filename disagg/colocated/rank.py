@@ -78,12 +78,11 @@ class ColocatedRank(RankNode[ColocatedLeader, NoTransfers]):
         scheduler = ColocatedScheduler(
             self._ledger(),
             group=self.name,
-            budget_tokens=group.chunk_tokens,
+            chunks=self._prompt_chunks(),
             max_batch=group.max_batch,
             max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
             # Not from 0: a message to an earlier life of this group must not start a new request.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
-            whole_prompts=spec.whole_prompts,
         )
         return ColocatedLeader(scheduler, spec, self.control.send, self._to_self, self.clock)
 

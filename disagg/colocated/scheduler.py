@@ -16,7 +16,6 @@ Who owns a request's row and pages (its holding), and who frees them:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
@@ -24,6 +23,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TOKEN_BYTES, TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.journal import MarkJournal
+from disagg.model.chunks import PromptChunks
 from disagg.model.penalties import TokenHistory
 from disagg.node.ledger import Holding, Ledger, LedgerStatistics
 from disagg.node.plan import StepPlan, Work
@@ -80,23 +80,20 @@ class ColocatedScheduler:
         ledger: Ledger,
         *,
         group: str,
-        budget_tokens: int,
+        chunks: PromptChunks,
         max_batch: int,
         max_context_tokens: int,
         first_ticket: int,
-        whole_prompts: bool = False,
     ) -> None:
-        """`budget_tokens` in one step, of prompts and answers; `max_batch` of them of answers at most.
+        """`chunks.chunk_tokens` in one step, of prompts and answers; `max_batch` of them of answers at most.
 
-        Where answers take all of it, one prompt token goes along all the same: prompts never starve.
-        `whole_prompts`: a prompt is never cut, even when it is longer than the budget.
+        Where answers take all of it, the smallest chunk of a prompt goes along all the same: prompts never starve.
         """
         self._ledger = ledger
         self._group = group
-        self._budget_tokens = budget_tokens
+        self._chunks = chunks
         self._max_batch = max_batch
         self._max_tokens = min(max_context_tokens, ledger.capacity_tokens)
-        self._whole_prompts = whole_prompts
         self._numbers = itertools.count(first_ticket)
         self._step = 0
         self.requests: dict[RequestKey, ColocatedRequest] = {}
@@ -143,7 +140,7 @@ class ColocatedScheduler:
         """A token of each running answer, then chunks of prompts up to the budget; None when there is nothing."""
         decodes = itertools.islice(filter(self._decodes, self.requests.values()), self._max_batch)
         work = [self._next_token(request) for request in decodes]
-        work += self._chunks(max(1, self._budget_tokens - len(work)))
+        work += self._prompts(self._chunks.chunk_tokens - len(work))
         if not work:
             return None
         self._step += 1
@@ -198,16 +195,19 @@ class ColocatedScheduler:
         position = len(request.prompt) + len(request.tokens) - 1
         return self._work(request, position, request.tokens[-1:])
 
-    def _chunks(self, left_tokens: int) -> Iterable[Work]:
+    def _prompts(self, left_tokens: int) -> list[Work]:
+        work: list[Work] = []
         for request in self.requests.values():
             start, whole = request.planned_tokens, len(request.prompt)
             if request.closing or not request.started or start == whole:
                 continue
-            request.planned_tokens = whole if self._whole_prompts else min(whole, start + left_tokens)
-            left_tokens -= request.planned_tokens - start
-            yield self._work(request, start, list(request.prompt[start : request.planned_tokens]))
-            if left_tokens <= 0:
-                return
+            take = self._chunks.take(start, whole, left_tokens, must=not work)
+            if take == 0:
+                break  # first come, first served
+            request.planned_tokens += take
+            left_tokens -= take
+            work.append(self._work(request, start, list(request.prompt[start : request.planned_tokens])))
+        return work
 
     def _work(self, request: ColocatedRequest, start: int, tokens: list[int]) -> Work:
         assert request.holding is not None, "a request that is not closing holds its memory"

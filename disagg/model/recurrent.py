@@ -244,9 +244,21 @@ class RowStates:
         return self._table.slots(row, Span(position, position + self._tokens)).long()
 
 
-def recurrent_parts(batch: StepBatch) -> list[list[int]]:
-    """Indices of the sequences that recurrent layers can take together: all that go on by one token, others alone."""
+def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:
+    """Indices of the sequences that recurrent layers can take together: all that go on by one token, others alone.
+
+    With `each_alone` no two: then a request's sums do not depend on what else is in the step. Raises InvariantError
+    for a token of a prompt alone behind others, see `PromptChunks`.
+    """
     single = [i for i, one in enumerate(batch.sequences) if one.start > 0 and len(one.tokens) == 1]
+    for one in (batch.sequences[i] for i in single):
+        if one.start < one.prompt_tokens:
+            raise InvariantError(
+                f"row {one.row}: token {one.start} of a prompt of {one.prompt_tokens} tokens comes alone, which "
+                f"recurrent layers would take for an answer's"
+            )
+    if each_alone:
+        single = []
     alone = [[i] for i in range(len(batch.sequences)) if i not in single]
     return [*alone, single] if single else alone
 

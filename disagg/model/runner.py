@@ -199,7 +199,7 @@ class ModelRunner:
         if self.states is None:
             return self._forward(batch, on_layer, 1, None)
         logits: dict[int, torch.Tensor] = {}
-        parts = recurrent_parts(batch)
+        parts = recurrent_parts(batch, each_alone=self.deterministic)
         for number, part in enumerate(parts):
             ones = tuple(batch.sequences[index] for index in part)
             hook = on_layer if number == len(parts) - 1 else None  # only then is the KV of the step complete

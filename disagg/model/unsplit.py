@@ -12,6 +12,7 @@ from disagg.core.sampling import ending_tokens
 from disagg.core.types import SamplingParams, Span
 from disagg.kv.pages import TokenToKVPoolAllocator, pages_for, slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.chunks import PromptChunks
 from disagg.model.next_tokens import next_tokens
 from disagg.model.penalties import Row, TokenHistory, history_of
 from disagg.model.runner import ModelRunner
@@ -55,7 +56,7 @@ def generate_unsplit(
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts) or chunk_tokens < 1:
         raise ConfigError(f"{len(each)} params for {len(prompts)} prompts, chunks of {chunk_tokens} tokens")
-    engine = _Engine(runner, chunk_tokens)
+    engine = _Engine(runner, PromptChunks.of(runner.spec, chunk_tokens, deterministic=runner.deterministic))
     requests = [
         _Request(index, tuple(prompt), p, history=history_of(prompt, p))
         for index, (prompt, p) in enumerate(zip(prompts, each, strict=True))
@@ -65,9 +66,9 @@ def generate_unsplit(
 
 
 class _Engine:
-    def __init__(self, runner: ModelRunner, chunk_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, chunks: PromptChunks) -> None:
         self._runner = runner
-        self._chunk_tokens = chunk_tokens
+        self._chunks = chunks
         self._allocator = TokenToKVPoolAllocator(runner.pages, runner.page_size)
         self._running: list[_Request] = []
 
@@ -108,16 +109,15 @@ class _Engine:
         return True
 
     def _step(self) -> None:
-        slices, budget = [], self._chunk_tokens
-        chosen = []
+        slices, chosen, budget = [], [], self._chunks.chunk_tokens
+        must = True  # of the prompts, the first
         for request in sorted(self._running, key=lambda r: len(r.tokens) - r.computed):  # decodes first
-            left = len(request.tokens) - request.computed
-            whole = self._runner.spec.whole_prompts and budget > 0
-            count = left if whole else min(left, max(budget, 0))
-            if count:
+            start, stop = request.computed, len(request.tokens)
+            if count := 1 if request.answer else self._chunks.take(start, stop, budget, must=must):
                 budget -= count
-                tokens = request.tokens[request.computed : request.computed + count]
-                slices.append(SequenceSlice(request.row, request.computed, tokens, len(request.prompt)))
+                must &= bool(request.answer)
+                tokens = request.tokens[start : start + count]
+                slices.append(SequenceSlice(request.row, start, tokens, len(request.prompt)))
                 chosen.append(request)
         if not slices:
             raise InvariantError(f"nothing to run of {len(self._running)} running requests")

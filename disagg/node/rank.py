@@ -24,6 +24,7 @@ from disagg.core.ports import Clock, LayerHook
 from disagg.core.status import RankStatus
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
+from disagg.model.chunks import PromptChunks
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
 from disagg.node.leader import Leader
@@ -322,6 +323,11 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             rows=group.max_requests,
             eviction=group.eviction if group.prefix_cache and not whole else None,
         )
+
+    def _prompt_chunks(self) -> PromptChunks:
+        """How the group's scheduler cuts prompts."""
+        deterministic = self.config.model.deterministic
+        return PromptChunks.of(self.runner.spec, self.group_config.chunk_tokens, deterministic=deterministic)
 
     def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
         """A step's logits, as `StepExecutor.run`; benchmarks put their clocks around it. On the compute thread."""

@@ -15,6 +15,7 @@ from disagg.core.config import Config, GroupConfig, TransferConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.chunks import PromptChunks
 from disagg.node.device import memory_bytes
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ def _run_largest(runner: ModelRunner, group: GroupConfig, role: str) -> None:
     longest requests."""
     table = runner.req_to_token
     longest = table.max_tokens - runner.spec.state_tokens
-    sizes = [longest if runner.spec.whole_prompts else min(group.chunk_tokens, longest)]
+    chunks = PromptChunks.of(runner.spec, group.chunk_tokens)
+    sizes = [longest if chunks.whole else min(chunks.largest_tokens, longest)]
     if role != "prefill":
         sizes += [1] * min(group.max_batch, group.max_requests - 1)
     slices = []

@@ -19,7 +19,9 @@ from disagg.model.collective import ThreadCollective
 from disagg.model.recurrent import RequestCache, recurrent_parts
 from disagg.model.unsplit import generate_unsplit
 
-TOKENS = 8
+TOKENS = 12
+PROMPTS = [*prompts(), prompts()[2][:40]]
+"""With chunks of 13 the last one leaves a token over."""
 ALL: dict[str, Callable[[], PreTrainedConfig]] = HYBRIDS | MORE_HYBRIDS
 
 
@@ -30,14 +32,15 @@ def test_chunked_and_split_answers_are_those_of_generate(name: str, tmp_path: Pa
 
     def work(collective: ThreadCollective) -> tuple[bool, set[str], list[list[int]]]:
         runner = make_runner(directory, collective)
-        answers = generate_unsplit(runner, prompts(), params, chunk_tokens=13)
+        answers = generate_unsplit(runner, PROMPTS, params, chunk_tokens=13)
+        answers += generate_unsplit(runner, PROMPTS[:2], params, chunk_tokens=1)
         return runner.spec.whole_prompts, runner.held_whole, answers
 
     plain = load_plain(directory)
-    expected = [plain_greedy(plain, prompt, TOKENS) for prompt in prompts()]
+    expected = [plain_greedy(plain, prompt, TOKENS) for prompt in PROMPTS]
     assert len({token for answer in expected for token in answer}) > TOKENS, "a model that says something"
     for whole_prompts, held_whole, answers in run_ranks(2, work):
-        assert answers == expected
+        assert answers == expected + expected[:2]
         assert "recurrent layers" in held_whole
         assert whole_prompts == (name in ("jamba", "zamba", "mamba", "falcon-mamba"))
 
@@ -77,6 +80,40 @@ def test_answers_go_on_together_and_prompts_alone() -> None:
     chunk, last = SequenceSlice(3, 5, (5, 6)), SequenceSlice(4, 2, (7,))
     batch = StepBatch((prompt, later, first, last, chunk))
     assert recurrent_parts(batch) == [[0], [2], [4], [1, 3]]
+    assert recurrent_parts(batch, each_alone=True) == [[0], [1], [2], [3], [4]]
+
+
+def test_a_token_of_a_prompt_does_not_come_alone() -> None:
+    with pytest.raises(InvariantError, match="token 7 of a prompt of 8 tokens comes alone"):
+        recurrent_parts(StepBatch((SequenceSlice(2, 7, (4,), 8),)))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "lfm2", "jamba", "zamba2"])
+def test_a_deterministic_answer_has_the_same_bits_whatever_runs_beside_it(name: str, tmp_path: Path) -> None:
+    runner = make_runner(save(HYBRIDS[name](), tmp_path), deterministic=True)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    forward, own = runner.forward, PROMPTS[-1]
+    found: dict[int, torch.Tensor] = {}
+
+    def recorded(batch: StepBatch) -> torch.Tensor:
+        logits = forward(batch)
+        found.update(
+            (one.start, row.clone())
+            for one, row in zip(batch.sequences, logits, strict=True)
+            if one.prompt_tokens == len(own)
+        )
+        return logits
+
+    runner.forward = recorded  # type: ignore[method-assign]
+    seen = []
+    for prompts_of_run in ([own], PROMPTS, PROMPTS[::-1]):
+        found.clear()
+        generate_unsplit(runner, prompts_of_run, params, chunk_tokens=13)
+        seen.append(dict(found))
+    assert len(seen[0]) == (5 if runner.spec.whole_prompts else 7), "the prompt's chunks, and four tokens"
+    for other in seen[1:]:
+        assert other.keys() == seen[0].keys()
+        assert all(torch.equal(other[start], seen[0][start]) for start in other)
 
 
 def test_a_state_of_another_shape_is_not_stored(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from decode_node.scheduler import DecodeScheduler
 from disagg.core.sampling import sampling_of
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.model.chunks import PromptChunks
 from disagg.model.next_tokens import Chosen, next_tokens
 from disagg.model.penalties import Row, history_of
 from disagg.node.ledger import Ledger
@@ -37,7 +38,7 @@ class Decode:
             max_batch=8,
             max_context_tokens=256,
             first_ticket=7,
-            chunk_tokens=64,
+            chunks=PromptChunks(64),
             rates=Rates(1e3, 1e3),
         )
         send = lambda peer, message: self.sent.append(message)  # noqa: E731

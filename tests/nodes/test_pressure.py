@@ -16,6 +16,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.kv.host_blocks import HostBlocks
+from disagg.model.chunks import PromptChunks
 from disagg.node.ledger import Ledger
 
 
@@ -77,7 +78,7 @@ def make(
         first_ticket=0,
         rates=Rates(1e3, 1e3),
         watermark=watermark,
-        **{"chunk_tokens": 64, "preemption": "recompute", **more},
+        **{"chunks": PromptChunks(64), "preemption": "recompute", **more},
     )
 
 
@@ -178,7 +179,7 @@ def test_what_is_being_copied_is_freed_when_the_copy_has_ended(place: Place) -> 
 
 
 def test_a_state_that_nobody_has_read_goes_with_its_pages() -> None:
-    scheduler = make(44, 3, state_tokens=8, chunk_tokens=4)
+    scheduler = make(44, 3, state_tokens=8, chunks=PromptChunks(4))
     one, two = start(scheduler, 1, 12, 20), start(scheduler, 2, 12, 20)
     two.landed_ranks.clear()
     while scheduler.statistics().memory.pages.free_pages or only(one).holding.tokens < 24:
@@ -219,7 +220,7 @@ def test_who_waits_for_pages_does_not_take_the_turn_of_the_oldest(max_batch: int
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_answer_that_ends_before_it_is_computed_again_leaves_no_gap(which: int, again: bool) -> None:
     """What both answers share is computed by the first one, wanted or not, and cached when it is there."""
-    scheduler = make(64, 6, chunk_tokens=8, eviction="lru")
+    scheduler = make(64, 6, chunks=PromptChunks(8), eviction="lru")
     one, two = start(scheduler, 1, 12, 30), start(scheduler, 2, 22, 12, n=2)
     while two.place is Place.RESIDENT:
         step(scheduler)
@@ -280,7 +281,7 @@ def test_a_step_of_256_requests_costs_the_books_little() -> None:
 @pytest.mark.parametrize("number", [0, 1])
 def test_who_computes_for_all_does_so_also_when_its_answer_is_not_wanted_any_more(number: int) -> None:
     """What two answers share is computed again by the first of them."""
-    scheduler = make(64, 4, chunk_tokens=5)
+    scheduler = make(64, 4, chunks=PromptChunks(5))
     one = start(scheduler, 1, 20, 40)
     two = start(scheduler, 2, 16, 12, n=2)
     while two.place is Place.RESIDENT:

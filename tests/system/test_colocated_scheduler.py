@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -9,14 +11,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from disagg.colocated.scheduler import ColocatedRequest, ColocatedScheduler
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.types import RequestKey, SamplingParams
+from disagg.model.chunks import PromptChunks
 from disagg.node.ledger import Ledger
 from disagg.node.plan import StepPlan, Work
 
 BUDGET, BATCH = 7, 3
 
 
-def make(rows: int = 4, pool_tokens: int = 80, **changes: int) -> ColocatedScheduler:
-    limits = {"budget_tokens": BUDGET, "max_batch": BATCH, "max_context_tokens": 40} | changes
+def make(rows: int = 4, pool_tokens: int = 80, **changes: Any) -> ColocatedScheduler:
+    limits = {"chunks": PromptChunks(BUDGET), "max_batch": BATCH, "max_context_tokens": 40} | changes
     ledger = Ledger(pool_tokens=pool_tokens, page_size=4, rows=rows)
     return ColocatedScheduler(ledger, group="colocated", first_ticket=(1 << 32) - 2, **limits)
 
@@ -147,7 +150,7 @@ TestColocated.settings = settings(max_examples=60, stateful_step_count=60, deadl
 
 
 def test_answers_beyond_the_batch_take_turns() -> None:
-    scheduler = make(rows=5, pool_tokens=640, max_batch=2, budget_tokens=100)
+    scheduler = make(rows=5, pool_tokens=640, max_batch=2, chunks=PromptChunks(100))
     for number in range(5):
         add(scheduler, f"r{number}", 3, answer=30)
     plan = scheduler.next_step()
@@ -163,7 +166,7 @@ def test_answers_beyond_the_batch_take_turns() -> None:
 
 
 def test_a_budget_that_answers_take_whole_leaves_a_token_for_prompts() -> None:
-    scheduler = make(budget_tokens=2, max_batch=2)
+    scheduler = make(chunks=PromptChunks(2), max_batch=2)
     for name in ("a", "b"):
         add(scheduler, name, 1, answer=30)
     plan = scheduler.next_step()
@@ -175,16 +178,33 @@ def test_a_budget_that_answers_take_whole_leaves_a_token_for_prompts() -> None:
     assert [(work.key.request_id, len(work.tokens)) for work in plan.work] == [("a", 1), ("b", 1), ("c", 1)]
 
 
+def test_a_fixed_chunk_goes_along_whole_or_not_at_all() -> None:
+    scheduler = make(chunks=PromptChunks(7, recurrent=True, fixed=True))
+    for name, tokens in (("a", 3), ("b", 15), ("c", 3)):
+        add(scheduler, name, tokens, answer=9)
+    steps = []
+    for _ in range(4):
+        plan = scheduler.next_step()
+        assert plan is not None
+        steps.append([(work.key.request_id, len(work.tokens)) for work in plan.work])
+        commit(scheduler, plan)
+    assert steps == [
+        [("a", 3)],
+        [("a", 1), ("b", 7)],
+        [("a", 1), ("b", 8)],
+        [("b", 1), ("a", 1), ("c", 3)],
+    ]
+
+
 def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
     ledger = Ledger(pool_tokens=80, page_size=4, rows=3)
     scheduler = ColocatedScheduler(
         ledger,
         group="colocated",
-        budget_tokens=7,
+        chunks=PromptChunks(7, whole=True),
         max_batch=3,
         max_context_tokens=40,
         first_ticket=0,
-        whole_prompts=True,
     )
     for name, tokens in (("a", 5), ("b", 20), ("c", 3)):
         add(scheduler, name, tokens)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from architectures import HYBRIDS, save
+from architectures import HYBRIDS, MORE_HYBRIDS, save
 from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from simulated_memory import poison_host, poison_pages
 
@@ -85,16 +85,24 @@ def test_tokens_are_those_of_generate(checkpoints: Checkpoints, tp: tuple[int, i
 
 
 @pytest.mark.parametrize(
-    ("name", "way"), [("falcon-h1", "swap"), ("jamba", "recompute"), ("qwen3-next", "recompute")]
+    ("name", "way"),
+    [
+        ("falcon-h1", "swap"),
+        ("jamba", "recompute"),
+        ("qwen3-next", "recompute"),
+        ("zamba2", "recompute"),
+        ("nemotron-h", "recompute"),
+    ],
 )
 def test_a_recurrent_state_outlives_its_pages(
     tmp_path_factory: pytest.TempPathFactory, checkpoints: Checkpoints, name: str, way: str
 ) -> None:
     """A swapped request goes on with the state of its row; one that is computed again begins with a new one.
 
-    Jamba must be computed again in one piece.
+    Jamba's prompts must be computed again in one piece; answers of Zamba 2 and Nemotron-H token by token.
     """
-    source = ModelSource.from_directory(save(HYBRIDS[name](), tmp_path_factory.mktemp(name)))
+    models = HYBRIDS | MORE_HYBRIDS
+    source = ModelSource.from_directory(save(models[name](), tmp_path_factory.mktemp(name)))
     config = config_of((1, 2), way, pool_tokens=112)
     assert check(config, source, checkpoints, PROMPTS[:3], tokens=70) > 0
 

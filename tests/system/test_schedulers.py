@@ -19,6 +19,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.model.beam_search import Candidate
+from disagg.model.chunks import PromptChunks
 from disagg.node.ledger import Ledger
 from disagg.node.plan import StepPlan, Swap, Work
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler
@@ -40,7 +41,7 @@ class PrefillMachine(RuleBasedStateMachine):
         super().__init__()
         ledger = Ledger(pool_tokens=64, page_size=4, rows=3, eviction=self.eviction)
         self.scheduler = PrefillScheduler(
-            ledger, ranks=RANKS, chunk_tokens=7, max_context_tokens=40, max_waiting=3
+            ledger, ranks=RANKS, chunks=PromptChunks(7), max_context_tokens=40, max_waiting=3
         )
         self.count = 0
         self.plan: StepPlan | None = None
@@ -192,8 +193,11 @@ class DecodeMachine(RuleBasedStateMachine):
         blocks=st.sampled_from([0, 3, 20]),
         state_tokens=st.sampled_from([0, 6]),
         whole_prompts=st.booleans(),
+        fixed=st.booleans(),
     )
-    def begin(self, preemption: Any, blocks: int, state_tokens: int, whole_prompts: bool) -> None:
+    def begin(
+        self, preemption: Any, blocks: int, state_tokens: int, whole_prompts: bool, fixed: bool
+    ) -> None:
         whole_prompts, state_tokens = (False, 0) if self.eviction else (whole_prompts, state_tokens)
         self.ledger = Ledger(pool_tokens=64, page_size=4, rows=4, eviction=self.eviction)
         self.scheduler = DecodeScheduler(
@@ -203,11 +207,10 @@ class DecodeMachine(RuleBasedStateMachine):
             max_batch=3,
             max_context_tokens=40,
             first_ticket=(1 << 32) - 2,
-            chunk_tokens=5,
+            chunks=PromptChunks(5, whole_prompts, state_tokens > 0, fixed),
             rates=Rates(1e3, 1e4),
             preemption=preemption,
             block_pages=2,
-            whole_prompts=whole_prompts,
             state_tokens=state_tokens,
         )
         self.scheduler.join(blocks)
@@ -221,6 +224,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
         self.ledger._pages._take_pages = emptied  # type: ignore[method-assign]
         self.whole_prompts, self.state_tokens = whole_prompts, state_tokens
+        self.fixed = fixed and state_tokens > 0
 
     def requests(self) -> list[DecodeRequest]:
         return list(self.scheduler.requests.values())
@@ -352,7 +356,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 )
         assert len(works) <= 3
         again = sum(len(work.tokens) for work in works if work.span.stop < self.known(work))
-        assert again <= 5 or self.whole_prompts
+        assert again <= 5 + len(works) * (self.state_tokens > 0) or self.whole_prompts
 
     def known(self, work: Work) -> int:
         """Tokens of the sequence that a planned work computes."""
@@ -379,8 +383,17 @@ class DecodeMachine(RuleBasedStateMachine):
         assert work.row == sequence.holding.row
         assert work.start == sequence.computed_tokens
         assert work.tokens == known[work.start : work.span.stop]
+        prompt_tokens = len(request.prompt)
+        if self.state_tokens:
+            assert work.span.stop <= prompt_tokens or len(work.tokens) == 1, (
+                "answers token by token, as at first"
+            )
+            assert work.start >= prompt_tokens or len(work.tokens) > 1 or prompt_tokens == 1
+        if self.fixed and work.start < prompt_tokens:
+            spans = PromptChunks(5, self.whole_prompts, True, True).spans(prompt_tokens)
+            assert work.span in list(spans), "as if it were alone"
         if self.whole_prompts:
-            assert len(known) - work.span.stop <= 1
+            assert work.span.stop >= (prompt_tokens if self.state_tokens else len(known) - 1)
         table = self.tables.setdefault(work.row, [])
         if work.like >= 0:
             assert work.like != work.row
@@ -542,7 +555,7 @@ def test_requests_beyond_the_batch_take_turns() -> None:
         max_batch=2,
         max_context_tokens=40,
         first_ticket=0,
-        chunk_tokens=8,
+        chunks=PromptChunks(8),
         rates=Rates(1.0, 1.0),
     )
     for number in range(5):
@@ -569,7 +582,7 @@ def test_requests_beyond_the_batch_take_turns() -> None:
 def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step_and_keeps_room_for_its_state() -> None:
     ledger = Ledger(pool_tokens=64, page_size=4, rows=3)
     scheduler = PrefillScheduler(
-        ledger, ranks=1, chunk_tokens=7, max_context_tokens=40, max_waiting=3, whole_prompts=True
+        ledger, ranks=1, chunks=PromptChunks(7, whole=True), max_context_tokens=40, max_waiting=3
     )
     for number, tokens in enumerate((5, 20, 3)):
         ticket = Ticket(key_of(number), number, "decode", Span(0, tokens + 8))
@@ -584,10 +597,29 @@ def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step_and_keeps_room_fo
     assert [len(work.tokens) for work in second.work] == [3]
 
 
+def test_fixed_chunks_are_those_of_a_prompt_alone() -> None:
+    """One that does not fit behind others waits, and so does what comes behind it."""
+    ledger = Ledger(pool_tokens=128, page_size=4, rows=4)
+    chunks = PromptChunks(7, recurrent=True, fixed=True)
+    scheduler = PrefillScheduler(ledger, ranks=1, chunks=chunks, max_context_tokens=40, max_waiting=3)
+    for number, tokens in enumerate((9, 15, 3)):
+        ticket = Ticket(key_of(number), number, "decode", Span(0, tokens))
+        scheduler.submit(
+            PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), ticket, "router", 0.0)
+        )
+    scheduler.admit()
+    steps = []
+    while (plan := scheduler.next_step()) is not None:
+        steps.append([(work.key.request_id, len(work.tokens)) for work in plan.work])
+    assert steps == [[("r0", 7)], [("r0", 2)], [("r1", 7)], [("r1", 8)], [("r2", 3)]]
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_prompt_is_cached_when_it_is_computed_and_its_logits_are_good(wrong: bool) -> None:
     ledger = Ledger(pool_tokens=64, page_size=4, rows=3, eviction="lru")
-    scheduler = PrefillScheduler(ledger, ranks=1, chunk_tokens=99, max_context_tokens=40, max_waiting=3)
+    scheduler = PrefillScheduler(
+        ledger, ranks=1, chunks=PromptChunks(99), max_context_tokens=40, max_waiting=3
+    )
     starts = []
     for number in range(2):
         key, prompt = key_of(number), pack_tokens(range(10))
