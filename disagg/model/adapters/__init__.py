@@ -1,0 +1,31 @@
+"""Adapters: attention modules of transformers that do not call its AttentionInterface, or hand it too little.
+
+An adapter replaces the attention's `forward` of one built model, and of nothing else: it computes queries, keys and
+values with the module's own projections and its own rotary functions, and attends through the step's context.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from disagg.model.adapters.base import Adapter
+
+_FILES = {
+    "bloom": "bloom",
+    "codegen": "codegen",
+    "falcon": "falcon",
+    "gpt_neo": "gpt_neo",
+    "gptj": "gptj",
+    "mpt": "mpt",
+}
+"""Module of this folder by model type. Loaded when such a model is built: it imports transformers' own code."""
+
+
+def adapter_of(config: Any) -> Adapter | None:
+    """The adapter of a configuration's model type; None for a type that needs none."""
+    file = _FILES.get(config.model_type)
+    if file is None:
+        return None
+    adapter: Adapter = importlib.import_module(f"{__name__}.{file}").ADAPTER
+    return adapter
