@@ -47,7 +47,6 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     alibi_dtype: torch.dtype | None = None,
-    chunk_tokens: int | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -70,7 +69,7 @@ def paged_attention(
             f"{type(module).__name__} asks for other than plain causal attention: {', '.join(refused)}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    params = AttentionParams(scale, sliding_window, softcap, s_aux, alibi_slopes, alibi_dtype, chunk_tokens)
+    params = AttentionParams(scale, sliding_window, softcap, s_aux, alibi_slopes, alibi_dtype)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = paged_context.attend(module.layer_idx, q, k, v, params)
     return out.view(len(query), -1, *out.shape[1:]), None

@@ -110,7 +110,9 @@ def _heads(config: Any) -> tuple[int, int, int]:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
     if config.model_type == "falcon":
         return _falcon_kv_heads(config), head_dim, head_dim
-    return getattr(config, "num_key_value_heads", None) or q_heads, head_dim, head_dim
+    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+    # Differential attention reads a KV head's keys with the values of two.
+    return kv_heads, head_dim, 2 * head_dim if config.model_type == "diffllama" else head_dim
 
 
 def _falcon_kv_heads(config: Any) -> int:

@@ -41,8 +41,9 @@ def expected(checkpoint: Path) -> list[list[int]]:
     return greedy(checkpoint, prompts(), TOKENS)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize(("page_size", "chunk_tokens"), [(16, 512), (4, 13)])
+@pytest.mark.parametrize(
+    ("size", "page_size", "chunk_tokens"), [(2, 4, 13), pytest.param(1, 16, 512, marks=pytest.mark.slow)]
+)
 def test_greedy_equals_generate(
     checkpoint: Path, expected: list[list[int]], size: int, page_size: int, chunk_tokens: int
 ) -> None:
@@ -66,7 +67,8 @@ def test_logits_are_those_of_transformers_in_chunks_of_any_size(checkpoint: Path
         tokens = tuple(text[start : start + count])
         logits = runner.forward(StepBatch((SequenceSlice(row, start, tokens),)))
         start += count
-        torch.testing.assert_close(logits[0], expected[start - 1], rtol=0, atol=2e-5)
+        rounding = 5e-6 * float(expected.abs().max())
+        torch.testing.assert_close(logits[0], expected[start - 1], rtol=0, atol=rounding)
 
 
 @pytest.mark.parametrize(

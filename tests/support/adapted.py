@@ -9,13 +9,22 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BioGptConfig,
     BloomConfig,
     CodeGenConfig,
+    DiffLlamaConfig,
     FalconConfig,
     GPTJConfig,
     GPTNeoConfig,
+    GPTNeoXJapaneseConfig,
+    JetMoeConfig,
+    Llama4TextConfig,
     MptConfig,
+    NemotronConfig,
+    OpenAIGPTConfig,
     PreTrainedConfig,
+    StableLmConfig,
+    XGLMConfig,
 )
 
 WINDOW_TOKENS = 16
@@ -33,6 +42,25 @@ _FALCON |= {"ffn_hidden_size": 64, "max_position_embeddings": 256, "bias": True}
 
 BLOOM = TOKENS | {"hidden_size": 60, "n_layer": 2, "n_head": 6}
 MPT = TOKENS | {"d_model": 60, "n_layers": 2, "n_heads": 6, "max_seq_len": 256}
+_WIDTH = TOKENS | {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+}
+GQA = _WIDTH | {"num_key_value_heads": 2}
+LLAMA4 = GQA | {
+    "num_hidden_layers": 3,
+    "head_dim": 16,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 4,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layers": [1, 0, 1],
+    "attention_chunk_size": WINDOW_TOKENS,
+    "floor_scale": 8,
+}
+"""Full attention, tuned by position, between two layers of chunks."""
 
 ADAPTED: dict[str, Callable[[], PreTrainedConfig]] = {
     "falcon": lambda: FalconConfig(**_FALCON),
@@ -54,6 +82,30 @@ ADAPTED: dict[str, Callable[[], PreTrainedConfig]] = {
         attention_types=[[["global", "local"], 1]],
         window_size=WINDOW_TOKENS,
     ),
+    "llama4": lambda: Llama4TextConfig(**LLAMA4),
+    "stablelm": lambda: StableLmConfig(**GQA, qk_layernorm=True, use_qkv_bias=True),
+    "nemotron": lambda: NemotronConfig(**GQA),
+    "biogpt": lambda: BioGptConfig(**_WIDTH),
+    "jetmoe": lambda: JetMoeConfig(
+        **{key: GQA[key] for key in GQA if key not in ("num_attention_heads", "num_hidden_layers")},
+        num_hidden_layers=2,
+        kv_channels=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "diffllama": lambda: DiffLlamaConfig(**GQA),
+    "xglm": lambda: XGLMConfig(
+        **TOKENS,
+        init_std=0.2,
+        d_model=64,
+        num_layers=2,
+        attention_heads=4,
+        ffn_dim=64,
+        max_position_embeddings=256,
+        pad_token_id=1,
+    ),
+    "gpt-neox-japanese": lambda: GPTNeoXJapaneseConfig(**_WIDTH, intermediate_multiple_size=1),
+    "openai-gpt": lambda: OpenAIGPTConfig(**GPT),
 }
 """ALiBi with numbers of heads that are a power of two and that are not, heads whose size has no whole root."""
 

@@ -15,7 +15,7 @@ from disagg.model.source import ModelSource
 TOKENS = 8
 
 
-@pytest.fixture(scope="module", params=["falcon-new", "falcon-alibi", "mpt", "gpt-neo"])
+@pytest.fixture(scope="module", params=["falcon-alibi", "gpt-neo", "llama4", "jetmoe"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_adapted(ADAPTED[request.param](), tmp_path_factory.mktemp(request.param))
 

@@ -12,12 +12,21 @@ from typing import Any
 from disagg.model.adapters.base import Adapter
 
 _FILES = {
+    "biogpt": "handed",
     "bloom": "bloom",
     "codegen": "codegen",
+    "diffllama": "diffllama",
     "falcon": "falcon",
     "gpt_neo": "gpt_neo",
+    "gpt_neox_japanese": "gpt_neox_japanese",
     "gptj": "gptj",
+    "jetmoe": "jetmoe",
+    "llama4_text": "llama4",
     "mpt": "mpt",
+    "nemotron": "handed",
+    "openai-gpt": "openai_gpt",
+    "stablelm": "handed",
+    "xglm": "xglm",
 }
 """Module of this folder by model type. Loaded when such a model is built: it imports transformers' own code."""
 

@@ -77,6 +77,20 @@ class Adapter:
     """Why a configuration of the family is not covered; empty when it is."""
 
 
+def hand_context(
+    attention: Any,
+    step: StepInputs,
+    through: Callable[[AttentionContext], AttentionContext] = lambda context: context,
+) -> None:
+    """Lets a module that calls the AttentionInterface, but is not handed the step's context, attend `through` it."""
+    own = attention.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs | {"paged_context": through(step.context)})
+
+    attention.forward = forward
+
+
 class Constant:
     """A small tensor that every step reads, on whichever device the step runs."""
 
