@@ -39,6 +39,21 @@ class AttentionParams:
     """Scores become `softcap * tanh(score / softcap)`."""
     sinks: torch.Tensor | None = None
     """`[query heads]`: a score that takes part in each softmax without a value."""
+    alibi_slopes: torch.Tensor | None = None
+    """float32 `[query heads]`: ALiBi. `slope * (key position - query position)` is added to the product of query and
+    key, before `scaling`."""
+    alibi_dtype: torch.dtype | None = None
+    """The slope, a position and their product are rounded to it, for the key and the query each; None: float32, and
+    nothing is rounded before the positions are subtracted."""
+    chunk_tokens: int | None = None
+    """A token sees the tokens of its own chunk only: those whose position has the same `position // chunk_tokens`."""
+
+    @property
+    def torch_only(self) -> str:
+        """What of it the kernels do not do; empty when they do all of it."""
+        if self.alibi_slopes is not None:
+            return "ALiBi"
+        return "" if self.chunk_tokens is None else "attention in chunks of positions"
 
 
 def unsupported(
@@ -81,6 +96,8 @@ def check_queries(
         raise ValueError(
             f"{q.shape[1]} query heads are no multiple of {kv.k.shape[1]} KV heads: use the torch path"
         )
+    if params.torch_only:
+        raise ValueError(f"the kernels do not do {params.torch_only}: use the torch path")
     if params.sinks is not None and (params.sinks.shape != q.shape[1:2] or not params.sinks.is_contiguous()):
         raise ValueError(f"sinks must be contiguous [{q.shape[1]}]; got {told(params.sinks)}")
     return int(q.shape[1] // kv.k.shape[1])

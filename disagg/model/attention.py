@@ -41,9 +41,9 @@ def attend_decode(
     `[n, heads, group, dim]`.
     """
     keys = torch.arange(k.shape[1], device=k.device)
-    mask = _visible(positions[:, None], keys[None, :], params)  # [n, keys]
+    queries, keys = positions[:, None, None, None], keys[None, None, None, :]
     scores = torch.matmul(q, k.permute(0, 2, 3, 1))  # [n, heads, group, keys]
-    weights = _weights(scores, mask[:, None, None, :], params, (*q.shape[1:3], 1))
+    weights = _weights(scores, queries, keys, params, (*q.shape[1:3], 1))
     return torch.matmul(weights, v.transpose(1, 2))
 
 
@@ -62,33 +62,61 @@ def attend_prefill(
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     for first in range(0, count, block):
         stop = min(count, first + block)
-        low = max(0, start + first + 1 - params.window_tokens) if params.window_tokens else 0
+        low = _first_visible(start + first, params)
         seen = slice(low, start + stop)
-        queries = torch.arange(start + first, start + stop, device=q.device)
-        keys = torch.arange(low, start + stop, device=q.device)
-        mask = _visible(queries[:, None], keys[None, :], params)  # [queries, keys]
+        queries = torch.arange(start + first, start + stop, device=q.device)[:, None]
+        keys = torch.arange(low, start + stop, device=q.device)[None, :]
         scores = torch.matmul(q[:, :, first:stop], k[seen].permute(1, 2, 0)[:, None])
-        weights = _weights(scores, mask, params, (*q.shape[:2], 1, 1))
+        weights = _weights(scores, queries, keys, params, (*q.shape[:2], 1, 1))
         out[:, :, first:stop] = torch.matmul(weights, v[seen].transpose(0, 1)[:, None])
     return out
+
+
+def _first_visible(query: int, params: AttentionParams) -> int:
+    """The lowest position that the token at position `query` sees."""
+    window = query + 1 - params.window_tokens if params.window_tokens else 0
+    chunk = query - query % params.chunk_tokens if params.chunk_tokens else 0
+    return max(0, window, chunk)
 
 
 def _visible(queries: torch.Tensor, keys: torch.Tensor, params: AttentionParams) -> torch.Tensor:
     mask = keys <= queries
     if params.window_tokens:
         mask &= keys > queries - params.window_tokens
+    if params.chunk_tokens:
+        mask &= keys // params.chunk_tokens == queries // params.chunk_tokens
     return mask
 
 
 def _weights(
-    scores: torch.Tensor, mask: torch.Tensor, params: AttentionParams, sinks_shape: tuple[int, ...]
+    scores: torch.Tensor,
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    params: AttentionParams,
+    heads_shape: tuple[int, ...],
 ) -> torch.Tensor:
+    """Softmax of `scores`. The positions `queries` and `keys` broadcast to its shape; so do values of query heads
+    in `heads_shape`."""
     dtype = scores.dtype
+    if params.alibi_slopes is not None:
+        scores = scores.float() + _alibi(
+            params.alibi_slopes.view(heads_shape), queries, keys, params.alibi_dtype
+        )
     scores = scores * params.scaling
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
-    scores = scores.masked_fill(~mask, float("-inf")).float()
+    scores = scores.masked_fill(~_visible(queries, keys, params), float("-inf")).float()
     if params.sinks is None:
         return torch.softmax(scores, dim=-1).to(dtype)
-    sinks = params.sinks.float().view(sinks_shape).expand(*scores.shape[:-1], 1)
+    sinks = params.sinks.float().view(heads_shape).expand(*scores.shape[:-1], 1)
     return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1].to(dtype)
+
+
+def _alibi(
+    slopes: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor, rounded: torch.dtype | None
+) -> torch.Tensor:
+    if rounded is None:
+        return slopes * (keys - queries)
+    slopes = slopes.to(rounded)
+    of_keys, of_queries = ((slopes * positions.to(rounded)).float() for positions in (keys, queries))
+    return of_keys - of_queries

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.ports import Collective
+from disagg.model.adapters import adapter_of
+from disagg.model.adapters.base import StepInputs
 from disagg.model.layers import recurrent_layers
 from disagg.model.paged import ATTENTION_NAME
 from disagg.model.source import ModelSource
@@ -62,13 +64,21 @@ def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, 
 def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
     config = copy.deepcopy(source.config)
     config.use_cache = False
+    adapter = adapter_of(config)
+    if adapter is not None and (why := adapter.refused(config)):
+        raise UnsupportedModelError(f"{spec.architecture} is not supported: it has {why}")
+    implementation = ATTENTION_NAME if adapter is None else "eager"
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     except (KeyError, ValueError, AttributeError, TypeError) as exc:
         raise UnsupportedModelError(
             f"{spec.architecture} cannot be built with our attention: {exc!r}"
         ) from exc
+    if adapter is not None:
+        model.config._attn_implementation = ATTENTION_NAME  # so that no mask is made
+        adapter.adapt(model, StepInputs(model))
+        return model
     if getattr(model, "_is_stateful", False) and not recurrent_layers(config):
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: it keeps state that its layer types do not name"

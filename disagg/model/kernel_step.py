@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from disagg.core.config import AttentionName
@@ -25,14 +27,19 @@ def use_kernels(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
+    asked: Iterable[AttentionParams] = (),
 ) -> bool:
-    """Whether the kernels do the rank's attention. Raises ConfigError when they are `wanted` and cannot."""
+    """Whether the kernels do the rank's attention, of which the layers ask `asked`.
+
+    Raises ConfigError when they are `wanted` and cannot.
+    """
     if wanted == "torch" or not spec.has_attention:
         return False
     if not head_map.uniform:
         why = "KV heads of this rank have different numbers of query heads"
     else:
         why = unsupported(device, dtype, kv_dtype, spec.k_dim, spec.v_dim)
+        why = why or next((params.torch_only for params in asked if params.torch_only), "")
     if why and wanted == "triton":
         raise ConfigError(
             f"model.attention = triton cannot be for {spec.architecture}: {why}; use auto or torch"

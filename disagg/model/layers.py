@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-_ATTENTION = {"full_attention", "sliding_attention"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _RECURRENT = {"linear_attention", "conv"}
 _BOTH = {"hybrid"}
 _NEITHER = {"moe", "mlp"}

@@ -45,6 +45,8 @@ def paged_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    alibi_dtype: torch.dtype | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -67,7 +69,7 @@ def paged_attention(
             f"{type(module).__name__} asks for other than plain causal attention: {', '.join(refused)}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    params = AttentionParams(scale, sliding_window, softcap, s_aux)
+    params = AttentionParams(scale, sliding_window, softcap, s_aux, alibi_slopes, alibi_dtype)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = paged_context.attend(module.layer_idx, q, k, v, params)
     return out.view(len(query), -1, *out.shape[1:]), None
@@ -133,10 +135,9 @@ class SharedHeads:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """See `AttentionContext.attend`; all heads go in and come out, on every rank."""
-        sinks = None if params.sinks is None else params.sinks[self._queries]
-        part = self._own.attend(
-            layer, q[:, self._queries], k[:, self._heads], v[:, self._heads], replace(params, sinks=sinks)
-        )
+        sinks, slopes = (None if x is None else x[self._queries] for x in (params.sinks, params.alibi_slopes))
+        own = replace(params, sinks=sinks, alibi_slopes=slopes)
+        part = self._own.attend(layer, q[:, self._queries], k[:, self._heads], v[:, self._heads], own)
         whole = part.new_zeros(*q.shape[:-1], v.shape[-1])
         whole[:, self._queries] = part
         self._collective.all_reduce(whole)

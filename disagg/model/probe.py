@@ -26,8 +26,8 @@ class ShapeProbe:
 
     shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     """Shapes of K and V by layer of the KV pool."""
-    windows: dict[int, int | None] = field(default_factory=dict)
-    """Sliding window by layer of the KV pool."""
+    asked: dict[int, AttentionParams] = field(default_factory=dict)
+    """What the attention was asked for by layer of the KV pool."""
     calls: int = 0
 
     def attend(
@@ -36,7 +36,7 @@ class ShapeProbe:
         """See `AttentionContext.attend`."""
         self.calls += 1
         self.shapes[layer] = (tuple(k.shape), tuple(v.shape))
-        self.windows[layer] = params.window_tokens
+        self.asked[layer] = params
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
     def require(self, spec: ModelSpec, heads: int, config: Any) -> None:
@@ -51,16 +51,23 @@ class ShapeProbe:
             if shapes != expected:
                 raise _refuse(spec, f"layer {layer} has K and V of {shapes}, not {expected}")
         wanted = [self._wants_window(layer, config) for layer in range(layers)]
-        if any(want and self.windows[layer] is None for layer, want in enumerate(wanted)):
+        if any(want and self.asked[layer].window_tokens is None for layer, want in enumerate(wanted)):
             raise _refuse(spec, "it has a sliding window that its attention call does not name")
+        wanted = [self._type_of(layer, config) == "chunked_attention" for layer in range(layers)]
+        if any(want and self.asked[layer].chunk_tokens is None for layer, want in enumerate(wanted)):
+            raise _refuse(spec, "it attends in chunks that its attention call does not name")
 
     def _wants_window(self, layer: int, config: Any) -> bool:
         if not getattr(config, "sliding_window", None):
             return False
-        types = getattr(config, "layer_types", None)
-        if types:
-            return bool(types[attention_layers(config)[layer]] == "sliding_attention")
+        if kind := self._type_of(layer, config):
+            return kind == "sliding_attention"
         return getattr(config, "use_sliding_window", True) is not False
+
+    def _type_of(self, layer: int, config: Any) -> str:
+        """Of a layer of the KV pool; empty where the configuration names no types."""
+        types = getattr(config, "layer_types", None)
+        return str(types[attention_layers(config)[layer]]) if types else ""
 
 
 @contextmanager

@@ -106,16 +106,17 @@ class ModelRunner:
         self._head_map = HeadMap(
             self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
         )
-        self.attention_kernels = use_kernels(
-            attention, self.spec, self._head_map, self.device, dtype, self.kv_dtype
-        )
-        """Whether attention runs in the Triton kernels, not in torch."""
         small_layers = fuse(self.model) if fused and backend(self.device) == "triton" else None
         self._row_wise = self._use_row_wise(dtype) if deterministic else None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         forward = inspect.signature(self.model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
-        self._config, self._sample = source.config, self._probe()
+        probe = ShapeProbe()
+        self._config, self._sample = source.config, self._probe(probe)
+        self.attention_kernels = use_kernels(
+            attention, self.spec, self._head_map, self.device, dtype, self.kv_dtype, probe.asked.values()
+        )
+        """Whether attention runs in the Triton kernels, not in torch."""
         self._drop_unneeded_row_wise()
         if small_layers is not None and collective.rank == 0:
             log.info("small_layers_fused", model=self.spec.architecture, **small_layers.summary())
@@ -220,7 +221,7 @@ class ModelRunner:
 
     def _drop_unneeded_row_wise(self) -> None:
         """On a GPU, where kernels do all that sums, the mode would cost time of the host for nothing."""
-        if self._row_wise is None or backend(self.device) != "triton":
+        if self._row_wise is None or not self.attention_kernels:
             return
         self._row_wise.replaced.clear()
         with alone(self.model):
@@ -300,12 +301,12 @@ class ModelRunner:
             logits: torch.Tensor = output.logits.flatten(0, 1).float()
         return logits
 
-    def _probe(self) -> RequestCache | None:
+    def _probe(self, probe: ShapeProbe) -> RequestCache | None:
         """One token through the model with no other rank, and attention that only looks. Completes `spec`.
 
         Returns the recurrent state after it, of a model that has one.
         """
-        probe, config = ShapeProbe(), self.model.config
+        config = self.model.config
         cache = RequestCache(config) if recurrent_layers(config) else None
         with alone(self.model):
             logits = self._look(probe, cache)

@@ -16,6 +16,7 @@ _STATE_HEAD_DIM = 1024
 _NO_LIMIT_TOKENS = (
     1 << 20
 )  # the context of a model that names none because nothing of it grows with a request
+_BLOOM_TOKENS = 2048  # what BLOOM was trained with
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -79,7 +80,7 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
         k_dim=k_dim,
         v_dim=v_dim,
         vocab_size=config.vocab_size,
-        context_tokens=getattr(config, "max_position_embeddings", None) or _NO_LIMIT_TOKENS,
+        context_tokens=_context_tokens(config) or _NO_LIMIT_TOKENS,
         eos_ids=eos_ids(config.eos_token_id),
         rope_switch_tokens=_rope_switch_tokens(config),
     )
@@ -107,7 +108,26 @@ def _heads(config: Any) -> tuple[int, int, int]:
     ):  # latent attention: what it expands for each query head is cached
         return q_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
-    return getattr(config, "num_key_value_heads", None) or q_heads, head_dim, head_dim
+    if config.model_type == "falcon":
+        return _falcon_kv_heads(config), head_dim, head_dim
+    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+    # Differential attention reads a KV head's keys with the values of two.
+    return kv_heads, head_dim, 2 * head_dim if config.model_type == "diffllama" else head_dim
+
+
+def _falcon_kv_heads(config: Any) -> int:
+    if config.new_decoder_architecture:
+        return int(config.num_kv_heads)
+    return 1 if config.multi_query else int(config.num_attention_heads)
+
+
+def _context_tokens(config: Any) -> int | None:
+    """None when the configuration names no context length."""
+    if config.model_type == "mpt":
+        return int(config.max_seq_len)
+    if config.model_type == "bloom":  # has no limit of its own
+        return int(getattr(config, "seq_length", _BLOOM_TOKENS))
+    return getattr(config, "max_position_embeddings", None)
 
 
 def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
@@ -147,7 +167,7 @@ def _unsupported(config: Any) -> str | None:
         return None
     if getattr(config, "num_attention_heads", None) is None:
         return "its configuration names no attention heads"
-    if getattr(config, "max_position_embeddings", None) is None:
+    if _context_tokens(config) is None:
         return "its configuration names no context length (max_position_embeddings)"
     return None
 

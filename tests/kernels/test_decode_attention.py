@@ -163,6 +163,8 @@ def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"rows": torch.zeros(3).long()}, r"rows must be .*\[2\]"),
         ({"lengths": torch.zeros(2)}, "lengths must be"),
         ({"params": AttentionParams(1.0, sinks=torch.zeros(3))}, "sinks must be"),
+        ({"params": AttentionParams(1.0, alibi_slopes=torch.zeros(8))}, "kernels do not do ALiBi"),
+        ({"params": AttentionParams(1.0, chunk_tokens=4)}, "kernels do not do attention in chunks"),
         ({"table": torch.zeros(3, 9).long()}, "table must be"),
         ({"k_scales": torch.zeros(8, 2)}, "k_scales must be given with codes"),
         ({"v": torch.zeros(8, 2, 8)}, "k and v must be"),

@@ -19,7 +19,23 @@ VARIANTS = [
     AttentionParams(0.3, window_tokens=5),
     AttentionParams(0.3, softcap=2.0),
     AttentionParams(0.3, window_tokens=5, softcap=2.0, sinks=torch.linspace(-1, 2, HEADS * GROUP)),
+    AttentionParams(0.3, alibi_slopes=torch.linspace(0.1, 1, HEADS * GROUP)),
+    AttentionParams(
+        0.3, alibi_slopes=torch.linspace(0.1, 1, HEADS * GROUP), alibi_dtype=torch.bfloat16, window_tokens=9
+    ),
+    AttentionParams(0.3, chunk_tokens=6),
 ]
+NAMES = ["plain", "window", "softcap", "all", "alibi", "rounded alibi", "chunks"]
+
+
+def alibi(params: AttentionParams, head: int, key: int, position: int) -> float:
+    if params.alibi_slopes is None:
+        return 0.0
+    dtype = params.alibi_dtype or torch.float64
+    of_key, of_query = (
+        params.alibi_slopes[head].to(dtype) * torch.tensor(p).to(dtype) for p in (key, position)
+    )
+    return float(of_key) - float(of_query)
 
 
 def naive(
@@ -28,11 +44,15 @@ def naive(
     """One query `[heads, group, dim]` at `position`, scalar by scalar."""
     out = torch.zeros(HEADS, GROUP, DIM)
     first = max(0, position + 1 - params.window_tokens) if params.window_tokens else 0
+    first = (
+        max(first, position // params.chunk_tokens * params.chunk_tokens) if params.chunk_tokens else first
+    )
     for head in range(HEADS):
         for member in range(GROUP):
             weights = []
             for key in range(first, position + 1):
-                score = float(q[head, member].double() @ k[key, head].double()) * params.scaling
+                product = float(q[head, member].double() @ k[key, head].double())
+                score = (product + alibi(params, head * GROUP + member, key, position)) * params.scaling
                 if params.softcap is not None:
                     score = params.softcap * math.tanh(score / params.softcap)
                 weights.append(math.exp(score))
@@ -46,7 +66,7 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(math.prod(shape)))
 
 
-@pytest.mark.parametrize("params", VARIANTS, ids=["plain", "window", "softcap", "all"])
+@pytest.mark.parametrize("params", VARIANTS, ids=NAMES)
 @pytest.mark.parametrize("scores", [1, 400, 1 << 20])
 def test_prefill_follows_the_definition_in_blocks_of_any_size(
     params: AttentionParams, scores: int, monkeypatch: pytest.MonkeyPatch, poison_empty: None
@@ -59,7 +79,7 @@ def test_prefill_follows_the_definition_in_blocks_of_any_size(
         torch.testing.assert_close(out[:, :, index], naive(q[:, :, index], k, v, start + index, params))
 
 
-@pytest.mark.parametrize("params", VARIANTS, ids=["plain", "window", "softcap", "all"])
+@pytest.mark.parametrize("params", VARIANTS, ids=NAMES)
 def test_decode_follows_the_definition_and_ignores_padding(params: AttentionParams) -> None:
     positions = torch.tensor([0, 20, 11])
     q = random(3, HEADS, GROUP, DIM)

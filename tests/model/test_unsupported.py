@@ -12,7 +12,6 @@ from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ra
 from transformers import (
     BertConfig,
     DeepseekV3Config,
-    FalconConfig,
     GptOssConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -47,10 +46,6 @@ from kernels.attention import AttentionParams
                 **RECURRENT | {"num_hidden_layers": 3}, lru_width=64, attention_window_size=16
             ),
             "outside of the cache",
-        ),
-        (
-            FalconConfig(vocab_size=259, hidden_size=64, num_hidden_layers=1, num_attention_heads=4),
-            "cannot be built with our attention",
         ),
         (BertConfig(**ENCODER), "is_causal=False"),
     ],

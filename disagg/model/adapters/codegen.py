@@ -1,0 +1,36 @@
+"""CodeGen: GPT-J with one projection, in four parts of queries, values and keys, each for a quarter of the heads."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from disagg.model.adapters.base import Adapter, StepInputs
+from disagg.model.adapters.gptj import needs_rotary_dim, rotate
+
+_PARTS = 4
+
+
+def _adapt(model: Any, step: StepInputs) -> None:
+    for block in model.transformer.h:
+        block.attn.forward = partial(_forward, block.attn, step)
+
+
+def _forward(
+    attention: Any, step: StepInputs, hidden_states: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    fused = attention.qkv_proj(hidden_states).unflatten(-1, (_PARTS, 3, -1, attention.head_dim))
+    q, v, k = (x.flatten(2, 3) for x in fused.unbind(3))
+    q, k = (rotate(attention, x, step.positions) for x in (q, k))
+    return attention.out_proj(step.attend(attention, q, k, v)), None
+
+
+def _refused(config: Any) -> str:
+    if config.n_head % _PARTS:
+        return f"{config.n_head} heads, which is no multiple of {_PARTS}"
+    return needs_rotary_dim(config)
+
+
+ADAPTER = Adapter(_adapt, _refused)

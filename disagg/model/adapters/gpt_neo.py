@@ -1,0 +1,31 @@
+"""GPT-Neo: scores without scaling, a sliding window in the local layers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from disagg.model.adapters.base import Adapter, StepInputs, heads
+
+
+def _adapt(model: Any, step: StepInputs) -> None:
+    for layer, block in enumerate(model.transformer.h):
+        attention = block.attn.attention
+        attention.layer_idx = layer
+        attention.bias = None  # the mask of the whole context, squared, which nothing reads any more
+        window = model.config.window_size if attention.attention_type == "local" else None
+        attention.forward = partial(_forward, attention, step, window)
+
+
+def _forward(
+    attention: Any, step: StepInputs, window: int | None, hidden_states: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    q, k, v = (heads(project(hidden_states), attention.head_dim) for project in projections)
+    out = step.attend(attention, q, k, v, scaling=1.0, sliding_window=window)
+    return attention.out_proj(out), None
+
+
+ADAPTER = Adapter(_adapt)

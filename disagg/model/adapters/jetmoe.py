@@ -1,0 +1,39 @@
+"""JetMoe: experts of attention, each with queries for every KV head, one expert behind the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from disagg.model.adapters.base import Adapter, StepInputs, hand_context
+from disagg.model.paged import AttentionContext
+from kernels.attention import AttentionParams
+
+
+def _adapt(model: Any, step: StepInputs) -> None:
+    for layer in model.model.layers:
+        hand_context(layer.self_attention, step, partial(_ByExpert, model.config.num_key_value_heads))
+
+
+@dataclass(frozen=True)
+class _ByExpert:
+    """The step's attention: K and V once, not once for each expert, and the queries of a KV head side by side."""
+
+    kv_heads: int
+    own: AttentionContext
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        by_head = q.view(len(q), -1, self.kv_heads, q.shape[-1]).transpose(1, 2)
+        out = self.own.attend(
+            layer, by_head.flatten(1, 2), k[:, : self.kv_heads], v[:, : self.kv_heads], params
+        )
+        return out.view(*by_head.shape[:3], -1).transpose(1, 2).flatten(1, 2)
+
+
+ADAPTER = Adapter(_adapt)

@@ -1,0 +1,26 @@
+"""The first GPT: one projection of all queries, then all keys, then all values; learned positions."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from disagg.model.adapters.base import Adapter, StepInputs
+
+
+def _adapt(model: Any, step: StepInputs) -> None:
+    for layer, block in enumerate(model.transformer.h):
+        block.attn.layer_idx = layer
+        block.attn.bias = None  # the mask of the whole context, squared, which nothing reads any more
+        block.attn.forward = partial(_forward, block.attn, step)
+
+
+def _forward(attention: Any, step: StepInputs, x: torch.Tensor, **_: Any) -> list[torch.Tensor]:
+    parts = attention.c_attn(x).chunk(3, dim=-1)
+    q, k, v = (part.view(*part.shape[:2], attention.n_head, -1) for part in parts)
+    return [attention.c_proj(step.attend(attention, q, k, v))]
+
+
+ADAPTER = Adapter(_adapt)

@@ -1,0 +1,30 @@
+"""XGLM: attention of its own, with queries that are scaled before the product."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from disagg.model.adapters.base import Adapter, StepInputs, heads
+
+
+def _adapt(model: Any, step: StepInputs) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.forward = partial(_forward, layer.self_attn, step)
+
+
+def _forward(
+    attention: Any, step: StepInputs, hidden_states: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    q, k, v = (heads(project(hidden_states), attention.head_dim) for project in projections)
+    return attention.out_proj(step.attend(attention, q, k, v, scaling=attention.scaling)), None
+
+
+def _refused(config: Any) -> str:
+    return "cross-attention" if config.add_cross_attention else ""
+
+
+ADAPTER = Adapter(_adapt, _refused)
