@@ -62,11 +62,12 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
         replacement = _REPLACED.get(name)
-        if replacement is not None and _sums_floats(func, args):
+        operands = [*args, *kwargs.values()]
+        if replacement is not None and _sums_floats(func, operands):
             self.replaced[name] += 1
             return replacement(*args, **kwargs)
         passes = name in _PASSING and "reduce" not in func._overloadname
-        if passes or torch.Tag.pointwise in func.tags or not _sums_floats(func, args):
+        if passes or torch.Tag.pointwise in func.tags or not _sums_floats(func, operands):
             return func(*args, **kwargs)
         if func._can_decompose():
             with self:
@@ -91,13 +92,15 @@ def use_linear_kernels(model: Any) -> int:
     return count
 
 
-def _sums_floats(func: Any, args: Sequence[Any]) -> bool:
-    """Whether rounding is at stake. A product of one element each is rounded once, in any order."""
-    tensors = [one for one in args if isinstance(one, torch.Tensor)]
-    floats = any(one.dtype.is_floating_point for one in tensors)
-    name = func.overloadpacket.__name__
-    single = name in ("mm", "bmm") and len(tensors) == 2 and tensors[0].shape[-1] == 1
-    return floats and not single
+def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:
+    """Whether rounding is at stake. A product of one element each is rounded once, in any order; with an integer
+    `dtype` operands are made whole numbers before they are summed."""
+    flat = [one for arg in operands for one in (arg if isinstance(arg, list | tuple) else [arg])]
+    if any(isinstance(one, torch.dtype) and not one.is_floating_point for one in flat):
+        return False
+    tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+    single = func.overloadpacket.__name__ in ("mm", "bmm") and tensors[0].shape[-1] == 1
+    return any(one.dtype.is_floating_point for one in tensors) and not single
 
 
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

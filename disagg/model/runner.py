@@ -331,5 +331,7 @@ class ModelRunner:
         positions = upload(list(range(tokens)), self.device)[None]
         try:
             return self._run(ids, positions, 1, probe, cache)
+        except UnsupportedModelError:
+            raise
         except ValueError as exc:  # what models say of a cache that they do not take
             raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
