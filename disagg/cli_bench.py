@@ -306,6 +306,15 @@ def decode(
         int | None, typer.Option("--context-tokens", min=1, help="Of each [2048; 128 on a CPU].")
     ] = None,
     page_size: Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")] = 16,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Also with model.deterministic, and prefill steps: what it costs."
+        ),
+    ] = False,
+    prefill_tokens: Annotated[
+        int, typer.Option("--prefill-tokens", min=1, help="Of a prefill step, with --deterministic.")
+    ] = 4096,
     repeats: RepeatsFlag = 9,
     device: DeviceFlag = "auto",
     out: OutFlag = None,
@@ -320,7 +329,17 @@ def decode(
     cuda = where.type == "cuda"
     name = random_init or ("llama-3.1-8b" if cuda else "tiny-llama")
     context = context_tokens or (2048 if cuda else 128)
-    bench = DecodeBench(where, name, getattr(torch, dtype), batch, context, page_size, repeats)
+    bench = DecodeBench(
+        where,
+        name,
+        getattr(torch, dtype),
+        batch,
+        context,
+        page_size,
+        repeats,
+        deterministic,
+        prefill_tokens,
+    )
     with progress() as tell:
         results = run(bench, tell)
     _show("decode", f"decode steps in {dtype} on {name_of(where)}", results, out, as_json)

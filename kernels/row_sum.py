@@ -22,8 +22,8 @@ _WARP_ELEMENTS = 256
 def row_sum(x: torch.Tensor) -> torch.Tensor:
     """float32 `[...]`, the sums over the last dimension of `x` (float32, bfloat16 or float16 `[..., n]`).
 
-    On CUDA: one launch on the current stream, no synchronization; elsewhere torch's own sum, which goes over each row
-    alone. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, no synchronization; elsewhere torch's own sum of each row
+    by itself. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     if x.dim() < 1 or x.dtype not in DTYPES:
         raise ValueError(f"x must be float32, bfloat16 or float16 [..., n]; got {told(x)}")
@@ -49,8 +49,13 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def row_sum_reference(x: torch.Tensor) -> torch.Tensor:
-    """The same as `row_sum`, in plain torch on any device."""
-    return x.float().sum(-1)
+    """The same property in plain torch on any device: each row is summed by itself, in memory of its own. Slow."""
+    rows = x.float().reshape(-1, x.shape[-1])
+    return (
+        torch.stack([row.clone().sum() for row in rows]).view(x.shape[:-1])
+        if len(rows)
+        else x.new_zeros(x.shape[:-1], dtype=torch.float32)
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -1,7 +1,13 @@
-"""A decode step of a whole model against the bytes that it must read: weights once, each request's KV once."""
+"""A decode step of a whole model against the bytes that it must read: weights once, each request's KV once.
+
+With `deterministic` also what `model.deterministic` costs: decode and prefill steps in both modes, in one run, and
+whether logits have the same bits alone and in the batch.
+"""
 
 from __future__ import annotations
 
+import gc
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,26 +39,65 @@ class DecodeBench:
     context_tokens: int
     page_size: int
     repeats: int
+    deterministic: bool = False
+    """Also in that mode, and prefill steps in both."""
+    prefill_tokens: int = 4096
+    """Of a prefill step: of as many requests as it takes, from their beginnings."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "context_tokens", "page_size", "repeats"):
+        for name in ("batch", "context_tokens", "page_size", "repeats", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)} is not allowed; it must be at least 1")
 
 
 def run(bench: DecodeBench, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Time of a step, the share of the copy rate at which it reads, and tokens a second."""
-    tell(f"{bench.model}: loading")
-    runner, batch = prepare(bench)
-    runner.record(bench.batch)
+    """Time of a step, the share of the copy rate at which it reads, and tokens a second; where both modes are asked
+    for, those of prefill steps too, and what the deterministic mode takes longer."""
     tell("device copy")
     nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
     ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
-    tell("steps")
-    seconds = seconds_of(lambda: runner.forward(batch), bench.device, bench.repeats)
+    results, times = _measure(bench, False, ceiling, tell)
+    if bench.deterministic:
+        more, slower = _measure(bench, True, ceiling, tell)
+        results += [*more, *_cost(bench, times, slower)]
+    return results
+
+
+def _measure(
+    bench: DecodeBench, deterministic: bool, ceiling: Measurement, tell: Callable[[str], None]
+) -> tuple[list[Result], dict[str, tuple[float, ...]]]:
+    """Results of one mode, and its seconds of each kind of step. Its memory is free again at the end."""
+    found = _measure_mode(bench, deterministic, ceiling, tell)
+    gc.collect()  # a model's modules refer to each other
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _measure_mode(
+    bench: DecodeBench, deterministic: bool, ceiling: Measurement, tell: Callable[[str], None]
+) -> tuple[list[Result], dict[str, tuple[float, ...]]]:
+    mode = ", deterministic" if deterministic else ""
+    tell(f"{bench.model}{mode}: loading")
+    runner, batch = prepare(bench, deterministic)
+    runner.record(bench.batch)
+    tell(f"decode steps{mode}")
+    times = {"decode": seconds_of(lambda: runner.forward(batch), bench.device, bench.repeats)}
     check(runner, batch)
+    results = _decode_results(bench, runner, f"{bench.model}{mode}", times["decode"], ceiling)
+    if bench.deterministic:
+        tell(f"prefill steps{mode}")
+        chunk = prefill_step(bench, batch)
+        times["prefill"] = seconds_of(lambda: runner.forward(chunk), bench.device, bench.repeats)
+        results.append(_prefill_result(bench, f"{bench.model}{mode}", chunk, times["prefill"]))
+    return results, times
+
+
+def _decode_results(
+    bench: DecodeBench, runner: ModelRunner, name: str, seconds: tuple[float, ...], ceiling: Measurement
+) -> list[Result]:
     weights_bytes, kv_bytes = read_weights_bytes(runner), read_kv_bytes(runner, bench)
-    title = f"{bench.model}, batch {bench.batch}, {bench.context_tokens} tokens each"
+    title = f"{name}, batch {bench.batch}, {bench.context_tokens} tokens each"
     labels: dict[str, str | int | float] = {
         "model": bench.model,
         "dtype": str(bench.dtype).removeprefix("torch."),
@@ -60,6 +105,7 @@ def run(bench: DecodeBench, tell: Callable[[str], None] = lambda text: None) -> 
         "context_tokens": bench.context_tokens,
         "page_size": bench.page_size,
         "recorded": int(runner.recorded),
+        "deterministic": int(runner.deterministic),
         "weights_bytes": weights_bytes,
         "kv_bytes": kv_bytes,
     }
@@ -83,7 +129,41 @@ def run(bench: DecodeBench, tell: Callable[[str], None] = lambda text: None) -> 
     ]
 
 
-def prepare(bench: DecodeBench) -> tuple[ModelRunner, StepBatch]:
+def _prefill_result(bench: DecodeBench, name: str, chunk: StepBatch, seconds: tuple[float, ...]) -> Result:
+    rates = Measurement("prefill", "tokens/s", tuple(chunk.tokens / s for s in seconds))
+    labels: dict[str, str | int | float] = {"model": bench.model, "prefill_tokens": chunk.tokens}
+    return Result(f"{name}, prefill of {chunk.tokens} tokens of {len(chunk.sequences)}", rates, None, labels)
+
+
+def _cost(
+    bench: DecodeBench, times: dict[str, tuple[float, ...]], slower: dict[str, tuple[float, ...]]
+) -> list[Result]:
+    return [
+        Result(
+            f"{bench.model}, deterministic: {kind} step takes longer by",
+            Measurement(
+                kind, "%", tuple(100 * (s / statistics.median(times[kind]) - 1) for s in slower[kind])
+            ),
+            None,
+            {"model": bench.model},
+            "over the median without",
+        )
+        for kind in times
+    ]
+
+
+def prefill_step(bench: DecodeBench, batch: StepBatch) -> StepBatch:
+    """The prompts of the first requests of a decode step, `prefill_tokens` tokens of them or all there are."""
+    slices, left = [], bench.prefill_tokens
+    for one in batch.sequences:
+        count = min(left, bench.context_tokens)
+        if count:
+            slices.append(SequenceSlice(one.row, 0, tuple(number % 256 for number in range(count))))
+            left -= count
+    return StepBatch(tuple(slices))
+
+
+def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunner, StepBatch]:
     """A runner whose pool holds noise for every request, in shuffled pages; and the step."""
     pages_each = -(-bench.context_tokens // bench.page_size)
     pages = bench.batch * pages_each
@@ -96,6 +176,7 @@ def prepare(bench: DecodeBench) -> tuple[ModelRunner, StepBatch]:
         page_size=bench.page_size,
         rows=bench.batch,
         max_tokens=bench.context_tokens,
+        deterministic=deterministic,
     )
     runner.pool.buffer.view(bench.dtype).normal_(generator=torch.Generator(bench.device).manual_seed(0))
     order = (1 + torch.randperm(pages, generator=torch.Generator().manual_seed(0))).tolist()
@@ -110,13 +191,14 @@ def prepare(bench: DecodeBench) -> tuple[ModelRunner, StepBatch]:
 
 
 def check(runner: ModelRunner, batch: StepBatch) -> None:
-    """Raises `InvariantError` unless the step's logits are those of its requests computed alone, but for rounding.
+    """Raises `InvariantError` unless the step's logits are those of its requests computed alone, but for rounding;
+    bit for bit where the runner is deterministic.
 
     By their norms: a product of another shape is summed in another order, and random weights let what that changes
     grow with the layers (bf16 is off by 5 % after 32 of them, from float32). Another request's are off by 140 %.
     """
     together = runner.forward(batch).clone()
-    allowed = rounding(runner.pool.dtype, runner.pool.layers)
+    allowed = 0.0 if runner.deterministic else rounding(runner.pool.dtype, runner.pool.layers)
     for number in (0, len(batch.sequences) - 1):
         alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
         error = float((together[number] - alone).norm() / alone.norm())

@@ -9,6 +9,7 @@ a list of what was found to fail.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        replacement = _REPLACED.get(name)
+        replacement = _REPLACED.get(name) or (_ON_CPU.get(name) if args and _on_cpu(args[0]) else None)
         operands = [*args, *kwargs.values()]
         if replacement is not None and _sums_floats(func, operands):
             self.replaced[name] += 1
@@ -278,6 +279,36 @@ def _index_add_(
     x.transpose(0, dim).index_put_((index,), alpha * source.transpose(0, dim), accumulate=True)
     return x
 
+
+def _on_cpu(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "cpu"
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + (-x).exp())
+
+
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    if approximate == "none":
+        return 0.5 * x * (1 + (x * math.sqrt(0.5)).erf())
+    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
+
+
+def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    return torch.where(x * beta > threshold, x, (x * beta).exp().log1p() / beta)
+
+
+_ON_CPU: dict[str, Callable[..., Any]] = {
+    "sigmoid": _sigmoid,
+    "silu": _silu,
+    "gelu": _gelu,
+    "softplus": _softplus,
+}
+"""On a CPU torch computes these otherwise where a tensor ends than in its middle; the functions here it does not."""
 
 _REPLACED: dict[str, Callable[..., Any]] = {
     "linear": _linear,

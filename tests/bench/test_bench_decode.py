@@ -71,6 +71,29 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert rate["ceiling"]["name"] == "device copy"
 
 
+def test_what_the_deterministic_mode_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [
+        "--batch",
+        "2",
+        "--context-tokens",
+        "20",
+        "--repeats",
+        "2",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ]
+    assert cli.run(["bench", "decode", *flags, "--deterministic", "--prefill-tokens", "30", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["results"]
+    units = ["GB/s", "ms", "tokens/s", "tokens/s"]
+    assert [one["unit"] for one in found] == [*units, *units, "%", "%"]
+    assert "30 tokens of 2" in found[3]["title"]
+    assert [one["labels"].get("deterministic") for one in found[:5]] == [0, 0, 0, None, 1]
+    slower = found[4 + 1]["values"][0] / sorted(found[1]["values"])[0]
+    assert found[8]["values"][0] <= 100 * (slower - 1) + 1e-6
+
+
 def test_an_impossible_size() -> None:
     with pytest.raises(ConfigError, match="batch = 0 is not allowed"):
         bench(batch=0)

@@ -33,7 +33,7 @@ from disagg.model.runner import ModelRunner
 CUDA = pytest.param("cuda:0", marks=pytest.mark.gpu)
 DEVICES = ["cpu", CUDA]
 SLOTS_EACH = 112
-TOKENS = 96
+TOKENS = 75
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _ROUTED = {
     "n_routed_experts": 8,
@@ -131,7 +131,7 @@ def compare(runner: ModelRunner, busy: tuple[int, ...]) -> None:
     assert len({tuple(logits.tolist()) for logits in alone.values()}) == len(alone)
     for count in busy:
         others = Others(count, list(range(1, rows + 1)), rng)
-        for cuts in ([40, *range(41, 60)], [13, 14, 27, 40, 41, 57, 75, TOKENS], [64, 65, 66, TOKENS]):
+        for cuts in ([40, *range(41, 60)], [13, 14, 27, 40, 41, 57, TOKENS], [64, 65, 66, TOKENS]):
             for cut, logits in run(runner, tokens, cuts, others).items():
                 if cut in alone:
                     assert torch.equal(logits, alone[cut]), (count, cuts, cut)
@@ -204,6 +204,11 @@ def test_row_by_row_is_what_torch_computes(device: str) -> None:
         "layer norm": lambda: torch.nn.functional.layer_norm(x, (40,), weight[0], weight[1], 1e-5),
         "rms norm": lambda: torch.nn.functional.rms_norm(x, (40,), weight[0], 1e-5),
         "topk": lambda: x.topk(3).values,
+        "gelu": lambda: torch.nn.functional.gelu(x),
+        "gelu by tanh": lambda: torch.nn.functional.gelu(x, approximate="tanh"),
+        "silu": lambda: torch.nn.functional.silu(x),
+        "sigmoid": lambda: x.sigmoid(),
+        "softplus": lambda: torch.nn.functional.softplus(x),
         "index_add": lambda: x.clone().index_add_(
             1, torch.tensor([4, 0, 1], device=device), y[:, :3], alpha=2
         ),
@@ -212,7 +217,7 @@ def test_row_by_row_is_what_torch_computes(device: str) -> None:
         own = operation()
         with torch.inference_mode(), RowWise("SomeModel") as mode:
             ours = operation()
-        assert mode.replaced, name
+        assert mode.replaced or device != "cpu", name
         torch.testing.assert_close(
             ours, own, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
         )
