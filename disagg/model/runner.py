@@ -107,7 +107,7 @@ class ModelRunner:
             self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
         )
         small_layers = fuse(self.model) if fused and backend(self.device) == "triton" else None
-        self._row_wise = self._use_row_wise(dtype) if deterministic else None
+        self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         forward = inspect.signature(self.model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
@@ -117,7 +117,8 @@ class ModelRunner:
             attention, self.spec, self._head_map, self.device, dtype, self.kv_dtype, probe.asked.values()
         )
         """Whether attention runs in the Triton kernels, not in torch."""
-        self._drop_unneeded_row_wise()
+        if deterministic:
+            self._use_row_wise(dtype)
         if small_layers is not None and collective.rank == 0:
             log.info("small_layers_fused", model=self.spec.architecture, **small_layers.summary())
         self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
@@ -209,27 +210,21 @@ class ModelRunner:
             logits.update(zip(part, found, strict=True))
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
-    def _use_row_wise(self, dtype: torch.dtype) -> RowWise | None:
-        """Kernels for all linear layers, and what takes care of the rest. Requests of a model with recurrent layers
-        are computed alone instead, in the same pieces always."""
+    def _use_row_wise(self, dtype: torch.dtype) -> None:
+        """Kernels for all linear layers, and a mode for the rest, where the kernels do not do all that sums: it costs
+        time of the host. Requests of a model with recurrent layers are computed alone instead, in the same pieces."""
         require_same_bits(self.device, dtype)
         if recurrent_layers(self.model.config):
-            return None
+            return
         if backend(self.device) == "triton":
             use_linear_kernels(self.model)
-        return RowWise(self.spec.architecture)
-
-    def _drop_unneeded_row_wise(self) -> None:
-        """On a GPU, where kernels do all that sums, the mode would cost time of the host for nothing."""
-        if self._row_wise is None or not self.attention_kernels:
-            return
-        self._row_wise.replaced.clear()
+        self._row_wise = RowWise(self.spec.architecture)
         with alone(self.model):
             self._look(ShapeProbe(), None, tokens=3)
         found = dict(self._row_wise.replaced)
         if self.collective.rank == 0:
             log.info("deterministic", model=self.spec.architecture, row_by_row=found)
-        if not found:
+        if self.attention_kernels and not found:
             self._row_wise = None
 
     def _forward(
