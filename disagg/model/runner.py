@@ -335,3 +335,10 @@ class ModelRunner:
             raise
         except ValueError as exc:  # what models say of a cache that they do not take
             raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
+        except torch.OutOfMemoryError:
+            raise
+        except (LookupError, AttributeError, TypeError, RuntimeError) as exc:
+            reason = str(exc).strip().partition("\n")[0]
+            raise UnsupportedModelError(
+                f"{self.spec.architecture} is not supported: a trial step fails with our attention: {reason}"
+            ) from exc

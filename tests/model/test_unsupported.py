@@ -12,6 +12,7 @@ from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ra
 from transformers import (
     BertConfig,
     DeepseekV3Config,
+    GitConfig,
     GptOssConfig,
     LlamaConfig,
     MiniMaxConfig,
@@ -22,6 +23,7 @@ from transformers import (
     RecurrentGemmaConfig,
     RwkvConfig,
     T5Config,
+    XmodConfig,
 )
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
@@ -48,6 +50,8 @@ from kernels.attention import AttentionParams
             "outside of the cache",
         ),
         (BertConfig(**ENCODER), "is_causal=False"),
+        (GitConfig(**ENCODER), "its attention cannot be replaced"),
+        (XmodConfig(**ENCODER | {"pad_token_id": 1}, is_decoder=True), "names no default_language"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
