@@ -77,12 +77,14 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
         model.config._attn_implementation = ATTENTION_NAME  # so that no mask is made
         adapter.adapt(model, StepInputs(model))
         return model
-    if getattr(model, "_is_stateful", False) and not recurrent_layers(config):
+    stateful = getattr(model, "_is_stateful", False)
+    if stateful and not getattr(config, "layer_types", None):
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: it keeps state that its layer types do not name"
         )
     # Hybrid models do not set this flag, whether or not it is so; the runner looks at their attention calls.
-    if not (getattr(model, "_supports_attention_backend", False) or recurrent_layers(config)):
+    hybrid = stateful or recurrent_layers(config)
+    if not (getattr(model, "_supports_attention_backend", False) or hybrid):
         raise UnsupportedModelError(f"{spec.architecture} is not supported: its attention cannot be replaced")
     return model
 

@@ -19,6 +19,7 @@ from transformers import (
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     RecurrentGemmaConfig,
     RwkvConfig,
@@ -51,6 +52,10 @@ from kernels.attention import AttentionParams
         ),
         (BertConfig(**ENCODER), "is_causal=False"),
         (GitConfig(**ENCODER), "its attention cannot be replaced"),
+        (
+            PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=255),
+            "sliding window that its attention call does not name",
+        ),
         (XmodConfig(**ENCODER | {"pad_token_id": 1}, is_decoder=True), "names no default_language"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
