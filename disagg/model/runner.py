@@ -36,12 +36,12 @@ from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
 from disagg.model.probe import ShapeProbe, alone
 from disagg.model.recurrent import (
     PoolLayers,
-    RequestCache,
     RowStates,
     StateMover,
     ignores_state,
     recurrent_parts,
 )
+from disagg.model.request_cache import RequestCache, make_cache
 from disagg.model.rope import long_tokens, wrap_ropes
 from disagg.model.row_wise import RowWise, use_linear_kernels
 from disagg.model.source import ModelSource
@@ -310,7 +310,7 @@ class ModelRunner:
         recurrent = recurrent_layers(config)
         # A hybrid whose layers all attend gets a cache for the trial alone: it fails where a layer keeps more in it.
         hybrid = recurrent or getattr(self.model, "_is_stateful", False)
-        cache = RequestCache(config) if hybrid else None
+        cache = make_cache(config) if hybrid else None
         with alone(self.model):
             logits = self._look(probe, cache)
             heads = self.spec.layout.kv_heads if self._whole_attention else len(self.shard.heads)

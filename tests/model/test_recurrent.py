@@ -16,7 +16,8 @@ from disagg.core.errors import InvariantError
 from disagg.core.types import SamplingParams, Span
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective import ThreadCollective
-from disagg.model.recurrent import RequestCache, recurrent_parts
+from disagg.model.recurrent import recurrent_parts
+from disagg.model.request_cache import RequestCache
 from disagg.model.unsplit import generate_unsplit
 
 TOKENS = 12

@@ -15,7 +15,6 @@ from transformers import (
     GitConfig,
     GptOssConfig,
     LlamaConfig,
-    MiniMaxConfig,
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
@@ -43,7 +42,6 @@ from kernels.attention import AttentionParams
     [
         (T5Config(vocab_size=259, d_model=64, num_layers=1, num_heads=4, d_ff=64), "not a decoder-only"),
         (RwkvConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2), "no attention heads"),
-        (MiniMaxConfig(**SIZES, num_local_experts=2, block_size=16), "cache of its own"),
         (
             RecurrentGemmaConfig(
                 **RECURRENT | {"num_hidden_layers": 3}, lru_width=64, attention_window_size=16
