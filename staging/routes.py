@@ -2,19 +2,20 @@
 
 Each destination shard is cut along the source shards' bounds into *pieces*, which a source holds as a whole
 or not at all. A piece that one source holds is settled; pieces that several hold alike are dealt out so that
-the replicas send equally much. Nothing here needs one size to divide another.
+the busiest source sends as little as it can. Nothing here needs one size to divide another.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from disagg.core.errors import HandshakeError
 from disagg.core.types import Shard, Span
+from staging.balance import balanced_quotas
 
 
 class Route(msgspec.Struct, frozen=True, order=True):
@@ -34,14 +35,23 @@ class _Piece(NamedTuple):
     heads: Span
     holders: tuple[int, ...]
 
+    @property
+    def cells(self) -> int:
+        """(layer, head) pairs."""
+        return len(self.layers) * len(self.heads)
+
 
 def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]:
     """Routes that write every (layer, head) of every destination shard exactly once.
 
-    Of several sources that hold a cell alike, one is chosen; the choice evens out the cells each source
-    sends, is made in runs of layers (so that a replica more costs few segments more), and depends on the
-    arguments only. Sorted by (source, destination, layers, heads). Raises HandshakeError when a destination's
-    cell is held by no source, ValueError when a rank appears twice on one side.
+    Of several sources that hold a cell alike, one is chosen, so that the busiest source sends the fewest cells that
+    are possible; see `balanced_quotas`. The choice is made in runs of layers (a replica more costs few segments more)
+    and depends on the arguments only. Where several sources hold more than one head alike, as no groups of tensor and
+    pipeline parallelism do, each run is rounded to whole layers: a source may then send so many heads more for each
+    such set of sources that it is in.
+
+    Sorted by (source, destination, layers, heads). Raises HandshakeError when a destination's cell is held by no
+    source, ValueError when a rank appears twice on one side.
     """
     for side, shards in (("source", src), ("destination", dst)):
         if len({shard.rank for shard in shards}) != len(shards):
@@ -53,9 +63,11 @@ def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]
         if len(piece.holders) > 1:
             shared.setdefault(piece.holders, []).append(piece)
         else:
-            _send(routes, load, piece.holders[0], piece, piece.layers)
-    for holders, pieces in sorted(shared.items(), key=lambda item: (len(item[0]), item[0])):
-        _deal(holders, pieces, load, routes)
+            _send(routes, piece.holders[0], piece, piece.layers)
+            load[piece.holders[0]] += piece.cells
+    quotas = balanced_quotas({held: sum(p.cells for p in pieces) for held, pieces in shared.items()}, load)
+    for holders, pieces in shared.items():
+        _deal(quotas[holders], pieces, routes)
     return tuple(sorted(_merge(routes)))
 
 
@@ -90,17 +102,16 @@ def _pieces(span: Span, bounds: Sequence[int]) -> Iterator[tuple[int, Span]]:
         start = stop
 
 
-def _deal(holders: tuple[int, ...], pieces: list[_Piece], load: dict[int, int], routes: list[Route]) -> None:
-    """Deals pieces that all `holders` hold: laid end to end and cut so that each holder fills its quota."""
-    cells = sum(len(piece.layers) * len(piece.heads) for piece in pieces)
-    quotas = _fill([load[rank] for rank in holders], cells)
+def _deal(quota_of: Mapping[int, int], pieces: list[_Piece], routes: list[Route]) -> None:
+    """Deals pieces that all ranks of `quota_of` hold: laid end to end and cut so that each fills its quota."""
+    holders, quotas = list(quota_of), list(quota_of.values())
     turn, last = 0, len(holders) - 1
     for piece in pieces:
         layer, heads = piece.layers.start, len(piece.heads)
         while layer < piece.layers.stop:
             left = piece.layers.stop - layer
             rows = left if turn == last else min(left, max(0, (quotas[turn] + heads // 2) // heads))
-            _send(routes, load, holders[turn], piece, Span(layer, layer + rows))
+            _send(routes, holders[turn], piece, Span(layer, layer + rows))
             layer += rows
             quotas[turn] -= rows * heads
             if turn < last and 2 * quotas[turn] < heads:  # less than half a row is due
@@ -108,25 +119,9 @@ def _deal(holders: tuple[int, ...], pieces: list[_Piece], load: dict[int, int], 
                 turn += 1
 
 
-def _fill(loads: list[int], amount: int) -> list[int]:
-    """How much each of `loads` gets when `amount` is poured over them so that the lowest rise together."""
-    order = sorted(range(len(loads)), key=lambda i: loads[i])
-    total = amount
-    for count, i in enumerate(order, 1):
-        total += loads[i]
-        if count == len(order) or total <= count * loads[order[count]]:
-            break
-    level, rest = divmod(total, count)
-    quotas = [0] * len(loads)
-    for place, i in enumerate(order[:count]):
-        quotas[i] = level - loads[i] + (place < rest)
-    return quotas
-
-
-def _send(routes: list[Route], load: dict[int, int], src_rank: int, piece: _Piece, layers: Span) -> None:
+def _send(routes: list[Route], src_rank: int, piece: _Piece, layers: Span) -> None:
     if layers:
         routes.append(Route(src_rank, piece.dst_rank, layers, piece.heads))
-        load[src_rank] += len(layers) * len(piece.heads)
 
 
 def _merge(routes: list[Route]) -> list[Route]:

@@ -14,6 +14,7 @@ from disagg.core.errors import (
     DisaggError,
     InvalidRequestError,
     PromptTooLongError,
+    RequestInUseError,
     RequestTimeoutError,
     TransportError,
 )
@@ -79,6 +80,8 @@ def api_error(error: DisaggError) -> ApiError:
             )
         case PromptTooLongError():
             return bad(None, message, code="context_length_exceeded")
+        case RequestInUseError():
+            return ApiError(409, message, code=error.code)
         case ConfigError() | InvalidRequestError():
             return bad(None, message, code=error.code)
         case RequestTimeoutError():

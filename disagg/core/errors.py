@@ -68,6 +68,12 @@ class InvalidRequestError(RequestError):
     exit_code = 2
 
 
+class RequestInUseError(InvalidRequestError):
+    """A request has the id of another one that is under way."""
+
+    code = "request_in_use"
+
+
 class AbortedError(RequestError):
     """The request was aborted by its client or by an operator."""
 

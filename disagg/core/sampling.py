@@ -22,10 +22,12 @@ SEED_LIMIT = 1 << 63
 """Seeds are 64 bits wide, with a sign."""
 
 
-def check_sampling(sampling: SamplingParams, vocab_tokens: int | None = None) -> None:
+def check_sampling(
+    sampling: SamplingParams, vocab_tokens: int | None = None, eos_ids: Sequence[int] = ()
+) -> None:
     """Raises `InvalidRequestError` that names the first field out of range, its value and the range.
 
-    Whether tokens are in the vocabulary is looked at by who knows it, in `vocab_tokens` tokens.
+    Tokens are compared with the vocabulary where it is known: `vocab_tokens` tokens, of which `eos_ids` end answers.
     """
     s = sampling
     rules = (
@@ -66,6 +68,12 @@ def check_sampling(sampling: SamplingParams, vocab_tokens: int | None = None) ->
             )
     _check_tokens("stop_token_ids", s.stop_token_ids, vocab_tokens)
     _check_tokens("logit_bias", [token for token, _ in s.logit_bias], vocab_tokens)
+    ending = {token for token in ending_tokens(s, eos_ids) if vocab_tokens and token < vocab_tokens}
+    if s.min_tokens and len(ending) == vocab_tokens:
+        raise InvalidRequestError(
+            f"min_tokens = {s.min_tokens} is not allowed: each of the model's {vocab_tokens} tokens ends the answer "
+            f"(stop_token_ids), so none can begin it; leave tokens out of stop_token_ids, or set min_tokens to 0"
+        )
 
 
 def sampling_of(sampling: SamplingParams, index: int) -> SamplingParams:

@@ -72,21 +72,28 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
     except (KeyError, ValueError, AttributeError, TypeError) as exc:
-        raise UnsupportedModelError(
-            f"{spec.architecture} cannot be built with our attention: {exc!r}"
-        ) from exc
+        raise UnsupportedModelError(f"{spec.architecture} is not supported: {_why_not_built(exc)}") from exc
     if adapter is not None:
         model.config._attn_implementation = ATTENTION_NAME  # so that no mask is made
         adapter.adapt(model, StepInputs(model))
         return model
-    if getattr(model, "_is_stateful", False) and not recurrent_layers(config):
+    stateful = getattr(model, "_is_stateful", False)
+    if stateful and not getattr(config, "layer_types", None):
         raise UnsupportedModelError(
             f"{spec.architecture} is not supported: it keeps state that its layer types do not name"
         )
     # Hybrid models do not set this flag, whether or not it is so; the runner looks at their attention calls.
-    if not (getattr(model, "_supports_attention_backend", False) or recurrent_layers(config)):
+    hybrid = stateful or recurrent_layers(config)
+    if not (getattr(model, "_supports_attention_backend", False) or hybrid):
         raise UnsupportedModelError(f"{spec.architecture} is not supported: its attention cannot be replaced")
     return model
+
+
+def _why_not_built(exc: Exception) -> str:
+    if exc.args == (ATTENTION_NAME,):  # a table of its own has no such attention
+        return "its attention cannot be replaced"
+    reason = str(exc).strip().partition("\n")[0]
+    return f"transformers cannot build it: {reason}"
 
 
 def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
@@ -130,7 +137,9 @@ def _init_weights(model: Any, module: nn.Module) -> None:
     try:
         model._init_weights(module)
     except AttributeError as exc:
-        raise UnsupportedModelError(f"{type(model).__name__} cannot be set up: {exc}") from exc
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not supported: its {type(module).__name__} cannot be set up by itself"
+        ) from exc
 
 
 def _is_set(tensor: torch.Tensor) -> bool:

@@ -50,15 +50,16 @@ class ShapeProbe:
         for layer, shapes in self.shapes.items():
             if shapes != expected:
                 raise _refuse(spec, f"layer {layer} has K and V of {shapes}, not {expected}")
-        wanted = [self._wants_window(layer, config) for layer in range(layers)]
+        wanted = [self._wants_window(layer, spec, config) for layer in range(layers)]
         if any(want and self.asked[layer].window_tokens is None for layer, want in enumerate(wanted)):
             raise _refuse(spec, "it has a sliding window that its attention call does not name")
         wanted = [self._type_of(layer, config) == "chunked_attention" for layer in range(layers)]
         if any(want and self.asked[layer].chunk_tokens is None for layer, want in enumerate(wanted)):
             raise _refuse(spec, "it attends in chunks that its attention call does not name")
 
-    def _wants_window(self, layer: int, config: Any) -> bool:
-        if not getattr(config, "sliding_window", None):
+    def _wants_window(self, layer: int, spec: ModelSpec, config: Any) -> bool:
+        window = getattr(config, "sliding_window", None)
+        if not window or window >= spec.context_tokens:  # one of the whole context hides nothing
             return False
         if kind := self._type_of(layer, config):
             return kind == "sliding_attention"

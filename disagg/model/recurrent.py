@@ -1,7 +1,7 @@
 """Recurrent state (convolutions, state space models, linear attention): one cache for each running request.
 
-transformers keeps such a state in its cache, by layer, and of a size that does not grow with the request. Here a
-cache keeps that state only: K and V pass through it to the paged pool.
+transformers keeps such a state in its cache, by layer, and of a size that does not grow with the request; see
+`request_cache`.
 
 To move a request, its state is written into the KV pool as if it were `state_tokens` tokens more after the prompt,
 each rank its own heads of them: planner, ring and copies move it as they move anything else. The rank that reads it
@@ -13,123 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from disagg.core.errors import InvariantError, UnsupportedModelError
+from disagg.core.errors import InvariantError
 from disagg.core.ports import Collective
 from disagg.core.types import Span
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.paged import AttentionContext
+from disagg.model.request_cache import RequestCache, make_cache
 from disagg.model.spec import ModelSpec, shard_of
 from kernels.attention import AttentionParams
-
-
-class StatePlace(NamedTuple):
-    """Which of a cache's tensors."""
-
-    layer: int
-    number: int
-    """Of several states of one layer."""
-    kind: str
-    """`conv` or `recurrent`."""
-
-
-class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
-    """The attention part of a layer: hands on the K and V it is given."""
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is kept."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The arguments."""
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Of the new tokens alone."""
-        return query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Positions are always given to the model: it need not derive them from here."""
-        return 0
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-
-class _StateAndPassedKV(LinearAttentionLayer, _PassedKV):  # type: ignore[misc]
-    """A layer with a recurrent state and attention."""
-
-    def __init__(self, number_of_states: int) -> None:
-        _PassedKV.__init__(self)
-        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
-
-
-class RequestCache(Cache):  # type: ignore[misc]
-    """The recurrent state of one request, as transformers' models want it."""
-
-    def __init__(self, config: Any) -> None:
-        attention, recurrent = set(attention_layers(config)), set(recurrent_layers(config))
-        count = getattr(config, "number_of_conv_states", 1)
-        layers: list[Any] = []
-        for layer in range(config.num_hidden_layers):
-            if layer in recurrent:
-                kind = _StateAndPassedKV if layer in attention else LinearAttentionLayer
-                layers.append(kind(number_of_states=count))
-            else:
-                layers.append(_PassedKV() if layer in attention else DummyLayer())
-        super().__init__(layers=layers)
-        self.layer = -1
-        """The layer whose K and V passed last."""
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as they are; `layer_idx` is remembered."""
-        self.layer = layer_idx
-        return key_states, value_states
-
-    def states(self) -> list[tuple[StatePlace, torch.Tensor]]:
-        """The state's tensors, in a fixed order."""
-        found = []
-        for index, layer in enumerate(self.layers):
-            for number in range(getattr(layer, "number_of_states", 0)):
-                for kind in ("conv", "recurrent"):
-                    tensor = getattr(layer, f"{kind}_states")[number]
-                    if tensor is not None:
-                        found.append((StatePlace(index, number, kind), tensor))
-        return found
-
-    def form(self) -> list[tuple[StatePlace, tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each of `states`."""
-        return [(place, tuple(tensor.shape), tensor.dtype) for place, tensor in self.states()]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the state."""
-        return sum(tensor.nbytes for _, tensor in self.states())
-
-    def require(self, architecture: str, layers: tuple[int, ...]) -> None:
-        """Raises UnsupportedModelError, one line, unless each of the recurrent `layers` keeps its state here."""
-        missing = set(layers) - {place.layer for place, _ in self.states()}
-        if missing:
-            raise UnsupportedModelError(
-                f"{architecture} is not supported: layers {sorted(missing)} keep their state outside of the cache"
-            )
-
-    def restore(self, place: StatePlace, tensor: torch.Tensor) -> None:
-        """Puts a tensor of another cache's `states` in its place."""
-        layer = self.layers[place.layer]
-        getattr(layer, f"update_{place.kind}_state")(tensor, place.number)
-        layer.has_previous_state[place.number] = True
 
 
 class PoolLayers:
@@ -211,7 +108,7 @@ class RowStates:
         if len(caches) == 1:
             yield caches[0]
             return
-        joined = RequestCache(self._config)
+        joined = make_cache(self._config)
         with torch.inference_mode():
             for same in zip(*(cache.states() for cache in caches), strict=True):
                 joined.restore(same[0][0], torch.cat([tensor for _, tensor in same]))
@@ -224,9 +121,9 @@ class RowStates:
     def _before(self, one: SequenceSlice) -> RequestCache:
         """None at position 0, the row's own, else what the request's pages hold."""
         if one.start == 0:
-            self._caches[one.row] = RequestCache(self._config)
+            self._caches[one.row] = make_cache(self._config)
         elif one.row not in self._caches:
-            self._caches[one.row] = RequestCache(self._config)
+            self._caches[one.row] = make_cache(self._config)
             with torch.inference_mode():
                 self._mover.read(self._caches[one.row], self._slots(one.row, one.start))
         return self._caches[one.row]
@@ -269,7 +166,7 @@ def ignores_state(compute: Callable[[RequestCache, int], object], config: Any) -
     So it is with transformers' selective scan (Mamba 1). `compute(cache, tokens)` runs the model. Two states that
     differ go in; one and the same comes out when the model never looked at them.
     """
-    caches = [RequestCache(config), RequestCache(config)]
+    caches = [make_cache(config), make_cache(config)]
     for number, cache in enumerate(caches):
         compute(cache, 1)
         with torch.inference_mode():

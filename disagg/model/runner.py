@@ -36,12 +36,12 @@ from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
 from disagg.model.probe import ShapeProbe, alone
 from disagg.model.recurrent import (
     PoolLayers,
-    RequestCache,
     RowStates,
     StateMover,
     ignores_state,
     recurrent_parts,
 )
+from disagg.model.request_cache import RequestCache, make_cache
 from disagg.model.rope import long_tokens, wrap_ropes
 from disagg.model.row_wise import RowWise, use_linear_kernels
 from disagg.model.source import ModelSource
@@ -302,7 +302,10 @@ class ModelRunner:
         Returns the recurrent state after it, of a model that has one.
         """
         config = self.model.config
-        cache = RequestCache(config) if recurrent_layers(config) else None
+        recurrent = recurrent_layers(config)
+        # A hybrid whose layers all attend gets a cache for the trial alone: it fails where a layer keeps more in it.
+        hybrid = recurrent or getattr(self.model, "_is_stateful", False)
+        cache = make_cache(config) if hybrid else None
         with alone(self.model):
             logits = self._look(probe, cache)
             heads = self.spec.layout.kv_heads if self._whole_attention else len(self.shard.heads)
@@ -312,14 +315,14 @@ class ModelRunner:
                     f"{self.spec.architecture} is not supported: logits of a token are {tuple(logits.shape)} "
                     f"for a vocabulary of {self.spec.vocab_size}"
                 )
-            if cache is not None:
-                cache.require(self.spec.architecture, recurrent_layers(config))
+            if cache is not None and recurrent:
+                cache.require(self.spec.architecture, recurrent)
                 self.spec = msgspec.structs.replace(
                     self.spec,
                     state_tokens=-(-cache.nbytes // self.spec.layout.token_bytes),
                     whole_prompts=ignores_state(partial(self._look, ShapeProbe()), config),
                 )
-        return cache
+        return cache if recurrent else None
 
     def _look(self, probe: ShapeProbe, cache: RequestCache | None, tokens: int = 1) -> torch.Tensor:
         ids = upload([0] * tokens, self.device)[None]
@@ -330,3 +333,10 @@ class ModelRunner:
             raise
         except ValueError as exc:  # what models say of a cache that they do not take
             raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
+        except torch.OutOfMemoryError:
+            raise
+        except (LookupError, AttributeError, TypeError, RuntimeError) as exc:
+            reason = str(exc).strip().partition("\n")[0]
+            raise UnsupportedModelError(
+                f"{self.spec.architecture} is not supported: a trial step fails with our attention: {reason}"
+            ) from exc

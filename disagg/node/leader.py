@@ -57,7 +57,7 @@ def check_request(prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec) -
         raise InvalidRequestError(
             f"the prompt has a token outside the model's vocabulary of {spec.vocab_size} tokens"
         )
-    check_sampling(sampling, spec.vocab_size)
+    check_sampling(sampling, spec.vocab_size, spec.eos_ids)
     wanted = candidates_wanted(sampling, ending_tokens(sampling, spec.eos_ids))
     if wanted > spec.vocab_size:
         raise InvalidRequestError(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from disagg.core.errors import PeerLostError
+from disagg.core.errors import PeerLostError, RequestInUseError
 from disagg.core.types import RequestKey
 from transport import messages as m
 from transport.control import ControlChannel
@@ -62,10 +62,15 @@ class MailRoom:
 
     @contextmanager
     def open(self, key: RequestKey) -> Iterator[Mail]:
-        """A mailbox for the messages of `key`; closed at the end of the block. A lost peer comes as an error."""
+        """A mailbox for the messages of `key`; closed at the end of the block. A lost peer comes as an error.
+
+        Raises `RequestInUseError`.
+        """
         box: Mail = asyncio.Queue()
         if key in self._boxes:
-            raise ValueError(f"request {key} is already under way: request ids must be unique")
+            raise RequestInUseError(
+                f"request id {key.request_id!r} is in use: give each request under way its own id"
+            )
         self._boxes[key] = box
         try:
             yield box

@@ -179,7 +179,7 @@ class Router:
 
         A request that loses one of its groups before anything of an answer is known goes to others, where there are.
 
-        Raises what ended the request: `InvalidRequestError`, `BusyError`, `PromptTooLongError`,
+        Raises what ended the request: `InvalidRequestError`, `RequestInUseError`, `BusyError`, `PromptTooLongError`,
         `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
         on both sides.
         """

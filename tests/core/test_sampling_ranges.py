@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from disagg.core.errors import InvalidRequestError, error_from_code
@@ -41,6 +42,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": ((5, NAN),)}, "logit_bias of token 5 = nan"),
     ({"logit_bias": ((5, 1.0), (10, 1.0))}, "logit_bias has token 10, .* 0 to 9, the model's vocabulary"),
     ({"stop_token_ids": (-1,)}, "stop_token_ids has token -1"),
+    (
+        {"stop_token_ids": tuple(range(10)), "min_tokens": 1},
+        "min_tokens = 1 .* each of the model's 10 tokens ends",
+    ),
 ]
 
 
@@ -53,6 +58,15 @@ def test_edges_are_allowed(values: dict[str, Any]) -> None:
 def test_what_is_out_of_range_is_named_with_its_range(values: dict[str, Any], what: str) -> None:
     with pytest.raises(InvalidRequestError, match=what):
         check_sampling(SamplingParams(**values), 10)
+
+
+def test_end_tokens_of_the_model_count_unless_they_are_ignored() -> None:
+    sampling = SamplingParams(stop_token_ids=tuple(range(9)), min_tokens=2)
+    check_sampling(sampling, 10)
+    with pytest.raises(InvalidRequestError, match="min_tokens = 2 is not allowed"):
+        check_sampling(sampling, 10, (9, 12))
+    check_sampling(msgspec.structs.replace(sampling, ignore_eos=True), 10, (9, 12))
+    check_sampling(msgspec.structs.replace(sampling, min_tokens=0), 10, (9, 12))
 
 
 def test_without_a_vocabulary_tokens_are_only_not_negative() -> None:

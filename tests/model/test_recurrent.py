@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import HYBRIDS, MORE_HYBRIDS, save
+from architectures import HYBRIDS, MORE_HYBRIDS, RECURRENT, save
 from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
-from transformers import PreTrainedConfig
+from transformers import GraniteMoeHybridConfig, PreTrainedConfig
 
 from disagg.core.errors import InvariantError
 from disagg.core.types import SamplingParams, Span
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective import ThreadCollective
-from disagg.model.recurrent import RequestCache, recurrent_parts
+from disagg.model.recurrent import recurrent_parts
+from disagg.model.request_cache import RequestCache
 from disagg.model.unsplit import generate_unsplit
 
 TOKENS = 12
@@ -114,6 +115,15 @@ def test_a_deterministic_answer_has_the_same_bits_whatever_runs_beside_it(name: 
     for other in seen[1:]:
         assert other.keys() == seen[0].keys()
         assert all(torch.equal(other[start], seen[0][start]) for start in other)
+
+
+def test_a_layer_that_only_attends_has_no_state_in_the_cache() -> None:
+    """So a model that keeps state where its configuration names none fails in its trial step."""
+    cache = RequestCache(GraniteMoeHybridConfig(**RECURRENT, layer_types=["full_attention"] * 4))
+    assert not cache.states()
+    for ask in (lambda: cache.get_conv_state(0), lambda: cache.update_recurrent_state(torch.ones(1), 0)):
+        with pytest.raises((AttributeError, ValueError)):
+            ask()
 
 
 def test_a_state_of_another_shape_is_not_stored(tmp_path: Path) -> None:

@@ -12,16 +12,18 @@ from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ra
 from transformers import (
     BertConfig,
     DeepseekV3Config,
+    GitConfig,
     GptOssConfig,
     LlamaConfig,
-    MiniMaxConfig,
     MixtralConfig,
     Olmo2Config,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     RecurrentGemmaConfig,
     RwkvConfig,
     T5Config,
+    XmodConfig,
 )
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
@@ -40,7 +42,6 @@ from kernels.attention import AttentionParams
     [
         (T5Config(vocab_size=259, d_model=64, num_layers=1, num_heads=4, d_ff=64), "not a decoder-only"),
         (RwkvConfig(vocab_size=259, hidden_size=32, num_hidden_layers=2), "no attention heads"),
-        (MiniMaxConfig(**SIZES, num_local_experts=2, block_size=16), "cache of its own"),
         (
             RecurrentGemmaConfig(
                 **RECURRENT | {"num_hidden_layers": 3}, lru_width=64, attention_window_size=16
@@ -48,6 +49,12 @@ from kernels.attention import AttentionParams
             "outside of the cache",
         ),
         (BertConfig(**ENCODER), "is_causal=False"),
+        (GitConfig(**ENCODER), "its attention cannot be replaced"),
+        (
+            PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=255),
+            "sliding window that its attention call does not name",
+        ),
+        (XmodConfig(**ENCODER | {"pad_token_id": 1}, is_decoder=True), "names no default_language"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )

@@ -1,10 +1,14 @@
-"""Whether a router has whole groups of both roles, and so whether requests can be served."""
+"""Whether a router has whole groups of both roles, and so whether requests can be served; ids in use."""
 
 from __future__ import annotations
 
 import asyncio
 
-from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span
+import pytest
+
+from disagg.api.errors import api_error
+from disagg.core.errors import RequestInUseError
+from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
 from disagg.router.mail import MailRoom
 from disagg.router.router import Router
 from transport.control_inproc import InprocControl, InprocHub
@@ -30,6 +34,27 @@ def test_a_group_that_lost_any_rank_is_missing() -> None:
             assert router.missing() == ["prefill"]
             mail.lose("decode-0")
             assert router.missing() == ["decode", "prefill"]
+        finally:
+            mail.close()
+
+    asyncio.run(main())
+
+
+def test_a_request_id_in_use_is_refused() -> None:
+    async def main() -> None:
+        mail = MailRoom(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
+        mail.start()
+        try:
+            with mail.open(RequestKey("one")):
+                refused = pytest.raises(RequestInUseError, match="request id 'one' is in use")
+                with refused as caught, mail.open(RequestKey("one")):
+                    pass
+                with mail.open(RequestKey("two")):
+                    pass
+            with mail.open(RequestKey("one")):
+                pass
+            told = api_error(caught.value)
+            assert (told.status, told.code, caught.value.exit_code) == (409, "request_in_use", 2)
         finally:
             mail.close()
 

@@ -20,6 +20,7 @@ from transformers import (
     Lfm2Config,
     Mamba2Config,
     MambaConfig,
+    MiniMaxConfig,
     NemotronHConfig,
     OlmoHybridConfig,
     PreTrainedConfig,
@@ -172,6 +173,7 @@ MORE_HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
         linear_num_heads=4,
     ),
     "bailing": lambda: BailingHybridConfig(**_MLA | {"head_dim": 16}, **_MLA_EXPERTS, group_norm_size=1),
+    "minimax": lambda: MiniMaxConfig(**RECURRENT, layer_types=_MIXED, num_local_experts=2, block_size=16),
     "mamba": lambda: MambaConfig(**_NO_ATTENTION, state_size=8),
     "falcon-mamba": lambda: FalconMambaConfig(**_NO_ATTENTION, state_size=8),
 }

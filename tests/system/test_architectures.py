@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from architectures import LONGROPE, MLA, SIZES, save
+from architectures import LONGROPE, MLA, RECURRENT, SIZES, save
 from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
-from transformers import DeepseekV3Config, MixtralConfig, Phi3Config
+from transformers import (
+    DeepseekV3Config,
+    GraniteMoeHybridConfig,
+    MixtralConfig,
+    Phi3Config,
+    PhimoeConfig,
+)
 
 from disagg.core.errors import PromptTooLongError
 from disagg.core.types import SamplingParams
@@ -19,6 +25,11 @@ CONFIGS = {
     "phi3": lambda: Phi3Config(**SIZES, rope_parameters=LONGROPE, original_max_position_embeddings=40),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4),
     "deepseek": lambda: DeepseekV3Config(**SIZES | MLA, n_routed_experts=8, moe_intermediate_size=32),
+    # A hybrid without a recurrent layer, and a window that is never left.
+    "granite": lambda: GraniteMoeHybridConfig(
+        **RECURRENT, layer_types=["full_attention"] * 4, num_local_experts=4, num_experts_per_tok=2
+    ),
+    "phimoe": lambda: PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=256),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from architectures import HYBRIDS, save
+from architectures import HYBRIDS, MORE_HYBRIDS, save
 from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
 
 from disagg.core.errors import PromptTooLongError
@@ -15,7 +15,8 @@ from disagg.router.router import Router
 
 @pytest.fixture(scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
-    return ModelSource.from_directory(save(HYBRIDS[request.param](), tmp_path_factory.mktemp(request.param)))
+    config = (HYBRIDS | MORE_HYBRIDS)[request.param]()
+    return ModelSource.from_directory(save(config, tmp_path_factory.mktemp(request.param)))
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,18 @@ def test_tokens_are_those_of_generate(
     with local_groups(config, source) as groups:
         answers = groups.answers(prompts, SamplingParams(max_tokens=8))
     assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
+
+
+@pytest.mark.parametrize("tp", [(2, 1), (1, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize("source", ["minimax"], indirect=True)
+def test_a_cache_of_the_model_s_own_class(
+    source: ModelSource, tp: tuple[int, int], checkpoints: Checkpoints
+) -> None:
+    config = small_config(*tp, prefill_page=4, decode_page=16)
+    prompts = random_prompts(5, 1, 41, 90)
+    with local_groups(config, source) as groups:
+        answers = groups.answers(prompts, SamplingParams(max_tokens=12))
+    assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 12) for p in prompts]
 
 
 @pytest.mark.parametrize("source", ["falcon-h1"], indirect=True)
