@@ -110,3 +110,18 @@ def test_the_kernels_are_for_models_whose_layers_they_can_do(
         ConfigError, match=r"model\.attention = triton cannot be for Bloom.*: ALiBi; use auto"
     ):
         make_runner(alibi, attention="triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("gptj", set()),
+        ("biogpt", set()),
+        ("falcon", {"attention"}),
+        ("mpt", {"attention"}),
+        ("stablelm", {"attention"}),
+    ],
+)
+def test_ranks_share_what_the_adapters_plan_splits(name: str, whole: set[str], tmp_path: Path) -> None:
+    directory = save_adapted(ADAPTED[name](), tmp_path)
+    assert run_ranks(2, lambda collective: make_runner(directory, collective).held_whole) == [whole] * 2

@@ -12,7 +12,7 @@ from typing import Any
 from disagg.model.adapters.base import Adapter
 
 _FILES = {
-    "biogpt": "handed",
+    "biogpt": "biogpt",
     "bloom": "bloom",
     "codegen": "codegen",
     "diffllama": "diffllama",
@@ -23,9 +23,9 @@ _FILES = {
     "jetmoe": "jetmoe",
     "llama4_text": "llama4",
     "mpt": "mpt",
-    "nemotron": "handed",
+    "nemotron": "nemotron",
     "openai-gpt": "openai_gpt",
-    "stablelm": "handed",
+    "stablelm": "stablelm",
     "xglm": "xglm",
 }
 """Module of this folder by model type. Loaded when such a model is built: it imports transformers' own code."""
