@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import ADAPTED, BLOOM, GPT, MPT, greedy, save_adapted
+from adapted import ADAPTED, BLOOM, GPT, GQA, MPT, greedy, save_adapted
 from model_helpers import make_runner, prompts, run_ranks
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CodeGenConfig,
+    DogeConfig,
     GPTJConfig,
     MptConfig,
     PreTrainedConfig,
+    XGLMConfig,
 )
 
 from disagg.core.errors import ConfigError, InvariantError, UnsupportedModelError
@@ -77,6 +79,12 @@ def test_logits_are_those_of_transformers_in_chunks_of_any_size(checkpoint: Path
         (BloomConfig(**BLOOM, slow_but_exact=True, pretraining_tp=2), "slow_but_exact"),
         (MptConfig(**MPT, attn_config={"alibi": False}), "attn_config.alibi = False"),
         (GPTJConfig(**GPT, rotary_dim=0), "rotary_dim = 0"),
+        (DogeConfig(**GQA, is_moe=True), "mixes tokens"),
+        (DogeConfig(**GQA, sliding_window=16), "sliding window"),
+        (
+            XGLMConfig(d_model=64, num_layers=2, attention_heads=4, ffn_dim=64, add_cross_attention=True),
+            "cross-attention",
+        ),
         (CodeGenConfig(**GPT | {"n_head": 2}, n_ctx=256, rotary_dim=4), "multiple of 4"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",

@@ -13,6 +13,7 @@ from transformers import (
     BloomConfig,
     CodeGenConfig,
     DiffLlamaConfig,
+    DogeConfig,
     FalconConfig,
     GPTJConfig,
     GPTNeoConfig,
@@ -94,6 +95,7 @@ ADAPTED: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
     ),
     "diffllama": lambda: DiffLlamaConfig(**GQA),
+    "doge": lambda: DogeConfig(**GQA, keep_window_size=256),
     "xglm": lambda: XGLMConfig(
         **TOKENS,
         init_std=0.2,

@@ -16,6 +16,7 @@ _FILES = {
     "bloom": "bloom",
     "codegen": "codegen",
     "diffllama": "diffllama",
+    "doge": "doge",
     "falcon": "falcon",
     "gpt_neo": "gpt_neo",
     "gpt_neox_japanese": "gpt_neox_japanese",
