@@ -17,6 +17,8 @@ from transformers import (
     GPTJConfig,
     MptConfig,
     PreTrainedConfig,
+    RemBertConfig,
+    RoFormerConfig,
     XGLMConfig,
 )
 
@@ -85,6 +87,8 @@ def test_logits_are_those_of_transformers_in_chunks_of_any_size(checkpoint: Path
             XGLMConfig(d_model=64, num_layers=2, attention_heads=4, ffn_dim=64, add_cross_attention=True),
             "cross-attention",
         ),
+        (RoFormerConfig(), "both directions"),
+        (RemBertConfig(is_decoder=True, add_cross_attention=True), "cross-attention"),
         (CodeGenConfig(**GPT | {"n_head": 2}, n_ctx=256, rotary_dim=4), "multiple of 4"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",

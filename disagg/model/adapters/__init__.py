@@ -23,9 +23,12 @@ _FILES = {
     "gptj": "gptj",
     "jetmoe": "jetmoe",
     "llama4_text": "llama4",
+    "megatron-bert": "bert",
     "mpt": "mpt",
     "nemotron": "nemotron",
     "openai-gpt": "openai_gpt",
+    "rembert": "bert",
+    "roformer": "bert",
     "stablelm": "stablelm",
     "xglm": "xglm",
 }
