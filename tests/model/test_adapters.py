@@ -13,7 +13,9 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CodeGenConfig,
+    DiffLlamaConfig,
     DogeConfig,
+    FalconConfig,
     GPTJConfig,
     MptConfig,
     PreTrainedConfig,
@@ -98,6 +100,29 @@ def test_variants_that_are_not_covered_are_refused(config: Any, match: str) -> N
     with pytest.raises(UnsupportedModelError, match=match) as caught:
         build_model(source, spec, SingleCollective(), torch.device("cpu"), torch.float32)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads", "dims", "context_tokens"),
+    [
+        (FalconConfig(multi_query=True), 1, (64, 64), 2048),
+        (FalconConfig(multi_query=False, num_attention_heads=64, hidden_size=4096), 64, (64, 64), 2048),
+        (FalconConfig(new_decoder_architecture=True, num_kv_heads=8), 8, (64, 64), 2048),
+        (MptConfig(max_seq_len=8192), 16, (128, 128), 8192),
+        (BloomConfig(hidden_size=1024, n_head=16), 16, (64, 64), 2048),
+        (BloomConfig(hidden_size=1024, n_head=16, seq_length=4096), 16, (64, 64), 4096),
+        (DiffLlamaConfig(num_key_value_heads=8), 8, (64, 128), 2048),
+        (DogeConfig(keep_window_size=512), 8, (136, 128), 512),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_what_configurations_say_of_the_cache(
+    config: Any, kv_heads: int, dims: tuple[int, int], context_tokens: int
+) -> None:
+    spec = spec_from_config(config, "", "bfloat16")
+    assert (spec.layout.kv_heads, spec.layout.head_dim) == (kv_heads, max(dims))
+    assert (spec.k_dim, spec.v_dim) == dims
+    assert spec.context_tokens == context_tokens
 
 
 def test_a_module_called_outside_of_a_step_says_so(tmp_path: Path) -> None:

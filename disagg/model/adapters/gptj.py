@@ -12,10 +12,10 @@ from disagg.model.adapters.base import QKV, Adapter, StepInputs, plan_of, projec
 
 
 def rotate(attention: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`[rows, tokens, heads, dim]` with the first `rotary_dim` elements of each head rotated, in `x`'s dtype."""
+    """`[rows, tokens, heads, dim]` with the first `rotary_dim` elements of each head rotated, in float32."""
     sin, cos = attention.embed_positions[positions].chunk(2, dim=-1)
     turned, kept = x.tensor_split([attention.rotary_dim], dim=-1)
-    return torch.cat([apply_rotary_pos_emb(turned, sin.to(x.dtype), cos.to(x.dtype)), kept], dim=-1)
+    return torch.cat([apply_rotary_pos_emb(turned, sin, cos).to(x.dtype), kept], dim=-1)
 
 
 def needs_rotary_dim(config: Any) -> str:
