@@ -75,8 +75,9 @@ class Linear:
         done = 0
         if len(rows) >= LIBRARY_ROWS and self._has_library():
             done = len(rows) - len(rows) % LIBRARY_ROWS
-            for block, target in zip(rows[:done].split(LIBRARY_ROWS), out.split(LIBRARY_ROWS), strict=False):
-                self._by_library(block, target)
+            for first in range(0, done, LIBRARY_ROWS):
+                block = slice(first, first + LIBRARY_ROWS)
+                self._by_library(rows[block], out[block])
         if done < len(rows):
             self._launch(rows[done:], out[done:])
 

@@ -75,6 +75,8 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
         raise UnsupportedModelError(f"{spec.architecture} is not supported: {_why_not_built(exc)}") from exc
     if adapter is not None:
         model.config._attn_implementation = ATTENTION_NAME  # so that no mask is made
+        if adapter.plan:
+            model.config.base_model_tp_plan = dict(adapter.plan)
         adapter.adapt(model, StepInputs(model))
         return model
     stateful = getattr(model, "_is_stateful", False)

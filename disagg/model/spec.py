@@ -16,6 +16,7 @@ _STATE_HEAD_DIM = 1024
 _NO_LIMIT_TOKENS = (
     1 << 20
 )  # the context of a model that names none because nothing of it grows with a request
+DOGE_ELEMENTS = 8  # for one score; heads stay multiples of 16 bytes
 _BLOOM_TOKENS = 2048  # what BLOOM was trained with
 
 
@@ -111,6 +112,8 @@ def _heads(config: Any) -> tuple[int, int, int]:
     if config.model_type == "falcon":
         return _falcon_kv_heads(config), head_dim, head_dim
     kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
+    if config.model_type == "doge":
+        return kv_heads, head_dim + DOGE_ELEMENTS, head_dim
     # Differential attention reads a KV head's keys with the values of two.
     return kv_heads, head_dim, 2 * head_dim if config.model_type == "diffllama" else head_dim
 
@@ -127,6 +130,8 @@ def _context_tokens(config: Any) -> int | None:
         return int(config.max_seq_len)
     if config.model_type == "bloom":  # has no limit of its own
         return int(getattr(config, "seq_length", _BLOOM_TOKENS))
+    if config.model_type == "doge":  # a longer context leaves out keys
+        return min(int(config.max_position_embeddings), int(config.keep_window_size))
     return getattr(config, "max_position_embeddings", None)
 
 

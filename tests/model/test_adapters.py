@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import ADAPTED, BLOOM, GPT, MPT, greedy, save_adapted
+from adapted import ADAPTED, BLOOM, GPT, GQA, MPT, greedy, save_adapted
 from model_helpers import make_runner, prompts, run_ranks
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CodeGenConfig,
+    DiffLlamaConfig,
+    DogeConfig,
+    FalconConfig,
     GPTJConfig,
     MptConfig,
     PreTrainedConfig,
+    RemBertConfig,
+    RoFormerConfig,
+    XGLMConfig,
 )
 
 from disagg.core.errors import ConfigError, InvariantError, UnsupportedModelError
@@ -77,6 +83,14 @@ def test_logits_are_those_of_transformers_in_chunks_of_any_size(checkpoint: Path
         (BloomConfig(**BLOOM, slow_but_exact=True, pretraining_tp=2), "slow_but_exact"),
         (MptConfig(**MPT, attn_config={"alibi": False}), "attn_config.alibi = False"),
         (GPTJConfig(**GPT, rotary_dim=0), "rotary_dim = 0"),
+        (DogeConfig(**GQA, is_moe=True), "mixes tokens"),
+        (DogeConfig(**GQA, sliding_window=16), "sliding window"),
+        (
+            XGLMConfig(d_model=64, num_layers=2, attention_heads=4, ffn_dim=64, add_cross_attention=True),
+            "cross-attention",
+        ),
+        (RoFormerConfig(), "both directions"),
+        (RemBertConfig(is_decoder=True, add_cross_attention=True), "cross-attention"),
         (CodeGenConfig(**GPT | {"n_head": 2}, n_ctx=256, rotary_dim=4), "multiple of 4"),
     ],
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
@@ -86,6 +100,29 @@ def test_variants_that_are_not_covered_are_refused(config: Any, match: str) -> N
     with pytest.raises(UnsupportedModelError, match=match) as caught:
         build_model(source, spec, SingleCollective(), torch.device("cpu"), torch.float32)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "kv_heads", "dims", "context_tokens"),
+    [
+        (FalconConfig(multi_query=True), 1, (64, 64), 2048),
+        (FalconConfig(multi_query=False, num_attention_heads=64, hidden_size=4096), 64, (64, 64), 2048),
+        (FalconConfig(new_decoder_architecture=True, num_kv_heads=8), 8, (64, 64), 2048),
+        (MptConfig(max_seq_len=8192), 16, (128, 128), 8192),
+        (BloomConfig(hidden_size=1024, n_head=16), 16, (64, 64), 2048),
+        (BloomConfig(hidden_size=1024, n_head=16, seq_length=4096), 16, (64, 64), 4096),
+        (DiffLlamaConfig(num_key_value_heads=8), 8, (64, 128), 2048),
+        (DogeConfig(keep_window_size=512), 8, (136, 128), 512),
+    ],
+    ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
+)
+def test_what_configurations_say_of_the_cache(
+    config: Any, kv_heads: int, dims: tuple[int, int], context_tokens: int
+) -> None:
+    spec = spec_from_config(config, "", "bfloat16")
+    assert (spec.layout.kv_heads, spec.layout.head_dim) == (kv_heads, max(dims))
+    assert (spec.k_dim, spec.v_dim) == dims
+    assert spec.context_tokens == context_tokens
 
 
 def test_a_module_called_outside_of_a_step_says_so(tmp_path: Path) -> None:
@@ -110,3 +147,18 @@ def test_the_kernels_are_for_models_whose_layers_they_can_do(
         ConfigError, match=r"model\.attention = triton cannot be for Bloom.*: ALiBi; use auto"
     ):
         make_runner(alibi, attention="triton")
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("gptj", set()),
+        ("biogpt", set()),
+        ("falcon", {"attention"}),
+        ("mpt", {"attention"}),
+        ("stablelm", {"attention"}),
+    ],
+)
+def test_ranks_share_what_the_adapters_plan_splits(name: str, whole: set[str], tmp_path: Path) -> None:
+    directory = save_adapted(ADAPTED[name](), tmp_path)
+    assert run_ranks(2, lambda collective: make_runner(directory, collective).held_whole) == [whole] * 2

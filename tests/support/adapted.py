@@ -13,16 +13,20 @@ from transformers import (
     BloomConfig,
     CodeGenConfig,
     DiffLlamaConfig,
+    DogeConfig,
     FalconConfig,
     GPTJConfig,
     GPTNeoConfig,
     GPTNeoXJapaneseConfig,
     JetMoeConfig,
     Llama4TextConfig,
+    MegatronBertConfig,
     MptConfig,
     NemotronConfig,
     OpenAIGPTConfig,
     PreTrainedConfig,
+    RemBertConfig,
+    RoFormerConfig,
     StableLmConfig,
     XGLMConfig,
 )
@@ -94,6 +98,7 @@ ADAPTED: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
     ),
     "diffllama": lambda: DiffLlamaConfig(**GQA),
+    "doge": lambda: DogeConfig(**GQA, keep_window_size=256),
     "xglm": lambda: XGLMConfig(
         **TOKENS,
         init_std=0.2,
@@ -105,6 +110,11 @@ ADAPTED: dict[str, Callable[[], PreTrainedConfig]] = {
         pad_token_id=1,
     ),
     "gpt-neox-japanese": lambda: GPTNeoXJapaneseConfig(**_WIDTH, intermediate_multiple_size=1),
+    "megatron-bert": lambda: MegatronBertConfig(**_WIDTH, is_decoder=True),
+    "rembert": lambda: RemBertConfig(
+        **_WIDTH, is_decoder=True, input_embedding_size=32, output_embedding_size=32
+    ),
+    "roformer": lambda: RoFormerConfig(**_WIDTH, is_decoder=True, rotary_value=True),
     "openai-gpt": lambda: OpenAIGPTConfig(**GPT),
 }
 """ALiBi with numbers of heads that are a power of two and that are not, heads whose size has no whole root."""

@@ -12,20 +12,24 @@ from typing import Any
 from disagg.model.adapters.base import Adapter
 
 _FILES = {
-    "biogpt": "handed",
+    "biogpt": "biogpt",
     "bloom": "bloom",
     "codegen": "codegen",
     "diffllama": "diffllama",
+    "doge": "doge",
     "falcon": "falcon",
     "gpt_neo": "gpt_neo",
     "gpt_neox_japanese": "gpt_neox_japanese",
     "gptj": "gptj",
     "jetmoe": "jetmoe",
     "llama4_text": "llama4",
+    "megatron-bert": "bert",
     "mpt": "mpt",
-    "nemotron": "handed",
+    "nemotron": "nemotron",
     "openai-gpt": "openai_gpt",
-    "stablelm": "handed",
+    "rembert": "bert",
+    "roformer": "bert",
+    "stablelm": "stablelm",
     "xglm": "xglm",
 }
 """Module of this folder by model type. Loaded when such a model is built: it imports transformers' own code."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,6 +75,14 @@ class Adapter:
     """Changes a model that was just built, on the meta device, with attention `eager`."""
     refused: Callable[[Any], str] = lambda config: ""
     """Why a configuration of the family is not covered; empty when it is."""
+    plan: Mapping[str, str] = field(default_factory=dict)
+    """A tensor-parallel plan for a family that transformers has none of; see `base_model_tp_plan`."""
+
+
+def plan_of(parent: str, columns: Iterable[str], row: str) -> dict[str, str]:
+    """Splits linear layers of `parent`: the outputs of `columns`, and the inputs of `row`, which reads them."""
+    styles = dict.fromkeys(columns, "colwise") | {row: "rowwise"}
+    return {f"{parent}.{child}": style for child, style in styles.items()}
 
 
 def hand_context(
@@ -91,6 +99,12 @@ def hand_context(
     attention.forward = forward
 
 
+def hand_contexts(model: Any, step: StepInputs) -> None:
+    """`hand_context` for the attention of each layer."""
+    for layer in model.base_model.layers:
+        hand_context(layer.self_attn, step)
+
+
 class Constant:
     """A small tensor that every step reads, on whichever device the step runs."""
 
@@ -102,6 +116,15 @@ class Constant:
         if self._value.device != device:
             self._value = self._value.to(device)
         return self._value
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+"""Projections of their own for queries, keys and values."""
+
+
+def projected(attention: Any, hidden_states: torch.Tensor) -> list[torch.Tensor]:
+    """Queries, keys and values of a module with `QKV`, each `[rows, tokens, heads, head_dim]`."""
+    return [heads(getattr(attention, name)(hidden_states), attention.head_dim) for name in QKV]
 
 
 def heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:

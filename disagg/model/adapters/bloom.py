@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from disagg.model.adapters.base import Adapter, Constant, StepInputs
+from disagg.model.adapters.base import Adapter, Constant, StepInputs, plan_of
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -40,4 +40,4 @@ def _refused(config: Any) -> str:
     return "slow_but_exact with pretraining_tp > 1" if exact else ""
 
 
-ADAPTER = Adapter(_adapt, _refused)
+ADAPTER = Adapter(_adapt, _refused, plan_of("h.*.mlp", ["dense_h_to_4h"], "dense_4h_to_h"))

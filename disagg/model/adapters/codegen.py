@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disagg.model.adapters.base import Adapter, StepInputs
+from disagg.model.adapters.base import Adapter, StepInputs, plan_of
 from disagg.model.adapters.gptj import needs_rotary_dim, rotate
 
 _PARTS = 4
@@ -33,4 +33,4 @@ def _refused(config: Any) -> str:
     return needs_rotary_dim(config)
 
 
-ADAPTER = Adapter(_adapt, _refused)
+ADAPTER = Adapter(_adapt, _refused, plan_of("h.*.mlp", ["fc_in"], "fc_out"))

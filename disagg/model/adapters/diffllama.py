@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.models.diffllama.modeling_diffllama import apply_rotary_pos_emb
 
-from disagg.model.adapters.base import Adapter, StepInputs, heads
+from disagg.model.adapters.base import Adapter, StepInputs, heads, plan_of, projected
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -26,8 +26,7 @@ def _forward(
     position_embeddings: tuple[torch.Tensor, torch.Tensor],
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (heads(project(hidden_states), attention.head_dim) for project in projections)
+    q, k, v = projected(attention, hidden_states)
     q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
     of_both = torch.cat([half.repeat(1, 1, 2, 1) for half in v.chunk(2, dim=2)], dim=-1)
     out = heads(step.attend(attention, q, k, of_both), 2 * attention.head_dim)
@@ -43,4 +42,4 @@ def _factor(attention: Any, dtype: torch.dtype) -> Any:
     return first - second + attention.lambda_init
 
 
-ADAPTER = Adapter(_adapt)
+ADAPTER = Adapter(_adapt, plan=plan_of("layers.*.mlp", ["gate_proj", "up_proj"], "down_proj"))

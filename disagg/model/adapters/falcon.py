@@ -6,9 +6,12 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb, build_alibi_tensor
 
-from disagg.model.adapters.base import Adapter, Constant, StepInputs, heads
+from disagg.model.adapters.base import Adapter, Constant, StepInputs, heads, plan_of
+
+_MLP = ("dense_h_to_4h", "dense_4h_to_h")
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -19,8 +22,21 @@ def _adapt(model: Any, step: StepInputs) -> None:
         )
         slopes = Constant(of_two_positions[:, 0, 1])
     for block in model.transformer.h:
+        for name in _MLP:
+            setattr(block.mlp, name, _plain(getattr(block.mlp, name)))
         attention = block.self_attention
         attention.forward = partial(_forward, attention, step, slopes)
+
+
+def _plain(linear: Any) -> nn.Linear:
+    """Another one like a layer of Falcon's own class, of the class that can be split."""
+    return nn.Linear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        device="meta",
+        dtype=linear.weight.dtype,
+    )
 
 
 def _forward(
@@ -53,4 +69,4 @@ def _split(attention: Any, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     return q, k, v
 
 
-ADAPTER = Adapter(_adapt)
+ADAPTER = Adapter(_adapt, plan=plan_of("h.*.mlp", _MLP[:1], _MLP[1]))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disagg.model.adapters.base import Adapter, StepInputs, heads
+from disagg.model.adapters.base import QKV, Adapter, StepInputs, plan_of, projected
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -22,10 +22,10 @@ def _adapt(model: Any, step: StepInputs) -> None:
 def _forward(
     attention: Any, step: StepInputs, window: int | None, hidden_states: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (heads(project(hidden_states), attention.head_dim) for project in projections)
+    q, k, v = projected(attention, hidden_states)
     out = step.attend(attention, q, k, v, scaling=1.0, sliding_window=window)
     return attention.out_proj(out), None
 
 
-ADAPTER = Adapter(_adapt)
+_PLAN = plan_of("h.*.attn.attention", QKV, "out_proj") | plan_of("h.*.mlp", ["c_fc"], "c_proj")
+ADAPTER = Adapter(_adapt, plan=_PLAN)

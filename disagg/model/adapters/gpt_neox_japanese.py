@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.models.gpt_neox_japanese.modeling_gpt_neox_japanese import apply_rotary_pos_emb
 
-from disagg.model.adapters.base import Adapter, StepInputs, heads
+from disagg.model.adapters.base import Adapter, StepInputs, heads, plan_of
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -31,4 +31,4 @@ def _forward(
     return attention.dense(out), None, attention.dense_bias
 
 
-ADAPTER = Adapter(_adapt)
+ADAPTER = Adapter(_adapt, plan=plan_of("layers.*.mlp", ["dense_h_to_4h"], "dense_4h_to_h"))

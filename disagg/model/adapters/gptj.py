@@ -8,16 +8,14 @@ from typing import Any
 import torch
 from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb
 
-from disagg.model.adapters.base import Adapter, StepInputs, heads
+from disagg.model.adapters.base import QKV, Adapter, StepInputs, plan_of, projected
 
 
-def rotate(
-    attention: Any, x: torch.Tensor, positions: torch.Tensor, apply: Any = apply_rotary_pos_emb
-) -> torch.Tensor:
-    """`[rows, tokens, heads, dim]` with the first `rotary_dim` elements of each head rotated, in `x`'s dtype."""
+def rotate(attention: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """`[rows, tokens, heads, dim]` with the first `rotary_dim` elements of each head rotated, in float32."""
     sin, cos = attention.embed_positions[positions].chunk(2, dim=-1)
     turned, kept = x.tensor_split([attention.rotary_dim], dim=-1)
-    return torch.cat([apply(turned, sin.to(x.dtype), cos.to(x.dtype)), kept], dim=-1)
+    return torch.cat([apply_rotary_pos_emb(turned, sin, cos).to(x.dtype), kept], dim=-1)
 
 
 def needs_rotary_dim(config: Any) -> str:
@@ -33,10 +31,10 @@ def _adapt(model: Any, step: StepInputs) -> None:
 def _forward(
     attention: Any, step: StepInputs, hidden_states: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (heads(project(hidden_states), attention.head_dim) for project in projections)
+    q, k, v = projected(attention, hidden_states)
     q, k = (rotate(attention, x, step.positions) for x in (q, k))
     return attention.out_proj(step.attend(attention, q, k, v)), None
 
 
-ADAPTER = Adapter(_adapt, needs_rotary_dim)
+_PLAN = plan_of("h.*.attn", QKV, "out_proj") | plan_of("h.*.mlp", ["fc_in"], "fc_out")
+ADAPTER = Adapter(_adapt, needs_rotary_dim, _PLAN)

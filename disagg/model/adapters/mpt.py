@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
-from disagg.model.adapters.base import Adapter, Constant, StepInputs, heads
+from disagg.model.adapters.base import Adapter, Constant, StepInputs, heads, plan_of
 
 _COMPUTED = {
     "alibi": True,
@@ -54,4 +54,4 @@ def _refused(config: Any) -> str:
     return f"attn_config.{other[0]} = {getattr(config.attn_config, other[0])}" if other else ""
 
 
-ADAPTER = Adapter(_adapt, _refused)
+ADAPTER = Adapter(_adapt, _refused, plan_of("blocks.*.ffn", ["up_proj"], "down_proj"))

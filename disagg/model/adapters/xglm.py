@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from disagg.model.adapters.base import Adapter, StepInputs, heads
+from disagg.model.adapters.base import QKV, Adapter, StepInputs, plan_of, projected
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -18,8 +18,7 @@ def _adapt(model: Any, step: StepInputs) -> None:
 def _forward(
     attention: Any, step: StepInputs, hidden_states: torch.Tensor, **_: Any
 ) -> tuple[torch.Tensor, None]:
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (heads(project(hidden_states), attention.head_dim) for project in projections)
+    q, k, v = projected(attention, hidden_states)
     return attention.out_proj(step.attend(attention, q, k, v, scaling=attention.scaling)), None
 
 
@@ -27,4 +26,4 @@ def _refused(config: Any) -> str:
     return "cross-attention" if config.add_cross_attention else ""
 
 
-ADAPTER = Adapter(_adapt, _refused)
+ADAPTER = Adapter(_adapt, _refused, plan_of("layers.*.self_attn", QKV, "out_proj"))

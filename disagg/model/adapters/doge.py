@@ -1,0 +1,48 @@
+"""Doge: a score of its own for each key, computed from the values at its position.
+
+It is kept in the KV cache as one more element of the key, which every query meets with the inverse of the scaling.
+Which keys a longer context would leave out depends on all of them; the context ends before that.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import pad, softplus
+from transformers.models.doge.modeling_doge import apply_rotary_pos_emb
+
+from disagg.model.adapters.base import Adapter, StepInputs, plan_of, projected
+from disagg.model.spec import DOGE_ELEMENTS
+
+
+def _adapt(model: Any, step: StepInputs) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.forward = partial(_forward, layer.self_attn, step)
+
+
+def _forward(
+    attention: Any,
+    step: StepInputs,
+    hidden_states: torch.Tensor,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor],
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    q, k, v = projected(attention, hidden_states)
+    q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = apply_rotary_pos_emb(q, k, *position_embeddings, unsqueeze_dim=2)
+    scores = torch.exp(attention.A * softplus(attention.dt_proj(v.flatten(2))))  # [rows, tokens, KV heads]
+    k = pad(torch.cat([k, scores[..., None]], dim=-1), (0, DOGE_ELEMENTS - 1))
+    q = pad(q, (0, 1), value=1 / attention.scaling)
+    q = pad(q, (0, DOGE_ELEMENTS - 1))
+    return attention.o_proj(step.attend(attention, q, k, v, scaling=attention.scaling)), None
+
+
+def _refused(config: Any) -> str:
+    if config.is_moe:  # transformers routes a token by those beside it in the call
+        return "experts whose routing mixes tokens (is_moe)"
+    return "" if config.sliding_window is None else "a sliding window over keys with scores of their own"
+
+
+ADAPTER = Adapter(_adapt, _refused, plan_of("layers.*.mlp", ["gate_proj", "up_proj"], "down_proj"))
