@@ -11,6 +11,7 @@ import torch
 from disagg.core.ports import Collective
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.chunks import PromptChunks
 from disagg.model.collective import SingleCollective, ThreadCollective
 from disagg.model.runner import ModelRunner
 from disagg.model.source import ModelSource
@@ -101,13 +102,13 @@ def _prefill(
 ) -> tuple[ModelRunner, list[int]]:
     """Computes every prompt, one after the other; the runner, and the first token of each answer."""
     runner = make_runner(source, collective, len(prompts))
-    step = max(map(len, prompts)) if runner.spec.whole_prompts else chunk_tokens
+    chunks = PromptChunks.of(runner.spec, chunk_tokens)
     firsts = []
     for number, prompt in enumerate(prompts):
         row = _give_slots(runner, number)
-        for start in range(0, len(prompt), step):
-            piece = tuple(prompt[start : start + step])
-            logits = runner.forward(StepBatch((SequenceSlice(row, start, piece, len(prompt)),)))
+        for span in chunks.spans(len(prompt)):
+            piece = tuple(prompt[span.start : span.stop])
+            logits = runner.forward(StepBatch((SequenceSlice(row, span.start, piece, len(prompt)),)))
         firsts.append(int(logits[-1].argmax()))
         if runner.states is not None:
             runner.states.store(row, len(prompt))
