@@ -18,6 +18,7 @@ from disagg import (
     cli_bench_overload,
     cli_bench_serve,
     cli_launch,
+    cli_models,
     cli_run,
     cli_serve,
     cli_stats,
@@ -43,6 +44,7 @@ app.command("top")(cli_top.top)
 app.command("stats", cls=cli_stats.StatsCommand)(cli_stats.stats)
 app.command("doctor")(cli_tools.doctor)
 app.command("plan")(cli_tools.plan)
+app.command("models")(cli_models.models)
 app.command("keys")(cli_tools.keys)
 app.command("version")(cli_tools.version)
 cli_bench.app.command("agreement")(cli_bench_agreement.agreement)

@@ -99,10 +99,21 @@ def _why_not_built(exc: Exception) -> str:
 
 
 def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Full shapes of what a checkpoint holds: parameters (tied ones once), buffers that are not computed."""
+    """Full shapes of what a checkpoint holds: parameters (tied ones once), buffers that are not computed.
+
+    Of tied ones by the name that the others are tied to, whichever the model has first: the others are set from it.
+    """
     stored = model.state_dict(keep_vars=True)
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    return {name: tuple(tensor.shape) for name, tensor in tensors if name in stored}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names: dict[int, str] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        is_copy = name in tied and stored.get(tied[name]) is tensor
+        if name in stored and not is_copy:
+            names.setdefault(id(tensor), name)
+    return {name: tuple(stored[name].shape) for name in names.values()}
 
 
 def _materialize(model: Any, device: torch.device) -> None:

@@ -82,7 +82,7 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
         v_dim=v_dim,
         vocab_size=config.vocab_size,
         context_tokens=_context_tokens(config) or _NO_LIMIT_TOKENS,
-        eos_ids=eos_ids(config.eos_token_id),
+        eos_ids=eos_ids(getattr(config, "eos_token_id", None)),
         rope_switch_tokens=_rope_switch_tokens(config),
     )
 
@@ -132,7 +132,8 @@ def _context_tokens(config: Any) -> int | None:
         return int(getattr(config, "seq_length", _BLOOM_TOKENS))
     if config.model_type == "doge":  # a longer context leaves out keys
         return min(int(config.max_position_embeddings), int(config.keep_window_size))
-    return getattr(config, "max_position_embeddings", None)
+    found = getattr(config, "max_position_embeddings", None)
+    return found if found and found > 0 else None  # xlnet says -1
 
 
 def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:

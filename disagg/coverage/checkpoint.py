@@ -1,0 +1,61 @@
+"""A checkpoint of a tiny model with random weights that make greedy answers vary."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.pytorch_utils import Conv1D
+
+_SHARP = ("q", "k", "qk", "query", "key", "qkv", "wq", "wk", "wqkv", "attn")
+"""Parts of names of projections to queries and keys: larger weights let attention choose among tokens."""
+_SHARP_GAIN, _HEAD_GAIN, _TIED_GAIN = 2.0, 3.0, 0.3
+_NOISE = 0.1
+
+
+def save_checkpoint(config: PreTrainedConfig, directory: Path, seed: int) -> None:
+    """Writes `config` with float32 weights to `directory`; of a seed always the same ones."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    draw_weights(model, seed)
+    model.save_pretrained(directory)
+
+
+def draw_weights(model: Any, seed: int) -> None:
+    """Sets the weights of `model`: matrices so that sizes are kept from layer to layer, noise on everything else.
+
+    What a model sets by a rule of its own (norms, decays, sinks) stays near that. Embeddings that are the output head
+    too are small, or the likeliest next token would be the last one.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    head = model.get_output_embeddings()
+    last = None if head is None else head.weight
+    tied = last is not None and last is model.get_input_embeddings().weight
+    drawn: set[int] = set()
+    for name, parameter in sorted(model.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if id(parameter) in drawn:
+            continue
+        drawn.add(id(parameter))
+        if _is_matrix(owner, parameter):
+            inputs = parameter.shape[0 if isinstance(owner, Conv1D) else -1]
+            gain = _gain(name, owner) if parameter is not last else _TIED_GAIN if tied else _HEAD_GAIN
+            parameter.data.normal_(0.0, gain / inputs**0.5, generator=generator)
+        elif parameter.is_floating_point():
+            parameter.data += _NOISE * torch.randn(parameter.shape, generator=generator)
+
+
+def _is_matrix(owner: nn.Module, parameter: torch.Tensor) -> bool:
+    if parameter.dim() < 2 or isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return False
+    return isinstance(owner, nn.Linear | nn.Embedding | Conv1D) or parameter.dim() == 3  # experts
+
+
+def _gain(name: str, owner: nn.Module) -> float:
+    if isinstance(owner, nn.Embedding):
+        return float(owner.embedding_dim**0.5)  # elements of size 1
+    words = name.replace(".", "_").lower().split("_")
+    return _SHARP_GAIN if any(word in _SHARP for word in words) else 1.0

@@ -1,0 +1,129 @@
+"""The answers of our engine to the prompts of a check, unsplit and split."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+
+from disagg.core.ports import Collective
+from disagg.core.types import SamplingParams
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.chunks import PromptChunks
+from disagg.model.collective import SingleCollective, ThreadCollective
+from disagg.model.runner import ModelRunner
+from disagg.model.source import ModelSource
+from disagg.model.spec import shard_of
+from disagg.model.unsplit import generate_unsplit
+
+T = TypeVar("T")
+Prompts = Sequence[Sequence[int]]
+Answers = list[list[int]]
+
+_PAGE_TOKENS = 4
+_POOL_TOKENS = 2048
+_MAX_TOKENS = 96
+
+
+def unsplit_answers(source: ModelSource, prompts: Prompts, answer_tokens: int, chunk_tokens: int) -> Answers:
+    """Greedy answers of one rank that prefills and decodes, all prompts in one batch."""
+    runner = make_runner(source, SingleCollective(), len(prompts))
+    return generate_unsplit(
+        runner, prompts, SamplingParams(max_tokens=answer_tokens), chunk_tokens=chunk_tokens
+    )
+
+
+def split_answers(
+    source: ModelSource, prompts: Prompts, answer_tokens: int, chunk_tokens: int
+) -> tuple[Answers, set[str]]:
+    """Greedy answers where a group of two ranks prefills, and one rank decodes; and what the two hold whole.
+
+    Raises UnsupportedModelError when two ranks cannot share the model.
+    """
+    ranks = run_ranks(2, lambda collective: _prefill(source, collective, prompts, chunk_tokens))
+    firsts = ranks[0][1]
+    runner = make_runner(source, SingleCollective(), len(prompts))
+    for prefill_runner, _ in ranks:
+        _hand_over(prefill_runner, runner)
+    answers = [[first] for first in firsts]
+    rows = [_give_slots(runner, number) for number in range(len(prompts))]
+    for _ in range(answer_tokens - 1):
+        slices = [
+            SequenceSlice(row, len(prompt) + len(answer) - 1, (answer[-1],), len(prompt))
+            for row, prompt, answer in zip(rows, prompts, answers, strict=True)
+        ]
+        for answer, logits in zip(answers, runner.forward(StepBatch(tuple(slices))), strict=True):
+            answer.append(int(logits.argmax()))
+    return answers, ranks[0][0].held_whole
+
+
+def make_runner(source: ModelSource, collective: Collective, rows: int) -> ModelRunner:
+    """A float32 runner on the CPU, over a poisoned pool: what is read before it was written is NaN."""
+    runner = ModelRunner(
+        source,
+        collective=collective,
+        device="cpu",
+        dtype=torch.float32,
+        pool_tokens=_POOL_TOKENS,
+        page_size=_PAGE_TOKENS,
+        rows=rows,
+        max_tokens=_MAX_TOKENS,
+    )
+    runner.pool.poison()
+    return runner
+
+
+def run_ranks(size: int, work: Callable[[ThreadCollective], T]) -> list[T]:
+    """Runs `work` on every rank of a group of threads; raises the error of the rank that failed first."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(collective: ThreadCollective) -> None:
+        try:
+            results[collective.rank] = work(collective)
+        except BaseException as exc:  # noqa: BLE001 - raised again below
+            errors.append(exc)
+            collective.close()
+
+    threads = [threading.Thread(target=run, args=(one,)) for one in ThreadCollective.group(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
+
+
+def _prefill(
+    source: ModelSource, collective: Collective, prompts: Prompts, chunk_tokens: int
+) -> tuple[ModelRunner, list[int]]:
+    """Computes every prompt, one after the other; the runner, and the first token of each answer."""
+    runner = make_runner(source, collective, len(prompts))
+    chunks = PromptChunks.of(runner.spec, chunk_tokens)
+    firsts = []
+    for number, prompt in enumerate(prompts):
+        row = _give_slots(runner, number)
+        for span in chunks.spans(len(prompt)):
+            piece = tuple(prompt[span.start : span.stop])
+            logits = runner.forward(StepBatch((SequenceSlice(row, span.start, piece, len(prompt)),)))
+        firsts.append(int(logits[-1].argmax()))
+        if runner.states is not None:
+            runner.states.store(row, len(prompt))
+    return runner, firsts
+
+
+def _give_slots(runner: ModelRunner, number: int) -> int:
+    """A row whose slots nobody else has: request `number` has the same ones in every group."""
+    row, tokens = runner.req_to_token.alloc(), runner.req_to_token.max_tokens
+    first = _PAGE_TOKENS + number * tokens
+    runner.req_to_token.set_slots(row, 0, torch.arange(first, first + tokens, dtype=torch.int32))
+    return row
+
+
+def _hand_over(prefill: ModelRunner, decode: ModelRunner) -> None:
+    """Copies a prefill rank's heads, of all slots, into the pool of the one decode rank."""
+    heads = shard_of(prefill.spec.layout, prefill.collective.rank, prefill.collective.size).heads
+    decode.pool.buffer[:, :, :, heads.start : heads.stop] = prefill.pool.buffer
