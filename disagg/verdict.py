@@ -39,10 +39,10 @@ def verdict(found: Mapping[str, Sequence[Judged] | None], tokens: int, reference
         return f"[green]every one of {tokens} tokens equals {reference}[/green]"
     judged = [one for answer in differ.values() for one in answer]
     others = sum(one.token != one.best for one in judged)
-    worst = worst_of(judged)
+    worst, widest = worst_of(judged), max(judged, key=lambda one: one.gap)
     return (
         f"[green]{len(differ)} of {len(found)} answers differ from {reference}, only where rounding decides[/green]: "
         f"{others} of their {len(judged)} tokens are not its likeliest behind the same prefix; log-probabilities "
         f"differ by {worst.difference:.2g} at most (rounding explains {worst.explained:.2g}), those of the two "
-        f"tokens by {worst.gap:.2g} ({2 * worst.explained:.2g})"
+        f"tokens by {widest.gap:.2g} ({2 * widest.explained:.2g})"
     )
