@@ -252,10 +252,11 @@ def handoff(
 ) -> None:
     """A real model, prefilled by one group and decoded by another: what the transfer costs, answers compared.
 
-    In 16 bits, and with KV in 8, groups of different sizes, or of more than two ranks, round differently: their
-    answers are compared in the first token only, the KV that was moved in every byte. With --dtype float32 and KV in
-    float32 all tokens are compared. Where the decode group alone has KV in 8 bits it is the first token too, and the
-    bytes are compared with those of the prefill group's KV, quantized.
+    With --deterministic and as many ranks on both sides, and in float32, every token must be equal. Else, in 16 bits
+    and with KV in 8, the first difference of an answer must be one that rounding explains: both sides' logits there
+    are compared behind the same tokens. The KV that was moved is compared in every byte. Where the decode group alone
+    has KV in 8 bits, answers are compared in their first token, and the bytes with those of the prefill group's KV,
+    quantized.
     """
     from disagg.bench.handoff import HandoffBench, run
     from disagg.core.config import Config, ModelConfig, TransportConfig

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
 
 import msgspec
 import torch
 
 from disagg.core.config import Config
-from disagg.core.types import SamplingParams
-from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.model.collective import SingleCollective
-from disagg.model.runner import ModelRunner
+from disagg.model.rounding import Judge, asked_of, judge_by
 from disagg.model.source import ModelSource
-from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import (
     make_runner,
     make_source,
@@ -22,6 +22,7 @@ from disagg.node.assemble import (
     resolve_dtype,
     resolve_kv_dtype,
 )
+from disagg.reference_engines import Engine, HuggingFace, QuantizedBehindThePrompt, Unsplit
 
 
 def comparable(config: Config, deterministic: bool | None) -> Config:
@@ -37,14 +38,21 @@ def comparable(config: Config, deterministic: bool | None) -> Config:
     return msgspec.structs.replace(config, model=model)
 
 
-def depends_on_batch(config: Config) -> bool:
-    """True when arithmetic is 16 bits wide on a GPU: what is summed with what then depends on the step's batch,
-    unless `model.deterministic` is set."""
-    if config.model.deterministic:
-        return False
+def equal_tokens(config: Config) -> bool:
+    """Whether each token must be the reference's. Else rounding may decide between two: see `disagg.model.rounding`.
+
+    In 16 bits, and where a float's last bit decides between two codes of KV on a GPU, that takes
+    `model.deterministic`, one rank on each side as in the reference, and our own engine as the reference. `config` is
+    that of a running cluster, with its numbers of ranks.
+    """
     source = make_source(config)
     device = resolve_device(config.decode.device)
-    return device.type == "cuda" and resolve_dtype(config.model.dtype, source, device) != torch.float32
+    dtype = resolve_dtype(config.model.dtype, source, device)
+    kv_dtypes = _kv_dtypes(config, dtype)
+    if dtype == torch.float32 and (device.type == "cpu" or kv_dtypes == [dtype, dtype]):
+        return True
+    alone = config.prefill.ranks == config.decode.ranks == 1
+    return config.model.deterministic and alone and not _by_hugging_face(source, kv_dtypes, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,119 +61,65 @@ class Reference:
 
     name: str
     answers: list[list[int]]
+    judges: list[Judge | None]
+    """For each prompt, what the reference makes of the other answer that it was shown; None where it was shown none,
+    its own, or one that ends too early."""
 
 
 def reference_answers(
-    config: Config, prompts: Sequence[Sequence[int]], sampling: SamplingParams, advance: Callable[[], None]
+    config: Config,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    advance: Callable[[], None],
+    others: Sequence[Sequence[TokenLogprobs]] = (),
 ) -> Reference:
     """What the same model answers in one process, greedily.
 
     A checkpoint is asked through Hugging Face's `generate()`; random weights, which have no checkpoint, and quantized
     KV, which Hugging Face has not, through our own engine unsplit. Where only the decode groups quantize, so does the
-    engine behind the prompt: it has a pool of each kind then. `advance` is called after each prompt.
+    engine behind the prompt: it has a pool of each kind then. `advance` is called after each prompt. `others`:
+    answers to the prompts to be judged, with their log-probabilities.
     """
     source = make_source(config)
     device = resolve_device(config.decode.device)
     dtype = resolve_dtype(config.model.dtype, source, device)
+    engine = _make_engine(config, source, device, dtype, sampling)
+    eos_ids = source.spec(dtype).eos_ids
+    answers: list[list[int]] = []
+    judges: list[Judge | None] = []
+    for prompt, other in zip_longest(prompts, others, fillvalue=()):
+        answers.append(engine.answer(prompt))
+        tokens = [one.token for one in other]
+        whole = len(tokens) == sampling.max_tokens or tokens[-1:] in [[eos] for eos in eos_ids]
+        judges.append(None)
+        if whole and tokens != answers[-1]:
+            logits = partial(engine.logits, prompt, tokens)
+            judges[-1] = judge_by(engine.models, dtype, logits, [asked_of(one) for one in other])
+        advance()
     where = f"({str(dtype).removeprefix('torch.')} on {device.type}, one process)"
-    kv_dtypes = [resolve_kv_dtype(config, group, dtype) for group in (config.prefill, config.decode)]
-    if source.directory is not None and kv_dtypes == [dtype, dtype]:
-        answers = _hugging_face(source, prompts, sampling, device, dtype, advance)
-        return Reference(f"Hugging Face generate() {where}", answers)
-    unsplit = _unsplit if kv_dtypes[0] == kv_dtypes[1] else _quantized_behind_the_prompt
-    return Reference(
-        f"our engine unsplit {where}", unsplit(config, source, prompts, sampling, device, advance)
-    )
+    return Reference(f"{engine.name} {where}", answers, judges)
 
 
-def _hugging_face(
-    source: ModelSource,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    device: torch.device,
-    dtype: torch.dtype,
-    advance: Callable[[], None],
-) -> list[list[int]]:
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype, local_files_only=True).to(
-        device
-    )
-    eos = list(source.spec(dtype).eos_ids)
-    greedy = GenerationConfig(
-        max_new_tokens=sampling.max_tokens,
-        do_sample=False,
-        eos_token_id=eos or None,
-        pad_token_id=eos[0] if eos else 0,
-    )
-    answers = []
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)], device=device)
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
-        answers.append(output[0, len(prompt) :].tolist())
-        advance()
-    return answers
+def _make_engine(
+    config: Config, source: ModelSource, device: torch.device, dtype: torch.dtype, sampling: SamplingParams
+) -> Engine:
+    kv_dtypes = _kv_dtypes(config, dtype)
+    if _by_hugging_face(source, kv_dtypes, dtype):
+        return HuggingFace(source, sampling, device, dtype)
+    kinds = [config.decode] if kv_dtypes[0] == kv_dtypes[1] else [config.prefill, config.decode]
+    runners = [
+        make_runner(config, msgspec.structs.replace(kind, tp=1), source, SingleCollective(), device)
+        for kind in kinds
+    ]
+    chunk_tokens = config.prefill.chunk_tokens
+    if len(runners) == 1:
+        return Unsplit(runners[0], sampling, chunk_tokens)
+    return QuantizedBehindThePrompt(runners[0], runners[1], sampling, chunk_tokens)
 
 
-def _unsplit(
-    config: Config,
-    source: ModelSource,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    device: torch.device,
-    advance: Callable[[], None],
-) -> list[list[int]]:
-    group = msgspec.structs.replace(config.decode, tp=1)
-    runner = make_runner(config, group, source, SingleCollective(), device)
-    answers = []
-    for prompt in prompts:
-        answers.extend(generate_unsplit(runner, [prompt], sampling, chunk_tokens=config.prefill.chunk_tokens))
-        advance()
-    return answers
+def _kv_dtypes(config: Config, dtype: torch.dtype) -> list[torch.dtype]:
+    return [resolve_kv_dtype(config, group, dtype) for group in (config.prefill, config.decode)]
 
 
-def _quantized_behind_the_prompt(
-    config: Config,
-    source: ModelSource,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    device: torch.device,
-    advance: Callable[[], None],
-) -> list[list[int]]:
-    """One engine with two pools: what the prompt leaves in the one is written to the other, as if just computed."""
-    first, then = (
-        make_runner(config, msgspec.structs.replace(group, tp=1), source, SingleCollective(), device)
-        for group in (config.prefill, config.decode)
-    )
-    answers = []
-    for prompt in prompts:
-        total = len(prompt) + sampling.max_tokens
-        slots = [torch.arange(runner.page_size, runner.page_size + total) for runner in (first, then)]
-        rows = [_row(runner, its) for runner, its in zip((first, then), slots, strict=True)]
-        answer = [_computed(first, rows[0], tuple(prompt), 0, config.prefill.chunk_tokens)]
-        here, there = (its[: len(prompt)].to(device) for its in slots)
-        for layer in range(then.pool.layers):
-            then.pool.write(layer, there, *first.pool.read(layer, here, first.kv_dtype))
-        while len(answer) < sampling.max_tokens and answer[-1] not in then.spec.eos_ids:
-            answer.append(_computed(then, rows[1], (answer[-1],), len(prompt) + len(answer) - 1, 1))
-        for runner, row in zip((first, then), rows, strict=True):
-            runner.req_to_token.free(row)
-        answers.append(answer)
-        advance()
-    return answers
-
-
-def _row(runner: ModelRunner, slots: torch.Tensor) -> int:
-    row = runner.req_to_token.alloc()
-    runner.req_to_token.set_slots(row, 0, slots.int())
-    return row
-
-
-def _computed(runner: ModelRunner, row: int, tokens: tuple[int, ...], start: int, chunk_tokens: int) -> int:
-    """The likeliest token behind `tokens`, which begin at position `start`."""
-    for first in range(0, len(tokens), chunk_tokens):
-        piece = tokens[first : first + chunk_tokens]
-        logits = runner.forward(StepBatch((SequenceSlice(row, start + first, piece, start + len(tokens)),)))
-    return int(logits[-1].argmax())
+def _by_hugging_face(source: ModelSource, kv_dtypes: Sequence[torch.dtype], dtype: torch.dtype) -> bool:
+    return source.directory is not None and kv_dtypes == [dtype, dtype]

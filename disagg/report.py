@@ -36,6 +36,8 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool | None
     """Whether the answer's tokens equal the reference's; None when nothing was compared."""
     text: str
+    within_rounding: bool = False
+    """Where they do not: whether rounding explains each difference."""
 
     @property
     def transfer_gb_per_s(self) -> float | None:
@@ -72,10 +74,10 @@ def report_table(reports: Sequence[RequestReport], title: str = "") -> Table:
         table.add_column(name, justify="left" if name == "request" else "right", no_wrap=True)
     table.add_column("exact", justify="center")
     for one in reports:
-        table.add_row(*_cells(one), _verdict(one.exact))
+        table.add_row(*_cells(one), _verdict([one]))
     if len(reports) > 1:
         table.add_section()
-        table.add_row(*_sums(reports), _verdict(_all_exact(reports)))
+        table.add_row(*_sums(reports), _verdict(reports))
     return table
 
 
@@ -110,16 +112,13 @@ def _sums(reports: Sequence[RequestReport]) -> list[str]:
     ]
 
 
-def _all_exact(reports: Sequence[RequestReport]) -> bool | None:
-    """False when one is wrong, None when one was not compared, else True."""
-    verdicts = {one.exact for one in reports}
-    if False in verdicts:
-        return False
-    return None if None in verdicts else True
-
-
-def _verdict(exact: bool | None) -> str:
-    return {True: "[green]yes[/]", False: "[bold red]NO[/]", None: "-"}[exact]
+def _verdict(reports: Sequence[RequestReport]) -> str:
+    """`NO` when one is wrong, `-` when one was not compared, `rounding` when one differs for that reason alone."""
+    if any(one.exact is False and not one.within_rounding for one in reports):
+        return "[bold red]NO[/]"
+    if any(one.exact is None for one in reports):
+        return "-"
+    return "[green]yes[/]" if all(one.exact for one in reports) else "[yellow]rounding[/]"
 
 
 def _number(value: float | None) -> str:

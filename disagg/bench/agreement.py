@@ -7,7 +7,7 @@ one whose decode groups alone have codes (`decode.kv_dtype`) computes prompts wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -23,16 +23,14 @@ from disagg.bench.agreement_figures import (
 )
 from disagg.core.config_tree import KVDTypeName
 from disagg.core.errors import ConfigError
-from disagg.core.types import KVLayout, SamplingParams, Span
-from disagg.kv.pages import pages_for, slots_of
+from disagg.core.types import KVLayout, SamplingParams
+from disagg.kv.pages import pages_for
 from disagg.kv.pool import dtype_name
-from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.chunks import PromptChunks
 from disagg.model.collective import SingleCollective
 from disagg.model.named import named_config
 from disagg.model.runner import ModelRunner
 from disagg.model.source import ModelSource
-from disagg.model.unsplit import generate_unsplit
+from disagg.model.unsplit import forced_logits, generate_unsplit
 from disagg.node.assemble import resolve_dtype
 from disagg.plan import PlanRequest, compute_plan
 
@@ -214,27 +212,12 @@ def _logits(
     """float32 `[prompts, steps, vocab]`: each prompt alone, given the reference's tokens so far."""
     return torch.stack(
         [
-            _forced(runner, [*text, *answer[: steps - 1]], len(text), chunk_tokens)
+            torch.stack(
+                [
+                    one.clone()
+                    for one in forced_logits(runner, text, answer[:steps], chunk_tokens=chunk_tokens)
+                ]
+            )
             for text, answer in zip(texts, right, strict=True)
         ]
     )
-
-
-def _forced(
-    runner: ModelRunner, tokens: Sequence[int], prompt_tokens: int, chunk_tokens: int
-) -> torch.Tensor:
-    """float32 `[steps, vocab]`: the logits behind the prompt and behind each token after it."""
-    table, count = runner.req_to_token, len(tokens)
-    row = table.alloc()
-    pages = range(1, 1 + pages_for(count, runner.page_size))  # nobody else uses the pool now
-    table.set_slots(row, 0, slots_of(pages, runner.page_size, Span(0, count)))
-    chunks = PromptChunks.of(runner.spec, chunk_tokens).spans(prompt_tokens)
-    starts = [*(chunk.start for chunk in chunks), *range(prompt_tokens, count)]
-    found = []
-    for start, stop in zip(starts, [*starts[1:], count], strict=True):
-        piece = SequenceSlice(row, start, tuple(tokens[start:stop]), prompt_tokens)
-        logits = runner.forward(StepBatch((piece,)))[0]
-        if stop >= prompt_tokens:
-            found.append(logits.clone())
-    table.free(row)
-    return torch.stack(found)

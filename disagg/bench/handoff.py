@@ -71,8 +71,7 @@ class HandoffBench:
             )
         # A sum that is off by a float32's last bit may be next to where two codes meet.
         rounds = dtype != torch.float32 or spec.layout.dtype in QUANTIZED_DTYPES
-        # Two ranks' sums are the same in either order; those of more depend on where the ranks are.
-        same_sums = prefill_tp == decode_tp <= 2
+        same_bits = config.model.deterministic and prefill_tp == decode_tp
         sizes = Sizes(
             tokens,
             answer_tokens,
@@ -81,8 +80,8 @@ class HandoffBench:
             steps,
             repeats,
             spec.vocab_size,
-            batch_matters=rounds,
-            groups_differ=(rounds and not same_sums) or computed != spec.layout.dtype,
+            tokens_equal=same_bits or not rounds,
+            codes_differ=computed != spec.layout.dtype,
         )
         config = msgspec.structs.replace(
             config,
@@ -105,7 +104,7 @@ class HandoffBench:
             "bytes": tokens * spec.layout.token_bytes,
             "bf16_bytes": tokens * msgspec.structs.replace(spec.layout, dtype="bfloat16").token_bytes,
             "answer_tokens": answer_tokens,
-            "compared_tokens": sizes.compared,
+            "compared_tokens": sizes.compared(answer_tokens),
             "chunk_tokens": chunk_tokens,
             "decoders": decoders,
             "decoder_tokens": decoder_tokens,

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 
+from disagg.bench.handoff_compare import Comparison
 from disagg.bench.handoff_figures import Sorted, Window, arrival, sort_steps, with_a_moment
 from disagg.bench.handoff_groups import Client, Groups, Served
-from disagg.bench.handoff_sizes import Sizes, Tell, compare
+from disagg.bench.handoff_sizes import Sizes, Tell
 from disagg.core.errors import DisaggError
 
 TRIES = 8
@@ -26,7 +27,12 @@ class _Beside:
 
 
 async def decode_rounds(
-    client: Client, groups: Groups, sizes: Sizes, answers: Sequence[list[int]], tell: Tell
+    client: Client,
+    groups: Groups,
+    sizes: Sizes,
+    comparison: Comparison,
+    answers: Sequence[list[int]],
+    tell: Tell,
 ) -> list[Sorted]:
     """A round for each repeat; `answers[i]` is the unsplit engine's to prompt `i`, which arrives in round `i`.
 
@@ -34,7 +40,7 @@ async def decode_rounds(
     """
     tell("answers of the decoders, to compare with")
     prompts = [sizes.prompt(-1 - i, sizes.decoder_tokens) for i in range(sizes.decoders)]
-    compared = 1 if sizes.batch_matters or sizes.groups_differ else sizes.steps
+    compared = sizes.compared(sizes.steps)
     expected = [groups.unsplit(prompt, compared)[0] for prompt in prompts]
     rounds: list[Sorted] = []
     for repeat in range(1, sizes.repeats + 1):
@@ -42,12 +48,14 @@ async def decode_rounds(
         turns, found = cycle(("arrival", "pause", "prefill", "pause")), Sorted([], [], [])
         for _ in range(TRIES):
             beside = await _try(client, groups, sizes, prompts, repeat, turns)
-            for served, answer in zip(beside.decoders, expected, strict=True):
-                compare(served.tokens, answer, compared)
-            for served in (*beside.arrivals, *beside.prefills):
-                compare(served.tokens, answers[repeat], min(compared, len(served.tokens)))
             for steps, more in zip(found, _sort(groups, sizes, beside), strict=True):
                 steps += more
+            for prompt, served, answer in zip(prompts, beside.decoders, expected, strict=True):
+                await comparison.check(prompt, served.tokens, answer, compared)
+            other = sizes.prompt(repeat, sizes.tokens)
+            for served in (*beside.arrivals, *beside.prefills):
+                count = sizes.compared(len(served.tokens))
+                await comparison.check(other, served.tokens, answers[repeat], count)
             if all(found):
                 break
         rounds.append(_require_all(found))

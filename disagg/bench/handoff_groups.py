@@ -13,10 +13,20 @@ from typing import NamedTuple, TypeVar
 from disagg.bench.handoff_ranks import StepTime, TimedDecodeHost, TimedHost, TimedPrefillHost
 from disagg.bench.processes import Processes, Remote, call_all
 from disagg.core.config import Config
-from disagg.core.errors import InvariantError, PeerLostError, error_from_code
+from disagg.core.errors import DisaggError, InvariantError, PeerLostError, error_from_code
+from disagg.core.sampling import MAX_BIAS, MAX_LOGPROBS
 from disagg.core.timeline import TimelineSpan
 from disagg.core.tokens import pack_tokens
-from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RequestKey, SamplingParams, Span, Ticket
+from disagg.core.types import (
+    PROTOCOL_VERSION,
+    GroupInfo,
+    RequestKey,
+    SamplingParams,
+    Span,
+    Ticket,
+    TokenLogprobs,
+)
+from disagg.model.rounding import Judge
 from disagg.node.assemble import make_source
 from disagg.node.host import Started
 from disagg.placement import choose_placement
@@ -96,6 +106,11 @@ class Groups:
         answers: list[tuple[list[int], float]] = call_all(self.prefill, "unsplit", prompt, max_tokens)
         return answers[0]
 
+    def judge(self, prompt: Sequence[int], answer: Sequence[int], asked: Sequence[int]) -> Judge:
+        """What the prefill group's engine makes of the last token of `answer`; no request is under way."""
+        judges: list[Judge] = call_all(self.prefill, "judge", prompt, answer, asked)
+        return judges[0]
+
     def check_kv(self, key: RequestKey, tokens: int) -> None:
         """Raises `InvariantError` unless every decode rank holds what a prefill rank computed for the prompt, bit for
         bit, or that quantized to its own type.
@@ -174,6 +189,29 @@ class Client:
             if running is not None and len(tokens) > 1:
                 running.set()
         return Served(RequestKey(name), began_s, tokens, times_s, time.monotonic())
+
+    async def told(self, prompt: Sequence[int], answer: Sequence[int]) -> TokenLogprobs:
+        """Log-probabilities of the likeliest tokens behind prompt and answer, as the split system finds them.
+
+        Those behind an answer come from a decode step, after a hand-over of everything before the answer's last
+        token, which a bias makes the first one. Raises `DisaggError` when the bias is too small for that.
+        """
+        name = f"told-{next(self._numbers)}"
+        before, last = [*prompt, *answer[:-1]], answer[-1:]
+        sampling = SamplingParams(
+            max_tokens=1 + len(last),
+            ignore_eos=True,
+            logprobs=MAX_LOGPROBS,
+            logit_bias=tuple((token, MAX_BIAS) for token in last),
+        )
+        told: list[TokenLogprobs] = []
+        async for output in self._router.generate(name, before, sampling, timeout_s=REQUEST_TIMEOUT_S):
+            told += output.logprobs
+        if [one.token for one in told[:-1]] != list(last):
+            raise DisaggError(
+                f"the split system does not answer {last[0]} first, with a bias of {MAX_BIAS:g}"
+            )
+        return told[-1]
 
     async def prefill_only(self, prompt: Sequence[int]) -> Served:
         """The prompt through the prefill group, with a ticket that lacks no position: so nothing is sent."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from disagg.bench.handoff_compare import Comparison
 from disagg.bench.handoff_decode import decode_rounds
 from disagg.bench.handoff_figures import Moved, Sorted, Window, moved
 from disagg.bench.handoff_groups import Client, Groups, Served
-from disagg.bench.handoff_sizes import Sizes, Tell, compare
+from disagg.bench.handoff_sizes import Sizes, Tell
 from disagg.core.errors import InvariantError
 from disagg.core.timeline import TimelineSpan
+from disagg.model.rounding import Judged
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class Found:
 
     handovers: list[HandOver] = field(default_factory=list)
     rounds: list[Sorted] = field(default_factory=list)
+    compared_tokens: int = 0
+    judged: list[Judged] = field(default_factory=list)
+    """Differences that rounding explains; see `Comparison`."""
 
 
 async def measure(client: Client, groups: Groups, sizes: Sizes, tell: Tell) -> Found:
@@ -42,30 +47,40 @@ async def measure(client: Client, groups: Groups, sizes: Sizes, tell: Tell) -> F
 
     Raises `MismatchError` for an answer that is not the unsplit engine's, `InvariantError` for wrong KV.
     """
-    found = Found()
+    found, comparison = Found(), Comparison(client, groups, sizes)
     answers: list[list[int]] = []
     for repeat in range(sizes.repeats + 1):
         tell(f"hand-over {repeat} of {sizes.repeats}" if repeat else "hand-over, to warm up")
         prompt = sizes.prompt(repeat, sizes.tokens)
         answers.append(groups.unsplit(prompt, sizes.answer_tokens)[0])
-        one = await _hand_over(client, groups, sizes, prompt, answers[-1], sends_first=repeat % 2 == 0)
+        one = await _hand_over(
+            client, groups, sizes, comparison, prompt, answers[-1], sends_first=repeat % 2 == 0
+        )
         if repeat:  # the first one opens connections and memory
             found.handovers.append(one)
-    found.rounds = await decode_rounds(client, groups, sizes, answers, tell)
+    found.rounds = await decode_rounds(client, groups, sizes, comparison, answers, tell)
+    found.compared_tokens, found.judged = comparison.tokens, comparison.judged
     groups.check()
     return found
 
 
 async def _hand_over(
-    client: Client, groups: Groups, sizes: Sizes, prompt: list[int], answer: list[int], sends_first: bool
+    client: Client,
+    groups: Groups,
+    sizes: Sizes,
+    comparison: Comparison,
+    prompt: list[int],
+    answer: list[int],
+    sends_first: bool,
 ) -> HandOver:
     """The prompt split and prefilled only, in either order, and unsplit."""
+    if not sends_first:
+        only, alone = await _alone(client, groups, prompt)
+    served, spans, sending, written_s = await _split(client, groups, sizes, prompt)
     if sends_first:
-        served, spans, sending, written_s = await _split(client, groups, sizes, prompt, answer)
-        alone = await _alone(client, groups, prompt, answer)
-    else:
-        alone = await _alone(client, groups, prompt, answer)
-        served, spans, sending, written_s = await _split(client, groups, sizes, prompt, answer)
+        only, alone = await _alone(client, groups, prompt)
+    await comparison.check(prompt, served.tokens, answer, sizes.compared(sizes.answer_tokens))
+    await comparison.check(prompt, only.tokens, answer, 1)
     first_s, second_s = (groups.unsplit(prompt, count)[1] for count in (1, 2))
     transfer = moved(spans, str(served.key))
     return HandOver(
@@ -80,24 +95,22 @@ async def _hand_over(
 
 
 async def _split(
-    client: Client, groups: Groups, sizes: Sizes, prompt: list[int], answer: list[int]
+    client: Client, groups: Groups, sizes: Sizes, prompt: list[int]
 ) -> tuple[Served, list[TimelineSpan], Window, float]:
     groups.restart()
     served = await client.ask(prompt, sizes.answer_tokens)
     spans = groups.spans()
     window, written_s = _prefill(groups)
-    compare(served.tokens, answer, sizes.compared)
     groups.check_kv(served.key, len(prompt))
     return served, spans, window, written_s
 
 
-async def _alone(client: Client, groups: Groups, prompt: list[int], answer: list[int]) -> Window:
+async def _alone(client: Client, groups: Groups, prompt: list[int]) -> tuple[Served, Window]:
     groups.restart()
     only = await client.prefill_only(prompt)
-    compare(only.tokens, answer, 1)
     if any(span.request == str(only.key) for span in groups.spans()):
         raise InvariantError("KV of a prompt was moved that was to be prefilled only")
-    return _prefill(groups)[0]
+    return only, _prefill(groups)[0]
 
 
 def _prefill(groups: Groups) -> tuple[Window, float]:

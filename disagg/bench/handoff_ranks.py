@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -17,8 +18,9 @@ from disagg.core.types import RequestKey, SamplingParams, Shard, Span, code_row_
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool, dtype_name
 from disagg.kv.req_to_token import ReqToTokenPool
-from disagg.model.unsplit import generate_unsplit
-from disagg.node.assemble import Rendezvous
+from disagg.model.rounding import Judge, judge_by
+from disagg.model.unsplit import forced_logits, generate_unsplit
+from disagg.node.assemble import Rendezvous, make_source, resolve_dtype
 from disagg.node.host import RankHost, Started
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
@@ -180,6 +182,22 @@ class TimedHost(RankHost):
             started_s = time.monotonic()
             answers = generate_unsplit(node.runner, [prompt], sampling, chunk_tokens=chunk_tokens)
             return answers[0], time.monotonic() - started_s
+
+    def judge(self, prompt: Sequence[int], answer: Sequence[int], asked: Sequence[int]) -> Judge:
+        """What this group's engine makes of the last token of `answer`, behind those before it; `asked`: see `Judge`.
+
+        All ranks of the group together.
+        """
+        node = self._timed()
+        runner, chunk_tokens = node.runner, self.group_config.chunk_tokens
+        dtype = resolve_dtype(self._config.model.dtype, make_source(self._config), runner.device)
+
+        def last() -> Iterator[torch.Tensor]:
+            steps = forced_logits(runner, prompt, answer, chunk_tokens=chunk_tokens)
+            return islice(steps, len(answer) - 1, None)
+
+        with node.computing, _own_rows(runner.req_to_token):
+            return judge_by([runner.model], dtype, last, [asked])
 
     def close(self) -> None:
         """Ends threads and connections."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from disagg.bench.handoff_figures import percentile
 from disagg.bench.handoff_measure import Found, HandOver
 from disagg.bench.report import Label, Measurement, Result
+from disagg.model.rounding import worst_of
 
 _PERCENTS = (50, 99)
 _BESIDE = {
@@ -24,6 +25,7 @@ def results_of(found: Found, labels: dict[str, Label], ceiling: Measurement) -> 
         *_prefill(found),
         *_decode(found),
         *_first_tokens(found),
+        *_compared(found),
     ]
     counted: dict[str, Label] = {
         f"steps_{kind}": sum(len(getattr(steps, kind)) for steps in found.rounds) for kind in _BESIDE
@@ -153,6 +155,21 @@ def _first_tokens(found: Found) -> Iterator[Line]:
         ):
             figure = _figure("latency", "ms", (1e3 * s for s in seconds))
             yield f"{name} token, {title}", figure, None, definition
+
+
+def _compared(found: Found) -> Iterator[Line]:
+    definition = "of the split system's answers, beside the unsplit engine's; all are equal"
+    if found.judged:
+        worst = worst_of(found.judged)
+        definition = (
+            f"of the split system's answers, beside the unsplit engine's, each up to its first difference: "
+            f"{len(found.judged)} of them differ, only where rounding decides. There log-probabilities behind the "
+            f"same tokens differ by {worst.difference:.2g} at most (rounding explains {worst.explained:.2g}), those "
+            f"of the two tokens by {worst.gap:.2g} ({2 * worst.explained:.2g})"
+        )
+    yield "answers, tokens compared", _figure("answers", "tokens", [found.compared_tokens]), None, definition
+    share = 100 * (1 - len(found.judged) / found.compared_tokens)
+    yield "answers, equal tokens", _figure("answers", "%", [share]), None, "of those compared"
 
 
 def _figure(name: str, unit: str, values: Iterable[float]) -> Measurement:

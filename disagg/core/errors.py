@@ -44,6 +44,12 @@ class HandshakeError(DisaggError):
     exit_code = 2
 
 
+class MismatchError(DisaggError):
+    """An answer differs from the one that it was compared with: wrong bytes were moved, or computed on."""
+
+    code = "mismatch"
+
+
 class BusyError(DisaggError):
     """No room for another request now."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -155,6 +155,15 @@ class ModelRunner:
             trash_row = self.req_to_token.trash_row
             self._graphs = kind(compute, sizes, trash_row, self.spec.vocab_size, self.device)
             self._graphs.record()
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, no step is a recorded one."""
+        graphs, self._graphs = self._graphs, None
+        try:
+            yield
+        finally:
+            self._graphs = graphs
 
     def resize(self, pool_tokens: int) -> None:
         """Another pool in the place of this one, whose memory is given back first; before any request has a row."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -63,6 +63,31 @@ def generate_unsplit(
     ]
     engine.run(requests)
     return [request.answer for request in requests]
+
+
+def forced_logits(
+    runner: ModelRunner, prompt: Sequence[int], answer: Sequence[int], *, chunk_tokens: int = 512
+) -> Iterator[torch.Tensor]:
+    """float32 `[vocab]` behind the prompt and behind each token of `answer` but the last, whatever was likelier.
+
+    The prompt is computed in chunks of `chunk_tokens`, the answer token by token. Each is good until the next. Every
+    rank of a group calls it with the same arguments; nothing else uses the pool meanwhile. No step is a recorded one.
+    """
+    table, tokens = runner.req_to_token, (*prompt, *answer[:-1])
+    row = table.alloc()
+    pages = range(1, 1 + pages_for(len(tokens), runner.page_size))  # page 0 is the trash page
+    table.set_slots(row, 0, slots_of(pages, runner.page_size, Span(0, len(tokens))))
+    chunks = PromptChunks.of(runner.spec, chunk_tokens, deterministic=runner.deterministic)
+    starts = [*(one.start for one in chunks.spans(len(prompt))), *range(len(prompt), len(tokens))]
+    try:
+        for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+            piece = SequenceSlice(row, start, tokens[start:stop], len(prompt))
+            with runner.eager():
+                logits = runner.forward(StepBatch((piece,)))[0]
+            if stop >= len(prompt):
+                yield logits
+    finally:
+        table.free(row)
 
 
 class _Engine:

@@ -71,6 +71,10 @@ def test_sums_and_verdict() -> None:
     assert verdict(True, True) == "yes"
     assert verdict(True, None) == "-"
     assert verdict(None, False, True) == "NO"
+    rounded = report(exact=False, within_rounding=True)
+    assert shown(rounded).split()[-1] == "rounding"
+    assert shown(rounded, report(exact=False)).split()[-1] == "NO"
+    assert shown(rounded, report()).split()[-1] == "rounding"
 
 
 def test_long_answers_are_cut() -> None:
