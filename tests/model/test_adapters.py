@@ -84,7 +84,6 @@ def test_logits_are_those_of_transformers_in_chunks_of_any_size(checkpoint: Path
         (MptConfig(**MPT, attn_config={"alibi": False}), "attn_config.alibi = False"),
         (GPTJConfig(**GPT, rotary_dim=0), "rotary_dim = 0"),
         (DogeConfig(**GQA, is_moe=True), "mixes tokens"),
-        (DogeConfig(**GQA, sliding_window=16), "sliding window"),
         (
             XGLMConfig(d_model=64, num_layers=2, attention_heads=4, ffn_dim=64, add_cross_attention=True),
             "cross-attention",

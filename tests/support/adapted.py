@@ -99,6 +99,7 @@ ADAPTED: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "diffllama": lambda: DiffLlamaConfig(**GQA),
     "doge": lambda: DogeConfig(**GQA, keep_window_size=256),
+    "doge-window": lambda: DogeConfig(**GQA, keep_window_size=256, sliding_window=WINDOW_TOKENS),
     "xglm": lambda: XGLMConfig(
         **TOKENS,
         init_std=0.2,

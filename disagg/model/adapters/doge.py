@@ -36,13 +36,14 @@ def _forward(
     k = pad(torch.cat([k, scores[..., None]], dim=-1), (0, DOGE_ELEMENTS - 1))
     q = pad(q, (0, 1), value=1 / attention.scaling)
     q = pad(q, (0, DOGE_ELEMENTS - 1))
-    return attention.o_proj(step.attend(attention, q, k, v, scaling=attention.scaling)), None
+    window = attention.config.sliding_window
+    out = step.attend(attention, q, k, v, scaling=attention.scaling, sliding_window=window)
+    return attention.o_proj(out), None
 
 
 def _refused(config: Any) -> str:
-    if config.is_moe:  # transformers routes a token by those beside it in the call
-        return "experts whose routing mixes tokens (is_moe)"
-    return "" if config.sliding_window is None else "a sliding window over keys with scores of their own"
+    # transformers routes a token by those beside it in the call.
+    return "experts whose routing mixes tokens (is_moe)" if config.is_moe else ""
 
 
 ADAPTER = Adapter(_adapt, _refused, plan_of("layers.*.mlp", ["gate_proj", "up_proj"], "down_proj"))
