@@ -280,6 +280,12 @@ def _index_add_(
     return x
 
 
+def _index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
+) -> torch.Tensor:
+    return _index_add_(x.clone(), dim, index, source, alpha=alpha)
+
+
 def _on_cpu(x: object) -> bool:
     return isinstance(x, torch.Tensor) and x.device.type == "cpu"
 
@@ -299,7 +305,13 @@ def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
 
 
 def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
-    return torch.where(x * beta > threshold, x, (x * beta).exp().log1p() / beta)
+    return torch.where(x * beta > threshold, x, _log1p((x * beta).exp()) / beta)
+
+
+def _log1p(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + x), also of small x: what 1 + x is rounded by is divided out (W. Kahan)."""
+    more = 1 + x
+    return torch.where(more == 1, x, more.log() * x / (more - 1))
 
 
 _ON_CPU: dict[str, Callable[..., Any]] = {
@@ -307,6 +319,7 @@ _ON_CPU: dict[str, Callable[..., Any]] = {
     "silu": _silu,
     "gelu": _gelu,
     "softplus": _softplus,
+    "log1p": _log1p,
 }
 """On a CPU torch computes these otherwise where a tensor ends than in its middle; the functions here it does not."""
 
@@ -330,4 +343,5 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "topk": _topk,
     "sort": _sort,
     "index_add_": _index_add_,
+    "index_add": _index_add,
 }
