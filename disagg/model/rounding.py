@@ -150,7 +150,7 @@ def words(judged: Judged) -> str:
     """What a report, or an error, says of a position."""
     same = judged.token == judged.best
     return (
-        f"token {judged.position + 1} is {judged.token}{', as it should be' if same else f', not {judged.best}'}: "
+        f"token {judged.position + 1} is {judged.token}{'' if same else f', not {judged.best}'}: "
         f"log-probabilities of the likeliest tokens differ by {judged.difference:.2g} (rounding explains "
         f"{judged.explained:.2g}), those of the two by {judged.gap:.2g} ({2 * judged.explained:.2g})"
     )
