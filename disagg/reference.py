@@ -39,20 +39,27 @@ def comparable(config: Config, deterministic: bool | None) -> Config:
 
 
 def equal_tokens(config: Config) -> bool:
-    """Whether each token must be the reference's. Else rounding may decide between two: see `disagg.model.rounding`.
+    """Whether each token must be that of `reference_answers`. Else rounding may decide between two: see
+    `disagg.model.rounding`.
+
+    In 16 bits that takes `model.deterministic`, one rank on each side as in the reference, and our own engine as the
+    reference. `config` is that of a running cluster, with its numbers of ranks.
+    """
+    alone = config.prefill.ranks == config.decode.ranks == 1
+    source, _, dtype = _resolved(config)
+    ours = not _by_hugging_face(source, _kv_dtypes(config, dtype), dtype)
+    return tokens_must_be_equal(config, same_sizes=alone and ours)
+
+
+def tokens_must_be_equal(config: Config, *, same_sizes: bool) -> bool:
+    """Whether no rounding differs between systems of `config`, and others, if of the `same_sizes`.
 
     In 16 bits, and where a float's last bit decides between two codes of KV on a GPU, that takes
-    `model.deterministic`, one rank on each side as in the reference, and our own engine as the reference. `config` is
-    that of a running cluster, with its numbers of ranks.
+    `model.deterministic`.
     """
-    source = make_source(config)
-    device = resolve_device(config.decode.device)
-    dtype = resolve_dtype(config.model.dtype, source, device)
-    kv_dtypes = _kv_dtypes(config, dtype)
-    if dtype == torch.float32 and (device.type == "cpu" or kv_dtypes == [dtype, dtype]):
-        return True
-    alone = config.prefill.ranks == config.decode.ranks == 1
-    return config.model.deterministic and alone and not _by_hugging_face(source, kv_dtypes, dtype)
+    _, device, dtype = _resolved(config)
+    rounds = dtype != torch.float32 or (device.type != "cpu" and _kv_dtypes(config, dtype) != [dtype, dtype])
+    return not rounds or (config.model.deterministic and same_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +87,7 @@ def reference_answers(
     engine behind the prompt: it has a pool of each kind then. `advance` is called after each prompt. `others`:
     answers to the prompts to be judged, with their log-probabilities.
     """
-    source = make_source(config)
-    device = resolve_device(config.decode.device)
-    dtype = resolve_dtype(config.model.dtype, source, device)
+    source, device, dtype = _resolved(config)
     engine = _make_engine(config, source, device, dtype, sampling)
     eos_ids = source.spec(dtype).eos_ids
     answers: list[list[int]] = []
@@ -91,13 +96,32 @@ def reference_answers(
         answers.append(engine.answer(prompt))
         tokens = [one.token for one in other]
         whole = len(tokens) == sampling.max_tokens or tokens[-1:] in [[eos] for eos in eos_ids]
-        judges.append(None)
-        if whole and tokens != answers[-1]:
-            logits = partial(engine.logits, prompt, tokens)
-            judges[-1] = judge_by(engine.models, dtype, logits, [asked_of(one) for one in other])
+        judges.append(_judge(engine, dtype, prompt, other) if whole and tokens != answers[-1] else None)
         advance()
     where = f"({str(dtype).removeprefix('torch.')} on {device.type}, one process)"
     return Reference(f"{engine.name} {where}", answers, judges)
+
+
+def judge_answers(
+    config: Config, prompts: Sequence[Sequence[int]], others: Sequence[Sequence[TokenLogprobs]]
+) -> list[Judge]:
+    """What the engine of `reference_answers` makes of each of the answers `others` to `prompts`."""
+    source, device, dtype = _resolved(config)
+    longest = SamplingParams(max_tokens=max(map(len, others)))
+    engine = _make_engine(config, source, device, dtype, longest)
+    return [_judge(engine, dtype, *one) for one in zip(prompts, others, strict=True)]
+
+
+def _judge(
+    engine: Engine, dtype: torch.dtype, prompt: Sequence[int], other: Sequence[TokenLogprobs]
+) -> Judge:
+    logits = partial(engine.logits, prompt, [one.token for one in other])
+    return judge_by(engine.models, dtype, logits, [asked_of(one) for one in other])
+
+
+def _resolved(config: Config) -> tuple[ModelSource, torch.device, torch.dtype]:
+    source, device = make_source(config), resolve_device(config.decode.device)
+    return source, device, resolve_dtype(config.model.dtype, source, device)
 
 
 def _make_engine(

@@ -6,7 +6,7 @@ both engines' log-probabilities are compared behind the same prefix, at every po
 
 What rounding does to a model depends on its weights: some let an error grow from layer to layer. So it is measured,
 on the engine that judges: once more with noise of one unit of its type on the result of each of its modules. One
-rounding is a fifth of a unit (its root mean square), and not all of them differ between two engines.
+rounding is a fifth of a unit to a third (its root mean square), and not all of them differ between two engines.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,14 +59,27 @@ class Judged(NamedTuple):
 
 @contextmanager
 def shaken(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, what each module without parts gives, embeddings excepted, has noise of one unit of `dtype`.
+    """Inside, what each module gives, embeddings excepted, has noise of one unit of `dtype`: linear layers and norms,
+    attention as a whole, and layers, whose result is the sum that all others are added to.
 
     The unit is `finfo.eps`, times each value. Recorded steps do not see it: see `ModelRunner.eager`.
     """
-    leaves = [m for m in model.modules() if not list(m.children()) and not isinstance(m, nn.Embedding)]
     generators: dict[torch.device, torch.Generator] = {}
-    hook = partial(_shake, torch.finfo(dtype).eps, generators)
-    handles = [leaf.register_forward_hook(hook) for leaf in leaves]
+
+    def noisy(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device not in generators:
+            generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)
+        noise = torch.randn(tensor.shape, generator=generators[tensor.device], device=tensor.device)
+        return (tensor.float() * (1 + torch.finfo(dtype).eps * noise)).to(tensor.dtype)
+
+    def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+        if _is_float(output):
+            return noisy(output)
+        if type(output) is tuple and output and _is_float(output[0]):
+            return noisy(output[0]), *output[1:]
+        return None  # as it is
+
+    handles = [m.register_forward_hook(hook) for m in model.modules() if not isinstance(m, nn.Embedding)]
     try:
         yield
     finally:
@@ -75,15 +87,8 @@ def shaken(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             handle.remove()
 
 
-def _shake(
-    unit: float, generators: dict[torch.device, torch.Generator], module: nn.Module, inputs: Any, output: Any
-) -> Any:
-    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
-        return None
-    if output.device not in generators:
-        generators[output.device] = torch.Generator(output.device).manual_seed(0)
-    noise = torch.randn(output.shape, generator=generators[output.device], device=output.device)
-    return (output.float() * (1 + unit * noise)).to(output.dtype)
+def _is_float(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def view_of(logits: torch.Tensor, tokens: Sequence[int]) -> View:
@@ -145,7 +150,7 @@ def words(judged: Judged) -> str:
     """What a report, or an error, says of a position."""
     same = judged.token == judged.best
     return (
-        f"token {judged.position + 1} is {judged.token}{', as it should be' if same else f', not {judged.best}'}: "
+        f"token {judged.position + 1} is {judged.token}{'' if same else f', not {judged.best}'}: "
         f"log-probabilities of the likeliest tokens differ by {judged.difference:.2g} (rounding explains "
         f"{judged.explained:.2g}), those of the two by {judged.gap:.2g} ({2 * judged.explained:.2g})"
     )

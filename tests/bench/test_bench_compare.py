@@ -14,11 +14,12 @@ from scripted_server import Reply, ScriptedServer, Seen, answer_rightly
 
 from disagg.bench.serve.compare import both_systems
 from disagg.bench.serve.compare_report import words
-from disagg.bench.serve.equal import Difference, compare_answers
+from disagg.bench.serve.equal import Difference, Greedy, compare_answers
 from disagg.bench.serve.served import served
 from disagg.cli import run
 from disagg.core.config import Config, load_config
 from disagg.core.errors import ConfigError, DisaggError
+from disagg.model.rounding import Judge
 
 SIZES = ["--prefill-tp", "1", "--decode-tp", "1"]
 LOAD = ["--input-tokens", "4-8", "--output-tokens", "3", "--ignore-eos", "--requests", "5"]
@@ -60,9 +61,12 @@ def test_ranks_that_make_no_whole_groups_are_refused() -> None:
 
 
 def test_where_two_answers_part() -> None:
-    same = compare_answers([["a", "b"], ["c"]], [["a", "b"], ["c"]])
+    def answers(*tokens: str) -> list[Greedy]:
+        return [Greedy([1], list(one), []) for one in tokens]
+
+    same = compare_answers(answers("ab", "c"), answers("ab", "c"))
     assert (same.prompts, same.tokens, same.differences) == (2, 3, [])
-    assert compare_answers([["a", "b"], ["c"]], [["a", "x"], ["c", "d"]]).differences == [
+    assert compare_answers(answers("ab", "c"), answers("ax", "cd")).differences == [
         Difference(0, 1, ["b", "x"]),
         Difference(1, 1, [None, "d"]),
     ]
@@ -73,6 +77,8 @@ class Servers:
 
     def __init__(self, greedy: dict[str, list[str]] | None = None) -> None:
         self.greedy = greedy or {}
+        self.tells = False
+        """Log-probabilities too: -1 of each token, and of 1 and 9."""
         self.seen: dict[str, list[Seen]] = {}
         self.timeouts_s: list[float] = []
 
@@ -84,7 +90,11 @@ class Servers:
         async def script(seen: Seen, reply: Reply) -> None:
             if "logprobs" in seen.body:
                 tokens = self.greedy.get(name, ["token_id:1", "token_id:2"])
-                await reply.plain(200, {"choices": [{"logprobs": {"tokens": tokens}}]})
+                told: dict[str, Any] = {"tokens": tokens}
+                if self.tells:
+                    told["token_logprobs"] = [-1.0] * len(tokens)
+                    told["top_logprobs"] = [{"token_id:1": -1.0, "token_id:9": -1.0}] * len(tokens)
+                await reply.plain(200, {"choices": [{"logprobs": told}]})
             else:
                 await answer_rightly(seen, reply)
 
@@ -144,6 +154,35 @@ def test_answers_that_differ_end_with_1(servers: Servers, capsys: pytest.Capture
     assert "8 of 8 greedy answers differ" in shown
     assert compared("--concurrency", "2", "--check-equal", "--json") == 1
     assert len(json.loads(capsys.readouterr().out)["equal"]["differences"]) == 8
+
+
+@pytest.mark.parametrize(("noise", "code"), [(0.2, 0), (0.01, 1)])
+def test_in_16_bits_one_engine_judges_both(
+    noise: float,
+    code: int,
+    servers: Servers,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is off by 0.1 from what either said, and its likeliest token is another one, only just."""
+
+    def judge_answers(config: Config, prompts: Any, others: Any) -> list[Judge]:
+        assert config.cluster.mode == "split"
+        assert len(prompts) == len(others) == 16, "all of both"
+        view = (-1.1, -1.1, -1.1, -1.0)
+        shaken = tuple(one + noise for one in view)
+        return [Judge([7] * len(one), [view] * len(one), [shaken] * len(one)) for one in others]
+
+    monkeypatch.setattr("disagg.bench.serve.judge.judge_answers", judge_answers)
+    servers.greedy["colocated"], servers.tells = ["token_id:1", "token_id:9"], True
+    flags = ("--concurrency", "2", "--check-equal", "--random-init", "tiny-llama", "--device", "cpu")
+    assert compared(*flags, "--dtype", "bfloat16") == code
+    shown = capsys.readouterr().out
+    said = "only where rounding decides" if code == 0 else "by more than rounding explains"
+    assert f"8 of 8 greedy answers differ, {said}" in shown
+    assert "is 1, not 7" in shown
+    assert compared(*flags, "--dtype", "float32") == 1, "no judge is asked"
+    assert "8 of 8 greedy answers differ\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

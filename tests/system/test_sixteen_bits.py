@@ -87,7 +87,7 @@ def test_kv_that_arrives_wrong_is_a_failure(
 ) -> None:
     monkeypatch.setattr(landing, "scatter", fault(landing.scatter))
     found, name = compared(config_of(checkpoints, "bfloat16"), checkpoints)
-    said = r"of 6 answers differ from .*; r\d: token \d+ is \d+, .*rounding explains"
+    said = r"of 6 answers differ from .*; r\d: token \d+ is \d+.*rounding explains"
     with pytest.raises(MismatchError, match=said):
         verdict(found, 96, name)
 

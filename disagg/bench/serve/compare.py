@@ -11,6 +11,7 @@ import msgspec
 from disagg.bench.serve.bench import ServeBench, run
 from disagg.bench.serve.compare_report import SYSTEMS, Compared, Comparison, Systems
 from disagg.bench.serve.equal import Answers, ask_answers, compare_answers
+from disagg.bench.serve.judge import judge
 from disagg.bench.serve.load import Counts
 from disagg.bench.serve.report import Report
 from disagg.core.config import Config, GroupConfig
@@ -93,7 +94,11 @@ def compare(bench: CompareBench, serve: Serve, tell: Tell) -> Comparison:
         Compared(load.arrivals.rate if load.arrivals else None, {name: found[name][i] for name in SYSTEMS})
         for i, load in enumerate(bench.loads)
     ]
-    equal = compare_answers(*(answers[name] for name in SYSTEMS)) if bench.check_equal else None
+    equal = None
+    if bench.check_equal:
+        both = [answers[name] for name in SYSTEMS]
+        tell("comparing answers", None, None)
+        equal = judge(bench.systems, both, compare_answers(*both))
     return Comparison(bench.systems, bench.loads[0].slo, runs, equal)
 
 

@@ -114,10 +114,13 @@ def equality_lines(equal: Equality) -> Iterator[str]:
             f"{token or 'the end'} ({name})" for token, name in zip(one.tokens, SYSTEMS, strict=True)
         )
         yield f"answer {one.prompt} differs from token {one.position} on: {said}"
-    yield (
-        f"{len(equal.differences)} of {equal.prompts} greedy answers differ: in 16 bits sums depend on the batch, in "
-        f"--dtype float32 it is an error"
-    )
+    differ = f"{len(equal.differences)} of {equal.prompts} greedy answers differ"
+    if equal.within_rounding:
+        yield f"{differ}, only where rounding decides; one engine, behind the same tokens, at most: {equal.rounding}"
+    elif equal.rounding:
+        yield f"{differ}, by more than rounding explains: {equal.rounding}"
+    else:
+        yield differ
 
 
 def comparison_json(found: Comparison) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import httpx
 import msgspec
@@ -12,12 +13,25 @@ from disagg.bench.serve.answer import error_message
 from disagg.bench.serve.bench import ServeBench
 from disagg.bench.serve.workload import Asked, Workload
 from disagg.core.errors import DisaggError
+from disagg.core.sampling import MAX_LOGPROBS
+from disagg.core.types import TokenLogprobs
 
 PROMPTS = 8
 """Asked at once, so that they meet in batches."""
 
-Answers = list[list[str]]
-"""The tokens of each prompt's answer."""
+
+@dataclass(frozen=True)
+class Greedy:
+    """One answer."""
+
+    prompt: list[int]
+    tokens: list[str]
+    told: list[TokenLogprobs]
+    """Of each token; empty when the server says less."""
+
+
+Answers = list[Greedy]
+"""To each prompt."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -37,10 +51,16 @@ class Equality(msgspec.Struct, frozen=True):
     tokens: int
     """Of the first server."""
     differences: list[Difference]
+    rounding: str = ""
+    """What was found when the unsplit engine judged answers that differ; empty when it was not asked."""
+    within_rounding: bool = False
+    """It finds in all of them only what rounding explains."""
 
 
 class _Logprobs(msgspec.Struct):
     tokens: list[str]
+    token_logprobs: list[float] = []
+    top_logprobs: list[dict[str, float]] = []
 
 
 class _Choice(msgspec.Struct):
@@ -63,10 +83,14 @@ def compare_answers(one: Answers, other: Answers) -> Equality:
     """Answers of two servers to the same prompts, in the same order."""
     found = [
         Difference(number, position, [_at(mine, position), _at(theirs, position)])
-        for number, (mine, theirs) in enumerate(zip(one, other, strict=True))
+        for number, (mine, theirs) in enumerate(_pairs(one, other))
         if (position := _parting(mine, theirs)) is not None
     ]
-    return Equality(len(one), sum(map(len, one)), found)
+    return Equality(len(one), sum(len(answer.tokens) for answer in one), found)
+
+
+def _pairs(one: Answers, other: Answers) -> Iterator[tuple[list[str], list[str]]]:
+    return ((mine.tokens, theirs.tokens) for mine, theirs in zip(one, other, strict=True))
 
 
 async def _ask_all(bench: ServeBench, workload: Workload) -> Answers:
@@ -78,16 +102,28 @@ async def _ask_all(bench: ServeBench, workload: Workload) -> Answers:
         return await asyncio.gather(*asked)
 
 
-async def _ask(http: httpx.AsyncClient, url: str, asked: Asked) -> list[str]:
+async def _ask(http: httpx.AsyncClient, url: str, asked: Asked) -> Greedy:
     body = msgspec.json.decode(asked.body)
     del body["stream"], body["stream_options"]
-    response = await http.post(url, json=body | {"logprobs": 0, "return_tokens_as_token_ids": True})
+    response = await http.post(
+        url, json=body | {"logprobs": MAX_LOGPROBS, "return_tokens_as_token_ids": True}
+    )
     if response.status_code != 200:
         raise DisaggError(
             f"{url}: answers are to be compared, but prompt {asked.index} was answered with "
             f"{response.status_code}: {error_message(response.content)}"
         )
-    return msgspec.json.decode(response.content, type=_Reply).choices[0].logprobs.tokens
+    found = msgspec.json.decode(response.content, type=_Reply).choices[0].logprobs
+    rows = zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=False)
+    told = [
+        TokenLogprobs(_id(token), one, tuple((_id(t), p) for t, p in top.items())) for token, one, top in rows
+    ]
+    return Greedy(body["prompt"], found.tokens, told)
+
+
+def _id(token: str) -> int:
+    """Of `token_id:5`."""
+    return int(token.removeprefix("token_id:"))
 
 
 def _parting(one: list[str], other: list[str]) -> int | None:
