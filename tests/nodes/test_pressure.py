@@ -27,13 +27,16 @@ def test_the_cheaper_way_is_taken() -> None:
     swap_s = SWAP_OVERHEAD_S + 2 * 10 / 1000
     assert cheaper(10, round(swap_s * 1000) + 1, rates) == "swap"
     assert cheaper(10, round(swap_s * 1000) - 1, rates) == "recompute"
+    assert cheaper(10, 10, rates, steps=1) == "swap", "an answer's token takes a step of 20 ms"
+    assert cheaper(10, 10, rates._replace(steps_per_s=1000.0), steps=1) == "recompute"
 
 
 def test_rates_follow_what_is_measured() -> None:
     rates = Rates.of(page_bytes=1 << 20)
     assert rates.pages_per_s == pytest.approx(16e9 / (1 << 20))
     for _ in range(40):
-        rates = rates.copied(100, 1.0).computed(50, 1.0)
+        rates = rates.copied(100, 1.0).computed(50, 1.0).stepped(0.1)
+    assert rates.steps_per_s == pytest.approx(10, rel=0.03)
     assert rates.pages_per_s == pytest.approx(100, rel=0.03)
     assert rates.tokens_per_s == pytest.approx(50, rel=0.05)
     assert rates.copied(5, 0.0) == rates, "a clock that stands still measures nothing"

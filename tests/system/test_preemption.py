@@ -107,6 +107,32 @@ def test_a_recurrent_state_outlives_its_pages(
     assert check(config, source, checkpoints, PROMPTS[:3], tokens=70) > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "way"), [("zamba2", "recompute"), pytest.param("qwen3-next", "swap", marks=pytest.mark.slow)]
+)
+def test_a_recurrent_state_has_the_same_bits_with_model_deterministic(
+    tmp_path_factory: pytest.TempPathFactory, name: str, way: str
+) -> None:
+    """Alone, or computed again beside others: both groups have chunks of the same size."""
+    source = ModelSource.from_directory(save(HYBRIDS[name](), tmp_path_factory.mktemp(name)))
+    sampling = SamplingParams(max_tokens=70, ignore_eos=True, logprobs=1)
+    config = config_of((1, 1), way, pool_tokens=112)
+    chunks = {"chunk_tokens": 8}
+    config = msgspec.structs.replace(
+        config,
+        model=ModelConfig(dtype="float32", deterministic=True),
+        prefill=msgspec.structs.replace(config.prefill, **chunks),
+        decode=msgspec.structs.replace(config.decode, **chunks),
+    )
+    with local_groups(config, source) as groups:
+        poisoned(groups)
+        alone = [groups.answers([prompt], sampling)[0] for prompt in PROMPTS[:3]]
+        assert preempted(groups) == (0, 0)
+        beside = groups.answers(PROMPTS[:3], sampling)
+        assert preempted(groups)[way == "swap"] > 0
+    assert [one.logprobs for one in beside] == [one.logprobs for one in alone]
+
+
 def test_windows_and_both_ways_in_one_run(checkpoints: Checkpoints) -> None:
     """Host memory for one request at most: who finds it full is computed again."""
     source = checkpoints.source("gemma2", 2)
