@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 _SHARP = ("q", "k", "qk", "query", "key", "qkv", "wq", "wk", "wqkv", "attn")
@@ -19,7 +19,9 @@ _NOISE = 0.1
 def save_checkpoint(config: PreTrainedConfig, directory: Path, seed: int) -> None:
     """Writes `config` with float32 weights to `directory`; of a seed always the same ones."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    whole = type(config) in AutoModelForMultimodalLM._model_mapping  # as checkpoints of the type are
+    auto = AutoModelForMultimodalLM if whole else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
     draw_weights(model, seed)
     model.save_pretrained(directory)
 

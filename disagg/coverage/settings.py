@@ -83,7 +83,9 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3": _WINDOWS,
     "qwen4_exp_text": _QWEN4,
     "reformer": {"axial_pos_embds_dim": (32, 32), "axial_pos_shape": (16, 16)},
+    "roformer": _UNTIED,
     "smollm3": _WINDOWS,
+    "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16} | _UNTIED,
 }
 """By model type, also of a configuration within another one."""

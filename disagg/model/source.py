@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.kv.pool import dtype_name
+from disagg.model.composite import text_name, text_part
 from disagg.model.named import named_config
 from disagg.model.spec import ModelSpec, eos_ids, require_supported, spec_from_config
 from disagg.model.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
@@ -86,8 +87,11 @@ class ModelSource:
             stored = SafetensorsWeights(files)
             if needed <= stored.names():
                 return stored
+            stored = SafetensorsWeights(files, text_name)
+            if needed <= stored.names():
+                return stored
         model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto", local_files_only=True)
-        return StateDictWeights(model.state_dict())
+        return StateDictWeights({text_name(name): tensor for name, tensor in model.state_dict().items()})
 
 
 def _read_config(directory: Path) -> Any:
@@ -100,7 +104,7 @@ def _read_config(directory: Path) -> Any:
         raise UnsupportedModelError(
             f"{config.model_type} in {directory} is not a decoder-only language model"
         )
-    return config
+    return text_part(config)
 
 
 def _weight_files(directory: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,11 +69,12 @@ class StateDictWeights:
 class SafetensorsWeights:
     """Weights of a checkpoint directory, read part by part: a rank reads only its own slices."""
 
-    def __init__(self, files: list[Path]) -> None:
-        self._files: dict[str, Any] = {}
+    def __init__(self, files: list[Path], rename: Callable[[str], str] = lambda name: name) -> None:
+        """`rename` gives each stored name the one that it is asked for by."""
+        self._files: dict[str, tuple[Any, str]] = {}
         for path in files:
             handle: Any = safe_open(path, framework="pt")
-            self._files.update(dict.fromkeys(handle.keys(), handle))
+            self._files.update({rename(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
 
     def names(self) -> set[str]:
         """Names of all weights."""
@@ -85,10 +86,10 @@ class SafetensorsWeights:
         """See `WeightSource.load`."""
         if name not in self._files:
             raise ConfigError(f"the checkpoint has no weight named {name}")
-        file = self._files[name]
-        stored = file.get_slice(name)
+        file, stored_name = self._files[name]
+        stored = file.get_slice(stored_name)
         require_shape(name, tuple(stored.get_shape()), shape)
-        return _read(file, name, stored, cut).to(device, dtype, copy=True).contiguous()
+        return _read(file, stored_name, stored, cut).to(device, dtype, copy=True).contiguous()
 
 
 def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:

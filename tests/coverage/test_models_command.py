@@ -15,8 +15,9 @@ from disagg.coverage.verdict import Verdict
 from disagg.coverage.workers import check_types
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-SAMPLE = ("gemma2", "camembert", "mixtral", "lfm2", "bart")
-"""Windows; a tied head before the body; experts; convolutions; one that is refused."""
+SAMPLE = ("gemma2", "camembert", "mixtral", "lfm2", "roformer", "hrm_text", "qwen3_5", "bart")
+"""Windows; a tied head before the body; experts; convolutions; an encoder's type; stacks that run several times; the
+text part of a multimodal one; one that is refused."""
 
 
 def page_rows() -> dict[str, str]:

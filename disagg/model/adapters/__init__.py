@@ -21,6 +21,7 @@ _FILES = {
     "gpt_neo": "gpt_neo",
     "gpt_neox_japanese": "gpt_neox_japanese",
     "gptj": "gptj",
+    "hrm_text": "hrm_text",
     "jetmoe": "jetmoe",
     "llama4_text": "llama4",
     "megatron-bert": "bert",
