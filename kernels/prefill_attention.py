@@ -26,7 +26,7 @@ from kernels.attention import (
     require_triton,
     shared_bytes,
 )
-from kernels.attention_block import add_block, empty_state, join_states, sinks_of
+from kernels.attention_block import TOTAL_COLUMNS, add_block, empty_state, join_states, sinks_of
 from kernels.attention_splits import (
     Partials,
     Splits,
@@ -100,9 +100,10 @@ def prefill_tile_of(
 
 
 def _shared_bytes(tile: PrefillTile, head_dim: int) -> int:
-    """Of the queries, and of K and V of each block that is copied ahead, in 16 bits: what Triton takes on Hopper; on
-    Ampere it takes less."""
-    return 2 * head_dim * (tile.rows + 2 * (tile.stages - 1) * tile.tokens)
+    """Of the queries, of K and V of each block that is copied ahead, and of the ones that sum the weights, in 16 bits:
+    as much as Triton takes on Hopper; on Ampere it takes less."""
+    ones = TOTAL_COLUMNS.value * tile.tokens
+    return 2 * (head_dim * (tile.rows + 2 * (tile.stages - 1) * tile.tokens) + ones)
 
 
 def fixed_tile_of(

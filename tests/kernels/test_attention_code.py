@@ -17,8 +17,10 @@ from kernels.decode_attention import _decode_kernel, tile_of
 from kernels.kv_write import _write_kernel
 from kernels.prefill_attention import (
     _SPARE_SHARED_BYTES,
+    PrefillTile,
     _prefill_kernel,
     _shared_bytes,
+    fixed_tile_of,
     prefill_tile_of,
 )
 from kernels.quantize import _quantize_kernel
@@ -26,7 +28,7 @@ from kernels.quantize import _quantize_kernel
 HEADS, GROUP, DIM = 8, 4, 128
 SHARED_BYTES = 232448
 """That a program may have on Hopper."""
-PARTIALS = {"partial": torch.float32, "lse": torch.float32, "used_splits": torch.int32}
+PARTIALS = {"partial_values": torch.float32, "partial_levels": torch.float32, "used_splits": torch.int32}
 
 
 @pytest.fixture(autouse=True)
@@ -69,13 +71,15 @@ def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: An
         **{"splits": 5, "least_tokens": 4096},
         **{"KV_HEADS": HEADS, "GROUP": GROUP, "PARTS": 1, "K_DIM": DIM, "V_DIM": DIM},
         **strides,
-        **{"FP8": fp8, "BLOCK_ROWS": 16, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
+        **{"FP8": fp8, "FIXED": more.get("fixed", False)},
+        **{"BLOCK_ROWS": 16, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
     }
     return str(compiled(_decode_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
 
 
-def test_decode_reads_16_bytes_at_a_time() -> None:
-    ptx = decode(torch.bfloat16, torch.bfloat16)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_decode_reads_16_bytes_at_a_time(fixed: bool) -> None:
+    ptx = decode(torch.bfloat16, torch.bfloat16, fixed=fixed)
     assert 16 in asynchronous_bytes(ptx)
     assert "mma.sync" in ptx
 
@@ -99,19 +103,24 @@ def test_decode_in_float32_is_exact() -> None:
     assert "tf32" not in decode(torch.float32, torch.float32, window=100, softcap=3.0, sinks=torch.float32)
 
 
-def test_the_second_kernel_compiles() -> None:
+@pytest.mark.parametrize("fixed", [False, True])
+def test_the_second_kernel_compiles(fixed: bool) -> None:
     arguments = {
         **PARTIALS,
         **dict.fromkeys(("sinks", "out"), torch.bfloat16),
         "splits": 128,
     }
-    constants = {"V_DIM": 96, "BLOCK_SPLITS": 32, "BLOCK_V": 128}
+    constants = {"V_DIM": 96, "FIXED": fixed, "BLOCK_SPLITS": 4 if fixed else 32, "BLOCK_V": 128}
     compiled(_join_kernel, {**arguments, **constants}, num_warps=4)
 
 
-def prefill(storage: torch.dtype, fp8: Any = None, window: int | None = None) -> str:
+def prefill(
+    storage: torch.dtype, fp8: Any = None, window: int | None = None, tile: PrefillTile | None = None
+) -> str:
+    """`tile`: of fixed splits."""
     kv, strides = pool(storage, scaled=storage.itemsize == 1)
-    tile = prefill_tile_of(torch.bfloat16, 8192, DIM, storage.itemsize, shared_bytes=SHARED_BYTES)
+    fixed = tile is not None
+    tile = tile or prefill_tile_of(torch.bfloat16, 8192, DIM, storage.itemsize, shared_bytes=SHARED_BYTES)
     arguments = {
         "q": torch.bfloat16,
         **kv,
@@ -120,11 +129,13 @@ def prefill(storage: torch.dtype, fp8: Any = None, window: int | None = None) ->
         "sinks": None,
         "out": torch.bfloat16,
         **PARTIALS,
+        "tokens": 100,
         **layer(window, None),
         **{"splits": 8, "least_tokens": 256},
         **{"GROUP": GROUP, "K_DIM": DIM, "V_DIM": DIM},
         **strides,
-        **{"FP8": fp8, "BLOCK_ROWS": tile.rows, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
+        **{"FP8": fp8, "FIXED": fixed},
+        **{"BLOCK_ROWS": tile.rows, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
     }
     found = compiled(_prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages)
     assert found.metadata.shared <= _shared_bytes(tile, DIM) + _SPARE_SHARED_BYTES <= SHARED_BYTES
@@ -132,8 +143,9 @@ def prefill(storage: torch.dtype, fp8: Any = None, window: int | None = None) ->
 
 
 @pytest.mark.parametrize("window", [None, 1000])
-def test_prefill_uses_the_tensor_cores_of_hopper(window: int | None) -> None:
-    ptx = prefill(torch.bfloat16, window=window)
+@pytest.mark.parametrize("tile", [None, fixed_tile_of(torch.bfloat16, 8192, 4096, DIM, torch.device("cpu"))])
+def test_prefill_uses_the_tensor_cores_of_hopper(tile: PrefillTile | None, window: int | None) -> None:
+    ptx = prefill(torch.bfloat16, window=window, tile=tile)
     assert "wgmma" in ptx
     assert 16 in asynchronous_bytes(ptx)
 
