@@ -5,11 +5,12 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
 from disagg.core.config_tree import LogConfig
@@ -21,6 +22,7 @@ from disagg.coverage.page import render
 from disagg.coverage.tiny_config import VOCAB_SIZE, WINDOW_TOKENS, tiny_config
 from disagg.coverage.verdict import Verdict, one_line
 from disagg.model.collective import SingleCollective
+from disagg.model.composite import text_part
 from disagg.model.source import ModelSource
 
 PROMPT_TOKENS = (40, 9, 23)
@@ -93,14 +95,20 @@ def make_prompts() -> list[list[int]]:
 
 def generated(directory: Path, prompts: Prompts) -> Answers:
     """Greedy answers of transformers, in float32, each prompt alone."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, local_files_only=True).eval()
+    load = partial(
+        AutoModelForCausalLM.from_pretrained, directory, dtype=torch.float32, local_files_only=True
+    )
+    try:
+        model = load()
+    except ImportError:  # another part than the text's needs a library that is not here
+        model = load(config=text_part(AutoConfig.from_pretrained(directory)))
     greedy = GenerationConfig(
         max_new_tokens=ANSWER_TOKENS, min_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=0
     )
     answers = []
     for prompt in prompts:
         ids = torch.tensor([list(prompt)])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+        output = model.eval().generate(ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
         answers.append(output[0, len(prompt) :].tolist())
     return answers
 

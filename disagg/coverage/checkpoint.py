@@ -10,6 +10,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from disagg.model.composite import text_part
+
 _SHARP = ("q", "k", "qk", "query", "key", "qkv", "wq", "wk", "wqkv", "attn")
 """Parts of names of projections to queries and keys: larger weights let attention choose among tokens."""
 _SHARP_GAIN, _HEAD_GAIN, _TIED_GAIN = 2.0, 3.0, 0.3
@@ -19,11 +21,20 @@ _NOISE = 0.1
 def save_checkpoint(config: PreTrainedConfig, directory: Path, seed: int) -> None:
     """Writes `config` with float32 weights to `directory`; of a seed always the same ones."""
     torch.manual_seed(seed)
-    whole = type(config) in AutoModelForMultimodalLM._model_mapping  # as checkpoints of the type are
-    auto = AutoModelForMultimodalLM if whole else AutoModelForCausalLM
-    model = auto.from_config(config, dtype=torch.float32)
+    model = _new_model(config)
     draw_weights(model, seed)
     model.save_pretrained(directory)
+    config.save_pretrained(directory)  # also where its text part alone was made
+
+
+def _new_model(config: PreTrainedConfig) -> Any:
+    """As checkpoints of the type are: with its other parts, where the libraries that they need are here."""
+    if type(config) in AutoModelForMultimodalLM._model_mapping:
+        try:
+            return AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
+        except ImportError:
+            config = text_part(config)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def draw_weights(model: Any, seed: int) -> None:

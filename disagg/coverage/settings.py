@@ -79,6 +79,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": _WINDOWS["layer_types"]},
     "moshi": {"sliding_window": 256},  # its whole context, as by default
+    "phimoe": {"sliding_window": 256},
     "qwen2": _WINDOWS,
     "qwen3": _WINDOWS,
     "qwen4_exp_text": _QWEN4,
