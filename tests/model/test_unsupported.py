@@ -119,7 +119,7 @@ def test_a_context_beyond_the_model_and_a_pool_too_small_are_refused() -> None:
 
 def test_the_probe_sees_what_a_configuration_hides() -> None:
     spec = ModelSource.random_init("tiny-mistral").spec(torch.float32)
-    config, heads = ModelSource.random_init("tiny-mistral").config, 6
+    config, heads = ModelSource.random_init("tiny-mistral").config, [(12, 6)]
     q, kv, plain = torch.ones(1, 12, 8), torch.ones(1, 6, 8), AttentionParams(1.0, window_tokens=32)
 
     def probed(*calls: tuple[int, torch.Tensor, AttentionParams]) -> ShapeProbe:
