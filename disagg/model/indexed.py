@@ -7,7 +7,7 @@ that it finds in the cache what it has put there is all that differs from transf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,13 @@ from disagg.core.ports import LayerHook
 from disagg.core.types import Span
 from disagg.kv.pool import MHATokenToKVPool
 from disagg.kv.req_to_token import ReqToTokenPool
-from disagg.model.batch import StepBatch
+from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.shapes import LayerPlace
 
 
 @dataclass(frozen=True)
 class IndexedSequence:
-    """One sequence of a step."""
+    """Tokens of one sequence that are scored together."""
 
     tokens: slice
     """Its tokens among the step's."""
@@ -32,6 +32,8 @@ class IndexedSequence:
     """Position of the first of them."""
     slots: torch.Tensor
     """int64 `[start + tokens]`: slots of the whole context."""
+    keys: int
+    """Keys that are scored: those of the context, and behind them some that no token sees, up to the prompt's end."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,25 @@ def index_step(
     batch: StepBatch, table: ReqToTokenPool, pool: MHATokenToKVPool, first: int, on_layer: LayerHook | None
 ) -> IndexStep:
     """The step of `batch`, which fits the table."""
-    sequences, start = [], 0
+    sequences: list[IndexedSequence] = []
+    tokens = 0
     for one in batch.sequences:
-        stop = start + len(one.tokens)
         slots = table.slots(one.row, Span(0, one.stop)).long()
-        sequences.append(IndexedSequence(slice(start, stop), one.start, slots))
-        start = stop
+        for piece, keys in _pieces(one):
+            own = slice(tokens + piece.start - one.start, tokens + piece.stop - one.start)
+            sequences.append(IndexedSequence(own, piece.start, slots[: piece.stop], keys))
+        tokens += len(one.tokens)
     return IndexStep(sequences, pool, first, on_layer)
+
+
+def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
+    """Positions that are scored together, and how many keys are, as in `generate()`: all of a prompt, then one token
+    after the other, also where an answer is recomputed. Which of equal scores `torch.topk` takes depends on that."""
+    prompt = one.prompt_tokens or one.stop
+    if one.start < prompt:
+        yield Span(one.start, min(one.stop, prompt)), prompt
+    for position in range(max(one.start, prompt), one.stop):
+        yield Span(position, position + 1), position + 1
 
 
 class _SequenceKeys:
@@ -66,10 +80,11 @@ class _SequenceKeys:
         self._step, self._sequence, self._layer = step, sequence, layer
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Stores `keys` `[1, tokens, dim]`; returns those of the whole context, `[1, start + tokens, dim]`."""
-        pool, slots = self._step.pool, self._sequence.slots
-        pool.write_keys(self._layer, slots[self._sequence.start :], keys.transpose(0, 1))
-        return pool.read_keys(self._layer, slots).transpose(0, 1).to(keys.dtype)
+        """Stores `keys` `[1, tokens, dim]`; returns those of the whole context and the unseen, `[1, keys, dim]`."""
+        pool, one = self._step.pool, self._sequence
+        pool.write_keys(self._layer, one.slots[one.start :], keys.transpose(0, 1))
+        found = pool.read_keys(self._layer, one.slots).transpose(0, 1).to(keys.dtype)
+        return nn.functional.pad(found, (0, 0, 0, one.keys - found.shape[1]))
 
 
 class PagedIndexer:
@@ -88,11 +103,11 @@ class PagedIndexer:
         """
         count = args[0].shape[1]
         if self.step is None:
-            return self._of(args, more, slice(0, count), 0, None)
+            return self._of(args, more, slice(0, count), 0, count, None)
         found = []
         for one in self.step.sequences:
-            keys = _SequenceKeys(self.step, one, self._layer - self.step.first)
-            found.append(self._of(args, more, one.tokens, one.start, keys))
+            cache = _SequenceKeys(self.step, one, self._layer - self.step.first)
+            found.append(self._of(args, more, one.tokens, one.start, one.keys, cache))
         if self.step.on_layer is not None:
             self.step.on_layer(self._layer)
         most = max(each.shape[-1] for each in found)
@@ -106,14 +121,14 @@ class PagedIndexer:
         more: dict[str, Any],
         tokens: slice,
         start: int,
-        keys: _SequenceKeys | None,
+        keys: int,
+        cache: _SequenceKeys | None,
     ) -> torch.Tensor:
-        stop = start + tokens.stop - tokens.start
-        positions = torch.arange(stop, device=args[0].device)
-        mask = (positions[None, :] <= positions[start:, None])[None]
+        positions = torch.arange(start, start + tokens.stop - tokens.start, device=args[0].device)
+        mask = (torch.arange(keys, device=args[0].device)[None, :] <= positions[:, None])[None]
         own = [_part(x, tokens, mask) for x in args]
         named = {name: _part(x, tokens, mask) for name, x in more.items()}
-        chosen: torch.Tensor = self._forward(*own, **named, past_key_values=keys)
+        chosen: torch.Tensor = self._forward(*own, **named, past_key_values=cache)
         return chosen
 
 
