@@ -144,7 +144,7 @@ def _part(x: Any, tokens: slice, mask: torch.Tensor) -> Any:
 def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer]:
     """Puts a `PagedIndexer` before each indexer of `model`; `places` say where each layer's index keys are."""
     found = []
-    for module in model.modules():
+    for module in model.modules() if any(place.index >= 0 for place in places) else ():
         if isinstance(getattr(module, "indexer", None), nn.Module):
             indexer = PagedIndexer(module.indexer, places[module.layer_idx].index)
             module.indexer.forward = indexer

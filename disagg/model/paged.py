@@ -21,7 +21,8 @@ from disagg.model.batch import DecodeGroup, PrefillGroup, StepIndex
 from kernels.attention import AttentionParams
 
 ATTENTION_NAME = "disagg_paged"
-_REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask")  # would change the result
+# They would change the result.
+_REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask", "block_indices")
 
 
 class AttentionContext(Protocol):
