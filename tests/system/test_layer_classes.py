@@ -20,6 +20,7 @@ from disagg.core.errors import UnsupportedModelError
 from disagg.core.types import SamplingParams
 from disagg.kv.pool import ClassedKVPool
 from disagg.model.source import ModelSource
+from disagg.reference import reference_answers
 
 SIZES = [(1, 2), (2, 1), (4, 2)]
 PAGES = [(16, 4), (1, 16), (8, 64)]
@@ -60,7 +61,7 @@ def test_tokens_are_those_of_generate(
     assert len({token for answer in answers for token in answer.tokens}) > 3, "they vary"
 
 
-@pytest.mark.parametrize(("name", "way"), [("gemma4", "recompute"), ("dots3", "swap")])
+@pytest.mark.parametrize(("name", "way"), [("gemma4", "swap"), ("deepseek-3.2", "recompute")])
 def test_preempted_requests_go_on_as_if_nothing_had_happened(
     name: str, way: str, checkpoints: Checkpoints, sources: Callable[[str], ModelSource]
 ) -> None:
@@ -75,7 +76,9 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(
         config, prefill=prefill, decode=decode, model=ModelConfig(dtype="float32")
     )
     with local_groups(config, source) as groups:
-        assert isinstance(groups.decode[0].runner.pool, ClassedKVPool)
+        pool = groups.decode[0].runner.pool
+        assert isinstance(pool, ClassedKVPool)
+        assert len(pool.parts) == 2
         _poison(groups)
         answers = groups.answers(prompts, SamplingParams(max_tokens=40, ignore_eos=True))
         found = groups.decode[0].statistics()["leader"]
@@ -83,6 +86,22 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(
     for prompt, answer in zip(prompts, answers, strict=True):
         wanted = checkpoints.greedy(source, prompt, 40)
         assert answer.tokens[: len(wanted)] == wanted
+
+
+def test_several_classes_are_quantized_on_their_way(sources: Callable[[str], ModelSource]) -> None:
+    source, config = sources("gemma4"), small_config(1, 2, prefill_page=4, peer_memory=False)
+    config = msgspec.structs.replace(
+        config,
+        decode=msgspec.structs.replace(config.decode, kv_dtype="int8"),
+        model=ModelConfig(path=str(source.directory), dtype="float32"),
+    )
+    greedy = SamplingParams(max_tokens=8)
+    expected = reference_answers(config, PROMPTS, greedy, lambda: None).answers
+    for peer_memory in (False, True):
+        transport = msgspec.structs.replace(config.transport, peer_memory=peer_memory)
+        config = msgspec.structs.replace(config, transport=transport)
+        with local_groups(config, source) as groups:
+            assert [answer.tokens for answer in groups.answers(PROMPTS, greedy)] == expected
 
 
 def test_several_answers_share_and_copy_pages_of_every_class(
