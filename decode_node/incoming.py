@@ -153,9 +153,10 @@ class Coverage:
         raise ProtocolError(f"{segment} is on no route to this rank")
 
     def _bytes(self, layers: Span, heads: Span, tokens: Span) -> int:
-        return len(layers) * len(heads) * len(tokens) * self._layout.cell_bytes
+        return len(layers) * len(heads) * len(tokens) * self._layout.class_of(layers).cell_bytes
 
 
 def local(segment: Segment, shard: Shard) -> tuple[Span, Span]:
-    """The segment's layers and heads as indices into the pool of the rank that owns `shard`."""
-    return segment.layers.shift(-shard.layers.start), segment.heads.shift(-shard.heads.start)
+    """The segment's layers and heads as indices into its class's pool of the rank that owns `shard`."""
+    part = shard.parts[shard.part_of(segment.layers)]
+    return segment.layers.shift(-part.layers.start), segment.heads.shift(-part.heads.start)

@@ -11,7 +11,7 @@ from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue, is_done
 from kernels.scatter import scatter
 from transport.base import Arrival, Operation, OperationState, Transport
@@ -23,7 +23,7 @@ class Landing:
     def __init__(
         self,
         shard: Shard,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         queue: DeviceQueue,
         ring: Ring,
         tickets: Tickets,
@@ -78,9 +78,9 @@ class Landing:
         try:
             at = segment.tokens.shift(-incoming.ticket.tokens.start)
             slots = incoming.slots[at.start : at.stop]
-            layers, heads = local(segment, self._shard)
+            pool = self._pool.parts[self._shard.part_of(segment.layers)].buffer
             with self._queue.use():
-                scatter(self._ring.view(item), self._pool.buffer, slots, layers, heads)
+                scatter(self._ring.view(item), pool, slots, *local(segment, self._shard))
             item.scattered = self._queue.mark()
         except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other
             self._tickets.fail(incoming, TransportError(f"the scatter of {segment} failed: {exc}"))

@@ -25,7 +25,7 @@ from disagg.core.status import RankStatus
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
 from disagg.kv.pages import slots_of
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.warm import warm_copies
@@ -65,7 +65,7 @@ class SegmentReceiver:
         *,
         rank: int,
         shard: Shard,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         page_size: int,
         ring_bytes: int,
         rows: int,
@@ -83,9 +83,9 @@ class SegmentReceiver:
         """`rows` fence words guard the pool against its writers; 0 offers it to nobody."""
         self._rank, self._shard, self._pool, self._page_size = rank, shard, pool, page_size
         self._transport, self._send, self._lane, self._clock = transport, send, lane, clock
-        device = pool.buffer.device
+        device = pool.device
         self._queue = DeviceQueue(device)
-        self._polls = pool.buffer.is_cuda
+        self._polls = device.type == "cuda"
         self._links: dict[str, Link] = {}
         self._stale = 0
         tickets = self._tickets = Tickets(rank, to_leader, clock)
@@ -103,7 +103,7 @@ class SegmentReceiver:
         transport.register(ring.buffer.memory)
         self._landing = Landing(shard, pool, self._queue, ring, tickets, transport, timeline, lane, clock)
         writes = self._writes = PeerWrites(
-            rank, pool.buffer, rows, quarantine_s, tickets, transport, send, timeline, lane, clock
+            rank, pool, rows, quarantine_s, tickets, transport, send, timeline, lane, clock
         )
         self._probes = ProbeReceiver(
             transport,
@@ -304,7 +304,7 @@ class SegmentReceiver:
         return RankStatus(
             self._lane,
             self._rank,
-            device_name(self._pool.buffer.device),
+            device_name(self._pool.device),
             ring_bytes=ring.size_bytes,
             ring_used_bytes=min(ring.in_use_bytes, ring.size_bytes),
             ring_waits_total=ring.waited,

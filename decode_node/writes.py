@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable
 
 import structlog
-import torch
 
 from decode_node.fences import FenceWords
 from decode_node.incoming import Incoming
@@ -21,6 +20,7 @@ from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Segment, Ticket
+from disagg.kv.pool import KVPool
 from transport import messages as m
 from transport.base import Arrival, Operation, OperationState, Transport
 from transport.notices import NOTICE_BYTES, Notices
@@ -36,7 +36,7 @@ class PeerWrites:
     def __init__(
         self,
         rank: int,
-        pool: torch.Tensor,
+        pool: KVPool,
         rows: int,
         quarantine_s: float,
         tickets: Tickets,
@@ -69,12 +69,13 @@ class PeerWrites:
         if self._fences is None:
             return
         try:
-            pool, words = offer(self._pool), offer(self._fences.words)
+            pools = tuple(offer(part.buffer) for part in self._pool.parts)
+            words = offer(self._fences.words)
         except TransportError as exc:
             log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")
             return
         self.peers.add(peer)
-        self._send(peer, m.PoolOffer(self._rank, pool, words))
+        self._send(peer, m.PoolOffer(self._rank, pools, words))
 
     def on_refused(self, peer: str, message: m.PoolRefused) -> None:
         """A peer cannot open the pool: tickets made from now on come through the ring.

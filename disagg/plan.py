@@ -12,7 +12,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import DTYPE_BYTES, QUANTIZED_DTYPES, KVLayout, Segment, Shard, Span
 from staging.planner import layer_groups, plan_segments
 from staging.routes import Route, plan_routes
-from staging.shards import make_shards
+from staging.shards import layout_shards
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,8 +43,9 @@ class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
         others = ("layout", "computed_dtype")
         values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in others}
-        values |= {"layers": layout.layers, "kv_heads": layout.kv_heads, "head_dim": layout.head_dim}
-        for name, value in values.items():
+        names = ("layers", "kv_heads", "head_dim")
+        sizes = [(name, getattr(one, name)) for one in layout.classes for name in names]
+        for name, value in (*values.items(), *sizes):
             if value < 1:
                 raise ConfigError(f"{name} = {value} is not allowed; it must be at least 1")
 
@@ -103,8 +104,8 @@ class TransferPlan(msgspec.Struct, frozen=True):
 def compute_plan(request: PlanRequest) -> TransferPlan:
     """Routes and their totals; `ConfigError` when a size is impossible or a segment's limit is too small."""
     layout = request.layout
-    sources = make_shards(layout.layers, layout.kv_heads, request.prefill_tp, request.prefill_pp)
-    destinations = make_shards(layout.layers, layout.kv_heads, request.decode_tp, request.decode_pp)
+    sources = layout_shards(layout, request.prefill_tp, request.prefill_pp)
+    destinations = layout_shards(layout, request.decode_tp, request.decode_pp)
     routes = plan_routes(sources, destinations)
     full, rest = divmod(request.tokens, request.chunk_tokens)
     totals = []
@@ -123,7 +124,8 @@ def compute_plan(request: PlanRequest) -> TransferPlan:
 
 def _segments(request: PlanRequest, route: Route, source: Shard, tokens: int) -> tuple[Segment, ...]:
     """What one chunk of `tokens` sends over one route; each source cuts its own layers into groups."""
-    groups = layer_groups(source.layers, request.layer_groups)
+    part = source.parts[source.part_of(route.layers)]
+    groups = layer_groups(part.layers, request.layer_groups)
     limits = {route.dst_rank: request.max_segment_bytes}
     return plan_segments([route], request.layout, Span(0, tokens), groups, limits)
 
@@ -164,18 +166,20 @@ def plan_lines(plan: TransferPlan) -> list[str]:
         lines.append(
             f"KV is computed in {computed.dtype} and sent in {layout.dtype}: {share:.3f} of its bytes"
         )
-    copies = sum(len(shard.layers) * len(shard.heads) for shard in plan.destinations)
-    if copies > layout.layers * layout.kv_heads:
-        average = copies / (layout.layers * layout.kv_heads)
+    copies = sum(layout.token_bytes_of(shard) for shard in plan.destinations)
+    if copies > layout.token_bytes:
+        average = copies / layout.token_bytes
         lines.append(f"decode ranks hold each head {average:.3g} times on average; each copy crosses once")
     return lines
 
 
 def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout) -> str:
-    """A line for each rank, such as 'r1 [..##] heads 2-3, layers 0-31': one cell for each KV head."""
+    """A line for each rank and class of layers, such as 'r1 [..##] heads 2-3, layers 0-31': a cell for each head."""
     lines = [f"{role}, {len(shards)} rank{'s' * (len(shards) > 1)}"]
     for shard in shards:
-        bar = "".join("#" if head in shard.heads else "." for head in range(layout.kv_heads))
-        owns = f"{describe_span('head', shard.heads)}, {describe_span('layer', shard.layers)}"
-        lines.append(f"  r{shard.rank} [{bar}] {owns}")
+        for part, one in zip(shard.parts, layout.classes, strict=True):
+            bar = "".join("#" if head in part.heads else "." for head in range(one.kv_heads))
+            owns = f"{describe_span('head', part.heads)}, {describe_span('layer', part.layers)}"
+            size = f" of {one.head_dim}{'' if one.has_v else ', keys alone'}" if layout.more else ""
+            lines.append(f"  r{shard.rank} [{bar}] {owns}{size}")
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from disagg.core.errors import ConfigError
 from disagg.core.types import Shard
 from disagg.plan import RouteTotal, TransferPlan, describe_bytes, describe_span
 
@@ -17,7 +18,12 @@ EMPTY_COLOR, TEXT_COLOR = "#f1f3f5", "#343a40"
 
 
 def draw_plan(plan: TransferPlan, path: str | os.PathLike[str]) -> None:
-    """Writes a PNG. Each bar is a rank, its cells are the model's KV heads; the coloured ones it owns."""
+    """Writes a PNG. Each bar is a rank, its cells are the model's KV heads; the coloured ones it owns.
+
+    Raises `ConfigError` for a layout of several classes of layers.
+    """
+    if plan.request.layout.more:
+        raise ConfigError("the layers of this model differ in their heads: its plan is printed, not drawn")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -12,8 +12,9 @@ from disagg.core.config import Config, GroupConfig, Role
 from disagg.core.types import KVLayout
 from disagg.model.build import weights_bytes
 from disagg.model.collective import ThreadCollective
+from disagg.model.layers import setting
 from disagg.model.source import ModelSource
-from disagg.model.spec import ModelSpec, shard_of
+from disagg.model.spec import ModelSpec, rank_token_bytes
 from disagg.node.assemble import make_source, resolve_dtype, resolve_kv_dtype
 from disagg.node.sizing import LIBRARY_BYTES, SAMPLER_COPIES, MemoryBudget, describe, transfer_bytes_of
 
@@ -83,8 +84,7 @@ def _group(
     gpu_memory_bytes: int,
 ) -> GroupMemory:
     ranks = group.ranks
-    heads = max(len(shard_of(spec.layout, rank, ranks).heads) for rank in range(ranks))
-    token_bytes = spec.layout.token_bytes // spec.layout.kv_heads * heads
+    token_bytes = rank_token_bytes(spec.layout, ranks)
     transfer = config.transfer.sized(gpu_memory_bytes)
     budget = MemoryBudget(
         limit_bytes=int(gpu_memory_bytes * group.mem_fraction),
@@ -106,7 +106,7 @@ def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, role: Role, 
     """Estimated: some vectors of the hidden and of the MLP's size for each token of a step, and its logits."""
     rows = 1 if role == "prefill" else group.max_batch
     tokens = group.chunk_tokens + (0 if role == "prefill" else group.max_batch)
-    hidden = int(getattr(model, "hidden_size", 0))
-    inner = int(getattr(model, "intermediate_size", None) or 4 * hidden)
+    hidden = int(setting(model, "hidden_size") or 0)
+    inner = int(setting(model, "intermediate_size") or 4 * hidden)
     vectors = tokens * (8 * hidden + 3 * inner) * dtype.itemsize
     return vectors + (SAMPLER_COPIES + 1) * rows * spec.vocab_size * 4

@@ -126,8 +126,9 @@ class QuantizedBehindThePrompt:
         try:
             yield _computed(first, rows[0], tuple(prompt), 0, self._chunk_tokens)
             here, there = (its[: len(prompt)].to(first.device) for its in slots)
-            for layer in range(then.pool.layers):
-                then.pool.write(layer, there, *first.pool.read(layer, here, first.kv_dtype))
+            for computed, stored in zip(first.pool.parts, then.pool.parts, strict=True):
+                for layer in range(stored.layers):
+                    stored.write(layer, there, *computed.read(layer, here, first.kv_dtype))
             count = 0
             while count < len(answer):
                 yield _computed(then, rows[1], (answer[count],), len(prompt) + count, 1)

@@ -17,7 +17,7 @@ from disagg.core.config import Config, RouterConfig
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import GroupInfo
 from disagg.model.source import ModelSource
-from disagg.model.tp import query_span
+from disagg.model.tp import query_spans
 from disagg.node.assemble import make_source
 from disagg.placement import Placement, choose_placement, place_colocated
 from disagg.router.follow import Follower
@@ -52,7 +52,7 @@ def check_split(source: ModelSource, placement: Placement) -> None:
     spec = source.spec(torch.float32)
     for role, group in placement.kinds.items():
         try:
-            query_span(spec, 0, group.tp)
+            query_spans(spec, 0, group.tp)
         except UnsupportedModelError as exc:
             raise UnsupportedModelError(f"{role}.tp = {group.tp}: {exc}") from exc
 

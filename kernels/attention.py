@@ -47,12 +47,16 @@ class AttentionParams:
     nothing is rounded before the positions are subtracted."""
     chunk_tokens: int | None = None
     """A token sees the tokens of its own chunk only: those whose position has the same `position // chunk_tokens`."""
+    chosen: torch.Tensor | None = None
+    """int32 `[T, most]`: positions, the only ones that each token of the step sees; -1 where there are fewer."""
 
     @property
     def torch_only(self) -> str:
         """What of it the kernels do not do; empty when they do all of it."""
         if self.alibi_slopes is not None:
             return "ALiBi"
+        if self.chosen is not None:
+            return "attention to chosen tokens"
         return "" if self.chunk_tokens is None else "attention in chunks of positions"
 
 

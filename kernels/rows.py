@@ -16,7 +16,7 @@ _KEPT = 4096
 
 
 _PLANES = (1, 2)
-"""Of a layer: K and V in one, or apart."""
+"""Of a layer: K and V in one, or keys alone; or K and V apart."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,11 +67,14 @@ class Chunks:
         self._tickets.maybe_sent(outgoing)
 
     def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
-        """The KV of `layers` (global) of step `step` is written once `marker` is done on the device."""
+        """The KV of `layers` (global) of step `step` is written once `marker` is done on the device.
+
+        They begin with the first of a class: its layers are computed in order, and this is said again as they are.
+        """
         waiting: list[Item] = []
         ready: list[Item] = []
-        for item in self._steps.pop(step, []):  # layers are computed in order
-            (waiting if item.segment.layers.stop > layers.stop else ready).append(item)
+        for item in self._steps.pop(step, []):
+            (ready if layers.covers(item.segment.layers) else waiting).append(item)
         for item in ready:
             item.computed, item.after = True, marker
             item.outgoing.uncomputed -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from disagg.core.types import Segment, Shard, Span
 from disagg.node.links import Link, segment_limits
-from staging.planner import group_count, layer_groups, plan_segments
+from staging.planner import group_count, plan_segments, shard_groups
 from staging.wire import Wire
 
 
@@ -23,8 +23,9 @@ class Cutter:
         """`wire` is what one is taken for until it is known, `segment_bytes` the largest segment then."""
         self._rank, self._shard = rank, shard
         self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
-        self.groups: tuple[Span, ...] = layer_groups(shard.layers, groups)
+        self.groups: tuple[Span, ...] = shard_groups(shard, groups)
         """The finest that chunks are sent in."""
+        self._most = max(min(groups, len(part.layers)) for part in shard.parts)
         self._wire = wire
         self._wires: dict[str, Wire] = {}
         """Of groups whose wire is not taken to be like that."""
@@ -48,11 +49,10 @@ class Cutter:
 
     def groups_for(self, tokens: int, link: Link) -> tuple[Span, ...]:
         """The groups of layers in which a chunk of so many tokens leaves for the link's decode group."""
-        cells = tokens * len(self._shard.layers) * len(self._shard.heads)
-        nbytes = cells * link.decode.layout.cell_bytes
+        nbytes = tokens * link.decode.layout.token_bytes_of(self._shard)
         wire = self._wires.get(link.decode.name, self._wire)
-        count = group_count(nbytes, len(self.groups), wire.overhead_s, wire.bytes_per_s)
-        return layer_groups(self._shard.layers, count)
+        count = group_count(nbytes, self._most, wire.overhead_s, wire.bytes_per_s)
+        return shard_groups(self._shard, count)
 
     def cut(
         self, link: Link, tokens: Span, unstaged: dict[int, int], first_index: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ import torch
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
+from disagg.kv.pool import KVPool
 from kernels.move import Place, prepare_move
 from kernels.quantize import prepare_move_codes
 from staging.routes import Route
@@ -28,8 +29,8 @@ NO_LIMIT = 1 << 62
 class OpenPool:
     """A decode rank's pool in this process. The mapping lives as long as anyone holds this."""
 
-    pool: torch.Tensor
-    """`[layers, planes, slots, heads, head_dim]`."""
+    pools: tuple[torch.Tensor, ...]
+    """`[layers, planes, slots, heads, head_dim]`, of each class of layers."""
     fences: torch.Tensor
     """int64 `[rows]`."""
     codes: torch.dtype | None = None
@@ -39,12 +40,7 @@ class OpenPool:
         self, segment: Segment, ticket: Ticket, source: Place, target_slots: torch.Tensor, shard: Shard
     ) -> Callable[[], None]:
         """What launches the write of `segment`, whose local place is `source`; `shard` is the decode rank's."""
-        target = Place(
-            self.pool,
-            target_slots,
-            segment.layers.shift(-shard.layers.start),
-            segment.heads.shift(-shard.heads.start),
-        )
+        target = _place(self.pools, target_slots, segment, shard)
         return _prepare(source, target, self.codes, self.fences[ticket.row : ticket.row + 1], ticket.number)
 
 
@@ -54,7 +50,7 @@ def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
     if len(ticket.pages) < pages_for(ticket.tokens.stop, page_size) - ticket.tokens.start // page_size:
         raise ProtocolError(f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold its tokens")
     for pool in pools:
-        pages = pool.pool.shape[2] // page_size
+        pages = min(part.shape[2] for part in pool.pools) // page_size
         if not 0 < min(ticket.pages) <= max(ticket.pages) < pages:
             raise ProtocolError(f"ticket {ticket.number}: a page is outside the pool's {pages}")
         if not 0 <= ticket.row < pool.fences.shape[0]:
@@ -77,20 +73,30 @@ def codes_of(link: Link) -> torch.dtype | None:
 
 def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:
     """Raises `TransportError` unless a pool has the shape of its rank's shard, and elements stored as `dtype`."""
-    shape = opened.pool.shape
-    expected = (len(shard.layers), layout.planes, len(shard.heads), layout.head_bytes // dtype.itemsize)
-    if (shape[0], shape[1], *shape[3:]) != expected or opened.pool.dtype != dtype:
-        raise TransportError(f"its pool is {list(shape)} of {opened.pool.dtype}, not {expected} of {dtype}")
+    if len(opened.pools) != len(shard.parts):
+        raise TransportError(f"its pool has {len(opened.pools)} classes of layers, not {len(shard.parts)}")
+    for pool, part, one in zip(opened.pools, shard.parts, layout.classes, strict=True):
+        shape = pool.shape
+        expected = (len(part.layers), one.planes, len(part.heads), one.head_bytes // dtype.itemsize)
+        if (shape[0], shape[1], *shape[3:]) != expected or pool.dtype != dtype:
+            raise TransportError(f"its pool is {list(shape)} of {pool.dtype}, not {expected} of {dtype}")
 
 
-def local_place(pool: torch.Tensor, slots: torch.Tensor, segment: Segment, shard: Shard) -> Place:
+def local_place(pool: KVPool, slots: torch.Tensor, segment: Segment, shard: Shard) -> Place:
     """Where a segment lies in this rank's own pool."""
     tokens: Span = segment.tokens
+    buffers = [part.buffer for part in pool.parts]
+    return _place(buffers, slots[tokens.start : tokens.stop], segment, shard)
+
+
+def _place(buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segment, shard: Shard) -> Place:
+    number = shard.part_of(segment.layers)
+    part = shard.parts[number]
     return Place(
-        pool,
-        slots[tokens.start : tokens.stop],
-        segment.layers.shift(-shard.layers.start),
-        segment.heads.shift(-shard.heads.start),
+        buffers[number],
+        slots,
+        segment.layers.shift(-part.layers.start),
+        segment.heads.shift(-part.heads.start),
     )
 
 
@@ -102,23 +108,38 @@ def _prepare(
     return prepare_move_codes(source, target, codes, fence, ticket)
 
 
-def warm(routes: tuple[Route, ...], target: Shard, pool: torch.Tensor, source: Shard, link: Link) -> None:
+def warm(routes: tuple[Route, ...], target: Shard, pool: KVPool, source: Shard, link: Link) -> None:
     """Compiles the writes to a rank that owns `target`, for every width of row that the routes have.
 
     Before its pool is open: else the first requests would wait for the compiler. Writes nothing.
     """
     if pool.device.type != "cuda":
         return
-    codes, layout = codes_of(link), link.decode.layout
+    for own, its, mine, one in zip(
+        pool.parts, target.parts, source.parts, link.decode.layout.classes, strict=True
+    ):
+        heads = {route.heads for route in routes if mine.layers.covers(route.layers)}
+        _warm(heads, its, own.buffer, mine, one, codes_of(link))
+    torch.cuda.synchronize(pool.device)
+
+
+def _warm(
+    rows: set[Span],
+    target: Shard,
+    pool: torch.Tensor,
+    source: Shard,
+    layout: KVLayout,
+    codes: torch.dtype | None,
+) -> None:
+    """Of one class of layers."""
     stored = pool.dtype if codes is None else torch.uint8
     like = pool.new_empty(
         (1, layout.planes, 1, len(target.heads), layout.head_bytes // stored.itemsize), dtype=stored
     )
     slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
     shut = torch.zeros(1, dtype=torch.int64, device=pool.device)
-    for heads in {route.heads for route in routes}:
+    for heads in rows:
         mine = Place(pool, slots, Span(0, 1), heads.shift(-source.heads.start))
         theirs = Place(like, slots, Span(0, 1), heads.shift(-target.heads.start))
         for ticket in NO_TICKETS:
             _prepare(mine, theirs, codes, shut, ticket)()
-    torch.cuda.synchronize(pool.device)

@@ -13,7 +13,7 @@ from disagg.core.errors import PeerLostError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue, is_done
 from kernels.gather import gather
 from kernels.quantize import gather_codes
@@ -39,7 +39,7 @@ class SegmentMover:
         self,
         rank: int,
         shard: Shard,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         queue: DeviceQueue,
         space: StagingSpace,
         leases: Leases,
@@ -120,7 +120,7 @@ class SegmentMover:
         self.pump()
 
     def _gather(self, item: Item) -> None:
-        place = local_place(self._pool.buffer, item.outgoing.slots, item.segment, self._shard)
+        place = local_place(self._pool, item.outgoing.slots, item.segment, self._shard)
         codes = codes_of(item.outgoing.link)
         if codes is None:
             gather(*place, self._space.view(item))

@@ -9,6 +9,7 @@ import torch
 
 from disagg.core.errors import TransportError
 from disagg.core.types import Shard
+from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue
 from disagg.node.links import Link
 from prefill_node.direct import (
@@ -34,7 +35,7 @@ class PeerPools:
         self,
         rank: int,
         shard: Shard,
-        pool: torch.Tensor,
+        pool: KVPool,
         links: Mapping[str, Link],
         send: Callable[[str, m.Message], None],
         why_not: str,
@@ -123,7 +124,10 @@ class PeerPools:
             if rank.control_address == peer
         )
         device, codes = self._pool.device, codes_of(link)
-        opened = OpenPool(open_memory(offer.pool, device), open_memory(offer.fences, device), codes)
+        pools = tuple(open_memory(handle, device) for handle in offer.pools)
+        opened = OpenPool(pools, open_memory(offer.fences, device), codes)
         self._open[peer] = opened
-        check_pool(opened, link.decode.layout, shard, torch.uint8 if codes else self._pool.dtype)
+        check_pool(
+            opened, link.decode.layout, shard, torch.uint8 if codes else self._pool.parts[0].storage_dtype
+        )
         log.info("pool_opened", peer=peer, how="this rank's kernels write straight into it")

@@ -111,13 +111,14 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
         for work in ended:
             state = Span(work.prompt_tokens, work.prompt_tokens + state_tokens)
             self._loop.post(partial(self._agent.plan_chunk, -plan.step, work.key, state))
-        first_layer, ends = self.runner.shard.layers.start, {g.stop: g for g in self._agent.groups}
+        parts, ends = self.runner.shard.parts, {group.stop for group in self._agent.groups}
 
         def on_layer(layer: int) -> None:
-            group = ends.get(first_layer + layer + 1)
-            if group is not None:
+            stop = parts[0].layers.start + layer + 1
+            if stop in ends:
+                first = next(part.layers.start for part in parts if stop <= part.layers.stop)
                 marker = mark(self.runner.device)
-                self._loop.post(partial(self._agent.layers_ready, plan.step, group, marker))
+                self._loop.post(partial(self._agent.layers_ready, plan.step, Span(first, stop), marker))
 
         with self.timeline.span("compute", self.lane):
             logits = self._forward(plan, on_layer)
@@ -134,11 +135,16 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
         for work in cached:
             self._loop.post(partial(self._agent.plan_chunk, -plan.step, work.key, Span(0, work.start)))
         marker = mark(self.runner.device)
-        self._loop.post(partial(self._agent.layers_ready, -plan.step, self.runner.shard.layers, marker))
+        self._loop.post(partial(self._agent.layers_ready, -plan.step, self._all_layers, marker))
 
     def _send_states(self, step: int, ended: Sequence[Work]) -> None:
         assert self.runner.states is not None, "a model with state tokens has states"
         for work in ended:
             self.runner.states.store(work.row, work.prompt_tokens)
         marker = mark(self.runner.device)
-        self._loop.post(partial(self._agent.layers_ready, -step, self.runner.shard.layers, marker))
+        self._loop.post(partial(self._agent.layers_ready, -step, self._all_layers, marker))
+
+    @property
+    def _all_layers(self) -> Span:
+        parts = self.runner.shard.parts
+        return Span(parts[0].layers.start, parts[-1].layers.stop)

@@ -20,7 +20,7 @@ from disagg.core.status import Path, RankStatus
 from disagg.core.timeline import Timeline
 from disagg.core.types import RequestKey, Shard, Span
 from disagg.kv.pages import slots_of
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue, Marker, device_name
 from disagg.node.links import Link, fence
 from disagg.node.warm import warm_copies
@@ -52,7 +52,7 @@ class SegmentSender:
         *,
         rank: int,
         shard: Shard,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         page_size: int,
         staging_bytes: int,
         segment_bytes: int,
@@ -72,7 +72,7 @@ class SegmentSender:
     ) -> None:
         self._rank, self._shard, self._pool, self._page_size = rank, shard, pool, page_size
         self._transport, self._lane, self._clock = transport, lane, clock
-        device = pool.buffer.device
+        device = pool.device
         self._queue = DeviceQueue(device)
         self._links: dict[str, Link] = {}
         self._stale = 0
@@ -99,7 +99,7 @@ class SegmentSender:
             rank, shard, pool, self._queue, space, leases, tickets, transport, timeline, lane, clock
         )
         why_not = "" if peer_memory else "peer memory is switched off here"
-        pools = self._pools = PeerPools(rank, shard, pool.buffer, self._links, send, why_not)
+        pools = self._pools = PeerPools(rank, shard, pool, self._links, send, why_not)
         self._chunks = Chunks(rank, self.cutter, tickets, leases, pools, mover, flows, exposed, clock)
         self.prober = Prober(
             transport,
@@ -276,7 +276,7 @@ class SegmentSender:
         return RankStatus(
             self._lane,
             self._rank,
-            device_name(self._pool.buffer.device),
+            device_name(self._pool.device),
             staging_bytes=space.size_bytes,
             staging_used_bytes=min(space.in_use_bytes, space.size_bytes),
             routes=self._flows.statuses(self._clock(), self._path_to),

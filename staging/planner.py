@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import KVLayout, Segment, Span
+from disagg.core.types import KVLayout, Segment, Shard, Span
 from staging.routes import Route
 from staging.shards import split
 
@@ -20,6 +20,11 @@ def layer_groups(layers: Span, count: int) -> tuple[Span, ...]:
     if count < 1:
         raise ConfigError(f"the number of layer groups must be at least 1; got {count}")
     return split(layers, min(count, len(layers))) if layers else ()
+
+
+def shard_groups(shard: Shard, count: int) -> tuple[Span, ...]:
+    """`layer_groups` of each class of the shard's layers, one class after the other."""
+    return tuple(group for part in shard.parts for group in layer_groups(part.layers, count))
 
 
 def group_count(nbytes: int, most: int, overhead_s: float, bytes_per_s: float) -> int:
@@ -101,7 +106,7 @@ def segment_count_bound(
 
 def _cell_bytes(layout: KVLayout, route: Route) -> int:
     """K and V of one token in one layer, the route's heads."""
-    return len(route.heads) * layout.cell_bytes
+    return len(route.heads) * layout.class_of(route.layers).cell_bytes
 
 
 def _cut(

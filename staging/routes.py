@@ -42,7 +42,7 @@ class _Piece(NamedTuple):
 
 
 def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]:
-    """Routes that write every (layer, head) of every destination shard exactly once.
+    """Routes that write every (layer, head) of every destination shard exactly once. Each is of one class of layers.
 
     Of several sources that hold a cell alike, one is chosen, so that the busiest source sends the fewest cells that
     are possible; see `balanced_quotas`. The choice is made in runs of layers (a replica more costs few segments more)
@@ -58,6 +58,14 @@ def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]
             raise ValueError(f"a {side} rank appears twice: {[shard.rank for shard in shards]}")
     load = {shard.rank: 0 for shard in src}
     routes: list[Route] = []
+    for number in range(max((len(shard.parts) for shard in (*src, *dst)), default=0)):
+        routes += _plan_class([s.parts[number] for s in src], [d.parts[number] for d in dst], load)
+    return tuple(sorted(routes))
+
+
+def _plan_class(src: Sequence[Shard], dst: Sequence[Shard], load: dict[int, int]) -> list[Route]:
+    """Routes of one class of layers; `load`, the cells that each source sends, is added to."""
+    routes: list[Route] = []
     shared: dict[tuple[int, ...], list[_Piece]] = {}
     for piece in _cut(src, dst):
         if len(piece.holders) > 1:
@@ -68,7 +76,9 @@ def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]
     quotas = balanced_quotas({held: sum(p.cells for p in pieces) for held, pieces in shared.items()}, load)
     for holders, pieces in shared.items():
         _deal(quotas[holders], pieces, routes)
-    return tuple(sorted(_merge(routes)))
+        for rank, cells in quotas[holders].items():
+            load[rank] += cells
+    return _merge(routes)
 
 
 def _cut(src: Sequence[Shard], dst: Sequence[Shard]) -> Iterator[_Piece]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import Shard, Span
+from disagg.core.types import KVLayout, Shard, Span
 
 
 def split(span: Span, parts: int) -> tuple[Span, ...]:
@@ -38,4 +39,17 @@ def make_shards(layers: int, kv_heads: int, tp: int, pp: int = 1) -> tuple[Shard
         Shard(rank=pp_rank * tp + tp_rank, layers=stage, heads=head_span(kv_heads, tp, tp_rank))
         for pp_rank, stage in enumerate(split(Span(0, layers), pp))
         for tp_rank in range(tp)
+    )
+
+
+def layout_shards(layout: KVLayout, tp: int, pp: int = 1) -> tuple[Shard, ...]:
+    """As `make_shards`, of every class of layers. Raises ConfigError for stages of a layout of several classes."""
+    if not layout.more:
+        return make_shards(layout.layers, layout.kv_heads, tp, pp)
+    if tp < 1 or pp != 1:
+        raise ConfigError(
+            f"a model whose layers differ in their heads has tp >= 1 and pp = 1; got {tp} and {pp}"
+        )
+    return tuple(
+        Shard.of_classes(rank, layout, partial(head_span, tp=tp, tp_rank=rank)) for rank in range(tp)
     )

@@ -381,7 +381,8 @@ class PoolOffer(Message, frozen=True):
     """Decode rank -> prefill rank: my pool and my fence words, to be opened and written by your kernels."""
 
     dst_rank: Rank
-    pool: MemoryHandle
+    pools: tuple[MemoryHandle, ...]
+    """Of each class of layers."""
     fences: MemoryHandle
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import get_args
 
+import msgspec
 import torch
 
 from disagg.bench.agreement_figures import (
@@ -193,9 +194,7 @@ class _Compared:
             logit_errors=logit_errors(logits, self.logits),
             pool_token_bytes=runner.pool.nbytes // runner.pool.slots,
             wire_token_bytes=wire_token_bytes(layout, bench.prompt_tokens),
-            bf16_token_bytes=KVLayout(
-                layout.layers, layout.kv_heads, layout.head_dim, "bfloat16"
-            ).token_bytes,
+            bf16_token_bytes=msgspec.structs.replace(layout, dtype="bfloat16").token_bytes,
         )
 
 

@@ -178,7 +178,8 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
         max_tokens=bench.context_tokens,
         deterministic=deterministic,
     )
-    runner.pool.buffer.view(bench.dtype).normal_(generator=torch.Generator(bench.device).manual_seed(0))
+    for part in runner.pool.parts:
+        part.buffer.view(bench.dtype).normal_(generator=torch.Generator(bench.device).manual_seed(0))
     order = (1 + torch.randperm(pages, generator=torch.Generator().manual_seed(0))).tolist()
     slices = []
     for number in range(bench.batch):

@@ -118,18 +118,24 @@ class TimedRank(RankNode[Any, Any]):
         For a request since `restart`, of which nothing has been overwritten: none came after it.
         """
         slots = slots_of(self._pages[key], self.runner.page_size, Span(0, tokens))
-        slots, pool = slots.long().to(self.runner.device), self.runner.pool
-        if dtype == dtype_name(pool.dtype):
-            return digests(pool.buffer, slots, self.runner.shard)
-        codes = as_codes(pool, slots, getattr(torch, dtype))
-        return digests(codes, torch.arange(tokens, device=slots.device), self.runner.shard)
+        slots = slots.long().to(self.runner.device)
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for pool, part in zip(self.runner.pool.parts, self.runner.shard.parts, strict=True):
+            if dtype == dtype_name(pool.dtype):
+                found |= digests(pool.buffer, slots, part)
+            else:
+                codes = as_codes(pool, slots, getattr(torch, dtype))
+                found |= digests(codes, torch.arange(tokens, device=slots.device), part)
+        return found
 
     def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
         clock, written = self._device_clock, []
+        layers: list[int] = []
 
         def noting(layer: int) -> None:
             assert on_layer is not None, "only passed on where there is a hook"
-            if layer == len(self.runner.shard.layers) - 1:
+            layers.append(layer)
+            if len(layers) == self.runner.pool.layers:
                 written.append(clock.now())
             on_layer(layer)
 

@@ -8,7 +8,8 @@ layer group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import msgspec
@@ -70,18 +71,62 @@ def code_row_bytes(head_dim: int) -> int:
     return 2 * (head_dim + SCALE_BYTES)
 
 
-class KVLayout(msgspec.Struct, frozen=True):
-    """Shape of a whole model's KV cache, before any split over ranks."""
+class LayerClass(msgspec.Struct, frozen=True):
+    """Layers of a KV cache that have their own KV heads and head size."""
 
     layers: int
     kv_heads: int
     head_dim: int
+    has_v: bool = True
+    """False of index keys: one vector for each head and token."""
+
+
+class KVLayout(msgspec.Struct, frozen=True):
+    """Shape of a whole model's KV cache, before any split over ranks.
+
+    Layers that differ in their heads are different *classes*. The cache numbers its layers class by class, in the
+    order of `classes`, and within a class in the model's order: a span of layers of one class is one rectangle.
+    """
+
+    layers: int
+    """Of the first class, as are heads and planes; nearly always there is no other."""
+    kv_heads: int
+    head_dim: int
     dtype: str
+    """Of all classes."""
+    more: tuple[LayerClass, ...] = ()
+    """The other classes."""
+    has_v: bool = True
+
+    @property
+    def classes(self) -> tuple[KVLayout, ...]:
+        """Each class as a layout by itself."""
+        if not self.more:
+            return (self,)
+        others = (KVLayout(c.layers, c.kv_heads, c.head_dim, self.dtype, has_v=c.has_v) for c in self.more)
+        return (KVLayout(self.layers, self.kv_heads, self.head_dim, self.dtype, has_v=self.has_v), *others)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The layers of each class."""
+        ends = tuple(accumulate((one.layers for one in self.more), initial=self.layers))
+        return tuple(Span(start, stop) for start, stop in pairwise((0, *ends)))
+
+    @property
+    def all_layers(self) -> int:
+        """Layers of all classes."""
+        return self.layers + sum(one.layers for one in self.more)
+
+    def class_of(self, layers: Span) -> KVLayout:
+        """The class that `layers`, which are of one class, belong to."""
+        if not self.more:
+            return self
+        return next(one for one, span in zip(self.classes, self.spans, strict=True) if layers.start in span)
 
     @property
     def planes(self) -> int:
-        """Of a layer: K and V apart, or codes of both in one row, with their scales."""
-        return 1 if self.quantized else 2
+        """Of a layer: K and V apart, or codes of both in one row, with their scales; or keys alone."""
+        return 2 if self.has_v and not self.quantized else 1
 
     @property
     def head_bytes(self) -> int:
@@ -103,7 +148,12 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def token_bytes(self) -> int:
         """Bytes of one token: K and V, all heads, all layers."""
-        return self.layers * self.kv_heads * self.cell_bytes
+        return sum(one.layers * one.kv_heads * one.cell_bytes for one in self.classes)
+
+    def token_bytes_of(self, shard: Shard) -> int:
+        """Bytes of one token on the rank that owns `shard`."""
+        each = zip(shard.parts, self.classes, strict=True)
+        return sum(len(part.layers) * len(part.heads) * one.cell_bytes for part, one in each)
 
 
 class Shard(msgspec.Struct, frozen=True):
@@ -111,7 +161,28 @@ class Shard(msgspec.Struct, frozen=True):
 
     rank: int
     layers: Span
+    """Of the first class of layers, as are `heads`; see `KVLayout`."""
     heads: Span
+    more: tuple[Shard, ...] = ()
+    """What it owns of each of the other classes."""
+
+    @classmethod
+    def of_classes(cls, rank: int, layout: KVLayout, heads_of: Callable[[int], Span]) -> Shard:
+        """All layers of `layout`, and of each class the heads that `heads_of` says of its number of KV heads."""
+        spans = zip(layout.spans, layout.classes, strict=True)
+        first, *more = (cls(rank, layers, heads_of(one.kv_heads)) for layers, one in spans)
+        return cls(rank, first.layers, first.heads, tuple(more))
+
+    @property
+    def parts(self) -> tuple[Shard, ...]:
+        """What it owns of each class, as shards of one class."""
+        return (Shard(self.rank, self.layers, self.heads), *self.more) if self.more else (self,)
+
+    def part_of(self, layers: Span) -> int:
+        """Number of the class that global `layers`, which are of one class, belong to."""
+        if not self.more:
+            return 0
+        return next(number for number, part in enumerate(self.parts) if part.layers.covers(layers))
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -251,7 +322,8 @@ class Ticket(msgspec.Struct, frozen=True):
 class Segment(msgspec.Struct, frozen=True):
     """One unit of transfer. Contiguous in staging as `[layer, plane, token, head, head_dim]`.
 
-    `layers` and `heads` are global; `index` is unique per (ticket, source rank, destination rank).
+    `layers` and `heads` are global, and the layers of one class; `index` is unique per (ticket, source rank,
+    destination rank).
     """
 
     index: int
@@ -263,4 +335,4 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8

@@ -125,5 +125,6 @@ def _give_slots(runner: ModelRunner, number: int) -> int:
 
 def _hand_over(prefill: ModelRunner, decode: ModelRunner) -> None:
     """Copies a prefill rank's heads, of all slots, into the pool of the one decode rank."""
-    heads = shard_of(prefill.spec.layout, prefill.collective.rank, prefill.collective.size).heads
-    decode.pool.buffer[:, :, :, heads.start : heads.stop] = prefill.pool.buffer
+    shard = shard_of(prefill.spec.layout, prefill.collective.rank, prefill.collective.size)
+    for part, source, target in zip(shard.parts, prefill.pool.parts, decode.pool.parts, strict=True):
+        target.buffer[:, :, :, part.heads.start : part.heads.stop] = source.buffer

@@ -12,10 +12,14 @@ scales elsewhere did not make decode attention quicker (H200: 2.1 TB/s beside 2.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import DTYPE_BYTES, SCALE_BYTES, code_row_bytes
+from disagg.core.types import DTYPE_BYTES, SCALE_BYTES, KVLayout, Shard, code_row_bytes
 from kernels.kv_write import dequantize, kv_write_reference
 from kernels.layer_kv import QUANTIZED, LayerKV, layer_of_codes
 
@@ -39,8 +43,8 @@ class MHATokenToKVPool:
     """K and V of `slots` tokens: `buffer`, contiguous `[layers, 2 (k, v), slots, heads, head_dim]`.
 
     `heads` are the rank's own. All ranks of a group use the same slot numbers. A quantized pool's `buffer` is uint8,
-    `[layers, 1, slots, heads, code_row_bytes(head_dim)]`; `write` and `read` convert. The memory starts unset: a slot
-    is read only after it was written.
+    `[layers, 1, slots, heads, code_row_bytes(head_dim)]`; `write` and `read` convert. One of keys alone has one plane
+    too, for `write_keys` and `read_keys`. The memory starts unset: a slot is read only after it was written.
     """
 
     def __init__(
@@ -51,6 +55,8 @@ class MHATokenToKVPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
+        *,
+        has_v: bool = True,
     ) -> None:
         if min(layers, slots, heads, head_dim) < 1:
             raise ConfigError(
@@ -64,12 +70,26 @@ class MHATokenToKVPool:
                 f"a KV pool of {dtype} needs heads of a multiple of {SCALE_BYTES} elements, not {head_dim}: its "
                 "rows would be no whole words"
             )
+        if quantized and not has_v:
+            raise ConfigError(f"a pool of index keys cannot hold {dtype}; it can hold floats")
         self.dtype = dtype
         self.storage_dtype = torch.uint8 if quantized else dtype
         self.head_dim = head_dim
         """Elements of one head."""
-        row = (1, slots, heads, code_row_bytes(head_dim)) if quantized else (2, slots, heads, head_dim)
+        row = (
+            (1, slots, heads, code_row_bytes(head_dim)) if quantized else (1 + has_v, slots, heads, head_dim)
+        )
         self.buffer = torch.empty((layers, *row), dtype=self.storage_dtype, device=device)
+
+    @property
+    def parts(self) -> tuple[MHATokenToKVPool, ...]:
+        """Itself: all its layers are of one class."""
+        return (self,)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.buffer.device
 
     @property
     def layers(self) -> int:
@@ -113,6 +133,76 @@ class MHATokenToKVPool:
         k = dequantize(kv.k[slots], kv.k_scales[slots], self.dtype)
         return k.to(dtype), dequantize(kv.v[slots], kv.v_scales[slots], self.dtype).to(dtype)
 
+    def write_keys(self, layer: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
+        """Stores `keys` `[tokens, heads, head_dim]` at `slots` (int64 `[tokens]`) of a pool of keys alone."""
+        self.buffer[layer, 0].index_copy_(0, slots, keys.to(self.dtype))
+
+    def read_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """Copies of the keys `[*slots.shape, heads, head_dim]` at `slots` of a pool of keys alone."""
+        return self.buffer[layer, 0, slots]
+
     def poison(self) -> None:
         """Fills the pool with 0xFF bytes, NaN in every float type: unwritten memory that is used shows."""
         self.buffer.view(torch.uint8).fill_(0xFF)
+
+
+class ClassedKVPool:
+    """The pool of a model whose layers differ in their heads: a pool for each class, all of the same slots.
+
+    `parts` are in the order of `KVLayout.classes`, which numbers the layers too.
+    """
+
+    def __init__(self, parts: Sequence[MHATokenToKVPool]) -> None:
+        self.parts = tuple(parts)
+        self._ends = list(accumulate(part.layers for part in parts))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.parts[0].device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its elements, before they become codes."""
+        return self.parts[0].dtype
+
+    @property
+    def layers(self) -> int:
+        """Layers of all classes."""
+        return self._ends[-1]
+
+    @property
+    def slots(self) -> int:
+        """Tokens that the pool holds, the trash page included."""
+        return self.parts[0].slots
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the allocations."""
+        return sum(part.nbytes for part in self.parts)
+
+    def place(self, layer: int) -> tuple[int, int]:
+        """The class of a layer, and its number within it."""
+        number = bisect_right(self._ends, layer)
+        return number, layer - self._ends[number] + self.parts[number].layers
+
+    def poison(self) -> None:
+        """See `MHATokenToKVPool.poison`."""
+        for part in self.parts:
+            part.poison()
+
+
+KVPool = MHATokenToKVPool | ClassedKVPool
+
+
+def make_pool(
+    layout: KVLayout, shard: Shard, slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> KVPool:
+    """The pool of the rank that owns `shard`. Raises ConfigError, see `MHATokenToKVPool`."""
+    parts = [
+        MHATokenToKVPool(
+            len(part.layers), slots, len(part.heads), one.head_dim, dtype, device, has_v=one.has_v
+        )
+        for part, one in zip(shard.parts, layout.classes, strict=True)
+    ]
+    return ClassedKVPool(parts) if len(parts) > 1 else parts[0]

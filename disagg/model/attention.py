@@ -43,7 +43,8 @@ def attend_decode(
     keys = torch.arange(k.shape[1], device=k.device)
     queries, keys = positions[:, None, None, None], keys[None, None, None, :]
     scores = torch.matmul(q, k.permute(0, 2, 3, 1))  # [n, heads, group, keys]
-    weights = _weights(scores, queries, keys, params, (*q.shape[1:3], 1))
+    chosen = None if params.chosen is None else _chosen(params.chosen, k.shape[1])[:, None, None]
+    weights = _weights(scores, queries, keys, params, (*q.shape[1:3], 1), chosen)
     return torch.matmul(weights, v.transpose(1, 2))
 
 
@@ -67,7 +68,8 @@ def attend_prefill(
         queries = torch.arange(start + first, start + stop, device=q.device)[:, None]
         keys = torch.arange(low, start + stop, device=q.device)[None, :]
         scores = torch.matmul(q[:, :, first:stop], k[seen].permute(1, 2, 0)[:, None])
-        weights = _weights(scores, queries, keys, params, (*q.shape[:2], 1, 1))
+        chosen = None if params.chosen is None else _chosen(params.chosen[first:stop], start + stop)[:, low:]
+        weights = _weights(scores, queries, keys, params, (*q.shape[:2], 1, 1), chosen)
         out[:, :, first:stop] = torch.matmul(weights, v[seen].transpose(0, 1)[:, None])
     return out
 
@@ -77,6 +79,14 @@ def _first_visible(query: int, params: AttentionParams) -> int:
     window = query + 1 - params.window_tokens if params.window_tokens else 0
     chunk = query - query % params.chunk_tokens if params.chunk_tokens else 0
     return max(0, window, chunk)
+
+
+def _chosen(positions: torch.Tensor, keys: int) -> torch.Tensor:
+    """bool `[n, keys]` of `AttentionParams.chosen` `[n, most]`."""
+    mask = torch.zeros(len(positions), keys + 1, dtype=torch.bool, device=positions.device)
+    # What is no position of these keys is marked behind them: it is none, or one that the query does not see.
+    known = torch.where((positions >= 0) & (positions < keys), positions.long(), keys)
+    return mask.scatter_(1, known, True)[:, :keys]
 
 
 def _visible(queries: torch.Tensor, keys: torch.Tensor, params: AttentionParams) -> torch.Tensor:
@@ -94,9 +104,10 @@ def _weights(
     keys: torch.Tensor,
     params: AttentionParams,
     heads_shape: tuple[int, ...],
+    chosen: torch.Tensor | None,
 ) -> torch.Tensor:
     """Softmax of `scores`. The positions `queries` and `keys` broadcast to its shape; so do values of query heads
-    in `heads_shape`."""
+    in `heads_shape`, and `chosen`, bool, the keys that each query sees at most."""
     dtype = scores.dtype
     if params.alibi_slopes is not None:
         scores = scores.float() + _alibi(
@@ -105,7 +116,10 @@ def _weights(
     scores = scores * params.scaling
     if params.softcap is not None:
         scores = torch.tanh(scores / params.softcap) * params.softcap
-    scores = scores.masked_fill(~_visible(queries, keys, params), float("-inf")).float()
+    visible = _visible(queries, keys, params)
+    if chosen is not None:
+        visible = visible & chosen
+    scores = scores.masked_fill(~visible, float("-inf")).float()
     if params.sinks is None:
         return torch.softmax(scores, dim=-1).to(dtype)
     sinks = params.sinks.float().view(heads_shape).expand(*scores.shape[:-1], 1)

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import structlog
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.ports import Collective
@@ -134,16 +135,25 @@ def _poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _initialize(model: Any) -> None:
     """Lets the model set what no checkpoint holds: computed buffers, and norms for random weights."""
+    owners = dict(_owners(model, model))
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
         if any(tensor is not None for tensor in own) and not isinstance(module, nn.Linear):
-            _init_weights(model, module)
+            _init_weights(owners[module], module)
     # A buffer that no checkpoint holds may be set by a module further up (the multipliers of Falcon-H1).
     stored = model.state_dict(keep_vars=True)
     unset = {name for name, buffer in model.named_buffers() if name not in stored and not _is_set(buffer)}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) and any(buffer.startswith(f"{name}.") for buffer in unset):
-            _init_weights(model, module)
+            _init_weights(owners[module], module)
+
+
+def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Each module with the innermost model of transformers that it is part of: that one knows how to set it."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield module, owner
+    for child in module.children():
+        yield from _owners(child, owner)
 
 
 def _init_weights(model: Any, module: nn.Module) -> None:

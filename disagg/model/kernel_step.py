@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -23,7 +23,7 @@ from kernels.prefill_attention import prefill_attention
 def use_kernels(
     wanted: AttentionName,
     spec: ModelSpec,
-    head_map: HeadMap,
+    head_maps: Sequence[HeadMap],
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
@@ -35,11 +35,14 @@ def use_kernels(
     """
     if wanted == "torch" or not spec.has_attention:
         return False
-    if not head_map.uniform:
-        why = "KV heads of this rank have different numbers of query heads"
-    else:
-        why = unsupported(device, dtype, kv_dtype, spec.k_dim, spec.v_dim)
-        why = why or next((params.torch_only for params in asked if params.torch_only), "")
+    whys = [
+        unsupported(device, dtype, kv_dtype, shape.k_dim, shape.v_dim)
+        if head_map.uniform
+        else "KV heads of this rank have different numbers of query heads"
+        for head_map, shape in zip(head_maps, spec.shapes, strict=True)
+        if shape.q_heads
+    ]
+    why = next((one for one in (*whys, *(params.torch_only for params in asked)) if one), "")
     if why and wanted == "triton":
         raise ConfigError(
             f"model.attention = triton cannot be for {spec.architecture}: {why}; use auto or torch"
@@ -61,9 +64,11 @@ class KernelStep:
         slots: torch.Tensor,
         on_layer: LayerHook | None,
         deterministic: bool = False,
+        writes: bool = True,
     ) -> None:
-        """`slots`: where each token's K and V go, int64 `[T]`. `deterministic`: see `decode_attention`."""
-        self._deterministic = deterministic
+        """`slots`: where each token's K and V go, int64 `[T]`. `deterministic`: see `decode_attention`. `writes`: see
+        `PagedStep`."""
+        self._deterministic, self._writes = deterministic, writes
         self._pool, self._table = pool, table.table
         self._index, self._slots, self._on_layer = index, slots, on_layer
 
@@ -73,7 +78,8 @@ class KernelStep:
         """See `AttentionContext.attend`."""
         kv = self._pool.layer(layer)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        kv_write(k, v, self._slots, kv)
+        if self._writes:
+            kv_write(k, v, self._slots, kv)
         if self._on_layer is not None:
             self._on_layer(layer)
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)

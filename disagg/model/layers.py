@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
 _RECURRENT = {"linear_attention", "conv"}
 _BOTH = {"hybrid"}
 _NEITHER = {"moe", "mlp"}
+
+
+def layer_config(config: Any, layer: int) -> Any:
+    """The configuration as one layer sees it: any value of it may differ from layer to layer."""
+    return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+
+
+def setting(config: Any, name: str) -> Any:
+    """A value of a configuration, None without it; where layers differ, the largest of theirs."""
+    if not getattr(config, "is_heterogeneous", False):
+        return getattr(config, name, None)
+    each = (getattr(layer_config(config, layer), name, None) for layer in range(config.num_hidden_layers))
+    return max((value for value in each if value is not None), default=None)
 
 
 def attention_layers(config: Any) -> tuple[int, ...]:

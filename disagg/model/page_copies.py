@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from disagg.core.types import Span
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.pool import KVPool
 from disagg.model.batch import upload
 from kernels.page_copy import copy_pages
 
 
-def copy_in_order(pool: MHATokenToKVPool, page_size: int, copies: Sequence[tuple[int, int]]) -> None:
+def copy_in_order(pool: KVPool, page_size: int, copies: Sequence[tuple[int, int]]) -> None:
     """Copies pages of `page_size` slots, each (source, destination), as if one after the other.
 
     On a GPU: queued on the current stream, all page numbers in one pinned copy; the host never waits. Raises
@@ -28,10 +28,11 @@ def copy_in_order(pool: MHATokenToKVPool, page_size: int, copies: Sequence[tuple
     if min(numbers) < 0 or max(numbers) >= pages:
         wrong = next(number for number in numbers if not 0 <= number < pages)
         raise ValueError(f"page {wrong} cannot be copied: the pool has pages 0..{pages - 1}")
-    sources, destinations = upload(numbers, pool.buffer.device).view(2, -1)
+    sources, destinations = upload(numbers, pool.device).view(2, -1)
     for span in independent(copies):
         part = slice(span.start, span.stop)
-        copy_pages(pool.buffer, sources[part], destinations[part], page_size)
+        for one in pool.parts:
+            copy_pages(one.buffer, sources[part], destinations[part], page_size)
 
 
 def independent(copies: Sequence[tuple[int, int]]) -> Iterator[Span]:

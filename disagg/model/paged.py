@@ -21,7 +21,8 @@ from disagg.model.batch import DecodeGroup, PrefillGroup, StepIndex
 from kernels.attention import AttentionParams
 
 ATTENTION_NAME = "disagg_paged"
-_REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask")  # would change the result
+# They would change the result.
+_REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask", "block_indices")
 
 
 class AttentionContext(Protocol):
@@ -47,6 +48,7 @@ def paged_attention(
     s_aux: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     alibi_dtype: torch.dtype | None = None,
+    indices: torch.Tensor | None = None,
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -60,7 +62,7 @@ def paged_attention(
             f"{type(module).__name__} does not hand the step's context to its attention"
         )
     refused = [name for name in _REFUSED if kwargs.get(name) is not None]
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.numel():
         refused.append("attention_mask")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         refused.append("is_causal=False")
@@ -69,7 +71,8 @@ def paged_attention(
             f"{type(module).__name__} asks for other than plain causal attention: {', '.join(refused)}"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    params = AttentionParams(scale, sliding_window, softcap, s_aux, alibi_slopes, alibi_dtype)
+    chosen = None if indices is None else indices.flatten(0, 1)
+    params = AttentionParams(scale, sliding_window, softcap, s_aux, alibi_slopes, alibi_dtype, chosen=chosen)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = paged_context.attend(module.layer_idx, q, k, v, params)
     return out.view(len(query), -1, *out.shape[1:]), None
@@ -79,9 +82,15 @@ class PagedStep:
     """The context of a real step: writes K and V to the pool by slot, reads each context back by table."""
 
     def __init__(
-        self, pool: MHATokenToKVPool, head_map: HeadMap, index: StepIndex, on_layer: LayerHook | None
+        self,
+        pool: MHATokenToKVPool,
+        head_map: HeadMap,
+        index: StepIndex,
+        on_layer: LayerHook | None,
+        writes: bool = True,
     ) -> None:
-        self._pool = pool
+        """`writes`: false where the pool has the step's K and V already, because another layer has written them."""
+        self._pool, self._writes = pool, writes
         self._head_map = head_map
         self._index = index
         self._on_layer = on_layer
@@ -90,17 +99,20 @@ class PagedStep:
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """See `AttentionContext.attend`."""
-        self._pool.write(layer, self._index.slots, k, v)
+        if self._writes:
+            self._pool.write(layer, self._index.slots, k, v)
         if self._on_layer is not None:
             self._on_layer(layer)
         out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
         grouped = q.view(len(q), -1, self._head_map.group, q.shape[-1])  # [T, heads, group, dim]
         for group in self._index.decodes:
-            result = self._decode(layer, grouped[group.queries], group, v.shape[-1], params)
+            own = _of_tokens(params, group.queries)
+            result = self._decode(layer, grouped[group.queries], group, v.shape[-1], own)
             out[group.queries] = result.flatten(1, 2)
         for sequence in self._index.prefills:
             tokens = slice(sequence.first, sequence.first + sequence.count)
-            result = self._prefill(layer, grouped[tokens].permute(1, 2, 0, 3), sequence, v.shape[-1], params)
+            own = _of_tokens(params, tokens)
+            result = self._prefill(layer, grouped[tokens].permute(1, 2, 0, 3), sequence, v.shape[-1], own)
             out[tokens] = result.permute(2, 0, 1, 3).flatten(1, 2)
         return out
 
@@ -121,6 +133,11 @@ class PagedStep:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self._pool.read(layer, slots, q.dtype)
         return self._head_map.expand(k[..., : q.shape[-1]]), self._head_map.expand(v[..., :v_dim])
+
+
+def _of_tokens(params: AttentionParams, tokens: torch.Tensor | slice) -> AttentionParams:
+    """With what those tokens choose."""
+    return params if params.chosen is None else replace(params, chosen=params.chosen[tokens])
 
 
 class SharedHeads:

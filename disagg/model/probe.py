@@ -5,7 +5,7 @@ refused at start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.model.collective import SingleCollective
-from disagg.model.layers import attention_layers
+from disagg.model.layers import attention_layers, setting
 from disagg.model.spec import ModelSpec
 from disagg.model.tp import RowParallelLinear
 from kernels.attention import AttentionParams
@@ -24,10 +24,10 @@ from kernels.attention import AttentionParams
 class ShapeProbe:
     """An attention context that records each call and answers zeros."""
 
-    shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
-    """Shapes of K and V by layer of the KV pool."""
+    shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    """Shapes of queries, K and V by attention layer."""
     asked: dict[int, AttentionParams] = field(default_factory=dict)
-    """What the attention was asked for by layer of the KV pool."""
+    """What the attention was asked for by attention layer."""
     calls: int = 0
 
     def attend(
@@ -35,21 +35,27 @@ class ShapeProbe:
     ) -> torch.Tensor:
         """See `AttentionContext.attend`."""
         self.calls += 1
-        self.shapes[layer] = (tuple(k.shape), tuple(v.shape))
+        self.shapes[layer] = (tuple(q.shape), tuple(k.shape), tuple(v.shape))
         self.asked[layer] = params
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
-    def require(self, spec: ModelSpec, heads: int, config: Any) -> None:
-        """Raises UnsupportedModelError, one line, unless each layer called once with K and V of `heads` heads."""
-        layers = spec.layout.layers if spec.has_attention else 0
+    def require(self, spec: ModelSpec, heads: Sequence[tuple[int, int]], config: Any) -> None:
+        """Raises UnsupportedModelError, one line, unless each layer called once, with as many query and KV `heads` as
+        its class of layers has here."""
+        layers = spec.attention_layers
         if self.calls != layers or set(self.shapes) != set(range(layers)):
             raise _refuse(
                 spec, f"{self.calls} attention calls of layers {sorted(self.shapes)}, not one of {layers}"
             )
-        expected = (1, heads, spec.k_dim), (1, heads, spec.v_dim)
         for layer, shapes in self.shapes.items():
+            number = spec.class_of(layer)
+            shape = spec.shapes[number]
+            (queries, own), k_dim, v_dim = heads[number], shape.k_dim, shape.v_dim
+            expected = (1, queries, k_dim), (1, own, k_dim), (1, own, v_dim)
+            if shapes[1:] != expected[1:]:
+                raise _refuse(spec, f"layer {layer} has K and V of {shapes[1:]}, not {expected[1:]}")
             if shapes != expected:
-                raise _refuse(spec, f"layer {layer} has K and V of {shapes}, not {expected}")
+                raise _refuse(spec, f"layer {layer} has queries of {shapes[0]}, not {expected[0]}")
         wanted = [self._wants_window(layer, spec, config) for layer in range(layers)]
         if any(want and self.asked[layer].window_tokens is None for layer, want in enumerate(wanted)):
             raise _refuse(spec, "it has a sliding window that its attention call does not name")
@@ -58,7 +64,7 @@ class ShapeProbe:
             raise _refuse(spec, "it attends in chunks that its attention call does not name")
 
     def _wants_window(self, layer: int, spec: ModelSpec, config: Any) -> bool:
-        window = getattr(config, "sliding_window", None)
+        window = setting(config, "sliding_window")
         if not window or window >= spec.context_tokens:  # one of the whole context hides nothing
             return False
         if kind := self._type_of(layer, config):

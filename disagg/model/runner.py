@@ -15,11 +15,12 @@ import torch
 from disagg.core.config import AttentionName
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
-from disagg.kv.pool import MHATokenToKVPool, whole_pages
+from disagg.kv.pool import KVPool, MHATokenToKVPool, make_pool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention import HeadMap
 from disagg.model.batch import KernelIndex, StepBatch, build_index, chunks_of, one_each, require_fits, upload
 from disagg.model.build import build_model
+from disagg.model.classes import AttentionClass, ClassedStep, Make
 from disagg.model.fused import fuse
 from disagg.model.graphs import (
     ChunkGraphs,
@@ -29,6 +30,7 @@ from disagg.model.graphs import (
     batch_sizes,
     chunk_sizes,
 )
+from disagg.model.indexed import index_step, wrap_indexers
 from disagg.model.kernel_step import KernelStep, use_kernels
 from disagg.model.layers import attention_layers, recurrent_layers
 from disagg.model.page_copies import copy_in_order
@@ -46,7 +48,7 @@ from disagg.model.rope import long_tokens, wrap_ropes
 from disagg.model.row_wise import RowWise, use_linear_kernels
 from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
-from disagg.model.tp import query_span
+from disagg.model.tp import query_spans
 from kernels.dispatch import backend
 from kernels.matmul import require_same_bits
 from kernels.prefill_attention import PackedQueries
@@ -97,24 +99,34 @@ class ModelRunner:
             )
         layout = self.spec.layout
         self.collective = collective
-        self._queries = query_span(self.spec, collective.rank, collective.size)
+        queries = query_spans(self.spec, collective.rank, collective.size)
         self.shard = shard_of(layout, collective.rank, collective.size)
         self.model, sharding = build_model(source, self.spec, collective, self.device, dtype)
         self._whole_attention = sharding.whole_attention
         self.held_whole = set(sharding.whole)
         """Parts of the model that every rank of the group holds whole, because they cannot be split."""
-        self._head_map = HeadMap(
-            self._queries, self.shard.heads, self.spec.q_heads, layout.kv_heads, self.device
-        )
+        self._classes = [
+            AttentionClass(
+                own, part.heads, HeadMap(own, part.heads, shape.q_heads, shape.kv_heads, self.device)
+            )
+            for own, part, shape in zip(queries, self.shard.parts, self.spec.shapes, strict=True)
+        ]
         small_layers = fuse(self.model) if fused and backend(self.device) == "triton" else None
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
+        self._indexers = wrap_indexers(self.model, self.spec.places)
         forward = inspect.signature(self.model.forward)
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
         probe = ShapeProbe()
         self._config, self._sample = source.config, self._probe(probe)
         self.attention_kernels = use_kernels(
-            attention, self.spec, self._head_map, self.device, dtype, self.kv_dtype, probe.asked.values()
+            attention,
+            self.spec,
+            [one.head_map for one in self._classes],
+            self.device,
+            dtype,
+            self.kv_dtype,
+            probe.asked.values(),
         )
         """Whether attention runs in the Triton kernels, not in torch."""
         if deterministic:
@@ -173,14 +185,13 @@ class ModelRunner:
         del self.pool, self.states
         self.pool, self.states = self._memory()
 
-    def _memory(self) -> tuple[MHATokenToKVPool, RowStates | None]:
+    def _memory(self) -> tuple[KVPool, RowStates | None]:
         """The KV pool; and the recurrent state by row, None for a model that has none."""
-        layout, slots = self.spec.layout, self.pages * self.page_size
-        pool = MHATokenToKVPool(
-            layout.layers, slots, len(self.shard.heads), layout.head_dim, self.kv_dtype, self.device
-        )
+        slots = self.pages * self.page_size
+        pool = make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
         if self._sample is None:
             return pool, None
+        assert isinstance(pool, MHATokenToKVPool), "a model with state has one class of layers"
         mover = StateMover(self._sample, pool, self.spec, self.collective)
         return pool, RowStates(self._config, mover, self.req_to_token, self.spec.state_tokens)
 
@@ -246,12 +257,17 @@ class ModelRunner:
             long = upload(long_tokens(batch, self.spec.rope_switch_tokens), self.device).bool()
             for rope in self._ropes:
                 rope.long = long.view(rows, -1)
-        context: AttentionContext
+        if self._indexers:
+            pool, layers = self.pool.parts[-1], self.spec.layout.spans[-1]
+            step = index_step(batch, self.req_to_token, pool, layers.start, on_layer)
+            for indexer in self._indexers:
+                indexer.step = step
         if index.kernels is not None:
             context = self._kernel_step(index.kernels, index.slots, on_layer)
         else:
-            context = PagedStep(self.pool, self._head_map, index, on_layer)
-        context = self._shared(context)
+            context = self._context(
+                lambda one, pool, hook, writes: PagedStep(pool, one.head_map, index, hook, writes), on_layer
+            )
         ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)
         return self._run(ids, positions, index.last if cache is None else 1, context, cache)
 
@@ -259,8 +275,7 @@ class ModelRunner:
         """A step of one token for each request, of device tensors alone; see `graphs.Compute`."""
         ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
-        index = one_each(rows, positions)
-        context = self._shared(self._kernel_step(index, slots, None))
+        context = self._kernel_step(one_each(rows, positions), slots)
         return self._run(ids[None], positions[None], 0, context, None)
 
     def _chunk(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -270,16 +285,29 @@ class ModelRunner:
         own_rows, firsts, starts, counts, last = of_sequences.view(5, -1)
         slots = self.req_to_token.table[rows, positions].long()
         index = chunks_of(PackedQueries(own_rows, firsts, starts, counts, len(ids)))
-        context = self._shared(self._kernel_step(index, slots, None))
+        context = self._kernel_step(index, slots)
         return self._run(ids[None], positions[None], last, context, None)
 
-    def _kernel_step(self, index: KernelIndex, slots: torch.Tensor, on_layer: LayerHook | None) -> KernelStep:
-        return KernelStep(self.pool, self.req_to_token, index, slots, on_layer, self.deterministic)
+    def _kernel_step(
+        self, index: KernelIndex, slots: torch.Tensor, on_layer: LayerHook | None = None
+    ) -> AttentionContext:
+        def make(
+            _: AttentionClass, pool: MHATokenToKVPool, hook: LayerHook | None, writes: bool
+        ) -> AttentionContext:
+            return KernelStep(pool, self.req_to_token, index, slots, hook, self.deterministic, writes)
 
-    def _shared(self, own: AttentionContext) -> AttentionContext:
-        if not self._whole_attention:
-            return own
-        return SharedHeads(own, self._queries, self.shard.heads, self.collective)
+        return self._context(make, on_layer)
+
+    def _context(self, make: Make, on_layer: LayerHook | None) -> AttentionContext:
+        """A step's context, of those that `make` makes for each class of layers."""
+
+        def shared(one: AttentionClass, *rest: Any) -> AttentionContext:
+            own = make(one, *rest)
+            return SharedHeads(own, one.queries, one.heads, self.collective) if self._whole_attention else own
+
+        if not self.spec.places:
+            return shared(self._classes[0], self.pool.parts[0], on_layer, True)
+        return ClassedStep(shared, self._classes, self.pool.parts, self.spec.places, on_layer)
 
     def _run(
         self,
@@ -317,7 +345,12 @@ class ModelRunner:
         cache = make_cache(config) if hybrid else None
         with alone(self.model):
             logits = self._look(probe, cache)
-            heads = self.spec.layout.kv_heads if self._whole_attention else len(self.shard.heads)
+            heads = [
+                (shape.q_heads, shape.kv_heads)
+                if self._whole_attention
+                else (len(one.queries), len(one.heads))
+                for one, shape in zip(self._classes, self.spec.shapes, strict=True)
+            ]
             probe.require(self.spec, heads, config)
             if tuple(logits.shape) != (1, self.spec.vocab_size):
                 raise UnsupportedModelError(

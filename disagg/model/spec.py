@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from disagg.core.errors import PromptTooLongError, UnsupportedModelError
-from disagg.core.types import KVLayout, Shard, Span
-from disagg.model.layers import attention_layers, unknown_types
+from disagg.core.types import QUANTIZED_DTYPES, KVLayout, LayerClass, Shard, Span
+from disagg.model.layers import attention_layers, recurrent_layers, setting, unknown_types
+from disagg.model.shapes import HeadShape, LayerPlace, plan_cache, unknown_indexers
 
 # A model without attention has no KV, but its state moves in a KV pool. Heads of this size hold it in few tokens.
 _STATE_HEADS = 8
@@ -16,7 +17,6 @@ _STATE_HEAD_DIM = 1024
 _NO_LIMIT_TOKENS = (
     1 << 20
 )  # the context of a model that names none because nothing of it grows with a request
-DOGE_ELEMENTS = 8  # for one score; heads stay multiples of 16 bytes
 _BLOOM_TOKENS = 2048  # what BLOOM was trained with
 
 
@@ -29,6 +29,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Hash over configuration and weights: equal on two groups that serve the same model."""
     layout: KVLayout
     q_heads: int
+    """Of the first class of layers, see `KVLayout`, as are `k_dim` and `v_dim`."""
     k_dim: int
     """Elements of a head of K; `layout.head_dim` is the larger of it and `v_dim`. 0 without attention."""
     v_dim: int
@@ -43,11 +44,32 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Tokens of KV that are as large as a request's recurrent state; 0 without one. Known to a runner only."""
     whole_prompts: bool = False
     """A prompt must be computed in one step. Known to a runner only."""
+    more: tuple[HeadShape, ...] = ()
+    """The heads of the other classes of layers."""
+    places: tuple[LayerPlace, ...] = ()
+    """Where the KV cache has each attention layer; empty where it has them all, in their order."""
 
     @property
     def has_attention(self) -> bool:
         """False for a model of recurrent layers alone: its pool holds nothing but states on their way."""
         return self.k_dim > 0
+
+    @property
+    def attention_layers(self) -> int:
+        """Layers that attend; some of them may read the K and V of others."""
+        return len(self.places) or (self.layout.layers if self.has_attention else 0)
+
+    @property
+    def shapes(self) -> tuple[HeadShape, ...]:
+        """The heads of each class of layers."""
+        return (HeadShape(self.q_heads, self.layout.kv_heads, self.k_dim, self.v_dim), *self.more)
+
+    def class_of(self, layer: int) -> int:
+        """Number of the class of an attention layer, which is given by its number among them."""
+        if not self.more:
+            return 0
+        place = self.places[layer].layer
+        return next(number for number, span in enumerate(self.layout.spans) if place in span)
 
 
 def kv_span(rank: int, size: int, kv_heads: int) -> Span:
@@ -60,30 +82,46 @@ def kv_span(rank: int, size: int, kv_heads: int) -> Span:
 
 def shard_of(layout: KVLayout, rank: int, size: int) -> Shard:
     """What rank `rank` of a tensor-parallel group of `size` ranks owns: all layers, its KV heads."""
-    return Shard(rank, Span(0, layout.layers), kv_span(rank, size, layout.kv_heads))
+    return Shard.of_classes(rank, layout, lambda heads: kv_span(rank, size, heads))
+
+
+def rank_token_bytes(layout: KVLayout, size: int) -> int:
+    """KV of one token on that rank of `size` which has most heads."""
+    return max(layout.token_bytes_of(shard_of(layout, rank, size)) for rank in range(size))
 
 
 def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
     """The spec of a transformers configuration. Raises UnsupportedModelError as `require_supported` does."""
     require_supported(config)
-    if layers := len(attention_layers(config)):
-        q_heads = config.num_attention_heads
-        kv_heads, k_dim, v_dim = _heads(config)
-        layout = KVLayout(layers, kv_heads, max(k_dim, v_dim), kv_dtype)
+    if attention_layers(config):
+        classes, places = plan_cache(config)
+        (first, layers), *others = classes
+        more = tuple(
+            LayerClass(count, one.kv_heads, max(one.k_dim, one.v_dim), has_v=one.v_dim > 0)
+            for one, count in others
+        )
+        if kv_dtype in QUANTIZED_DTYPES and not all(one.has_v for one in more):
+            raise UnsupportedModelError(
+                f"{architecture_of(config)} has index keys beside its KV, which cannot be in 8 bits: leave "
+                "model.kv_dtype and decode.kv_dtype unset"
+            )
+        layout = KVLayout(layers, first.kv_heads, max(first.k_dim, first.v_dim), kv_dtype, more)
     else:
-        q_heads, k_dim, v_dim = _STATE_HEADS, 0, 0
+        first, others, places = HeadShape(_STATE_HEADS, _STATE_HEADS, 0, 0), [], ()
         layout = KVLayout(1, _STATE_HEADS, _STATE_HEAD_DIM, kv_dtype)
     return ModelSpec(
         architecture=architecture_of(config),
         fingerprint=fingerprint,
         layout=layout,
-        q_heads=q_heads,
-        k_dim=k_dim,
-        v_dim=v_dim,
+        q_heads=first.q_heads,
+        k_dim=first.k_dim,
+        v_dim=first.v_dim,
         vocab_size=config.vocab_size,
         context_tokens=_context_tokens(config) or _NO_LIMIT_TOKENS,
         eos_ids=eos_ids(getattr(config, "eos_token_id", None)),
         rope_switch_tokens=_rope_switch_tokens(config),
+        more=tuple(one for one, _ in others),
+        places=places,
     )
 
 
@@ -101,29 +139,6 @@ def require_one_rope(spec: ModelSpec, prompt_tokens: int, max_tokens: int) -> No
         )
 
 
-def _heads(config: Any) -> tuple[int, int, int]:
-    """KV heads, elements of a head of K, elements of a head of V."""
-    q_heads = config.num_attention_heads
-    if getattr(
-        config, "kv_lora_rank", None
-    ):  # latent attention: what it expands for each query head is cached
-        return q_heads, config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // q_heads
-    if config.model_type == "falcon":
-        return _falcon_kv_heads(config), head_dim, head_dim
-    kv_heads = getattr(config, "num_key_value_heads", None) or q_heads
-    if config.model_type == "doge":
-        return kv_heads, head_dim + DOGE_ELEMENTS, head_dim
-    # Differential attention reads a KV head's keys with the values of two.
-    return kv_heads, head_dim, 2 * head_dim if config.model_type == "diffllama" else head_dim
-
-
-def _falcon_kv_heads(config: Any) -> int:
-    if config.new_decoder_architecture:
-        return int(config.num_kv_heads)
-    return 1 if config.multi_query else int(config.num_attention_heads)
-
-
 def _context_tokens(config: Any) -> int | None:
     """None when the configuration names no context length."""
     if config.model_type == "mpt":
@@ -132,7 +147,7 @@ def _context_tokens(config: Any) -> int | None:
         return int(getattr(config, "seq_length", _BLOOM_TOKENS))
     if config.model_type == "doge":  # a longer context leaves out keys
         return min(int(config.max_position_embeddings), int(config.keep_window_size))
-    found = getattr(config, "max_position_embeddings", None)
+    found = setting(config, "max_position_embeddings")
     return found if found and found > 0 else None  # xlnet says -1
 
 
@@ -171,10 +186,14 @@ def _unsupported(config: Any) -> str | None:
         return "its configuration names no layers"
     if other := unknown_types(config):
         return f"it has layers of other types than attention and recurrent ones: {', '.join(other)}"
+    if unknown_indexers(config):
+        return "its layers choose the tokens that they read by other than one index key for each token"
     if not attention_layers(config):
         return None
-    if getattr(config, "num_attention_heads", None) is None:
+    if setting(config, "num_attention_heads") is None:
         return "its configuration names no attention heads"
+    if recurrent_layers(config) and plan_cache(config).places:
+        return "it has recurrent layers beside attention layers that differ in their heads or share K and V"
     if _context_tokens(config) is None:
         return "its configuration names no context length (max_position_embeddings)"
     return None

@@ -10,7 +10,7 @@ KV cache and the attention itself are still split by heads, see `disagg.model.pa
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -57,15 +57,19 @@ class RowParallelLinear(nn.Linear):
         return y if self.bias is None else y + self.bias
 
 
-def query_span(spec: ModelSpec, rank: int, size: int) -> Span:
-    """Query heads of a rank. Raises UnsupportedModelError when `size` does not divide them."""
-    heads = spec.q_heads
-    if size < 1 or heads % size:
-        sizes = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
+    """Query heads of a rank, of each class of layers.
+
+    Raises UnsupportedModelError when `size` does not divide them.
+    """
+    counts = [shape.q_heads for shape in spec.shapes]
+    if size < 1 or any(heads % size for heads in counts):
+        sizes = ", ".join(str(n) for n in range(1, max(counts) + 1) if not any(heads % n for heads in counts))
+        heads = " or ".join(str(count) for count in sorted({*counts}))
         raise UnsupportedModelError(
             f"{spec.architecture} has {heads} query heads, which {size} ranks cannot share; use {sizes}"
         )
-    return Span(rank * heads // size, (rank + 1) * heads // size)
+    return tuple(Span(rank * heads // size, (rank + 1) * heads // size) for heads in counts)
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,7 @@ class _Sharder:
         self._model = model
         self._spec = spec
         self._collective = collective
-        self._queries = query_span(spec, collective.rank, collective.size)
+        self._queries = query_spans(spec, collective.rank, collective.size)
         self._cuts: dict[str, Cut] = {}
         self._recurrent = set(recurrent_layers(model.config))
 
@@ -139,35 +143,51 @@ class _Sharder:
         return planned
 
     def _is_attention(self, parent: str) -> bool:
-        layer = getattr(self._model.get_submodule(parent), "layer_idx", None)
+        module = self._model.get_submodule(parent)
+        if hasattr(module, "self_attn"):
+            return False  # a whole decoder layer, which may know its number too
+        layer = getattr(module, "layer_idx", None)
         if layer in self._recurrent - set(attention_layers(self._model.config)):
             return False  # linear attention is called attention too
         return "attn" in parent or "attention" in parent or layer is not None
 
     def _check_layers(self, attention: Iterable[str]) -> None:
-        count, layers = len(list(attention)), self._spec.layout.layers if self._spec.has_attention else 0
+        count, layers = len(list(attention)), self._spec.attention_layers
         if count != layers:
             raise _UnsplittableError(f"its plan covers {count} of {layers} attention layers")
 
     def _check_attention(self, parent: str, plan: dict[str, str]) -> str:
         """The name of its row-parallel layer."""
-        spec, dim = self._spec, self._spec.layout.head_dim
-        row = self._rest(parent, plan, allowed=set(_QKV))
-        for child, heads in zip(_QKV, (spec.q_heads, *[spec.layout.kv_heads] * 2), strict=True):
-            self._check_width(parent, child, "out_features", heads * dim)
-        self._check_width(parent, row, "in_features", spec.q_heads * dim)
+        shape = self._spec.shapes[self._class_of(parent)]
+        row = self._rest(parent, plan, allowed=set(_QKV), head_dims={shape.k_dim, shape.v_dim})
+        widths = (shape.q_heads * shape.k_dim, shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim)
+        for child, width in zip(_QKV, widths, strict=True):
+            if child == "q_proj" or self._has(parent, child):
+                self._check_width(parent, child, "out_features", width)
+        self._check_width(parent, row, "in_features", shape.q_heads * shape.v_dim)
         return row
 
     def _cut_attention(self, parent: str, row: str) -> None:
-        dim = self._spec.layout.head_dim
-        heads = kv_span(self._collective.rank, self._collective.size, self._spec.layout.kv_heads)
-        self._cut_columns(parent, "q_proj", _scale(self._queries, dim))
-        self._cut_columns(parent, "k_proj", _scale(heads, dim))
-        self._cut_columns(parent, "v_proj", _scale(heads, dim))
-        self._cut_row(parent, row, _scale(self._queries, dim))
+        number = self._class_of(parent)
+        shape, queries = self._spec.shapes[number], self._queries[number]
+        heads = kv_span(self._collective.rank, self._collective.size, shape.kv_heads)
+        self._cut_columns(parent, "q_proj", _scale(queries, shape.k_dim))
+        for child, dim in (("k_proj", shape.k_dim), ("v_proj", shape.v_dim)):
+            if self._has(parent, child):
+                self._cut_columns(parent, child, _scale(heads, dim))
+        self._cut_row(parent, row, _scale(queries, shape.v_dim))
+
+    def _class_of(self, parent: str) -> int:
+        return self._spec.class_of(self._model.get_submodule(parent).layer_idx) if self._spec.more else 0
+
+    def _has(self, parent: str, child: str) -> bool:
+        """False of a layer that takes K and V from an earlier one, or V from K."""
+        return not self._spec.places or getattr(self._model.get_submodule(parent), child, None) is not None
 
     def _check_mlp(self, parent: str, plan: dict[str, str]) -> tuple[list[str], str]:
         """The names of its column-parallel layers and of the row-parallel one."""
+        if getattr(self._model.get_submodule(parent), "activation_sparsity", 0.0):
+            raise _UnsplittableError("which of its activations are zero follows from all of them")
         columns = sorted(child for child, style in plan.items() if style == "colwise")
         row = self._rest(parent, plan, allowed=set(columns))
         for child in columns:
@@ -182,7 +202,9 @@ class _Sharder:
             self._cut_columns(parent, child, span)
         self._cut_row(parent, row, span)
 
-    def _rest(self, parent: str, plan: dict[str, str], allowed: set[str]) -> str:
+    def _rest(
+        self, parent: str, plan: dict[str, str], allowed: set[str], head_dims: Container[int] = ()
+    ) -> str:
         """The one row-parallel child, when everything else in `parent` is understood."""
         rows = [child for child, style in plan.items() if style == "rowwise"]
         for child, style in plan.items():
@@ -194,7 +216,7 @@ class _Sharder:
         for name, parameter in self._model.get_submodule(parent).named_parameters():
             child = name.split(".")[0]
             whole = child not in plan or plan[child] == _PER_HEAD
-            if whole and tuple(parameter.shape) != (self._spec.layout.head_dim,):
+            if whole and not (parameter.dim() == 1 and len(parameter) in head_dims):
                 raise _UnsplittableError(f"its {name} {tuple(parameter.shape)} is neither split nor per head")
         return rows[0]
 

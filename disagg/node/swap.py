@@ -18,8 +18,8 @@ import torch
 
 from disagg.core.types import KVLayout, Shard, Span
 from disagg.kv.pages import slots_of
-from disagg.kv.pool import MHATokenToKVPool
-from disagg.model.spec import shard_of
+from disagg.kv.pool import KVPool, MHATokenToKVPool
+from disagg.model.spec import rank_token_bytes
 from disagg.node.device import DeviceQueue, Marker
 from disagg.node.plan import Swap
 from disagg.node.warm import warm_copies
@@ -42,8 +42,7 @@ HOST_SHARE = 16
 
 def page_bytes(layout: KVLayout, ranks: int, page_size: int) -> int:
     """Of a page on the rank that has most heads."""
-    heads = max(len(shard_of(layout, rank, ranks).heads) for rank in range(ranks))
-    return layout.token_bytes // layout.kv_heads * heads * page_size
+    return rank_token_bytes(layout, ranks) * page_size
 
 
 def block_pages(layout: KVLayout, ranks: int, page_size: int, pool_pages: int) -> int:
@@ -78,7 +77,7 @@ class Swapper:
 
     def __init__(
         self,
-        pool: MHATokenToKVPool,
+        pool: KVPool,
         shard: Shard,
         page_size: int,
         *,
@@ -87,10 +86,9 @@ class Swapper:
         done: Callable[[Swap, float, str], None],
     ) -> None:
         """`nbytes` of host memory, in whole blocks; 0 for none."""
-        device = pool.buffer.device
+        device = pool.device
         self._pool, self._page_size, self._done = pool, page_size, done
         self._block_pages = block_pages
-        self._layers, self._heads = Span(0, pool.layers), Span(0, pool.heads)
         self._block_bytes = self._bytes_of(block_pages)
         self.blocks = nbytes // self._block_bytes
         """How many blocks it has."""
@@ -101,7 +99,7 @@ class Swapper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swap", initializer=partial(_use, device))
         if self.blocks:
             with self._queue.use():
-                warm_copies((Route(0, 0, shard.layers, shard.heads),), shard, pool)
+                warm_copies(tuple(Route(0, 0, p.layers, p.heads) for p in shard.parts), shard, pool)
 
     def order(self, swap: Swap, after: Marker) -> None:
         """Copies when `after`, a marker on the compute stream, has come; in the order of the calls. Never blocks."""
@@ -132,28 +130,42 @@ class Swapper:
         nbytes = self._bytes_of(len(pages))
         staged, host = self._staging[:nbytes], self._host(block)[:nbytes]
         with self._queue.use():
-            if out:
-                gather(self._pool.buffer, slots, self._layers, self._heads, staged)
-                host.copy_(staged, non_blocking=True)
-            else:
+            if not out:
                 staged.copy_(host, non_blocking=True)
-                scatter(staged, self._pool.buffer, slots, self._layers, self._heads)
+            start = 0
+            for part in self._pool.parts:
+                layers, heads, stop = (
+                    Span(0, part.layers),
+                    Span(0, part.heads),
+                    start + _bytes_of(part, len(slots)),
+                )
+                if out:
+                    gather(part.buffer, slots, layers, heads, staged[start:stop])
+                else:
+                    scatter(staged[start:stop], part.buffer, slots, layers, heads)
+                start = stop
+            if out:
+                host.copy_(staged, non_blocking=True)
 
     def _host(self, block: int) -> torch.Tensor:
         number, place = divmod(block, self._slab_blocks)
         if number not in self._slabs:
-            pin = self._pool.buffer.is_cuda
+            pin = self._pool.device.type == "cuda"
             blocks = min(self._slab_blocks, self.blocks - number * self._slab_blocks)
             self._slabs[number] = torch.empty(blocks * self._block_bytes, dtype=torch.uint8, pin_memory=pin)
         return self._slabs[number][place * self._block_bytes : (place + 1) * self._block_bytes]
 
     def _bytes_of(self, pages: int) -> int:
-        return segment_bytes(self._pool.buffer, pages * self._page_size, self._layers, self._heads)
+        return sum(_bytes_of(part, pages * self._page_size) for part in self._pool.parts)
 
     def _wait(self) -> None:
         marker = self._queue.mark()
         if marker is not None:
             marker.synchronize()
+
+
+def _bytes_of(pool: MHATokenToKVPool, tokens: int) -> int:
+    return segment_bytes(pool.buffer, tokens, Span(0, pool.layers), Span(0, pool.heads))
 
 
 def _use(device: torch.device) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from disagg.core.types import Shard, Span, code_row_bytes
 from disagg.kv.pages import TRASH_PAGE
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.pool import KVPool, MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
 from kernels.gather import gather
 from kernels.layout import segment_bytes
@@ -51,7 +51,7 @@ def warm_page_copies(runner: ModelRunner) -> None:
 
 
 def warm_copies(
-    routes: tuple[Route, ...], shard: Shard, pool: MHATokenToKVPool, codes: torch.dtype | None = None
+    routes: tuple[Route, ...], shard: Shard, pool: KVPool, codes: torch.dtype | None = None
 ) -> None:
     """Compiles gather and scatter for every width of row that the routes have, on the trash page's first slot; with
     `codes` the gather that quantizes to them instead.
@@ -59,11 +59,18 @@ def warm_copies(
     The other side is memory of its own: the ring may be in use already.
     Twice, with slots that begin at a 16-byte boundary and beside one: Triton compiles these apart.
     """
-    if pool.buffer.device.type != "cuda":
+    if pool.device.type != "cuda":
         return
+    for part, of_class in zip(shard.parts, pool.parts, strict=True):
+        own = {r.heads.shift(-part.heads.start) for r in routes if part.layers.covers(r.layers)}
+        _warm_copies(own, of_class, codes)
+    torch.cuda.synchronize(pool.device)
+
+
+def _warm_copies(rows: set[Span], pool: MHATokenToKVPool, codes: torch.dtype | None) -> None:
     slots = torch.zeros(TOKENS, dtype=torch.int32, device=pool.buffer.device)
     layer = Span(0, 1)
-    for heads in {route.heads.shift(-shard.heads.start) for route in routes}:
+    for heads in rows:
         if codes is not None:
             nbytes = len(heads) * code_row_bytes(pool.head_dim)  # of one token in one layer
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
@@ -74,4 +81,3 @@ def warm_copies(
         for first in (0, 1):
             gather(pool.buffer, slots[first : first + 1], layer, heads, scratch)
             scatter(scratch, pool.buffer, slots[first : first + 1], layer, heads)
-    torch.cuda.synchronize(pool.buffer.device)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from architectures import CLASSED, save
 from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg import cli
 from disagg.core.errors import ConfigError
-from disagg.core.types import KVLayout, Span
+from disagg.core.types import KVLayout, LayerClass, Span
 from disagg.plan import PlanRequest, compute_plan, describe_bytes, plan_lines
 from disagg.plan_draw import draw_plan
 from staging.routes import Route
@@ -134,6 +135,36 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "256 control messages between the ranks = 2 x 4 pairs of ranks x 32 chunks" in shown
     assert "prefill r3" in shown
     assert out.read_bytes().startswith(PNG)
+
+
+def test_each_class_of_layers_has_its_own_routes() -> None:
+    """24 layers of 8 heads, 6 of 1 head that is four times as large: that one is on every rank."""
+    shape = KVLayout(24, 8, 128, "bfloat16", more=(LayerClass(6, 1, 512),))
+    plan = compute_plan(PlanRequest(layout=shape, prefill_tp=4, decode_tp=2, tokens=256, chunk_tokens=256))
+    assert shape.token_bytes == 24 * 8 * 512 + 6 * 2048
+    assert sorted(total.route for total in plan.routes if total.route.layers.start < 24) == [
+        Route(rank, rank // 2, Span(0, 24), Span(2 * rank, 2 * rank + 2)) for rank in range(4)
+    ]
+    others = [total.route for total in plan.routes if total.route.layers.start >= 24]
+    assert {route.dst_rank for route in others} == {0, 1}
+    assert all(route.heads == Span(0, 1) and Span(24, 30).covers(route.layers) for route in others)
+    assert sum(len(route.layers) for route in others) == 2 * 6
+    assert plan.nbytes == 256 * (24 * 8 * 512 + 2 * 6 * 2048), "both decode ranks get the one head"
+    assert "  r3 [#] head 0, layers 24-29 of 512" in plan_lines(plan)[0].splitlines()
+    with pytest.raises(ConfigError, match="pp = 1"):
+        compute_plan(PlanRequest(layout=shape, prefill_tp=1, decode_tp=1, prefill_pp=2))
+
+
+def test_a_model_whose_layers_differ_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = save(CLASSED["gemma4"](), tmp_path / "model")
+    flags = ["plan", "--model", str(model), "--prefill-tp", "4", "--decode-tp", "2", "--gpu-memory-gb", "80"]
+    assert cli.run(flags) == 0
+    shown = capsys.readouterr().out
+    assert "r1 [.#] head 1, layers 0-1 of 16" in shown
+    assert "r1 [#] head 0, layers 2-3 of 32" in shown
+    assert "prefill, 4 ranks, each" in shown
+    assert cli.run([*flags, "--out", str(tmp_path / "plan.png")]) == 2
+    assert "its plan is printed, not drawn" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", [[], ["--random-init", "llama-3.1-8b"]], ids=["sizes", "model"])

@@ -175,9 +175,9 @@ def test_a_tile_has_room() -> None:
         return prefill_tile_of(torch.bfloat16, 8192, 128, element_bytes, shared_bytes)
 
     hopper, ampere, ada = 227 << 10, 163 << 10, 99 << 10
-    assert tile(hopper) == tile(ampere) == PrefillTile(128, 128, 8, 3)
-    assert tile(hopper, 1) == tile(ada) == PrefillTile(128, 64, 8, 3)
-    assert tile(80 << 10) == PrefillTile(128, 64, 8, 2)
+    assert tile(hopper) == PrefillTile(128, 128, 8, 3)
+    assert tile(hopper, 1) == tile(ampere) == PrefillTile(128, 64, 8, 3)
+    assert tile(ada) == tile(80 << 10) == PrefillTile(128, 64, 8, 2)
     assert tile(64 << 10) == PrefillTile(64, 32, 4, 2)
 
 

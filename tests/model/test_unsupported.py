@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ENCODER, MLA, RECURRENT, SIZES, save
+from architectures import CLASSED, ENCODER, MLA, RECURRENT, SIZES, save
 from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
 from transformers import (
     BertConfig,
@@ -83,8 +83,10 @@ def test_a_quantized_checkpoint_is_refused(tmp_path: Path) -> None:
         (MixtralConfig(**SIZES, num_local_experts=4), {"model.layers.*.mlp.experts"}),
         (GptOssConfig(**SIZES, num_local_experts=4, sliding_window=16), {"attention"}),
         (DeepseekV3Config(**SIZES | MLA, n_routed_experts=8, moe_intermediate_size=32), {"attention"}),
+        (CLASSED["gemma4-shared"](), set()),
+        (CLASSED["gemma3n"](), {"model.layers.*.mlp"}),
     ],
-    ids=["fused qkv", "norms over all heads", "experts", "sinks", "latent attention"],
+    ids=["fused qkv", "norms over all heads", "experts", "sinks", "latent attention", "classes", "sparsity"],
 )
 def test_what_cannot_be_split_is_held_whole(config: Any, whole: set[str], size: int, tmp_path: Path) -> None:
     directory = save(config, tmp_path)
@@ -99,6 +101,7 @@ def test_what_cannot_be_split_is_held_whole(config: Any, whole: set[str], size: 
     expected = [plain_greedy(plain, prompt, 8) for prompt in prompts()]
     assert all(answers == expected for _, answers in found)
     assert all(whole <= parts if size > 1 else not parts for parts, _ in found)
+    assert all(("attention" in parts) == ("attention" in whole) for parts, _ in found if size > 1)
 
 
 @pytest.mark.parametrize("size", [5, 8, 24])
@@ -119,7 +122,7 @@ def test_a_context_beyond_the_model_and_a_pool_too_small_are_refused() -> None:
 
 def test_the_probe_sees_what_a_configuration_hides() -> None:
     spec = ModelSource.random_init("tiny-mistral").spec(torch.float32)
-    config, heads = ModelSource.random_init("tiny-mistral").config, 6
+    config, heads = ModelSource.random_init("tiny-mistral").config, [(12, 6)]
     q, kv, plain = torch.ones(1, 12, 8), torch.ones(1, 6, 8), AttentionParams(1.0, window_tokens=32)
 
     def probed(*calls: tuple[int, torch.Tensor, AttentionParams]) -> ShapeProbe:

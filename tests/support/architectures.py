@@ -10,16 +10,24 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
+    AXK2Config,
     BailingHybridConfig,
     BambaConfig,
+    DeepseekV32Config,
+    Dots3NoteTextConfig,
     FalconH1Config,
     FalconMambaConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    GlmMoeDsaConfig,
     GraniteMoeHybridConfig,
+    HYV4Config,
     JambaConfig,
     KimiLinearConfig,
     Lfm2Config,
     Mamba2Config,
     MambaConfig,
+    MiMoV2FlashConfig,
     MiniMaxConfig,
     NemotronHConfig,
     OlmoHybridConfig,
@@ -124,6 +132,74 @@ HYBRIDS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 """Small models with recurrent layers of every kind: delta rule, Mamba 2 beside attention, convolution, Mamba 1,
 attention that several layers share, and no attention at all."""
+
+_CLASSED: dict[str, Any] = SIZES | {"num_hidden_layers": 4, "tie_word_embeddings": False}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 20}
+_GEMMA: dict[str, Any] = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 259}
+_LONGER: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 2,
+}
+
+_SPARSE: dict[str, Any] = (
+    _CLASSED
+    | MLA
+    | {
+        "index_topk": 12,
+        "index_head_dim": 16,
+        "index_n_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+    }
+)
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
+_SHARED_CHOICE = {"indexer_types": ["full", "shared"] * 2}
+
+CLASSED: dict[str, Callable[[], PreTrainedConfig]] = {
+    "gemma4": lambda: Gemma4TextConfig(
+        **_CLASSED | _WINDOWS | _GEMMA,
+        global_head_dim=32,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+    ),
+    "gemma4-shared": lambda: Gemma4TextConfig(**_CLASSED | _WINDOWS | _GEMMA | _LONGER, global_head_dim=32),
+    "mimo": lambda: MiMoV2FlashConfig(
+        **_CLASSED | _WINDOWS | {"head_dim": 24},
+        v_head_dim=16,
+        mlp_layer_types=["dense", "sparse"] * 2,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+    ),
+    "gemma3n": lambda: Gemma3nTextConfig(
+        **_CLASSED | _WINDOWS | _GEMMA | _LONGER,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.5, 0.0] * 3,
+    ),
+    "deepseek-3.2": lambda: DeepseekV32Config(**_SPARSE, **_ONE_GROUP),
+    "glm-dsa": lambda: GlmMoeDsaConfig(**_SPARSE, **_ONE_GROUP, **_SHARED_CHOICE),
+    "axk2": lambda: AXK2Config(**_SPARSE, **_ONE_GROUP),
+    "hy-v4": lambda: HYV4Config(**_SPARSE, **_ONE_GROUP, **_SHARED_CHOICE),
+    "dots3": lambda: Dots3NoteTextConfig(
+        **_SPARSE | {"index_n_heads": 16},  # scores are hardly ever equal
+        layer_types=["indexed_attention", "sliding_attention"] * 2,
+        sliding_window=20,
+        swa_num_attention_heads=8,
+        swa_num_key_value_heads=8,
+        swa_q_lora_rank=16,
+        swa_kv_lora_rank=8,
+        swa_head_dim=16,
+        swa_qk_nope_head_dim=8,
+        swa_qk_rope_head_dim=8,
+        swa_v_head_dim=16,
+        shared_experts_intermediate_size=32,
+    ),
+}
+"""Small models whose layers differ in their heads, take K and V from an earlier layer, or have index keys."""
 
 _NO_EXPERT = {key: RECURRENT[key] for key in RECURRENT if key != "num_hidden_layers"}
 _MLA = RECURRENT | MLA

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -52,10 +52,14 @@ def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
     def slots(pages: Sequence[int]) -> torch.Tensor:
         return slots_of(pages, ledger.page_size, Span(0, ledger.page_size * len(pages))).long()
 
+    def memories() -> Iterator[tuple[Any, torch.Tensor]]:
+        """Of every rank and class of layers."""
+        for rank in ranks:
+            yield from ((rank, part.buffer.view(torch.uint8)) for part in rank.runner.pool.parts)
+
     def checked_take(count: int) -> list[int]:
         pages = take(count)
-        for rank in ranks if pages else ():
-            memory = rank.runner.pool.buffer.view(torch.uint8)
+        for rank, memory in memories() if pages else ():
             untouched = (memory[:, :, slots(pages).to(memory.device)] == POISON).all()
             assert untouched, f"{rank.lane}: a page was written after it was freed"
         return pages
@@ -64,8 +68,7 @@ def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
         """Those that others still read keep what they hold."""
         before = len(allocator._free)
         freed = free(pages)
-        for rank in ranks if freed else ():
-            memory = rank.runner.pool.buffer.view(torch.uint8)
+        for _, memory in memories() if freed else ():
             memory[:, :, slots(allocator._free[before:]).to(memory.device)] = POISON
             if memory.is_cuda:
                 torch.cuda.synchronize(memory.device)

@@ -81,7 +81,7 @@ EXAMPLES: list[Message] = [
     messages.ProbeAnswer(7, "host", "NVIDIA H200"),
     messages.ProbeAnswer(7, "host", "cpu", "the ring is in use"),
     messages.ProbeEnded(7),
-    messages.PoolOffer(2, POOL, MemoryHandle("host", 9, 1 << 47, "int64", (32,), None)),
+    messages.PoolOffer(2, (POOL,), MemoryHandle("host", 9, 1 << 47, "int64", (32,), None)),
     messages.PoolRefused(1, "it is on another host"),
     messages.Prefilled(KEY, [11]),
     messages.Prefilled(KEY, [11, 4], [TokenLogprobs(11, -0.25, ()), TokenLogprobs(4, -1.5, ())]),
