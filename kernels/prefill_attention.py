@@ -102,7 +102,7 @@ def prefill_tile_of(
 def _shared_bytes(tile: PrefillTile, head_dim: int) -> int:
     """Of the queries, of K and V of each block that is copied ahead, and of the ones that sum weights, in 16 bits: as
     much as Triton takes on Hopper; on Ampere it takes less."""
-    ones = TOTAL_COLUMNS.value * tile.tokens
+    ones = int(TOTAL_COLUMNS.value) * tile.tokens
     return 2 * (head_dim * (tile.rows + 2 * (tile.stages - 1) * tile.tokens) + ones)
 
 

@@ -42,6 +42,8 @@ _PASSING_NAMES = """
     transpose_ t_ detach_ _conj _neg_view real imag type_as broadcast_to expand_copy view_copy
 """
 _PASSING = frozenset(_PASSING_NAMES.split())
+_INTO_MEMORY = ("mm", "addmm")
+"""Products into given memory: those of `kernels.linear`, which has checked the library's bits."""
 
 
 class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -62,7 +64,7 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """See `TorchDispatchMode`."""
         kwargs = kwargs or {}
         name = func.overloadpacket.__name__
-        if name in ("mm", "addmm") and "out" in kwargs:  # of `kernels.linear`, which has checked the library's bits
+        if name in _INTO_MEMORY and "out" in kwargs:
             return func(*args, **kwargs)
         replacement = _REPLACED.get(name) or (_ON_CPU.get(name) if args and _on_cpu(args[0]) else None)
         operands = [*args, *kwargs.values()]

@@ -180,7 +180,8 @@ def _unsupported(config: Any) -> str | None:
         return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
     if getattr(config, "languages", None) and not getattr(config, "default_language", None):
         return "its configuration names no default_language, whose adapters would be used"
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # text never is then
+    # With "vision" text never is.
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "its attention is bidirectional"
     if getattr(config, "num_hidden_layers", None) is None:
         return "its configuration names no layers"
