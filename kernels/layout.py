@@ -2,9 +2,9 @@
 
 A pool is one contiguous tensor `[layers, planes, slots, heads, head_dim]`; a layer's planes are K and V, or one that
 has both (codes, with their scales), or keys alone. A segment in staging is contiguous bytes
-`[layer, plane, token, head, head_dim]`. The heads of one token stand side by side in both, so a copy is made of *rows*: for each plane and each token,
-`len(heads) * head_dim` elements that are contiguous on both sides. Rows are moved as raw words, whatever the element
-type.
+`[layer, plane, token, head, head_dim]`. The heads of one token stand side by side in both, so a copy is made of
+*rows*: for each plane and each token, `len(heads) * head_dim` elements that are contiguous on both sides. Rows are
+moved as raw words, whatever the element type.
 """
 
 from __future__ import annotations
