@@ -15,7 +15,7 @@ from disagg.cli_bench_common import ComparedDeterministicFlag
 from disagg.core.config import Config, Mode, load_config
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import SamplingParams
-from disagg.run_options import DEMO_PROMPTS, RunOptions
+from disagg.run_options import RunOptions, demo_prompts
 
 ModelFlag = Annotated[
     str | None, typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint.")
@@ -99,6 +99,12 @@ JoinFlag = Annotated[
 TemperatureFlag = Annotated[float, typer.Option("--temperature", help="0 is greedy.")]
 TopKFlag = Annotated[int, typer.Option("--top-k", help="Choose among the k likeliest tokens; 0 is off.")]
 TopPFlag = Annotated[float, typer.Option("--top-p", help="Choose among the likeliest tokens of mass p.")]
+DemoSeedFlag = Annotated[
+    int | None,
+    typer.Option(
+        "--seed", min=0, help="Of random weights, and of the order of words in the demo's own prompts [0]."
+    ),
+]
 SeedFlag = Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")]
 StopFlag = Annotated[list[str] | None, typer.Option("--stop", help="Text that ends an answer; repeatable.")]
 
@@ -121,6 +127,7 @@ FLAG_KEYS: dict[str, tuple[str, ...]] = {
     "api_key_file": ("api.key_file",),
     "model_name": ("api.model_name",),
     "ray": ("cluster.ray",),
+    "demo_seed": ("model.seed",),
 }
 """Parameters of commands that are short for settings."""
 _MODE_FLAGS: dict[Mode, tuple[str, ...]] = {
@@ -148,11 +155,12 @@ def demo(
     decode_page_size: DecodePageFlag = None,
     ring_bytes: RingBytesFlag = None,
     transport: TransportFlag = None,
+    demo_seed: DemoSeedFlag = None,
 ) -> None:
     """Serve a few prompts on this machine and check the answers."""
     given = dict(locals())  # the flags by parameter name, before anything else is assigned
     options = RunOptions(
-        prompts=tuple(prompt or DEMO_PROMPTS),
+        prompts=tuple(prompt or demo_prompts(demo_seed or 0)),
         sampling=SamplingParams(max_tokens=max_tokens),
         out_dir=str(out) if out else None,
         deterministic=deterministic,

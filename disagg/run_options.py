@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 
 from disagg.core.errors import ConfigError
@@ -29,6 +31,15 @@ DEMO_PROMPTS: tuple[str, ...] = (
     "not the dearest. After an hour of discussion the board decided, with two votes against, to",
 )
 """Texts of very different lengths, from a few tokens to a few hundred, so that requests overlap in the demo."""
+
+
+def demo_prompts(seed: int) -> tuple[str, ...]:
+    """`DEMO_PROMPTS`, from seed 1 on with their words in an order that is drawn from it."""
+    if seed == 0:
+        return DEMO_PROMPTS
+    order = random.Random(seed)
+    texts = (prompt.split() for prompt in DEMO_PROMPTS)
+    return tuple(" ".join(order.sample(words, len(words))) for words in texts)
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -258,6 +258,16 @@ def test_demo_prompts_differ_in_length() -> None:
     assert max(lengths) > 30 * min(lengths)
 
 
+def test_a_seed_gives_the_demo_other_weights_and_prompts(calls: Calls) -> None:
+    for seed in ("1", "2", "1"):
+        assert cli.run(["demo", "--seed", seed]) == 0
+    first, second, again = (options.prompts for _, _, options in calls)
+    assert [config.model.seed for _, config, _ in calls] == [1, 2, 1]
+    assert again == first != second
+    assert [len(text) for text in first] == [len(text) for text in DEMO_PROMPTS]
+    assert [sorted(text.split()) for text in first] == [sorted(text.split()) for text in DEMO_PROMPTS]
+
+
 def test_output_that_cannot_be_a_folder_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
