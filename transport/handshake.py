@@ -12,8 +12,9 @@ def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
     """Raises `HandshakeError`, naming every difference with both sides' values, unless KV can move from `ours` to
     `theirs`.
 
-    Compared: protocol version, model fingerprint, number of layers, KV heads, head size, element type,
-    transport, `model.deterministic`. Page sizes and numbers of ranks may differ: segments are per token and per head.
+    Compared: protocol version, model fingerprint, number of layers, KV heads, head size (of each class of
+    layers), element type, transport, `model.deterministic`. Page sizes and numbers of ranks may differ: segments are
+    per token and per head.
     So may element types where `theirs` are codes and `ours` are not: KV is quantized on its way.
     """
     differences = [

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from disagg.core.errors import UnsupportedModelError
 from disagg.model.layers import attention_layers, layer_config, setting
 
 _INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
@@ -83,7 +84,10 @@ def _indexed(config: Any, layers: tuple[int, ...]) -> list[int]:
 
 def _sources(config: Any, layers: tuple[int, ...]) -> list[int]:
     """For each attention layer, by its number among them, the one whose K and V it reads."""
-    modes = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
+    try:
+        modes = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
+    except ValueError as exc:  # there is no layer to share with
+        raise UnsupportedModelError(f"{config.model_type} is not supported: {exc}") from exc
     stored = {config.layer_types[layer]: n for n, layer in enumerate(layers) if modes[layer] == "store"}
     return [
         stored[config.layer_types[layer]] if modes[layer] == "reuse" else n for n, layer in enumerate(layers)

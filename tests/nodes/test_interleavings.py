@@ -134,6 +134,8 @@ def run(
 
     In a crowded one answers outgrow the pool, and requests are preempted all the time.
 
+    Every third model without a state has layers of three classes.
+
     With `probed`, which takes their ends, ranks time their wires in between. `kv_dtype` is the decode group's.
     """
     choose = random.Random(seed)
@@ -141,8 +143,9 @@ def run(
     config = config_of(choose, seed % 2 == 1, crowded)
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
     state_tokens = seed // 2 % 2 * 7 if kv_dtype == "model" else 0  # a state cannot be quantized
+    more = ((2, 1), (4, 5)) if seed % 3 == 0 and not state_tokens else ()
     simulation = Simulation(
-        msgspec.structs.replace(config, decode=decode), seed, patch, state_tokens=state_tokens
+        msgspec.structs.replace(config, decode=decode), seed, patch, state_tokens=state_tokens, more=more
     )
     add_faults(simulation, what, choose)
     if "fence" in what:

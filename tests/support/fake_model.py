@@ -13,8 +13,8 @@ import torch
 
 from disagg.core.ports import LayerHook
 from disagg.core.sampling import sampling_of
-from disagg.core.types import KVLayout, SamplingParams, Shard
-from disagg.kv.pool import MHATokenToKVPool
+from disagg.core.types import KVLayout, LayerClass, SamplingParams, Shard
+from disagg.kv.pool import MHATokenToKVPool, make_pool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.batch import StepBatch
 from disagg.model.beam_search import BeamSearch
@@ -30,10 +30,20 @@ DIGITS_HEAD_DIM = 8
 
 
 def fake_spec(
-    layers: int, kv_heads: int, state_tokens: int = 0, *, head_dim: int = HEAD_DIM, kv_dtype: str = "float32"
+    layers: int,
+    kv_heads: int,
+    state_tokens: int = 0,
+    *,
+    head_dim: int = HEAD_DIM,
+    kv_dtype: str = "float32",
+    more: tuple[tuple[int, int], ...] = (),
 ) -> ModelSpec:
-    """What ranks must know of the model. In int8 heads must have `DIGITS_HEAD_DIM`."""
-    layout = KVLayout(layers, kv_heads, head_dim, kv_dtype)
+    """What ranks must know of the model. In int8 heads must have `DIGITS_HEAD_DIM`.
+
+    `more`: layers and KV heads of other classes of layers.
+    """
+    others = tuple(LayerClass(*sizes, head_dim) for sizes in more)
+    layout = KVLayout(layers, kv_heads, head_dim, kv_dtype, others)
     spec = ModelSpec("Fake", "fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
     return msgspec.structs.replace(spec, state_tokens=state_tokens)
 
@@ -113,9 +123,7 @@ class FakeRunner:
         self.spec, self.page_size, self.device = spec, page_size, torch.device("cpu")
         self.shard = shard_of(spec.layout, rank, size)
         slots = pool_tokens + page_size  # the first page is the trash page
-        layout, heads = spec.layout, len(self.shard.heads)
-        dtype = getattr(torch, layout.dtype)
-        self.pool = MHATokenToKVPool(layout.layers, slots, heads, layout.head_dim, dtype)
+        self.pool = make_pool(spec.layout, self.shard, slots, getattr(torch, spec.layout.dtype))
         self.pool.poison()
         self.weights_bytes = 0
         self.req_to_token = ReqToTokenPool(rows, spec.context_tokens + spec.state_tokens)
@@ -132,29 +140,34 @@ class FakeRunner:
         for one in batch.sequences:
             if self.states is not None:
                 self.states.follow(one.row, one.start, one.stop)
-        for layer in range(self.pool.layers):
+        for part, pool, layer in self._layers():
             for one in batch.sequences:
                 tokens, positions = torch.tensor(one.tokens), torch.arange(one.start, one.stop)
                 slots = self.req_to_token.table[one.row, one.start : one.stop].long()
-                self.pool.write(layer, slots, *self._kv(tokens, positions)[layer])
+                pool.write(layer, slots, *kv_of(tokens, positions, part, pool.head_dim)[layer])
             if on_layer is not None:
-                on_layer(layer)
+                on_layer(part.layers.start + layer)
             self.between_layers()
         return torch.stack([fake_logits(self.context(one.row, one.stop)) for one in batch.sequences])
 
     def context(self, row: int, stop: int) -> list[int]:
         """The tokens below `stop`, out of the pool; every element of their KV is compared."""
         slots = self.req_to_token.table[row, :stop].long()
-        read = [self.pool.read(layer, slots, torch.float32) for layer in range(self.pool.layers)]
-        found = torch.stack([torch.stack(one) for one in read])
-        tokens = torch.nan_to_num(found[0, 0, :, 0, 0], nan=-1.0).long()
-        wanted = self._kv(tokens, torch.arange(stop))
-        wrong = (found != wanted).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
-        assert not wrong, f"row {row}: KV is wrong at positions {wrong} of {stop}"
+        first = self.pool.parts[0].read(0, slots, torch.float32)[0]
+        tokens = torch.nan_to_num(first[:, 0, 0], nan=-1.0).long()
+        for part, pool in zip(self.shard.parts, self.pool.parts, strict=True):
+            read = [pool.read(layer, slots, torch.float32) for layer in range(pool.layers)]
+            found = torch.stack([torch.stack(one) for one in read])
+            wanted = kv_of(tokens, torch.arange(stop), part, pool.head_dim)
+            wrong = (found != wanted).flatten(3).any(-1).any(0).any(0).nonzero().flatten().tolist()
+            assert not wrong, f"row {row}: KV is wrong at positions {wrong} of {stop}, layers {part.layers}"
         return tokens.tolist()
 
-    def _kv(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return kv_of(tokens, positions, self.shard, self.pool.head_dim)
+    def _layers(self) -> list[tuple[Shard, MHATokenToKVPool, int]]:
+        """Part, pool and number within it of each layer, as they are computed: those of all classes in turn."""
+        parts = list(zip(self.shard.parts, self.pool.parts, strict=True))
+        most = max(pool.layers for _, pool in parts)
+        return [(part, pool, layer) for layer in range(most) for part, pool in parts if layer < pool.layers]
 
 
 class FakeStates:
@@ -179,12 +192,14 @@ class FakeStates:
         """Writes it behind the prompt."""
         assert self._known.pop(row) == position
         slots, state = self._place(row, position)
-        self._runner.pool.buffer[:, :, slots] = state
+        self._runner.pool.parts[0].buffer[:, :, slots] = state
 
     def check(self, row: int, position: int) -> None:
         """It is there, every element of it."""
         slots, state = self._place(row, position)
-        assert torch.equal(self._runner.pool.buffer[:, :, slots], state), f"row {row}: its state is wrong"
+        assert torch.equal(self._runner.pool.parts[0].buffer[:, :, slots], state), (
+            f"row {row}: its state is wrong"
+        )
 
     def forget(self, row: int) -> None:
         """Another request begins at `row`."""

@@ -71,7 +71,9 @@ class Simulation:
         patch: pytest.MonkeyPatch,
         kv_heads: int = 3,
         state_tokens: int = 0,
+        more: tuple[tuple[int, int], ...] = (),
     ) -> None:
+        """`more`: see `fake_spec`."""
         patch.setattr("disagg.node.leader.IDLE_S", 0.0)
         patch.setattr("staging.wire.PROBE_SIZES_BYTES", (64, 256, 1024))
         self.choose, self.now_s, self.config = random.Random(seed), 0.0, config
@@ -94,7 +96,9 @@ class Simulation:
         head_dim, codes = (HEAD_DIM, "float32") if stored == "auto" else (DIGITS_HEAD_DIM, stored)
         self.groups = [
             self._group(
-                cls, group, fake_spec(3, kv_heads, state_tokens, head_dim=head_dim, kv_dtype=kv_dtype)
+                cls,
+                group,
+                fake_spec(3, kv_heads, state_tokens, head_dim=head_dim, kv_dtype=kv_dtype, more=more),
             )
             for cls, group, kv_dtype in (
                 (PrefillRank, config.prefill, "float32"),
@@ -104,7 +108,9 @@ class Simulation:
         patch.setattr("prefill_node.peer_pools.open_memory", self._open_memory)
         for rank in self.ranks.values():
             rank.link(self.groups[rank.role == "prefill"])
-        late_kernels({r.runner.pool.buffer.data_ptr(): self.devices[n] for n, r in self.ranks.items()}, patch)
+        pools = {n: rank.runner.pool.parts for n, rank in self.ranks.items()}
+        at = {p.buffer.data_ptr(): self.devices[n] for n, parts in pools.items() for p in parts}
+        late_kernels(at, patch)
         self._weights: dict[str, float] = {}
 
     # --- what happens next

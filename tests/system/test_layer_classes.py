@@ -61,6 +61,21 @@ def test_tokens_are_those_of_generate(
     assert len({token for answer in answers for token in answer.tokens}) > 3, "they vary"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "peer"])
+@pytest.mark.parametrize("name", ["gemma4-shared", "gemma3n", "dots3"])
+def test_on_a_gpu(
+    name: str, peer_memory: bool, sources: Callable[[str], ModelSource], checkpoints: Checkpoints
+) -> None:
+    """With attention kernels and recorded steps, but for dots3."""
+    source = sources(name)
+    config = small_config(1, 1, prefill_page=4, decode_page=8, peer_memory=peer_memory)
+    config = msgspec.structs.replace(config, model=ModelConfig(dtype="float32"))
+    with local_groups(config, source, "cuda:0") as groups:
+        answers = groups.answers(PROMPTS, SamplingParams(max_tokens=8))
+    assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in PROMPTS]
+
+
 @pytest.mark.parametrize(("name", "way"), [("gemma4", "swap"), ("deepseek-3.2", "recompute")])
 def test_preempted_requests_go_on_as_if_nothing_had_happened(
     name: str, way: str, checkpoints: Checkpoints, sources: Callable[[str], ModelSource]
