@@ -185,23 +185,31 @@ def _mean(
     x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dims = _dims(x, dim)
-    count = 1
-    for one in dims:
-        count *= x.shape[one]
+    count = math.prod(x.shape[one] for one in dims)
     found = (_sums(x, dims) / count).to(dtype or x.dtype)
     return found if keepdim else found.squeeze(dims)
 
 
 def _var(
-    x: torch.Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+    x: torch.Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
 ) -> torch.Tensor:
+    if isinstance(dim, bool):  # an overload names it first
+        dim, unbiased = None, dim
     dims, wide = _dims(x, dim), x.float()
-    count = 1
-    for one in dims:
-        count *= x.shape[one]
+    count = math.prod(x.shape[one] for one in dims)
     off = wide - _sums(wide, dims) / count
-    found = (_sums(off * off, dims) / (count - (1 if correction is None else correction))).to(x.dtype)
+    less = float(unbiased) if correction is None else correction
+    found = (_sums(off * off, dims) / (count - less)).to(x.dtype)
     return found if keepdim else found.squeeze(dims)
+
+
+def _std(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _var(x, *args, **kwargs).sqrt()
 
 
 def _vector_norm(
@@ -339,6 +347,7 @@ _REPLACED: dict[str, Callable[..., Any]] = {
     "sum": _sum,
     "mean": _mean,
     "var": _var,
+    "std": _std,
     "linalg_vector_norm": _vector_norm,
     "_softmax": _softmax,
     "_log_softmax": _log_softmax,

@@ -50,6 +50,19 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Where the KV cache has each attention layer; empty where it has them all, in their order."""
 
     @property
+    def cache_refused(self) -> str:
+        """Why no prompt may begin with the KV of another one's beginning; empty if it may. Of a runner's spec.
+
+        A recurrent state is known behind a whole prompt only. Which of equally scored tokens a sparse layer reads
+        depends on the length of the prompt, in transformers.
+        """
+        if self.state_tokens or self.whole_prompts:
+            return "its recurrent state is not kept by tokens"
+        if not all(one.has_v for one in self.layout.classes):
+            return "which tokens its sparse layers read depends on the prompt's length"
+        return ""
+
+    @property
     def has_attention(self) -> bool:
         """False for a model of recurrent layers alone: its pool holds nothing but states on their way."""
         return self.k_dim > 0

@@ -308,20 +308,16 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         return self.runner.pool.slots - self.group_config.page_size  # without the trash page
 
     def _ledger(self) -> Ledger:
-        """The books of the group's memory, with a prefix cache where it is wanted and the model allows it.
-
-        A recurrent state is known behind a whole prompt only, so none can begin with a part of another one.
-        """
+        """The books of the group's memory, with a prefix cache where it is wanted and the model allows it."""
         group, spec = self.group_config, self.runner.spec
-        whole = bool(spec.state_tokens or spec.whole_prompts)
-        if group.prefix_cache and whole:
-            why = "its recurrent state is not kept by tokens"
+        why = spec.cache_refused
+        if group.prefix_cache and why:
             log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=why)
         return Ledger(
             pool_tokens=self._pool_tokens(),
             page_size=group.page_size,
             rows=group.max_requests,
-            eviction=group.eviction if group.prefix_cache and not whole else None,
+            eviction=group.eviction if group.prefix_cache and not why else None,
         )
 
     def _prompt_chunks(self) -> PromptChunks:

@@ -198,6 +198,8 @@ def test_row_by_row_is_what_torch_computes(device: str) -> None:
         "sum of two": lambda: x.sum((0, 2), keepdim=True),
         "mean": lambda: x.mean(-1, keepdim=True),
         "variance": lambda: x.var(-1, correction=0),
+        "standard deviation": lambda: x.std(-1, keepdim=True),
+        "biased standard deviation": lambda: x.std(unbiased=False),
         "norm": lambda: x.norm(dim=-1),
         "softmax": lambda: x.softmax(1),
         "log softmax": lambda: x.log_softmax(-1),

@@ -134,13 +134,25 @@ def test_several_answers_share_and_copy_pages_of_every_class(
 def test_cached_beginnings_are_those_of_every_class(
     checkpoints: Checkpoints, sources: Callable[[str], ModelSource]
 ) -> None:
-    source, (beginning,) = sources("dots3"), random_prompts(50, seed=4)
+    source, (beginning,) = sources("gemma4"), random_prompts(50, seed=4)
     prompts = [beginning + end for end in random_prompts(4, 9, 21, seed=5)]
     with local_groups(small_config(2, 1, prefill_page=4, decode_page=8), source) as groups:
         answers = [groups.answers([prompt], SamplingParams(max_tokens=8))[0] for prompt in prompts]
         found = [cache_of(ranks) for ranks in (groups.prefill, groups.decode)]
     assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
     assert all(one.hit_tokens > 0 for one in found)
+
+
+def test_sparse_layers_have_no_prefix_cache(
+    checkpoints: Checkpoints, sources: Callable[[str], ModelSource]
+) -> None:
+    """Of equal scores transformers takes others for another length of the prompt."""
+    source, (prompt,) = sources("deepseek-3.2"), random_prompts(50, seed=4)
+    with local_groups(small_config(), source) as groups:
+        answers = [groups.answers([prompt], SamplingParams(max_tokens=8))[0].tokens for _ in "12"]
+        memories = [ranks[0].statistics()["leader"].memory for ranks in (groups.prefill, groups.decode)]
+    assert answers == [checkpoints.greedy(source, prompt, 8)] * 2
+    assert all(memory.cache is None for memory in memories)
 
 
 def test_index_keys_in_8_bits_are_refused(sources: Callable[[str], ModelSource]) -> None:
