@@ -84,6 +84,22 @@ def test_sums_of_rows(n: int, device: str) -> None:
     assert torch.equal(row_sum(x.view(3, 3, n)), found.view(3, 3))
 
 
+def test_arguments_that_do_not_fit_are_refused() -> None:
+    x, w = torch.zeros(1, 3, 8), torch.zeros(1, 8, 5)
+    with pytest.raises(ValueError, match="of one type"):
+        matmul(x, w.to(torch.bfloat16))
+    with pytest.raises(ValueError, match=r"\[batch, k, n\]"):
+        matmul(x, w[:, :7])
+    with pytest.raises(ValueError, match=r"bias must be contiguous torch.float32 \[5\]"):
+        matmul(x, w, torch.zeros(4))
+    with pytest.raises(ValueError, match="weight must be contiguous"):
+        Linear(torch.zeros(4, 6).t())
+    with pytest.raises(ValueError, match=r"ends int32 \[1\]"):
+        grouped_matmul(x[0], w, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(ValueError, match="x must be float32"):
+        row_sum(torch.zeros(3, dtype=torch.int64))
+
+
 @dataclass(frozen=True)
 class Case:
     k_dim: int = 128
