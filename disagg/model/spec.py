@@ -188,7 +188,7 @@ def _unsupported(config: Any) -> str | None:
     if config.is_encoder_decoder:
         return "it has an encoder; only decoder-only models are served"
     if config.get_text_config() is not config:
-        return "it is multimodal; only text models are served"
+        return "its text part is no causal model that can be served alone"
     if getattr(config, "quantization_config", None):
         return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
     if getattr(config, "languages", None) and not getattr(config, "default_language", None):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bad_checks import ends_badly
@@ -13,6 +15,7 @@ from disagg.coverage.page import render
 from disagg.coverage.types import causal_types, chosen_types
 from disagg.coverage.verdict import Verdict
 from disagg.coverage.workers import check_types
+from disagg.model.paged import PagedStep
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SAMPLE = ("gemma2", "camembert", "mixtral", "lfm2", "roformer", "hrm_text", "qwen3_5", "bart")
@@ -59,6 +62,17 @@ def test_wrong_tokens_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = check.check_type("llama")
     assert found.result == "wrong"
     assert found.why == "unsplit, chunks of 13: 1 of 72 tokens differ"
+
+
+def test_attention_that_forgets_its_window_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = PagedStep.attend
+
+    def without_window(step: Any, layer: int, *qkv: Any) -> Any:
+        *tensors, params = qkv
+        return attend(step, layer, *tensors, replace(params, window_tokens=None))
+
+    monkeypatch.setattr(PagedStep, "attend", without_window)
+    assert check.check_type("mistral").result == "wrong"
 
 
 def test_a_process_that_crashes_or_hangs_ends_no_other() -> None:

@@ -12,6 +12,7 @@ from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ra
 from transformers import (
     BertConfig,
     DeepseekV3Config,
+    Gemma3TextConfig,
     GitConfig,
     GptOssConfig,
     LlamaConfig,
@@ -49,6 +50,7 @@ from kernels.attention import AttentionParams
             "outside of the cache",
         ),
         (BertConfig(**ENCODER), "is_causal=False"),
+        (Gemma3TextConfig(**SIZES, use_bidirectional_attention=True), "bidirectional"),
         (GitConfig(**ENCODER), "its attention cannot be replaced"),
         (
             PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=255),
