@@ -90,8 +90,12 @@ def name_of(device: Any) -> str:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """A line that says what is being measured now, while it is."""
+    """A line that says what is being measured now, while it is. Logs go to stderr too: stdout has the results."""
     from rich.console import Console
 
+    from disagg.core.config import LogConfig
+    from disagg.core.log import configure
+
+    configure(LogConfig(level="warning"))
     with Console(stderr=True).status("starting") as status:
         yield lambda text: status.update(f"measuring: {text}")

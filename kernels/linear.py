@@ -16,17 +16,8 @@ import torch
 from kernels.attention import on_device
 from kernels.dispatch import backend
 from kernels.layer_kv import told
-from kernels.matmul import (
-    GROUP_M,
-    MatmulTile,
-    by_descriptor,
-    descriptor,
-    matmul,
-    run,
-    run_tma,
-    tile_of,
-    tma_programs,
-)
+from kernels.matmul import GROUP_M, descriptor, matmul, run, run_tma, tma_programs
+from kernels.matmul_tiles import MatmulTile, by_descriptor, tile_of
 
 LIBRARY_ROWS = 1024
 _ALIGNMENT_BYTES = 16

@@ -9,7 +9,6 @@ choose other orders for other numbers of rows (split-K, stream-K). Idea: "Defeat
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -22,88 +21,13 @@ from disagg.core.errors import ConfigError
 from kernels.attention import dot, multiprocessors, on_device
 from kernels.dispatch import backend
 from kernels.layer_kv import told
+from kernels.matmul_tiles import MatmulTile, by_descriptor, tile_of, tiles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_M = 8
 """Row blocks that are computed beside each other, so that they share columns of `right` in the cache."""
-_TMA_CAPABILITY = (9, 0)
-_TMA_ALIGNMENT_BYTES = 16
 _CHECKED_SHAPE = (300, 272, 1056)
 """Rows, columns and summed elements of the check: no multiples of most tiles, and many steps of each."""
-
-
-@dataclass(frozen=True, slots=True)
-class MatmulTile:
-    """What a program computes, and how. No choice changes the result's bits."""
-
-    rows: int
-    columns: int
-    summed: int
-    """Elements of the summed dimension in one step."""
-    warps: int = 4
-    stages: int = 4
-    rate: float = 1.0
-    """Of the tensor cores' work, beside that of the best tile: measured on Hopper (4,096 summed elements)."""
-    swapped: bool = False
-    """`right` is the left operand of the tensor cores' instruction, which has 64 rows: for few rows of `left`."""
-    descriptors: bool = False
-    """Operands come by bulk tensor copies (TMA), in a persistent grid."""
-
-    def cost(self, rows: int, columns: int, programs: int) -> float:
-        """Time of a product on `programs` multiprocessors, in no unit: whole waves of blocks."""
-        blocks = -(-rows // self.rows) * -(-columns // self.columns)
-        return -(-blocks // programs) * self.rows * self.columns / self.rate
-
-
-_FEW_ROWS = (
-    MatmulTile(16, 64, 128, stages=5, swapped=True),
-    MatmulTile(32, 64, 128, stages=5, swapped=True),
-)
-"""For up to 16 and 32 rows, where reading `right` is all the time."""
-_FLOAT32 = MatmulTile(32, 32, 32, stages=3)
-_PLAIN = (
-    MatmulTile(64, 32, 128, stages=6, rate=0.6),
-    MatmulTile(64, 64, 128, stages=4, rate=0.7),
-    MatmulTile(128, 128, 64, warps=8, stages=4, rate=0.75),
-)
-_TMA = (
-    _PLAIN[0],
-    MatmulTile(64, 64, 128, stages=4, rate=0.75, descriptors=True),
-    MatmulTile(64, 128, 64, stages=5, rate=0.85, descriptors=True),
-    MatmulTile(128, 128, 64, stages=5, rate=0.93, descriptors=True),
-    MatmulTile(128, 256, 64, warps=8, stages=4, descriptors=True),
-)
-
-
-@lru_cache(maxsize=4096)
-def tile_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, tma: bool) -> MatmulTile:
-    """The quickest tile. `tma`: whether the operands can come by bulk tensor copies."""
-    if dtype == torch.float32:
-        return _FLOAT32
-    if rows <= 32:
-        return _FEW_ROWS[rows > 16]
-    programs = multiprocessors(device)
-    return min(_TMA if tma else _PLAIN, key=lambda tile: tile.cost(rows, columns, programs))
-
-
-def tiles(dtype: torch.dtype, device: torch.device) -> tuple[MatmulTile, ...]:
-    """All that `tile_of` may choose on `device`."""
-    if dtype == torch.float32:
-        return (_FLOAT32,)
-    return (*_FEW_ROWS, *_PLAIN, *(_TMA[1:] if has_tma(device) else ()))
-
-
-@lru_cache
-def has_tma(device: torch.device) -> bool:
-    """Whether the device has bulk tensor copies."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TMA_CAPABILITY
-
-
-def by_descriptor(x: torch.Tensor) -> bool:
-    """Whether bulk tensor copies can read a matrix: 16 bits, rows contiguous, 16-byte aligned."""
-    plain = has_tma(x.device) and x.element_size() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
-    aligned = x.stride(0) * x.element_size() % _TMA_ALIGNMENT_BYTES == 0
-    return plain and aligned and x.data_ptr() % _TMA_ALIGNMENT_BYTES == 0
 
 
 def matmul(

@@ -12,6 +12,7 @@ from disagg.bench.decode import DecodeBench, check, prepare, read_kv_bytes, read
 from disagg.core.errors import ConfigError, InvariantError
 
 CPU = torch.device("cpu")
+FLAGS = ["--batch", "2", "--context-tokens", "20", "--repeats", "2", "--dtype", "float32", "--device", "cpu"]
 
 
 def bench(model: str = "tiny-llama", batch: int = 3, context_tokens: int = 40) -> DecodeBench:
@@ -50,19 +51,7 @@ def test_wrong_kv_is_seen() -> None:
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--batch",
-        "2",
-        "--context-tokens",
-        "20",
-        "--repeats",
-        "2",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-    ]
-    assert cli.run(["bench", "decode", *flags, "--json"]) == 0
+    assert cli.run(["bench", "decode", *FLAGS, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["results"]
     assert [one["unit"] for one in found] == ["GB/s", "ms", "tokens/s"]
     rate, step = found[0], found[1]
@@ -72,19 +61,7 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_the_deterministic_mode_costs(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--batch",
-        "2",
-        "--context-tokens",
-        "20",
-        "--repeats",
-        "2",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-    ]
-    assert cli.run(["bench", "decode", *flags, "--deterministic", "--prefill-tokens", "30", "--json"]) == 0
+    assert cli.run(["bench", "decode", *FLAGS, "--deterministic", "--prefill-tokens", "30", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["results"]
     units = ["GB/s", "ms", "tokens/s", "tokens/s"]
     assert [one["unit"] for one in found] == [*units, *units, "%", "%"]

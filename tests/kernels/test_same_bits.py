@@ -18,7 +18,8 @@ from kernels.attention_splits import Splits, fixed_splits
 from kernels.decode_attention import decode_attention
 from kernels.layer_kv import QUANTIZED
 from kernels.linear import Linear
-from kernels.matmul import grouped_matmul, matmul, tiles
+from kernels.matmul import grouped_matmul, matmul
+from kernels.matmul_tiles import tiles
 from kernels.prefill_attention import PackedQueries, PrefillTile, prefill_attention
 from kernels.row_sum import row_sum
 
