@@ -2,7 +2,7 @@
 
 The kernels differ in which tokens a row of queries sees; the arithmetic is here, and gives a row the same bits in
 every kernel and tile. On a tensor core the bits of a product depend on neither the tile nor the instruction, only on
-the order of the summed dimension (`tests/kernels/test_same_bits_gpu.py`), so the weights are summed by a product with
+the order of the summed dimension (`tests/kernels/test_same_bits.py`), so the weights are summed by a product with
 ones: a reduction over threads would follow the tile's layout. Multiplications and additions that a compiler could
 join are joined explicitly (`tl.fma`). A block in which a row sees nothing leaves the row's state as it is, exactly.
 """
@@ -90,14 +90,18 @@ def add_block(  # type: ignore[no-untyped-def]
         weights = tl.where(visible, weights, 0.0)
     shrink = tl.exp2(largest - level)[:, None]
     rounded = weights.to(queries.dtype)
+    total *= shrink
+    ones = tl.full([token.shape[0], TOTAL_COLUMNS], 1.0, tl.float32)
     if v_scales is None:
         summed = rounded
     elif queries.dtype == tl.float32:
         summed = weights * tl.exp2(-v_level)[None, :]
-    else:  # without the values' scales the weights leave the range of float16
-        summed = (weights * tl.exp2(-v_level)[None, :]).to(tl.bfloat16)
-    ones = tl.full([token.shape[0], TOTAL_COLUMNS], 1.0, tl.float32).to(summed.dtype)
-    total = dot(summed, ones, total * shrink)
+    else:  # without the values' scales the weights leave the range of float16, and bfloat16 has too few digits for it
+        unscaled = nothing + tl.exp2(-v_level)[None, :]
+        summed = (weights * unscaled).to(tl.bfloat16)
+        rest = tl.fma(weights, unscaled, nothing - summed.to(tl.float32)).to(tl.bfloat16)
+        total = dot(rest, ones.to(tl.bfloat16), total)
+    total = dot(summed, ones.to(summed.dtype), total)
     values_sum = dot(rounded, values.to(queries.dtype), values_sum * shrink)
     return new_largest, total, values_sum
 

@@ -98,8 +98,9 @@ def decode_attention(
     Codes are multiplied as float16, which has all of them exactly, where the queries have 16 bits.
 
     On CUDA: one or two launches on the current stream, no synchronization, nothing about rows and lengths known to
-    the host. Tokens outside the window and beyond the length are never read. Products in the queries' type (float32:
-    exact, no TF32), softmax and sums in float32. Raises ValueError (arguments), ConfigError (no Triton).
+    the host. Tokens outside the window and beyond the length are never read, but for those of a window's first block
+    with fixed splits, which must be finite. Products in the queries' type (float32: exact, no TF32), softmax and sums
+    in float32. Raises ValueError (arguments), ConfigError (no Triton).
     """
     group = check_queries(q, kv, table, params, out)
     n, _, k_dim = q.shape

@@ -152,9 +152,10 @@ def prefill_attention(
     - splits, tile: chosen by the device and the sizes when left out.
 
     A query at position `p` sees the tokens up to `p`, or the last `window_tokens` of them; no other is used, and none
-    outside of what the sequence's queries see together is read. On CUDA: one or two launches on the current stream,
-    no synchronization. Products in the queries' type (float32: exact, no TF32), softmax and sums in float32. Raises
-    ValueError (arguments), ConfigError (no Triton).
+    outside of what the sequence's queries see together is read, but for those of a window's first block with fixed
+    splits, which must be finite. On CUDA: one or two launches on the current stream, no synchronization. Products in
+    the queries' type (float32: exact, no TF32), softmax and sums in float32. Raises ValueError (arguments),
+    ConfigError (no Triton).
     """
     group = check_queries(q, kv, table, params, out)
     queries.check()

@@ -32,6 +32,7 @@ CASES = {
     "float32 from bfloat16": Case((50, 3), kv_dtype=torch.bfloat16),
     "int8": Case((50, 3), q_dtype=torch.bfloat16, kv_dtype=torch.int8, window=30),
     "e4m3": Case((50, 3), q_dtype=torch.bfloat16, kv_dtype=torch.float8_e4m3fn, window=30),
+    "int8 of float16": Case((50, 1), q_dtype=torch.float16, kv_dtype=torch.int8),
     "e5m2": Case((50, 3), kv_dtype=torch.float8_e5m2, softcap=4.0),
     "head of 80": Case((19,), k_dim=80, v_dim=80, pool_dim=80),
     "K larger than V": Case((19,), k_dim=24, v_dim=16, pool_dim=24),
