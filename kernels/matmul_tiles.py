@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import torch
 
-from kernels.attention import multiprocessors
+from kernels.attention import multiprocessors, shared_bytes
 
 _TMA_CAPABILITY = (9, 0)
 _TMA_ALIGNMENT_BYTES = 16
@@ -32,6 +32,13 @@ class MatmulTile:
     """`right` is the left operand of the tensor cores' instruction, which has 64 rows: for few rows of `left`."""
     descriptors: bool = False
     """Operands come by bulk tensor copies (TMA), in a persistent grid."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program, operands of 16 bits. On Hopper one stage more where there are no descriptors,
+        for which it has room with any tile here."""
+        held = self.stages if self.descriptors else self.stages - 1
+        return 2 * (self.rows + self.columns) * self.summed * held
 
     def cost(self, rows: int, columns: int, programs: int) -> float:
         """Time of a product on `programs` multiprocessors, in no unit: whole waves of blocks."""
@@ -67,14 +74,21 @@ def tile_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, t
     if rows <= 32:
         return _FEW_ROWS[rows > 16]
     programs = multiprocessors(device)
-    return min(_TMA if tma else _PLAIN, key=lambda tile: tile.cost(rows, columns, programs))
+    choices = _with_room(_TMA if tma else _PLAIN, device)
+    return min(choices, key=lambda tile: tile.cost(rows, columns, programs))
 
 
 def tiles(dtype: torch.dtype, device: torch.device) -> tuple[MatmulTile, ...]:
     """All that `tile_of` may choose on `device`."""
     if dtype == torch.float32:
         return (_FLOAT32,)
-    return (*_FEW_ROWS, *_PLAIN, *(_TMA[1:] if has_tma(device) else ()))
+    return (*_FEW_ROWS, *_with_room((*_PLAIN, *(_TMA[1:] if has_tma(device) else ())), device))
+
+
+def _with_room(choices: tuple[MatmulTile, ...], device: torch.device) -> tuple[MatmulTile, ...]:
+    """Those that fit into a program's shared memory: many GPUs have 99 KiB of it, less than half of Hopper's."""
+    room = shared_bytes(device)
+    return tuple(tile for tile in choices if device.type != "cuda" or tile.shared_bytes <= room)
 
 
 @lru_cache

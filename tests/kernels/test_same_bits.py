@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from disagg.kv.pool import MHATokenToKVPool
+from kernels import matmul_tiles
 from kernels.attention import AttentionParams
 from kernels.attention_splits import Splits, fixed_splits
 from kernels.decode_attention import decode_attention
@@ -53,6 +54,18 @@ def test_all_tiles_of_a_product(dtype: torch.dtype, k: int) -> None:
     left, right = (torch.randn(1, *shape, device="cuda:0", dtype=dtype) for shape in ((333, k), (520, k)))
     found = [matmul(left, right.transpose(1, 2), tile=tile) for tile in tiles(dtype, left.device)]
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_tiles_fit_into_99_kib_of_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As programs have on Ada and most Ampere GPUs."""
+    device, most = torch.device("cuda:0"), 99 << 10
+    for name, value in (("shared_bytes", most), ("multiprocessors", 58), ("has_tma", False)):
+        monkeypatch.setattr(matmul_tiles, name, lambda _, value=value: value)
+    found = tiles(torch.bfloat16, device)
+    assert all(tile.shared_bytes <= most for tile in found)
+    for rows in (1, 33, 64, 100, 5000):
+        for columns in (512, 4096):
+            assert matmul_tiles.tile_of.__wrapped__(rows, columns, torch.bfloat16, device, False) in found
 
 
 @pytest.mark.gpu
