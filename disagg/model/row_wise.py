@@ -95,11 +95,15 @@ def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:
     """Whether rounding is at stake. A product of one element each is rounded once, in any order; with an integer
     `dtype` operands are made whole numbers before they are summed."""
     flat = [one for arg in operands for one in (arg if isinstance(arg, list | tuple) else [arg])]
-    if any(isinstance(one, torch.dtype) and not one.is_floating_point for one in flat):
+    if any(isinstance(one, torch.dtype) and not _rounds(one) for one in flat):
         return False
     tensors = [one for one in flat if isinstance(one, torch.Tensor)]
     single = func.overloadpacket.__name__ in ("mm", "bmm") and tensors[0].shape[-1] == 1
-    return any(one.dtype.is_floating_point for one in tensors) and not single
+    return any(_rounds(one.dtype) for one in tensors) and not single
+
+
+def _rounds(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _on_cpu(x: object) -> bool:

@@ -1,7 +1,7 @@
 """Operations of torch that sum, row by row: what `disagg.model.row_wise` puts in their places.
 
 Each takes and gives what the operation of its name does. Sums are in float32, in an order that follows from the
-summed dimension alone, and the result is rounded once.
+summed dimension alone, and the result is rounded once. Of what they cannot do they raise ValueError.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ from typing import Any
 
 import torch
 
-from kernels.matmul import grouped_matmul, matmul
+from kernels.matmul import DTYPES, grouped_matmul, matmul
 from kernels.row_sum import row_sum
 
 _FEW = 32
 """Elements that are summed one after the other, where the summed dimension is not the last."""
 
 
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """float32; not of a type that it would round."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"model.deterministic = true has no sums of {x.dtype}; leave it off")
+    return x.float()
+
+
 def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
+    bias = None if bias is None else bias.contiguous()
     return matmul(rows[None], weight[None].transpose(1, 2), bias)[0].view(*x.shape[:-1], weight.shape[0])
 
 
@@ -41,7 +49,8 @@ def _addmm(
 ) -> torch.Tensor:
     if beta == alpha == 1 and added.shape == right.shape[1:] and added.is_contiguous():
         return matmul(left[None], right[None], added)[0]
-    return beta * added + alpha * _mm(left, right)
+    product = alpha * _mm(left, right)
+    return product if beta == 0 else beta * added + product
 
 
 def _baddbmm(
@@ -64,7 +73,9 @@ def _grouped_mm(
 
 def _sums(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
     """float32 sums over `dims`, which stay, with one element each."""
-    wide = x.float()
+    wide = _wide(x)
+    if not wide.numel():
+        return wide.sum(tuple(dims), keepdim=True)
     if len(dims) == 1 and dims[0] != x.dim() - 1 and x.shape[dims[0]] <= _FEW:
         total = wide.select(dims[0], 0)
         for index in range(1, x.shape[dims[0]]):
@@ -79,7 +90,7 @@ def _sums(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
 
 
 def _dims(x: torch.Tensor, dim: Any) -> list[int]:
-    if dim is None or dim == []:
+    if dim is None or dim == [] or x.dim() == 0:
         return list(range(x.dim()))
     return sorted(one % x.dim() for one in ([dim] if isinstance(dim, int) else dim))
 
@@ -111,7 +122,7 @@ def _var(
 ) -> torch.Tensor:
     if isinstance(dim, bool):  # an overload names it first
         dim, unbiased = None, dim
-    dims, wide = _dims(x, dim), x.float()
+    dims, wide = _dims(x, dim), _wide(x)
     count = math.prod(x.shape[one] for one in dims)
     off = wide - _sums(wide, dims) / count
     less = float(unbiased) if correction is None else correction
@@ -131,15 +142,16 @@ def _vector_norm(
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    wide = x.float()
-    squares = {1: wide.abs(), 2: wide * wide}[int(ord)]
-    found = _sum(squares, dim, keepdim)
+    if ord not in (1, 2):
+        raise ValueError(f"model.deterministic = true has no norm of order {ord}; leave it off")
+    wide = _wide(x)
+    found = _sum(wide.abs() if ord == 1 else wide * wide, dim, keepdim)
     return (found.sqrt() if ord == 2 else found).to(dtype or x.dtype)
 
 
 def _exponentials(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores less the largest, and their exponentials' sum."""
-    wide = x.float()
+    wide = _wide(x)
     less = wide - wide.amax(dim, keepdim=True)
     return less, _sums(less.exp(), _dims(x, dim))
 
@@ -158,7 +170,7 @@ def _layer_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     dims = list(range(x.dim() - len(shape), x.dim()))
-    wide = x.float()
+    wide = _wide(x)
     mean = _mean(wide, dims, keepdim=True)
     rstd = torch.rsqrt(_mean((wide - mean).square(), dims, keepdim=True) + eps)
     found = (wide - mean) * rstd
@@ -173,7 +185,7 @@ def _rms_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dims = list(range(x.dim() - len(shape), x.dim()))
-    wide = x.float()
+    wide = _wide(x)
     rstd = torch.rsqrt(
         _mean(wide.square(), dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
     )

@@ -177,6 +177,18 @@ def test_an_unknown_operation_is_refused_by_name() -> None:
         x.cumsum(0)
 
 
+def test_what_would_be_another_value_is_refused() -> None:
+    x = torch.randn(3, 4)
+    operations: dict[str, Callable[[], torch.Tensor]] = {
+        "norm of order 1.5": lambda: torch.linalg.vector_norm(x, 1.5, dim=-1),
+        "sums of torch.float64": lambda: x.softmax(-1, dtype=torch.float64),
+        "torch.complex64": lambda: (x * 1j) @ x.t().to(torch.complex64),
+    }
+    for said, operation in operations.items():
+        with torch.inference_mode(), RowWise("SomeModel"), pytest.raises(ValueError, match=said):
+            operation()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_row_by_row_is_what_torch_computes(device: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -197,6 +209,9 @@ def test_row_by_row_is_what_torch_computes(device: str) -> None:
         "sum of a middle dimension": lambda: x.sum(1),
         "sum of two": lambda: x.sum((0, 2), keepdim=True),
         "mean": lambda: x.mean(-1, keepdim=True),
+        "sum over none": lambda: x[:0].sum(0),
+        "sum of one": lambda: x[0, 0, 0].sum(0),
+        "addmm to nothing": lambda: torch.addmm(x[0, 0, :7] / 0, x[0], weight.t(), beta=0),
         "variance": lambda: x.var(-1, correction=0),
         "standard deviation": lambda: x.std(-1, keepdim=True),
         "biased standard deviation": lambda: x.std(unbiased=False),
