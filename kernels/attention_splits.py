@@ -55,6 +55,12 @@ def fixed_splits(
     return Splits(-(-max_tokens // tokens) + window if parallel else 1, tokens, fixed=True)
 
 
+def partials_bytes(out: torch.Tensor, splits: Splits) -> int:
+    """Memory that `Partials` takes."""
+    tokens, q_heads, v_dim = out.shape
+    return 4 * tokens * q_heads * splits.most * (v_dim + 2) if splits.most > 1 else 0
+
+
 @lru_cache
 def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments of kernels where no context can be cut: so they compile once, whether contexts are cut or not."""

@@ -21,8 +21,10 @@ from kernels.matmul_tiles import MatmulTile, by_descriptor, tile_of
 
 LIBRARY_ROWS = 1024
 _ALIGNMENT_BYTES = 16
+_LIBRARY_ALIGNMENT_BYTES = 256
+"""The library chooses by alignment too, up to this."""
 _library_agrees: dict[tuple[object, ...], bool] = {}
-"""By device, type and shape of the weight."""
+"""By device, type, shape and alignment of the weight, and whether there is a bias."""
 
 
 class Linear:
@@ -68,28 +70,32 @@ class Linear:
             done = len(rows) - len(rows) % LIBRARY_ROWS
             for first in range(0, done, LIBRARY_ROWS):
                 block = slice(first, first + LIBRARY_ROWS)
-                self._by_library(rows[block], out[block])
+                self._by_library(rows[block], out[block], self._bias)
         if done < len(rows):
             self._launch(rows[done:], out[done:])
 
-    def _by_library(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        if self._bias is None:
+    def _by_library(self, rows: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+        if bias is None:
             torch.mm(rows, self._weight.t(), out=out)
         else:
-            torch.addmm(self._bias, rows, self._weight.t(), out=out)
+            torch.addmm(bias, rows, self._weight.t(), out=out)
 
     def _has_library(self) -> bool:
-        """Whether the library's product of `LIBRARY_ROWS` rows gives our bits; found out with random rows, once for
-        each shape, and then the device is waited for. No order but ours gives the same bits for a million sums."""
+        """Whether the library's product of `LIBRARY_ROWS` rows gives our bits.
+
+        Found out with random rows and a random bias, once for each shape, and then the device is waited for: no other
+        order gives the same bits for a million sums.
+        """
         weight = self._weight
-        kind = (weight.device, weight.dtype, weight.shape, self._bias is None)
+        aligned = weight.data_ptr() % _LIBRARY_ALIGNMENT_BYTES == 0
+        kind = (weight.device, weight.dtype, weight.shape, aligned, self._bias is None)
         if kind not in _library_agrees:
-            rows = torch.randn(LIBRARY_ROWS, self._k, device=weight.device, dtype=weight.dtype)
-            ours, found = (
-                torch.empty(LIBRARY_ROWS, self._n, device=rows.device, dtype=rows.dtype) for _ in "12"
-            )
-            self._launch(rows, ours)
-            self._by_library(rows, found)
+            numbers: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+            rows = torch.randn(LIBRARY_ROWS, self._k, **numbers)
+            bias = None if self._bias is None else torch.randn(self._n, **numbers)
+            ours, found = (torch.empty(LIBRARY_ROWS, self._n, **numbers) for _ in "12")
+            Linear(weight, bias)._launch(rows, ours)
+            self._by_library(rows, found, bias)
             _library_agrees[kind] = torch.equal(ours, found)
         return _library_agrees[kind]
 

@@ -32,6 +32,7 @@ from kernels.attention_splits import (
     Splits,
     cut_context,
     fixed_splits,
+    partials_bytes,
     splits_of,
     write_results,
 )
@@ -39,6 +40,8 @@ from kernels.layer_kv import LayerKV
 
 _LEAST_SPLIT_TOKENS = 256
 """Fewer are not worth a second kernel."""
+_MOST_PARTIALS_BYTES = 256 << 20
+"""Of partial results of fixed splits: they are no part of the largest step, by which a pool is sized."""
 _SPARE_SHARED_BYTES = 2048
 """For what a program exchanges beside its tiles."""
 
@@ -178,8 +181,12 @@ def prefill_attention(
         if params.window_tokens:  # a block's first row sees so many, each further token moves its end by one
             seen = min(seen, params.window_tokens + -(-tile.rows // group))
         if deterministic:
-            few = programs < multiprocessors(device)
-            splits = fixed_splits(seen, window=params.window_tokens is not None, parallel=few)
+            splits = fixed_splits(seen, window=params.window_tokens is not None)
+            small = partials_bytes(out, splits) <= _MOST_PARTIALS_BYTES
+            if not small or programs >= multiprocessors(
+                device
+            ):  # a program goes over all splits: the same bits
+                splits = fixed_splits(seen, window=params.window_tokens is not None, parallel=False)
         else:
             splits = prefill_splits_of(programs, seen, device)
     partials = Partials(out, splits, strangers=True)

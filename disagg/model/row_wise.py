@@ -31,7 +31,7 @@ _PASSING_NAMES = """
     repeat repeat_interleave constant_pad_nd pad empty empty_like empty_strided zeros zeros_like ones ones_like full
     full_like new_empty new_zeros new_ones new_full arange linspace fill_ zero_ scalar_tensor lift_fresh eye
     one_hot nonzero is_nonzero item _local_scalar_dense equal all any amax amin max min argmax argmin argsort
-    bincount histc searchsorted bucketize diff unfold view_as_complex view_as_real polar complex
+    histc searchsorted bucketize diff unfold view_as_complex view_as_real polar complex
     is_same_size record_stream dropout pin_memory _pin_memory isfinite isnan isinf set_ resize_ unsqueeze_ squeeze_
     transpose_ t_ detach_ _conj _neg_view real imag type_as broadcast_to expand_copy view_copy
 """

@@ -240,7 +240,8 @@ class ModelRunner:
             use_linear_kernels(self.model)
         self._row_wise = RowWise(self.spec.architecture)
         with alone(self.model):
-            self._look(ShapeProbe(), None, tokens=3)
+            for tokens in (1, 3):
+                self._look(ShapeProbe(), None, tokens)
         found = dict(self._row_wise.replaced)
         if self.collective.rank == 0:
             log.info("deterministic", model=self.spec.architecture, row_by_row=found)
