@@ -1,7 +1,7 @@
 """A linear layer whose rows' bits depend on no other row: `kernels.matmul` with little to do on the host.
 
 A step has hundreds of such layers, and Triton's own way to a kernel that it has compiled takes longer than many of
-them run. So a weight keeps what it compiled by tile, and the descriptors that differ only by an address.
+them run. So a weight keeps the compiled kernel of each tile, and descriptors that differ by an address only.
 
 Many rows go through the device's library in blocks of one size, `LIBRARY_ROWS`, where its product of just that shape
 is found to give the kernel's bits: for many rows it is quicker by some per cent, and for one shape it has one order.
@@ -121,7 +121,7 @@ class Linear:
         meta = (k % tile.summed == 0, GROUP_M, tile.swapped, tile.rows, tile.columns, tile.summed)
         compiled[grid](
             rows, self._weight, self._bias, out, None, m, n, k, 0, k, 1, 0, 1, k, *meta
-        )  # the strides of a batch of one matter to nobody
+        )  # batch strides are not used for one batch
 
     def _again_tma(self, compiled: Any, rows: torch.Tensor, out: torch.Tensor, tile: MatmulTile) -> None:
         m = rows.shape[0]

@@ -1,10 +1,9 @@
 """Runs a model so that a token's values have the same bits whatever other tokens are in the step.
 
-Libraries choose how to sum by the number of rows: another split of a product, more threads for a row. Here each
-operation of a model is one of three kinds. Those that do not sum over rows of different tokens at all pass; those
-that sum are computed row by row by kernels whose order follows from the summed dimension alone; what is neither is
-refused by name. The same idea as batch-invariant modes of vLLM and SGLang, with a list of what is allowed in place of
-a list of what was found to fail.
+Libraries choose the order of a sum by the number of rows: they split a product otherwise, or give a row more threads.
+Here each operation of a model is of one of three kinds. Operations that sum nothing pass. Operations that sum are
+computed row by row, in an order that follows from the summed dimension alone. All others are refused by name. The idea
+is that of the batch-invariant modes of vLLM and SGLang, with a list of what is allowed in place of what failed.
 """
 
 from __future__ import annotations

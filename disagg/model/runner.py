@@ -231,8 +231,8 @@ class ModelRunner:
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
     def _use_row_wise(self, dtype: torch.dtype) -> None:
-        """Kernels for all linear layers, and a mode for the rest, where the kernels do not do all that sums: it costs
-        time of the host. Requests of a model with recurrent layers are computed alone instead, in the same pieces."""
+        """Puts kernels into all linear layers, and keeps the `RowWise` mode, which costs host time, where other
+        operations sum too. Requests of a model with recurrent layers are computed alone instead, in fixed pieces."""
         require_same_bits(self.device, dtype)
         if recurrent_layers(self.model.config):
             return
