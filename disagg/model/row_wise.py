@@ -2,8 +2,8 @@
 
 Libraries choose the order of a sum by the number of rows: they split a product otherwise, or give a row more threads.
 Here each operation of a model is of one of three kinds. Operations that sum nothing pass. Operations that sum are
-computed row by row, in an order that follows from the summed dimension alone. All others are refused by name. The idea
-is that of the batch-invariant modes of vLLM and SGLang, with a list of what is allowed in place of what failed.
+computed row by row, in an order that follows from the summed dimension alone. All others are refused by name. The
+idea is that of the batch-invariant modes of vLLM and SGLang, with a list of what is allowed in place of what failed.
 """
 
 from __future__ import annotations
