@@ -85,14 +85,18 @@ def test_alone_and_under_pressure(
     assert statistics.swapped_total + statistics.recomputed_total > 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("peer_memory", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("device", "peer_memory"),
+    [
+        ("cpu", False),
+        pytest.param("cuda:0", False, marks=pytest.mark.gpu, id="staged"),
+        pytest.param("cuda:0", True, marks=pytest.mark.gpu, id="written"),
+    ],
+)
 @pytest.mark.parametrize("architecture", [pytest.param("llama", marks=pytest.mark.gpu), "gemma2"])
 def test_split_and_unsplit_cached_and_not(
     checkpoints: Checkpoints, architecture: str, peer_memory: bool, device: str
 ) -> None:
-    if peer_memory and device == "cpu":
-        pytest.skip("peer memory is a GPU's")
     source = checkpoints.source(architecture, 2)
     config = config_of((1, 1), peer_memory=peer_memory)
     greedy = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
