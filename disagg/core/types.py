@@ -112,11 +112,6 @@ class KVLayout(msgspec.Struct, frozen=True):
         ends = tuple(accumulate((one.layers for one in self.more), initial=self.layers))
         return tuple(Span(start, stop) for start, stop in pairwise((0, *ends)))
 
-    @property
-    def all_layers(self) -> int:
-        """Layers of all classes."""
-        return self.layers + sum(one.layers for one in self.more)
-
     def class_of(self, layers: Span) -> KVLayout:
         """The class that `layers`, which are of one class, belong to."""
         if not self.more:

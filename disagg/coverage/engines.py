@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 import torch
 
@@ -12,13 +10,12 @@ from disagg.core.ports import Collective
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.chunks import PromptChunks
-from disagg.model.collective import SingleCollective, ThreadCollective
+from disagg.model.collective import SingleCollective, run_ranks
 from disagg.model.runner import ModelRunner
 from disagg.model.source import ModelSource
 from disagg.model.spec import shard_of
 from disagg.model.unsplit import generate_unsplit
 
-T = TypeVar("T")
 Prompts = Sequence[Sequence[int]]
 Answers = list[list[int]]
 
@@ -73,28 +70,6 @@ def make_runner(source: ModelSource, collective: Collective, rows: int) -> Model
     )
     runner.pool.poison()
     return runner
-
-
-def run_ranks(size: int, work: Callable[[ThreadCollective], T]) -> list[T]:
-    """Runs `work` on every rank of a group of threads; raises the error of the rank that failed first."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def run(collective: ThreadCollective) -> None:
-        try:
-            results[collective.rank] = work(collective)
-        except BaseException as exc:  # noqa: BLE001 - raised again below
-            errors.append(exc)
-            collective.close()
-
-    threads = [threading.Thread(target=run, args=(one,)) for one in ThreadCollective.group(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(size)]
 
 
 def _prefill(

@@ -6,11 +6,15 @@ The one over `torch.distributed` is in `torch_collective.py`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from disagg.core.errors import PeerLostError
 from kernels.rank_sum import rank_sum
+
+T = TypeVar("T")
 
 
 class SingleCollective:
@@ -73,6 +77,29 @@ class ThreadCollective:
     def close(self) -> None:
         """Ends the whole group: ranks that wait, or come later, get PeerLostError."""
         self._shared.barrier.abort()
+
+
+def run_ranks(size: int, work: Callable[[ThreadCollective], T], timeout_s: float = 60.0) -> list[T]:
+    """Runs `work` on every rank of a group of threads; raises the error of the rank that failed first."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(collective: ThreadCollective) -> None:
+        try:
+            results[collective.rank] = work(collective)
+        except BaseException as exc:  # noqa: BLE001 - raised again below
+            errors.append(exc)
+            collective.close()
+
+    group = ThreadCollective.group(size, timeout_s=timeout_s)
+    threads = [threading.Thread(target=run, args=(one,)) for one in group]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
 
 
 class _Shared:

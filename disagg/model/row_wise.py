@@ -76,18 +76,14 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
 
-def use_linear_kernels(model: Any) -> int:
-    """Puts `kernels.linear.Linear` into all linear layers of `model`, whose weights are filled; returns how many."""
-    count = 0
+def use_linear_kernels(model: Any) -> None:
+    """Puts `kernels.linear.Linear` into all linear layers of `model`, whose weights are filled."""
     for module in model.modules():
         plain = type(module) is nn.Linear and "forward" not in vars(module)
         if plain and module.weight.is_contiguous():
             module.forward = Linear(module.weight.data, None if module.bias is None else module.bias.data)
-            count += 1
         elif isinstance(module, RowParallelLinear):
             module.product = Linear(module.weight.data)
-            count += 1
-    return count
 
 
 def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from model_helpers import ANSWER_TOKENS, SIZES, load_plain, plain_greedy, prompts
+from model_helpers import ANSWER_TOKENS, SIZES, load_plain, prompts
+from plain_greedy import plain_greedy
 
 from disagg.model.tiny import make_tiny_checkpoint
 

@@ -1,21 +1,18 @@
-"""What the model tests share: sizes, prompts, runners over poisoned pools, ranks as threads."""
+"""What the model tests share: sizes, prompts, runners over poisoned pools."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from disagg.core.ports import Collective
-from disagg.model.collective import SingleCollective, ThreadCollective
+from disagg.model.collective import SingleCollective
 from disagg.model.runner import ModelRunner
 from disagg.model.source import ModelSource
 
-T = TypeVar("T")
 WINDOW_TOKENS = 16
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -38,20 +35,6 @@ def load_plain(directory: Path) -> Any:
     loaded = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager", dtype=torch.float32)
     loaded.generation_config.eos_token_id = None  # answers end by length
     return loaded.eval()
-
-
-def plain_greedy(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    """Greedy answer of transformers."""
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        min_new_tokens=tokens,
-        max_new_tokens=tokens,
-        do_sample=False,
-    )
-    answer: list[int] = out[0, len(prompt) :].tolist()
-    return answer
 
 
 def make_runner(
@@ -78,27 +61,3 @@ def make_runner(
     )
     runner.pool.poison()
     return runner
-
-
-def run_ranks(size: int, work: Callable[[ThreadCollective], T], timeout_s: float = 60.0) -> list[T]:
-    """Runs `work` on every rank of a thread group; raises the first error of a rank."""
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
-
-    def run(collective: ThreadCollective) -> None:
-        try:
-            results[collective.rank] = work(collective)
-        except BaseException as exc:  # noqa: BLE001 - handed to the test
-            errors.append(exc)
-            collective.close()
-
-    threads = [
-        threading.Thread(target=run, args=(one,)) for one in ThreadCollective.group(size, timeout_s=timeout_s)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(size)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapted import ADAPTED, BLOOM, GPT, GQA, MPT, greedy, save_adapted
-from model_helpers import make_runner, prompts, run_ranks
+from model_helpers import make_runner, prompts
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -28,7 +28,7 @@ from disagg.core.errors import ConfigError, InvariantError, UnsupportedModelErro
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.build import build_model
-from disagg.model.collective import SingleCollective, ThreadCollective
+from disagg.model.collective import SingleCollective, ThreadCollective, run_ranks
 from disagg.model.source import ModelSource
 from disagg.model.spec import spec_from_config
 from disagg.model.unsplit import generate_unsplit

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
+from model_helpers import load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.batch import SequenceSlice, StepBatch, build_index
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.unsplit import generate_unsplit
 from kernels.dispatch import INTERPRETED
 

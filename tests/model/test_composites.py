@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import SIZES
-from model_helpers import load_plain, make_runner, plain_greedy, prompts
+from model_helpers import load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
 from transformers import (
     AutoModelForCausalLM,
     Gemma3Config,

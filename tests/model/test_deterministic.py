@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import MLA, SIZES, save
-from model_helpers import make_runner, run_ranks
+from model_helpers import make_runner
 from transformers import (
     DeepseekV3Config,
     Gemma2Config,
@@ -26,7 +26,7 @@ from transformers import (
 
 from disagg.core.errors import UnsupportedModelError
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.row_wise import RowWise
 from disagg.model.runner import ModelRunner
 

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from model_helpers import ANSWER_TOKENS, load_plain, make_runner, plain_greedy, prompts, run_ranks
+from model_helpers import ANSWER_TOKENS, load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
 from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, GlmConfig, GPTNeoXConfig, Olmo2Config, PhiConfig
 from transformers.models.llama import modeling_llama
 
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.fused import fuse
 from disagg.model.runner import ModelRunner
 from disagg.model.unsplit import generate_unsplit

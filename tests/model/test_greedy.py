@@ -7,21 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_helpers import (
-    ANSWER_TOKENS,
-    WINDOW_TOKENS,
-    load_plain,
-    make_runner,
-    plain_greedy,
-    prompts,
-    run_ranks,
-)
+from model_helpers import ANSWER_TOKENS, WINDOW_TOKENS, load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
 from transformers import AutoModelForCausalLM
 
 from disagg.core.types import SamplingParams
 from disagg.kv.pool import dtype_name
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.named import named_config
 from disagg.model.unsplit import generate_unsplit
 

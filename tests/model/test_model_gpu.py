@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed
-from model_helpers import ANSWER_TOKENS, load_plain, make_runner, plain_greedy, prompts, run_ranks
+from model_helpers import ANSWER_TOKENS, load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
 
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.runner import ModelRunner
 from disagg.model.sampler import sample
 from disagg.model.source import ModelSource

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import HYBRIDS, MORE_HYBRIDS, RECURRENT, save
-from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
+from model_helpers import load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
 from transformers import GraniteMoeHybridConfig, PreTrainedConfig
 
 from disagg.core.errors import InvariantError
 from disagg.core.types import SamplingParams, Span
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.recurrent import recurrent_parts
 from disagg.model.request_cache import RequestCache
 from disagg.model.unsplit import generate_unsplit

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from architectures import LONGROPE, SIZES, save
-from model_helpers import load_plain, make_runner, plain_greedy, run_ranks
+from model_helpers import load_plain, make_runner
+from plain_greedy import plain_greedy
 from transformers import LlamaConfig, Phi3Config
 
 from disagg.core.errors import PromptTooLongError
 from disagg.core.types import SamplingParams
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.unsplit import generate_unsplit
 
 SWITCH_TOKENS = 40

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_helpers import make_runner, prompts, run_ranks
+from model_helpers import make_runner, prompts
 
 from disagg.core.errors import ConfigError, PromptTooLongError
 from disagg.core.types import SamplingParams, Span
 from disagg.model import batch, unsplit
 from disagg.model.batch import SequenceSlice, StepBatch, build_index
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.next_tokens import next_tokens
 from disagg.model.penalties import Row
 from disagg.model.runner import ModelRunner

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from model_helpers import make_runner, run_ranks
+from model_helpers import make_runner
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import KVLayout, Span
 from disagg.model.build import build_model
-from disagg.model.collective import SingleCollective, ThreadCollective
+from disagg.model.collective import SingleCollective, ThreadCollective, run_ranks
 from disagg.model.named import NAMES, named_config
 from disagg.model.source import ModelSource
 from disagg.model.tiny import EOS_ID, VOCAB_SIZE, byte_tokenizer, make_tiny_checkpoint

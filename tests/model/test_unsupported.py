@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from architectures import CLASSED, ENCODER, MLA, RECURRENT, SIZES, save
-from model_helpers import load_plain, make_runner, plain_greedy, prompts, run_ranks
+from model_helpers import load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
 from transformers import (
     BertConfig,
     DeepseekV3Config,
@@ -30,7 +31,7 @@ from transformers import (
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective import ThreadCollective, run_ranks
 from disagg.model.paged import paged_attention
 from disagg.model.probe import ShapeProbe
 from disagg.model.source import ModelSource

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain_greedy import plain_greedy
 from transformers import (
     AutoModelForCausalLM,
     BioGptConfig,
@@ -136,17 +137,4 @@ def greedy(directory: Path, prompts: Sequence[Sequence[int]], tokens: int) -> li
     """What transformers answers, with the attention that it chooses by itself."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None  # answers end by length
-    return [_greedy(model, prompt, tokens) for prompt in prompts]
-
-
-def _greedy(model: Any, prompt: Sequence[int], tokens: int) -> list[int]:
-    ids = torch.tensor([list(prompt)])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        min_new_tokens=tokens,
-        max_new_tokens=tokens,
-        do_sample=False,
-    )
-    answer: list[int] = out[0, len(prompt) :].tolist()
-    return answer
+    return [plain_greedy(model, prompt, tokens) for prompt in prompts]
