@@ -194,7 +194,8 @@ def test_any_rectangles_are_routed_exactly_or_refused(src: list[Shard], dst: lis
     if needed <= held:
         routes = plan_routes(src, dst)
         check_exactly_once(src, dst, routes)
-        # Of several heads held alike whole layers are sent; a source is in fewer sets than there are of the others.
+        # Heads that the same sources hold are sent in whole layers, so each set of holders may round a source's share
+        # up by one layer of heads. A source belongs to at most 2^(others) - 1 such sets of two or more holders.
         slack = max(len(shard.heads) for shard in src) * (2 ** (len(src) - 1) - 1)
         assert max(sent_cells(routes).values()) <= least_of_the_busiest(src, dst) + slack
     else:
