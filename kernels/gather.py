@@ -7,25 +7,33 @@ import triton
 import triton.language as tl
 
 from disagg.core.types import Span
+from kernels.checksum import Check, add_tile
 from kernels.dispatch import backend
 from kernels.layout import Copy, plan_copy, tile
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["tokens", "plane_words"], do_not_specialize_on_alignment=["slots"]
+    do_not_specialize=["tokens", "plane_words", "first_plane", "first_token", "first_unit"],
+    do_not_specialize_on_alignment=["slots"],
 )
 def _gather_kernel(  # type: ignore[no-untyped-def]
     # tensors
     pool,
     slots,
     staged,
+    parts,
     # sizes
     tokens,
     plane_words,
+    first_plane,
+    first_token,
+    first_unit,
     # meta
     TOKEN_WORDS: tl.constexpr,  # noqa: N803
     ROW_WORDS: tl.constexpr,  # noqa: N803
     VECTOR_WORDS: tl.constexpr,  # noqa: N803
+    PLANE_STEP: tl.constexpr,  # noqa: N803
+    UNIT_BYTES: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_WORDS: tl.constexpr,  # noqa: N803
 ):
@@ -33,23 +41,43 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
         slots, tokens, plane_words, TOKEN_WORDS, ROW_WORDS, VECTOR_WORDS, BLOCK_TOKENS, BLOCK_WORDS
     )
     # Every byte is touched once: neither side is worth a place in the cache.
-    words = tl.load(pool + source, mask=mask, eviction_policy="evict_first")
+    words = tl.load(pool + source, mask=mask, other=0, eviction_policy="evict_first")
     tl.store(staged + target, words, mask=mask, cache_modifier=".cs")
+    if parts is not None:
+        add_tile(
+            parts,
+            words,
+            first_plane,
+            first_token,
+            first_unit,
+            PLANE_STEP,
+            UNIT_BYTES,
+            BLOCK_TOKENS,
+            BLOCK_WORDS,
+        )
 
 
-def gather(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, out: torch.Tensor) -> None:
+def gather(
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    layers: Span,
+    heads: Span,
+    out: torch.Tensor,
+    check: Check | None = None,
+) -> None:
     """Writes the segment (`layers`, `slots`, `heads`) of `pool` to `out`.
 
     - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, each within the pool (not checked).
     - layers, heads: indices local to the pool.
     - out: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
+    - check: asks for the sum of the bytes too (`kernels.checksum`); without any bytes it is left alone.
 
-    On CUDA: one launch on the current stream, no synchronization; the caller keeps pool, slots and out alive
-    and unchanged until an event recorded after this call has completed. Raises ValueError (arguments) and
-    ConfigError (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, two with `check`, no synchronization; the caller keeps pool, slots, out
+    and the check's words alive and unchanged until an event recorded after this call has completed. Raises ValueError
+    (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
-    copy = plan_copy(pool, slots, layers, heads, out, "out")
+    copy = plan_copy(pool, slots, layers, heads, out, "out", check)
     if copy is None:
         return
     if backend(pool.device) == "triton":
@@ -59,13 +87,19 @@ def gather(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, o
 
 
 def gather_reference(
-    pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, out: torch.Tensor
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    layers: Span,
+    heads: Span,
+    out: torch.Tensor,
+    check: Check | None = None,
 ) -> None:
     """The same as `gather`, in plain torch on any device."""
-    copy = plan_copy(pool, slots, layers, heads, out, "out")
+    copy = plan_copy(pool, slots, layers, heads, out, "out", check)
     if copy is not None:
         _gather_torch(copy)
 
 
 def _gather_torch(copy: Copy) -> None:
     torch.index_select(copy.pool_words(), 2, copy.slots, out=copy.staged_words())
+    copy.sum_staged()

@@ -32,6 +32,10 @@ class Tile:
         return block_words, max(1, self.words // block_words)
 
 
+SUMMED_TILE = Tile(words=512)
+"""Of a copy that also sums (`kernels.checksum`): a larger tile has fewer sums to add up."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launcher:
     """`kernel(*tensors, *sizes, *constants, BLOCK_TOKENS, BLOCK_WORDS)`, over all planes, tokens and words.
@@ -53,14 +57,15 @@ class Launcher:
     def run(
         self,
         tokens: int,
-        addresses: tuple[int, ...],
+        addresses: tuple[int | None, ...],
         sizes: tuple[int, ...],
-        tensors: Callable[[], tuple[torch.Tensor, ...]],
+        tensors: Callable[[], tuple[torch.Tensor | None, ...]],
     ) -> None:
         """One launch on the current stream of `device`; never waits for it.
 
         `tensors` makes the views that the kernel is compiled for, and is only asked when it is not compiled yet;
-        `addresses` are those of their first elements. Nothing is compiled anew for `sizes`.
+        `addresses` are those of their first elements, None for none (which `types` tells apart). Nothing is compiled
+        anew for `sizes`.
         """
         block_words, block_tokens = self.tile.shape(self.row_words)
         grid = (-(-tokens // block_tokens), self.planes, -(-self.row_words // block_words))
@@ -76,15 +81,15 @@ class Launcher:
     def _run_on_device(
         self,
         grid: tuple[int, int, int],
-        addresses: tuple[int, ...],
+        addresses: tuple[int | None, ...],
         sizes: tuple[int, ...],
         constants: tuple[int, ...],
-        tensors: Callable[[], tuple[torch.Tensor, ...]],
+        tensors: Callable[[], tuple[torch.Tensor | None, ...]],
     ) -> None:
         """Triton's own launcher takes 17 us to find what it compiled before."""
         variant = 0
         for address in addresses:
-            variant = variant << 1 | (address % VECTOR_BYTES == 0)
+            variant = variant << 1 | (address is not None and address % VECTOR_BYTES == 0)
         for size in sizes:
             variant = variant << 1 | (size > _INT32_MAX)
         compiled = self._compiled.get(variant)

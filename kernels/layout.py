@@ -17,7 +17,8 @@ import triton
 import triton.language as tl
 
 from disagg.core.types import Span
-from kernels.launch import launcher
+from kernels.checksum import NO_SIZES, Check, unit_bytes
+from kernels.launch import SUMMED_TILE, Tile, launcher
 from kernels.rows import WORDS, Rows, alignment, check_slots, rows_of, view_words
 
 
@@ -35,11 +36,17 @@ class Copy:
     rows: Rows
     aligned: int
     """Every row starts, on both sides, at a multiple of this many bytes; at most 16."""
+    check: Check | None = None
 
     @property
     def word_bytes(self) -> int:
         """Size of the words that rows are moved as."""
-        return min(self.aligned, 8)
+        return word_bytes(self.aligned, self.check, self.head_bytes)
+
+    @property
+    def head_bytes(self) -> int:
+        """Size of one head of a token in a plane."""
+        return self.pool.shape[4] * self.pool.element_size()
 
     @property
     def vector_words(self) -> int:
@@ -57,18 +64,46 @@ class Copy:
         )
 
     def launch(self, kernel: Any) -> None:
-        """Runs `kernel(pool, slots, staged, tokens, plane_words, <constexprs of tile>)`; see `Launcher`."""
-        rows, word_bytes, tokens = self.rows, self.word_bytes, self.slots.shape[0]
-        row_words = rows.row_bytes // word_bytes
-        constants = (rows.token_bytes // word_bytes, row_words, self.vector_words)
+        """Runs `kernel(pool, slots, staged, parts, <sizes>, <constexprs>)`; see `Launcher` and `kernels.gather`.
+
+        Without a check there are no parts.
+        """
+        rows, word, tokens, check = self.rows, self.word_bytes, self.slots.shape[0], self.check
+        row_words, planes = rows.row_bytes // word, self.pool.shape[1]
+        unit = unit_bytes(self.head_bytes)
+        constants = (rows.token_bytes // word, row_words, self.vector_words, 2 // planes, unit)
+        parts = None if check is None else check.summer.parts
         launcher(
-            kernel, self.pool.device, (word_bytes, self.slots.dtype), rows.planes, row_words, constants
+            kernel,
+            self.pool.device,
+            (word, self.slots.dtype, check is None),
+            rows.planes,
+            row_words,
+            constants,
+            Tile() if check is None else SUMMED_TILE,
         ).run(
             tokens,
-            (rows.start, self.slots.data_ptr(), self.staged.data_ptr()),
-            (tokens, rows.plane_bytes // word_bytes),
-            lambda: (self.pool_words(), self.slots, self.staged_words()),
+            (
+                rows.start,
+                self.slots.data_ptr(),
+                self.staged.data_ptr(),
+                None if parts is None else parts.data_ptr(),
+            ),
+            (
+                tokens,
+                rows.plane_bytes // word,
+                *(NO_SIZES if check is None else check.sizes(planes, self.head_bytes)),
+            ),
+            lambda: (self.pool_words(), self.slots, self.staged_words(), parts),
         )
+        if check is not None:
+            check.finish()
+
+    def sum_staged(self) -> None:
+        """The check's sum, in plain torch, from the bytes in staging."""
+        if self.check is not None:
+            rows = self.staged.view(self.rows.planes, self.slots.shape[0], self.rows.row_bytes)
+            self.check.sum_torch(rows, self.pool.shape[1], self.head_bytes)
 
 
 def segment_bytes(pool: torch.Tensor, tokens: int, layers: Span, heads: Span) -> int:
@@ -76,8 +111,20 @@ def segment_bytes(pool: torch.Tensor, tokens: int, layers: Span, heads: Span) ->
     return pool.shape[1] * len(layers) * tokens * len(heads) * pool.shape[4] * pool.element_size()
 
 
+def word_bytes(aligned: int, check: Check | None, head_bytes: int) -> int:
+    """Size of the words that rows are moved as. With a check, units narrower than four bytes are not joined."""
+    unit = unit_bytes(head_bytes)
+    return min(aligned, 8 if check is None or unit == 4 else unit)
+
+
 def plan_copy(
-    pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, staged: torch.Tensor, name: str
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    layers: Span,
+    heads: Span,
+    staged: torch.Tensor,
+    name: str,
+    check: Check | None = None,
 ) -> Copy | None:
     """Checks the arguments of a copy; None when there is nothing to copy.
 
@@ -91,7 +138,7 @@ def plan_copy(
     if expected == 0:
         return None
     aligned = alignment(rows.aligned, staged.data_ptr(), int(staged.storage_offset()))
-    return Copy(pool, staged, slots, layers, rows, aligned)
+    return Copy(pool, staged, slots, layers, rows, aligned, check)
 
 
 def _check_staged(staged: torch.Tensor, pool: torch.Tensor, expected: int, name: str) -> None:

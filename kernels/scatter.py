@@ -7,25 +7,33 @@ import triton
 import triton.language as tl
 
 from disagg.core.types import Span
+from kernels.checksum import Check, add_tile
 from kernels.dispatch import backend
 from kernels.layout import Copy, plan_copy, tile
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["tokens", "plane_words"], do_not_specialize_on_alignment=["slots"]
+    do_not_specialize=["tokens", "plane_words", "first_plane", "first_token", "first_unit"],
+    do_not_specialize_on_alignment=["slots"],
 )
 def _scatter_kernel(  # type: ignore[no-untyped-def]
     # tensors
     pool,
     slots,
     staged,
+    parts,
     # sizes
     tokens,
     plane_words,
+    first_plane,
+    first_token,
+    first_unit,
     # meta
     TOKEN_WORDS: tl.constexpr,  # noqa: N803
     ROW_WORDS: tl.constexpr,  # noqa: N803
     VECTOR_WORDS: tl.constexpr,  # noqa: N803
+    PLANE_STEP: tl.constexpr,  # noqa: N803
+    UNIT_BYTES: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_WORDS: tl.constexpr,  # noqa: N803
 ):
@@ -33,23 +41,43 @@ def _scatter_kernel(  # type: ignore[no-untyped-def]
         slots, tokens, plane_words, TOKEN_WORDS, ROW_WORDS, VECTOR_WORDS, BLOCK_TOKENS, BLOCK_WORDS
     )
     # Every byte is touched once: neither side is worth a place in the cache.
-    words = tl.load(staged + source, mask=mask, eviction_policy="evict_first")
+    words = tl.load(staged + source, mask=mask, other=0, eviction_policy="evict_first")
     tl.store(pool + target, words, mask=mask, cache_modifier=".cs")
+    if parts is not None:
+        add_tile(
+            parts,
+            words,
+            first_plane,
+            first_token,
+            first_unit,
+            PLANE_STEP,
+            UNIT_BYTES,
+            BLOCK_TOKENS,
+            BLOCK_WORDS,
+        )
 
 
-def scatter(staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span) -> None:
+def scatter(
+    staged: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    layers: Span,
+    heads: Span,
+    check: Check | None = None,
+) -> None:
     """Writes the segment `staged` to (`layers`, `slots`, `heads`) of `pool`; nothing else there changes.
 
     - staged: uint8 on the pool's device, exactly the bytes of `[layer, plane, token, head, head_dim]`.
     - pool: `[layers, planes, slots, heads, head_dim]`, contiguous, any dtype.
     - slots: int32 or int64 `[tokens]` on the pool's device, distinct, each within the pool (not checked).
     - layers, heads: indices local to the pool.
+    - check: asks for the sum of the bytes read too (`kernels.checksum`); without any bytes it is left alone.
 
-    On CUDA: one launch on the current stream, no synchronization; the caller keeps staged, pool and slots
+    On CUDA: one launch on the current stream, two with `check`, no synchronization; the caller keeps all tensors
     alive, and staged unchanged, until an event recorded after this call has completed. Raises ValueError
     (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
-    copy = plan_copy(pool, slots, layers, heads, staged, "staged")
+    copy = plan_copy(pool, slots, layers, heads, staged, "staged", check)
     if copy is None:
         return
     if backend(pool.device) == "triton":
@@ -59,13 +87,19 @@ def scatter(staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layer
 
 
 def scatter_reference(
-    staged: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span
+    staged: torch.Tensor,
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    layers: Span,
+    heads: Span,
+    check: Check | None = None,
 ) -> None:
     """The same as `scatter`, in plain torch on any device."""
-    copy = plan_copy(pool, slots, layers, heads, staged, "staged")
+    copy = plan_copy(pool, slots, layers, heads, staged, "staged", check)
     if copy is not None:
         _scatter_torch(copy)
 
 
 def _scatter_torch(copy: Copy) -> None:
     copy.pool_words().index_copy_(2, copy.slots.long(), copy.staged_words())
+    copy.sum_staged()

@@ -1,0 +1,204 @@
+"""A 64-bit sum over the bytes of a segment, computed by the kernels that move them.
+
+Each unit (four bytes; fewer where a head is no multiple of four) is multiplied by an odd 64-bit key, and the products
+are added modulo 2^64. The key depends on the unit's place in the model: layer, plane, token, head, offset in the
+head. So the sum is the same whatever the TP sizes, page sizes and order of work, and the sum of two segments is that
+of both together.
+
+A change within one unit always changes the sum: the key is odd. Two changes cancel with a chance of about 2^-32, and
+bytes at a wrong place are noticed, for their keys are others. The sum finds damage; it does not stop a forger, who is
+kept out by keys and encryption. Multiplication by keys and a sum is the idea of Carter and Wegman (1979).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention import on_device
+
+SUM_BYTES = 8
+"""Of a sum."""
+_UNIT_BYTES = 4
+_PARTS = 256
+"""Partial sums: that many addresses share the atomic additions of a launch."""
+_COLUMN, _TOKEN, _PLANE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_COLUMN_KEY, _TOKEN_KEY, _PLANE_KEY = tl.constexpr(_COLUMN), tl.constexpr(_TOKEN), tl.constexpr(_PLANE)
+_PART_COUNT = tl.constexpr(_PARTS)
+_LOW = 0xFFFFFFFF
+_LOW_BITS = tl.constexpr(_LOW)
+_EVEN = tl.constexpr(0xFFFFFFFFFFFFFFFE)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a segment begins, in the model's own numbers and not those of a rank."""
+
+    layer: int
+    """In the cache's numbering, as `Segment.layers`."""
+    token: int
+    """Position in the prompt."""
+    head: int
+    """KV head."""
+
+
+class Summer:
+    """Scratch memory of the sums that are computed on one queue of a device. Use it on that queue only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts = torch.zeros(_PARTS, dtype=torch.int64, device=device)
+        """int64 `[_PARTS]`, zero between launches."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # zero before another stream adds to it
+
+    def finish(self, total: torch.Tensor, less: torch.Tensor | None) -> None:
+        """Queues: `total` becomes the sum of the parts, minus `less`; the parts become zero again."""
+        with on_device(self.parts):
+            _finish_kernel[(1,)](self.parts, total, less, PARTS=_PARTS, num_warps=8)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Asks a copy for the sum of the bytes that it moves."""
+
+    summer: Summer
+    origin: Origin
+    total: torch.Tensor
+    """int64 `[1]`, on the copy's device or in pinned host memory: receives the sum, minus `less`."""
+    less: torch.Tensor | None = None
+    """int64 `[1]` on the copy's device."""
+
+    def __post_init__(self) -> None:
+        for name, word in (("total", self.total), ("less", self.less)):
+            if word is not None and (word.dtype != torch.int64 or word.shape != (1,)):
+                raise ValueError(f"{name} must be int64 [1]; got {word.dtype} {list(word.shape)}")
+
+    def sizes(self, planes: int, head_bytes: int) -> tuple[int, int, int]:
+        """Numbers of the first plane, token and unit, for a pool of `planes` a layer; each layer has two numbers."""
+        units = head_bytes // unit_bytes(head_bytes)
+        return 2 * self.origin.layer, self.origin.token, self.origin.head * units
+
+    def finish(self) -> None:
+        """Behind the launch that added to the parts."""
+        self.summer.finish(self.total, self.less)
+
+    def sum_torch(self, rows: torch.Tensor, planes: int, head_bytes: int) -> None:
+        """Sets `total` from `rows`, uint8 `[planes of all layers, tokens, bytes of a row]`, in plain torch."""
+        plane, token, unit = self.sizes(planes, head_bytes)
+        found = _sum(rows, unit_bytes(head_bytes), plane, 2 // planes, token, unit)
+        if self.less is not None:
+            found = found - self.less.to(found.device)
+        self.total.copy_(found)
+
+
+NO_SIZES = (0, 0, 0)
+"""In place of `Check.sizes` where no sum is asked for."""
+
+
+def unit_bytes(head_bytes: int) -> int:
+    """What is multiplied by one key. The same on both sides of a transfer, for the heads are."""
+    return min(_UNIT_BYTES, head_bytes & -head_bytes)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def row_keys(plane, token):  # type: ignore[no-untyped-def]
+    """Even keys of rows: of a plane and tokens `[n]`."""
+    key = token.to(tl.uint64) * _TOKEN_KEY + plane.to(tl.uint64) * _PLANE_KEY
+    return (key ^ (key >> 32)) & _EVEN
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def unit_keys(unit):  # type: ignore[no-untyped-def]
+    """Odd keys of units `[n]`; with a row's key by exclusive or, still odd."""
+    key = unit.to(tl.uint64) * _COLUMN_KEY
+    return (key ^ (key >> 32)) | 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def words_sum(words, rows, word, first_unit, UNIT_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Sum of a tile of words `[tokens, words]`, int64 scalar; words outside of the tile must be 0.
+
+    `rows` are the tokens' keys, `word` is each column's number within its row. A word is two units, one, or a part.
+    """
+    WORD_BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8  # noqa: N806
+    if WORD_BYTES > UNIT_BYTES:
+        bits = words.to(tl.uint64, bitcast=True)
+        low = unit_keys(first_unit + 2 * word)
+        high = unit_keys(first_unit + 2 * word + 1)
+        terms = (bits & _LOW_BITS) * (rows[:, None] ^ low[None, :])
+        terms += (bits >> 32) * (rows[:, None] ^ high[None, :])
+    else:
+        PIECES: tl.constexpr = UNIT_BYTES // WORD_BYTES  # noqa: N806
+        MASK: tl.constexpr = (1 << (8 * WORD_BYTES)) - 1  # noqa: N806
+        shift = (word % PIECES * (8 * WORD_BYTES)).to(tl.uint64)
+        bits = (words.to(tl.int64) & MASK).to(tl.uint64) << shift[None, :]
+        terms = bits * (rows[:, None] ^ unit_keys(first_unit + word // PIECES)[None, :])
+    return tl.sum(terms.to(tl.int64, bitcast=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_part(parts, part):  # type: ignore[no-untyped-def]
+    """Adds a program's sum to one of the parts, chosen by its number."""
+    number = tl.program_id(0) + 7 * tl.program_id(1) + tl.program_id(2)
+    tl.atomic_add(parts + number % _PART_COUNT, part, sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_tile(  # type: ignore[no-untyped-def]
+    parts,
+    words,
+    first_plane,
+    first_token,
+    first_unit,
+    PLANE_STEP: tl.constexpr,  # noqa: N803
+    UNIT_BYTES: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK_WORDS: tl.constexpr,  # noqa: N803
+):
+    """Adds the sum of this program's tile of words, `[BLOCK_TOKENS, BLOCK_WORDS]` as in `kernels.layout.tile`."""
+    plane = first_plane + tl.program_id(1).to(tl.int64) * PLANE_STEP
+    token = first_token + tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    word = tl.program_id(2) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    add_part(parts, words_sum(words, row_keys(plane, token), word, first_unit, UNIT_BYTES))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _finish_kernel(parts, total, less, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    place = parts + tl.arange(0, PARTS)
+    found = tl.sum(tl.load(place))
+    if less is not None:
+        found -= tl.load(less)
+    tl.store(place, tl.zeros((PARTS,), tl.int64))
+    tl.store(total, found)
+
+
+def _sum(
+    rows: torch.Tensor, unit: int, first_plane: int, plane_step: int, first_token: int, first_unit: int
+) -> torch.Tensor:
+    """int64 `[1]`; integers of torch wrap as the kernels' do."""
+    device = rows.device
+    units = _units(rows, unit)
+    planes = first_plane + plane_step * torch.arange(units.shape[0], device=device)
+    tokens = first_token + torch.arange(units.shape[1], device=device)
+    row = _mixed(tokens * _signed(_TOKEN) + planes[:, None] * _signed(_PLANE)) & ~1
+    column = _mixed((first_unit + torch.arange(units.shape[2], device=device)) * _signed(_COLUMN)) | 1
+    return (units * (row[..., None] ^ column)).sum().view(1)
+
+
+def _units(rows: torch.Tensor, unit: int) -> torch.Tensor:
+    """Unsigned numbers as int64, `[..., units]`."""
+    if unit == 1:
+        return rows.long()
+    wide = rows.contiguous().view({4: torch.int32, 2: torch.int16}[unit])
+    return wide.long() & ((1 << 8 * unit) - 1)
+
+
+def _mixed(key: torch.Tensor) -> torch.Tensor:
+    return key ^ (key >> 32 & _LOW)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
