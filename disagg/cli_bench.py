@@ -38,11 +38,11 @@ RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements
 @app.command()
 def kernels(
     what: Annotated[
-        Literal["copies", "quantize", "page_copy", "attention"],
+        Literal["copies", "checksum", "quantize", "page_copy", "attention"],
         typer.Option(
             "--what",
-            help="quantize: the gather to 8 bits; page_copy: pages within a pool; attention: decode, prefill, writes "
-            "of K and V (needs a GPU).",
+            help="checksum: copies with and without; quantize: the gather to 8 bits; page_copy: pages within a pool; "
+            "attention: decode, prefill, writes of K and V (needs a GPU).",
         ),
     ] = "copies",
     rows: Annotated[
@@ -79,6 +79,13 @@ def kernels(
         _show("page_copy", f"copies of pages, {nbytes >> 20} MiB, on {name_of(where)}", results, out, as_json)
         return
     bench = KernelBench(*options)
+    if what == "checksum":
+        from disagg.bench import checksum
+
+        with progress() as tell:
+            results = checksum.run(bench, tell)
+        _show("checksum", f"sums of {nbytes >> 20} MiB on {name_of(where)}", results, out, as_json)
+        return
     if what == "quantize":
         from disagg.bench import quantize
 

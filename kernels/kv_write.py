@@ -190,6 +190,25 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def codes_of_rows(  # type: ignore[no-untyped-def]
+    values,
+    LIMIT: tl.constexpr,  # noqa: N803
+    SMALLEST: tl.constexpr,  # noqa: N803
+    FP8: tl.constexpr,  # noqa: N803
+):
+    """Codes of rows `[rows, elements]`, as whole numbers or bits of FP8, and their scales, bfloat16 `[rows]`."""
+    found = values.to(tl.float32)
+    # Exact division: with the faster one a tie could fall to the other side than in the reference.
+    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(found), 1), SMALLEST), LIMIT)
+    # Up to bfloat16's digits: past the end of those that it lacks.
+    scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
+    found = tl.div_rn(found, tl.broadcast_to(scale[:, None], found.shape))
+    found = tl.minimum(tl.maximum(found, -LIMIT), LIMIT)
+    found = (found + _ROUND) - _ROUND if FP8 is None else found.to(FP8).to(tl.uint8, bitcast=True)
+    return found, scale.to(tl.bfloat16)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def write_rows(  # type: ignore[no-untyped-def]
     source,
     source_row,
@@ -209,14 +228,7 @@ def write_rows(  # type: ignore[no-untyped-def]
     mask = inside[:, None] & (element < DIM)[None, :]
     found = tl.load(source + source_row[:, None] + element[None, :], mask=mask, other=0.0)
     if scales is not None:
-        found = found.to(tl.float32)
-        # Exact division: with the faster one a tie could fall to the other side than in the reference.
-        scale = tl.div_rn(tl.maximum(tl.max(tl.abs(found), 1), SMALLEST), LIMIT)
-        # Up to bfloat16's digits: past the end of those that it lacks.
-        scale = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
-        found = tl.div_rn(found, tl.broadcast_to(scale[:, None], found.shape))
-        found = tl.minimum(tl.maximum(found, -LIMIT), LIMIT)
-        tl.store(scales + scale_place, scale.to(tl.bfloat16), mask=inside)
-        found = (found + _ROUND) - _ROUND if FP8 is None else found.to(FP8).to(tl.uint8, bitcast=True)
+        found, scale = codes_of_rows(found, LIMIT, SMALLEST, FP8)
+        tl.store(scales + scale_place, scale, mask=inside)
     mask = inside[:, None] & (element < HEAD_DIM)[None, :]
     tl.store(pool + pool_row[:, None] + element[None, :], found.to(pool.dtype.element_ty), mask=mask)

@@ -102,8 +102,7 @@ class Copy:
     def sum_staged(self) -> None:
         """The check's sum, in plain torch, from the bytes in staging."""
         if self.check is not None:
-            rows = self.staged.view(self.rows.planes, self.slots.shape[0], self.rows.row_bytes)
-            self.check.sum_torch(rows, self.pool.shape[1], self.head_bytes)
+            self.check.sum_words(self.staged_words(), self.head_bytes)
 
 
 def segment_bytes(pool: torch.Tensor, tokens: int, layers: Span, heads: Span) -> int:

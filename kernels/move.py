@@ -10,32 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from disagg.core.types import Span
+from kernels.checksum import NO_SIZES, Check, add_tile, unit_bytes
 from kernels.dispatch import backend
 from kernels.launch import Tile, launcher
-from kernels.rows import Rows, check_slots, rows_of, view_words
+from kernels.layout import word_bytes
+from kernels.rows import Place, Rows, check_slots, rows_of, view_words
 
 # Each warp reads the fence word over the wire: of all tiles from 1 to 16 KiB a warp, the smallest within 1 % of what
 # the kernel reaches without a fence (H200, NVLink: 368 GB/s of 371; 1 KiB a warp: 300).
 _TILE = Tile(words=2048, warps=1)
-
-
-class Place(NamedTuple):
-    """A rectangle of a pool: where rows are read, or where they are written."""
-
-    pool: torch.Tensor
-    """Contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
-    slots: torch.Tensor
-    """int32 or int64 `[tokens]`, each within the pool (not checked); on the device that runs the kernel."""
-    layers: Span
-    heads: Span
-    """Both local to the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +36,12 @@ class _Move:
     ticket: int
     rows: tuple[Rows, Rows]
     """Of source and target."""
+    check: Check | None
+
+    @property
+    def word_bytes(self) -> int:
+        """Size of the words that rows are moved as."""
+        return word_bytes(self.aligned, self.check, self.source.head_bytes)
 
     @property
     def aligned(self) -> int:
@@ -55,27 +49,29 @@ class _Move:
 
     def words(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Views `[layers, planes, slots, row_words]` of source and target."""
-        word_bytes = min(self.aligned, 8)
         source, target = (
-            view_words(place.pool, rows, place.layers, word_bytes)
+            view_words(place.pool, rows, place.layers, self.word_bytes)
             for place, rows in zip((self.source, self.target), self.rows, strict=True)
         )
         return source, target
 
 
-def move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> None:
-    """Writes `source` to `target` if `fence`, int64 `[1]`, holds `ticket` at that time; else does nothing.
+def move(source: Place, target: Place, fence: torch.Tensor, ticket: int, check: Check | None = None) -> None:
+    """Writes `source` to `target` if `fence`, int64 `[1]`, holds `ticket` at that time; else writes nothing.
 
-    Both places have as many layers, heads and tokens, of the same element size and head_dim. On CUDA: one launch
-    on the current stream of the source's device, no synchronization; the caller keeps all tensors alive until an
+    Both places have as many layers, heads and tokens, of the same element size and head_dim. `check` asks for the sum
+    of the bytes read too (`kernels.checksum`); without any bytes it is left alone. On CUDA: one launch on the current
+    stream of the source's device, two with `check`, no synchronization; the caller keeps all tensors alive until an
     event recorded after this call has completed. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
-    prepare_move(source, target, fence, ticket)()
+    prepare_move(source, target, fence, ticket, check)()
 
 
-def prepare_move(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> Callable[[], None]:
+def prepare_move(
+    source: Place, target: Place, fence: torch.Tensor, ticket: int, check: Check | None = None
+) -> Callable[[], None]:
     """`move` to be called later, with all that can be done before already done. Raises as it does."""
-    planned = _plan(source, target, fence, ticket)
+    planned = _plan(source, target, fence, ticket, check)
     if planned is None:
         return lambda: None
     if backend(source.pool.device) == "triton":
@@ -83,9 +79,11 @@ def prepare_move(source: Place, target: Place, fence: torch.Tensor, ticket: int)
     return partial(_move_torch, planned)
 
 
-def move_reference(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> None:
+def move_reference(
+    source: Place, target: Place, fence: torch.Tensor, ticket: int, check: Check | None = None
+) -> None:
     """The same as `move`, in plain torch on any device; waits for the device."""
-    planned = _plan(source, target, fence, ticket)
+    planned = _plan(source, target, fence, ticket, check)
     if planned is not None:
         _move_torch(planned)
 
@@ -96,7 +94,9 @@ def check_fence(fence: torch.Tensor, device: torch.device) -> None:
         raise ValueError(f"fence must be int64 [1] on {device}; got {fence.dtype} {list(fence.shape)}")
 
 
-def _plan(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> _Move | None:
+def _plan(
+    source: Place, target: Place, fence: torch.Tensor, ticket: int, check: Check | None
+) -> _Move | None:
     """None when there is nothing to move."""
     sizes, rows = [], []
     for place in (source, target):
@@ -114,11 +114,19 @@ def _plan(source: Place, target: Place, fence: torch.Tensor, ticket: int) -> _Mo
     check_fence(fence, source.pool.device)
     if not (rows[0].planes and rows[0].row_bytes and source.slots.shape[0]):
         return None
-    return _Move(source, target, fence, ticket, (rows[0], rows[1]))
+    return _Move(source, target, fence, ticket, (rows[0], rows[1]), check)
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["tokens", "source_plane_words", "target_plane_words", "ticket"],
+    do_not_specialize=[
+        "tokens",
+        "source_plane_words",
+        "target_plane_words",
+        "ticket",
+        "first_plane",
+        "first_token",
+        "first_unit",
+    ],
     do_not_specialize_on_alignment=["source_slots", "target_slots", "fence"],
 )
 def _move_kernel(  # type: ignore[no-untyped-def]
@@ -128,16 +136,22 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     target,
     target_slots,
     fence,
+    parts,
     # sizes
     tokens,
     source_plane_words,
     target_plane_words,
     ticket,
+    first_plane,
+    first_token,
+    first_unit,
     # meta
     SOURCE_TOKEN_WORDS: tl.constexpr,  # noqa: N803
     TARGET_TOKEN_WORDS: tl.constexpr,  # noqa: N803
     ROW_WORDS: tl.constexpr,  # noqa: N803
     VECTOR_WORDS: tl.constexpr,  # noqa: N803
+    PLANE_STEP: tl.constexpr,  # noqa: N803
+    UNIT_BYTES: tl.constexpr,  # noqa: N803
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
     BLOCK_WORDS: tl.constexpr,  # noqa: N803
 ):
@@ -152,26 +166,47 @@ def _move_kernel(  # type: ignore[no-untyped-def]
     from_row = tl.multiple_of(plane * source_plane_words + from_slot * SOURCE_TOKEN_WORDS, VECTOR_WORDS)
     to_row = tl.multiple_of(plane * target_plane_words + to_slot * TARGET_TOKEN_WORDS, VECTOR_WORDS)
     mask = inside[:, None] & (word < ROW_WORDS)[None, :]
-    words = tl.load(source + from_row[:, None] + word[None, :], mask=mask, eviction_policy="evict_first")
+    words = tl.load(
+        source + from_row[:, None] + word[None, :], mask=mask, other=0, eviction_policy="evict_first"
+    )
     # Volatile: read where it lies, on the other GPU, at this moment.
     allowed = tl.where(tl.load(fence, volatile=True) == ticket, tokens, 0)
     mask = (token < allowed)[:, None] & (word < ROW_WORDS)[None, :]
     tl.store(target + to_row[:, None] + word[None, :], words, mask=mask, cache_modifier=".cs")
+    if parts is not None:
+        add_tile(
+            parts,
+            words,
+            first_plane,
+            first_token,
+            first_unit,
+            PLANE_STEP,
+            UNIT_BYTES,
+            BLOCK_TOKENS,
+            BLOCK_WORDS,
+        )
 
 
 def _prepared(planned: _Move) -> Callable[[], None]:
     source, target = planned.source, planned.target
     here, there = planned.rows
-    aligned, tokens = planned.aligned, source.slots.shape[0]
-    word_bytes = min(aligned, 8)
-    row_words = here.row_bytes // word_bytes
+    word, tokens, check = planned.word_bytes, source.slots.shape[0], planned.check
+    row_words, planes = here.row_bytes // word, source.pool.shape[1]
+    parts = None if check is None else check.summer.parts
     found = launcher(
         _move_kernel,
         source.pool.device,
-        (word_bytes, source.slots.dtype, target.slots.dtype),
+        (word, source.slots.dtype, target.slots.dtype, check is None),
         here.planes,
         row_words,
-        (here.token_bytes // word_bytes, there.token_bytes // word_bytes, row_words, aligned // word_bytes),
+        (
+            here.token_bytes // word,
+            there.token_bytes // word,
+            row_words,
+            planned.aligned // word,
+            2 // planes,
+            unit_bytes(source.head_bytes),
+        ),
         _TILE,
     )
     addresses = (
@@ -180,17 +215,32 @@ def _prepared(planned: _Move) -> Callable[[], None]:
         there.start,
         target.slots.data_ptr(),
         planned.fence.data_ptr(),
+        None if parts is None else parts.data_ptr(),
     )
-    sizes = (tokens, here.plane_bytes // word_bytes, there.plane_bytes // word_bytes, planned.ticket)
+    sizes = (
+        tokens,
+        here.plane_bytes // word,
+        there.plane_bytes // word,
+        planned.ticket,
+        *(NO_SIZES if check is None else check.sizes(planes, source.head_bytes)),
+    )
 
-    def tensors() -> tuple[torch.Tensor, ...]:
+    def tensors() -> tuple[torch.Tensor | None, ...]:
         mine, theirs = planned.words()
-        return mine, source.slots, theirs, target.slots, planned.fence
+        return mine, source.slots, theirs, target.slots, planned.fence, parts
 
-    return partial(found.run, tokens, addresses, sizes, tensors)
+    def run() -> None:
+        found.run(tokens, addresses, sizes, tensors)
+        if check is not None:
+            check.finish()
+
+    return run
 
 
 def _move_torch(planned: _Move) -> None:
+    mine, theirs = planned.words()
+    moved = mine.index_select(2, planned.source.slots)
     if int(planned.fence[0]) == planned.ticket:
-        mine, theirs = planned.words()
-        theirs.index_copy_(2, planned.target.slots.long(), mine.index_select(2, planned.source.slots))
+        theirs.index_copy_(2, planned.target.slots.long(), moved)
+    if planned.check is not None:
+        planned.check.sum_words(moved, planned.source.head_bytes)

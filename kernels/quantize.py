@@ -16,17 +16,24 @@ import triton.language as tl
 
 from disagg.core.types import SCALE_BYTES, Span, code_row_bytes
 from kernels.attention import on_device
+from kernels.checksum import NO_SIZES, Check, add_part, row_keys, unit_keys
 from kernels.dispatch import backend
-from kernels.kv_write import SMALLEST, quantize, write_rows
+from kernels.kv_write import SMALLEST, codes_of_rows, quantize
 from kernels.layer_kv import FP8, QUANTIZED, code_limit, told
-from kernels.move import Place, check_fence
-from kernels.rows import check_slots, rows_of
+from kernels.move import check_fence
+from kernels.rows import Place, check_slots, rows_of
 
 _TILE_ELEMENTS = 2048
 
 
 def gather_codes(
-    pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, dtype: torch.dtype, out: torch.Tensor
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    layers: Span,
+    heads: Span,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    check: Check | None = None,
 ) -> None:
     """Writes the segment (`layers`, `slots`, `heads`) of a float pool to `out`, as codes of `dtype`.
 
@@ -35,35 +42,48 @@ def gather_codes(
     - layers, heads: indices local to the pool.
     - dtype: int8, float8_e4m3fn or float8_e5m2.
     - out: uint8 on the pool's device, exactly the bytes of `[layer, token, head, 2 * (head_dim + 2)]`.
+    - check: asks for the sum of the bytes written too (`kernels.checksum`); without any bytes it is left alone.
 
-    On CUDA: one launch on the current stream, no synchronization; the caller keeps pool, slots and out alive and
-    unchanged until an event recorded after this call has completed. Raises ValueError (arguments), ConfigError
-    (`DISAGG_KERNELS`).
+    On CUDA: one launch on the current stream, two with `check`, no synchronization; the caller keeps all tensors
+    alive and unchanged until an event recorded after this call has completed. Raises ValueError (arguments),
+    ConfigError (`DISAGG_KERNELS`).
     """
     source = Place(pool, slots, layers, heads)
     target = _staged(source, dtype, out)
     if target is None:
         return
     if backend(pool.device) == "triton":
-        _launch(source, target, dtype, None, 0)
+        _launch(source, target, dtype, None, 0, check)
     else:
-        _write_torch(source, target, dtype)
+        _write_torch(source, target, dtype, check)
 
 
 def gather_codes_reference(
-    pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span, dtype: torch.dtype, out: torch.Tensor
+    pool: torch.Tensor,
+    slots: torch.Tensor,
+    layers: Span,
+    heads: Span,
+    dtype: torch.dtype,
+    out: torch.Tensor,
+    check: Check | None = None,
 ) -> None:
     """The same as `gather_codes`, in plain torch on any device."""
     source = Place(pool, slots, layers, heads)
     target = _staged(source, dtype, out)
     if target is not None:
-        _write_torch(source, target, dtype)
+        _write_torch(source, target, dtype, check)
 
 
 def prepare_move_codes(
-    source: Place, target: Place, dtype: torch.dtype, fence: torch.Tensor, ticket: int
+    source: Place,
+    target: Place,
+    dtype: torch.dtype,
+    fence: torch.Tensor,
+    ticket: int,
+    check: Check | None = None,
 ) -> Callable[[], None]:
-    """What writes `source`, floats, to `target`, whose pool has codes of `dtype`; fenced as `kernels.move.move` is.
+    """What writes `source`, floats, to `target`, whose pool has codes of `dtype`; fenced and summed as by
+    `kernels.move.move`.
 
     The target's pool: uint8 `[layers, 1, slots, heads, 2 * (head_dim + 2)]`, contiguous. Raises as `move` does.
     """
@@ -80,8 +100,8 @@ def prepare_move_codes(
     if not (source.layers and source.heads and len(source.slots)):
         return lambda: None
     if backend(source.pool.device) == "triton":
-        return partial(_launch, source, target, dtype, fence, ticket)
-    return partial(_fenced, source, target, dtype, fence, ticket)
+        return partial(_launch, source, target, dtype, fence, ticket, check)
+    return partial(_fenced, source, target, dtype, fence, ticket, check)
 
 
 def _sizes(place: Place) -> tuple[int, int, int]:
@@ -125,7 +145,12 @@ def _staged(source: Place, dtype: torch.dtype, out: torch.Tensor) -> Place | Non
 
 
 def _launch(
-    source: Place, target: Place, dtype: torch.dtype, fence: torch.Tensor | None, ticket: int
+    source: Place,
+    target: Place,
+    dtype: torch.dtype,
+    fence: torch.Tensor | None,
+    ticket: int,
+    check: Check | None,
 ) -> None:
     """With a fence the target's slots count; without one the target is staging, its tokens in their order."""
     tokens, heads, head_dim = len(source.slots), len(source.heads), source.pool.shape[4]
@@ -141,10 +166,12 @@ def _launch(
             codes.view(torch.bfloat16),
             None if fence is None else target.slots,
             fence,
+            None if check is None else check.summer.parts,
             tokens,
             source.pool.shape[2],
             target.pool.shape[2],
             ticket,
+            *(NO_SIZES if check is None else check.sizes(1, target.head_bytes)),
             HEADS=heads,
             DIM=head_dim,
             SOURCE_TOKEN=values.stride(2),
@@ -159,14 +186,20 @@ def _launch(
             num_warps=4,
             enable_fp_fusion=False,  # the codes are the reference's, to the last bit
         )
+    if check is not None:
+        check.finish()
 
 
-def _fenced(source: Place, target: Place, dtype: torch.dtype, fence: torch.Tensor, ticket: int) -> None:
+def _fenced(
+    source: Place, target: Place, dtype: torch.dtype, fence: torch.Tensor, ticket: int, check: Check | None
+) -> None:
     if int(fence[0]) == ticket:
-        _write_torch(source, target, dtype, target.slots.long())
+        _write_torch(source, target, dtype, check, target.slots.long())
 
 
-def _write_torch(source: Place, target: Place, dtype: torch.dtype, slots: torch.Tensor | None = None) -> None:
+def _write_torch(
+    source: Place, target: Place, dtype: torch.dtype, check: Check | None, slots: torch.Tensor | None = None
+) -> None:
     values, codes = (
         place.pool[place.layers.start : place.layers.stop, :, :, place.heads.start : place.heads.stop]
         for place in (source, target)
@@ -179,10 +212,20 @@ def _write_torch(source: Place, target: Place, dtype: torch.dtype, slots: torch.
         codes.copy_(row)
     else:
         codes.index_copy_(2, slots, row)
+    if check is not None:
+        check.sum_words(row.flatten(3), row.shape[-1])
 
 
 @triton.jit(  # type: ignore[untyped-decorator]
-    do_not_specialize=["tokens", "source_pool_tokens", "target_pool_tokens", "ticket"],
+    do_not_specialize=[
+        "tokens",
+        "source_pool_tokens",
+        "target_pool_tokens",
+        "ticket",
+        "first_plane",
+        "first_token",
+        "first_unit",
+    ],
     do_not_specialize_on_alignment=["source_slots", "target_slots", "fence"],
 )
 def _quantize_kernel(  # type: ignore[no-untyped-def]
@@ -193,11 +236,15 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     scales,
     target_slots,
     fence,
+    parts,
     # sizes
     tokens,
     source_pool_tokens,
     target_pool_tokens,
     ticket,
+    first_plane,
+    first_token,
+    first_unit,
     # meta, in elements and in bytes
     HEADS: tl.constexpr,  # noqa: N803
     DIM: tl.constexpr,  # noqa: N803
@@ -224,18 +271,24 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
         # Volatile: read where it lies, on the other GPU, at this moment.
         inside = token < tl.where(tl.load(fence, volatile=True) == ticket, tokens, 0)
     target = (plane // 2 * target_pool_tokens + to_slot) * TARGET_TOKEN + head * HEAD_BYTES
-    write_rows(
-        source,
-        (plane * source_pool_tokens + from_slot) * SOURCE_TOKEN + head * DIM,
-        codes,
-        target + side * DIM,
-        scales,
-        (target + 2 * DIM) // SCALE_BYTES + side,
-        inside,
-        DIM,
-        DIM,
-        LIMIT,
-        SMALLEST,
-        FP8,
-        BLOCK,
-    )
+    element = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (element < DIM)[None, :]
+    place = (plane * source_pool_tokens + from_slot) * SOURCE_TOKEN + head * DIM
+    values = tl.load(source + place[:, None] + element[None, :], mask=mask, other=0.0)
+    found, scale = codes_of_rows(values, LIMIT, SMALLEST, FP8)
+    found = found.to(codes.dtype.element_ty)
+    tl.store(scales + (target + 2 * DIM) // SCALE_BYTES + side, scale, mask=inside)
+    tl.store(codes + (target + side * DIM)[:, None] + element[None, :], found, mask=mask)
+    if parts is not None:
+        keys = row_keys(first_plane + plane // 2 * 2, first_token + token)
+        unit = first_unit + head * (HEAD_BYTES // 4)
+        byte = side * DIM + element
+        bits = (found.to(tl.int64) & 0xFF).to(tl.uint64) << (byte % 4 * 8).to(tl.uint64)[None, :]
+        terms = tl.where(mask, bits, 0) * (keys[:, None] ^ unit_keys(unit[:, None] + (byte // 4)[None, :]))
+        # The scales of K and V are two bytes each, and one unit together.
+        bits = (scale.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF).to(tl.uint64) << (side * 16).to(
+            tl.uint64
+        )
+        of_scales = tl.where(inside, bits, 0) * (keys ^ unit_keys(unit + DIM // 2))
+        part = tl.sum(terms.to(tl.int64, bitcast=True)) + tl.sum(of_scales.to(tl.int64, bitcast=True))
+        add_part(parts, part)

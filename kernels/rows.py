@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -17,6 +18,23 @@ _KEPT = 4096
 
 _PLANES = (1, 2)
 """Of a layer: K and V in one, or keys alone; or K and V apart."""
+
+
+class Place(NamedTuple):
+    """A rectangle of a pool: where rows are read, or where they are written."""
+
+    pool: torch.Tensor
+    """Contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
+    slots: torch.Tensor
+    """int32 or int64 `[tokens]`, each within the pool (not checked); on the device that runs the kernel."""
+    layers: Span
+    heads: Span
+    """Both local to the pool."""
+
+    @property
+    def head_bytes(self) -> int:
+        """Size of one head of a token in a plane."""
+        return self.pool.shape[4] * self.pool.element_size()
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,9 @@ from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
 from disagg.kv.pool import KVPool
-from kernels.move import Place, prepare_move
+from kernels.move import prepare_move
 from kernels.quantize import prepare_move_codes
+from kernels.rows import Place
 from staging.routes import Route
 
 if TYPE_CHECKING:

@@ -14,25 +14,32 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gather import _gather_kernel
-from kernels.launch import Tile
+from kernels.launch import SUMMED_TILE, Tile
 from kernels.page_copy import _copy_kernel
 from kernels.scatter import _scatter_kernel
 
 _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
 
 
-def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_words: int) -> set[str]:
+def accesses(
+    kernel: Any, word: str, row_words: int, token_words: int, vector_words: int, summed: bool
+) -> set[str]:
     """Widths of the global accesses in Hopper's PTX, such as `v2.b64`, without the slot look-up (b32)."""
-    block_words, block_tokens = Tile().shape(row_words)
-    constants = {
+    tile = SUMMED_TILE if summed else Tile()
+    block_words, block_tokens = tile.shape(row_words)
+    constants: dict[str, int | None] = {} if summed else {"parts": None}
+    constants |= {
         "TOKEN_WORDS": token_words,
         "ROW_WORDS": row_words,
         "VECTOR_WORDS": vector_words,
+        "PLANE_STEP": 1,
+        "UNIT_BYTES": 4,
         "BLOCK_TOKENS": block_tokens,
         "BLOCK_WORDS": block_words,
     }
-    pointers = {"pool": f"*{word}", "slots": "*i32", "staged": f"*{word}"}
-    sizes = {"tokens": "i32", "plane_words": "i64"}
+    pointers = {"pool": f"*{word}", "slots": "*i32", "staged": f"*{word}", "parts": "*i64"}
+    firsts = dict.fromkeys(("first_plane", "first_token", "first_unit"), "i32")
+    sizes = {"tokens": "i32", "plane_words": "i64", **firsts}
     aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 2)} if vector_words > 1 else {}
     source = ASTSource(
         fn=kernel,
@@ -40,11 +47,12 @@ def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_wo
         constexprs=constants,
         attrs=aligned,
     )
-    options = {"num_warps": Tile().warps, "enable_fp_fusion": False}
+    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return set(re.findall(_ACCESS, compiled.asm["ptx"])) - {"b32"}
 
 
+@pytest.mark.parametrize("summed", [False, True], ids=["plain", "summed"])
 @pytest.mark.parametrize("kernel", [_gather_kernel, _scatter_kernel], ids=["gather", "scatter"])
 @pytest.mark.parametrize(
     ("word", "row_words", "token_words", "vector_words", "expected"),
@@ -58,6 +66,7 @@ def accesses(kernel: Any, word: str, row_words: int, token_words: int, vector_wo
 )
 def test_access_width(
     kernel: Any,
+    summed: bool,
     word: str,
     row_words: int,
     token_words: int,
@@ -67,7 +76,7 @@ def test_access_width(
     tmp_path: Path,
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    assert accesses(kernel, word, row_words, token_words, vector_words) == expected
+    assert accesses(kernel, word, row_words, token_words, vector_words, summed) == expected
 
 
 @pytest.mark.parametrize(

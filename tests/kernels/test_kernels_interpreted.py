@@ -28,7 +28,7 @@ def interpret(*command: str) -> None:
 @pytest.mark.parametrize(
     "files",
     [
-        ("test_copy_kernels.py", "test_move_kernel.py", "test_page_copy.py"),
+        ("test_copy_kernels.py", "test_move_kernel.py", "test_page_copy.py", "test_checksum.py"),
         ("test_decode_attention.py", "test_prefill_attention.py", "test_kv_write.py", "test_quantize.py"),
         ("test_small_layers.py", "test_rank_sum.py"),
     ],

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from disagg.core.types import Span
-from kernels.move import Place, move, move_reference
+from kernels.move import move, move_reference
+from kernels.rows import Place
 
 torch.set_num_threads(1)
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]

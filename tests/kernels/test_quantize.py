@@ -14,8 +14,8 @@ from disagg.core.types import Span
 from disagg.kv.pool import MHATokenToKVPool
 from kernels.dispatch import INTERPRETED
 from kernels.layer_kv import FP8, QUANTIZED
-from kernels.move import Place
 from kernels.quantize import gather_codes, gather_codes_reference, prepare_move_codes
+from kernels.rows import Place
 
 torch.set_num_threads(1)
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]

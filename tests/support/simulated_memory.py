@@ -18,7 +18,7 @@ from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.node.ledger import Ledger
-from kernels.move import Place
+from kernels.rows import Place
 from staging.allocator import Lease, StagingAllocator
 
 POISON = 0xFF
