@@ -32,8 +32,10 @@ class Tile:
         return block_words, max(1, self.words // block_words)
 
 
-SUMMED_TILE = Tile(words=512)
-"""Of a copy that also sums (`kernels.checksum`): a larger tile has fewer sums to add up."""
+# Within 2 % of the plain copy at every width of row (H200, 256 MiB). A kernel whose last program adds up the sums,
+# instead of a second launch, reached 85 to 95 %.
+SUMMED_TILE = Tile(warps=1)
+"""Of a copy that also sums (`kernels.checksum`)."""
 
 
 @dataclass(frozen=True, slots=True)
