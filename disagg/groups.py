@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from disagg.core.config import Config, GroupConfig, Role
+from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.model.spec import ModelSpec
 from disagg.node.host import Started
@@ -57,6 +58,7 @@ def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
 
 
 def group_info(group: Group, config: Config) -> GroupInfo:
+    """The group as others know it. Raises `ConfigError` when its ranks chose different transports."""
     return GroupInfo(
         name=group.name,
         role=group.role,
@@ -64,10 +66,21 @@ def group_info(group: Group, config: Config) -> GroupInfo:
         fingerprint=group.spec.fingerprint,
         layout=group.spec.layout,
         page_size=getattr(config, group.role).page_size,
-        transport=config.transport.backend,
+        transport=_transport_of(group),
         ranks=tuple(started.info for started in group.started),
         deterministic=config.model.deterministic,
     )
+
+
+def _transport_of(group: Group) -> str:
+    chosen = {started.transport: started.host for started in group.started}
+    if len(chosen) > 1:
+        found = ", ".join(f"{name} on {host}" for name, host in sorted(chosen.items()))
+        raise ConfigError(
+            f"the ranks of {group.name} chose different transports ({found}): give all hosts the same devices and "
+            "image, or set transport.backend = tls"
+        )
+    return group.started[0].transport
 
 
 def wait_for_exit(groups: Sequence[Group]) -> None:

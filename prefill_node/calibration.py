@@ -84,14 +84,14 @@ class Calibrator:
         cache = _cache()
         wires = cache.load() if cache is not None and transfer.calibrate == "auto" else {}
         for peer in link.destinations_of(self.rank):
-            probed = self._probe_one(peer, wires)
+            probed = self._probe_one(peer, link.prefill.transport, wires)
             if not probed.writable:
                 break
         if probed.wire is not None and not probed.cached and cache is not None:
-            cache.store(self._key(probed.host, probed.device), probed.wire)
+            cache.store(self._key(link.prefill.transport, probed.host, probed.device), probed.wire)
         return probed
 
-    def _probe_one(self, peer: RankInfo, wires: Mapping[str, Wire]) -> Probed:
+    def _probe_one(self, peer: RankInfo, transport: str, wires: Mapping[str, Wire]) -> Probed:
         over = threading.Event()
         ended: list[Probed] = []
 
@@ -100,7 +100,7 @@ class Calibrator:
             over.set()
 
         def known(host: str, device: str) -> Wire | None:
-            return wires.get(self._key(host, device))
+            return wires.get(self._key(transport, host, device))
 
         start = self.agent.prober.start
         self.loop.post(partial(start, peer.control_address, peer.ring_bytes, known, done))
@@ -110,14 +110,13 @@ class Calibrator:
             else Probed(why="the transfer thread does not answer", begun=True)
         )
 
-    def _key(self, host: str, device: str) -> str:
+    def _key(self, transport: str, host: str, device: str) -> str:
         """Whatever a wire's speed depends on and is known before it is measured."""
-        transport = self.asked.transport
-        about = [f"{socket.gethostname()}, {device_name(self.device)} to {host}, {device}", transport.backend]
-        if transport.backend == "ucx":
+        about = [f"{socket.gethostname()}, {device_name(self.device)} to {host}, {device}", transport]
+        if transport.startswith("ucx-"):
             from transport.ucx_library import settings, version
 
-            about += [version(), f"error_handling={transport.error_handling}", settings(os.environ)]
+            about += [version(), settings(os.environ)]
         return "; ".join(part for part in about if part)
 
     def _choose(self, wire: Wire) -> tuple[Wire, int]:
@@ -131,7 +130,7 @@ class Calibrator:
 
     def _in_words(self, link: Link, probed: Probed) -> Calibration:
         sized = self.sized
-        staging = f"staging and ring, by {self.asked.transport.backend}"
+        staging = f"staging and ring, by {link.prefill.transport}"
         wire = Wire(sized.segment_overhead_s or 0.0, sized.wire_bytes_per_s)
         segment = sized.segment_limit_bytes
         if probed.wire is not None:

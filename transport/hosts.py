@@ -5,6 +5,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 
+import psutil
+
+from disagg.core.errors import ConfigError
+
 AUTO = "auto"
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", 9)
@@ -32,3 +36,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def interface_of(host: str) -> str:
+    """The network interface of this host that has the address `host`. Raises `ConfigError` when none has it."""
+    try:
+        wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError as exc:
+        raise ConfigError(f"control.host = {host} cannot be resolved: {exc}") from exc
+    for name, addresses in psutil.net_if_addrs().items():
+        if wanted & {address.address for address in addresses}:
+            return name.partition(":")[0]  # eth0:1 is a second address of eth0
+    raise ConfigError(
+        f"control.host = {host} is no address of this host; set control.host to auto or to one of its addresses"
+    )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from disagg.core.errors import ConfigError
 from transport.base import Transport
+from transport.reach import Reach
 
 if TYPE_CHECKING:
     from transport.inproc import InprocFabric
+    from transport.keys import ControlKeys
 
-# UCX reads through CUDA IPC only where it sees NVLink, which a virtual machine may hide; the scheme alone then
-# sends GPU memory over TCP, and such a message cannot be fenced when its sender dies in the middle of it.
-PULL = {"RNDV_SCHEME": "get_zcopy", "CUDA_IPC_ENABLE_GET_ZCOPY": "on"}
-TRANSPORTS = ("inproc", "ucx")
+TRANSPORTS = ("inproc", "ucx", "tls")
 """Names that `make_transport` knows."""
 
 
@@ -22,24 +22,33 @@ def make_transport(
     *,
     rank_name: str = "",
     fabric: InprocFabric | None = None,
-    error_handling: bool = True,
     gpu: bool = False,
+    reach: Reach = Reach.ONE_HOST,
+    interface: str = "",
+    host: str = "127.0.0.1",
+    keys: ControlKeys | None = None,
 ) -> Transport:
-    """A transport of the backend `name`, owned by the calling thread.
+    """A transport of the backend `name`, owned by the calling thread. `transport.reach.choose` picks the backend.
 
-    `rank_name` and `fabric` are for `inproc` (both needed); `error_handling` and `gpu` (what is moved lies on GPUs)
-    are for `ucx`. Raises `ConfigError` for an unknown name or when the backend cannot be used here.
+    `rank_name` and `fabric` are for `inproc` (both needed). `gpu` (the bytes that move lie on GPUs), `reach` and
+    `interface` are for `ucx`. `host` (the address to listen on) and `keys` are for `tls`. Raises `ConfigError` for an
+    unknown name or when the backend cannot be used here.
     """
     if name == "ucx":
         from transport.ucx import UcxTransport
+        from transport.ucx_options import options, prepare_host
 
-        # Large messages from GPU to GPU are pulled by their receiver. Left to choose, UCX may let the sender write,
-        # and such a write was seen to land after the receiver had fenced it (one H200, both ends in one process).
-        return UcxTransport(error_handling=error_handling, options=PULL if gpu else None)
+        prepare_host(reach, os.environ)
+        return UcxTransport(options(reach, gpu=gpu, interface=interface))
     if name == "inproc":
         if fabric is None or not rank_name:
             raise ConfigError("transport inproc needs a fabric and a rank_name; across processes use ucx")
         from transport.inproc import InprocTransport
 
         return InprocTransport(fabric, rank_name)
+    if name == "tls":
+        raise ConfigError(
+            f"transport tls, which ranks on {host} need, is not part of this release; use RDMA, or set "
+            "transport.trusted_network = true if every machine that reaches this network is trusted"
+        )
     raise ConfigError(f"unknown transport {name!r}; choose one of {', '.join(TRANSPORTS)}")

@@ -1,5 +1,5 @@
-"""The data plane over UCX (through `ucxx`): GPU memory over NVLink and RDMA, host memory over shared memory
-and TCP.
+"""The data plane over UCX (through `ucxx`): shared memory and CUDA IPC on one host, RDMA between hosts, and TCP on a
+trusted network. `transport.ucx_options` says which of them a worker may use.
 
 The owner thread drives UCX's worker itself: no progress thread, no event loop. Arrivals come from a probe
 that takes a message out of UCX's matching queue; its receive then goes through the sender's endpoint, so that
@@ -13,14 +13,17 @@ import os
 import select
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
 from disagg.core.errors import ConfigError, InvariantError, PeerLostError, TransportError
+from transport import ucx_options
 from transport.base import Arrival, Operation, Transport, TransportStatistics
 from transport.ledger import Ledger
+from transport.reach import Reach
 from transport.tags import unpack
 from transport.ucx_library import load, unwrap_address, wrap_address
 
@@ -59,28 +62,25 @@ class _Peer:
 
 
 class UcxTransport(Transport):
-    """One rank's UCX worker; see `Transport`.
+    """One rank's UCX worker; see `Transport`. `options` are UCX's own; by default those of `Reach.ONE_HOST`.
 
-    `error_handling` makes UCX notice dead peers and end what is pending with them. Switched off, host memory
-    between processes of one host goes through shared memory instead of TCP, but a dead peer's operations end
-    only by `disconnect`, which may then be unable to prove its fence. `options` are UCX's own (`{"TLS": "..."}`).
-
-    Raises `ConfigError` when ucxx is not installed or cannot start.
+    Endpoints handle errors: UCX notices dead processes (on one host within seconds) and ends what is pending with
+    them. Raises `ConfigError` when ucxx is not installed or cannot start.
     """
 
     name: ClassVar[str] = "ucx"
 
-    def __init__(self, error_handling: bool = True, options: dict[str, str] | None = None) -> None:
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
         self._ucx, self._array_type = load()
-        self._error_handling = error_handling
+        chosen = ucx_options.options(Reach.ONE_HOST, gpu=False) if options is None else dict(options)
         try:
             features = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
-            self._context: Any = self._ucx.UCXContext(options or {}, feature_flags=features)
+            self._context: Any = self._ucx.UCXContext(chosen, feature_flags=features)
             self._worker: Any = self._ucx.UCXWorker(self._context)
             self._worker.init_blocking_progress_mode()
             self._address = wrap_address(bytes(self._worker.address.tobytes()))
         except self._ucx.UCXError as exc:
-            raise ConfigError(f"UCX cannot start: {exc}; check UCX_TLS and UCX_NET_DEVICES") from exc
+            raise ConfigError(f"UCX cannot start with {chosen}: {exc}") from exc
         self._ledger = Ledger()
         self._peers: dict[str, _Peer] = {}
         self._requests: dict[Operation, Any] = {}
@@ -111,7 +111,7 @@ class UcxTransport(Transport):
             return
         try:
             remote = self._ucx.UCXAddress.create_from_buffer(unwrap_address(peer, address))
-            endpoint = self._worker.create_endpoint_from_worker_address(remote, self._error_handling)
+            endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
         except self._ucx.UCXError as exc:
             raise TransportError(f"cannot connect to {peer}: {exc}") from exc
         self._peers[peer] = _Peer(address, endpoint)
@@ -128,8 +128,10 @@ class UcxTransport(Transport):
             and (view := self._ledger.view(operation)) is not None
             and view.is_cuda
         }
-        closing = self._close_endpoint(known.endpoint)
-        self._fence(peer, [*closing, *(self._requests[operation] for operation in mine)])
+        # Blocking means forced: it cancels what is pending and needs nothing from the other side. `close()` would
+        # wait for the peer (ucxx 0.52 does not pass the flag on), and crashes after an endpoint error.
+        known.endpoint.close_blocking()
+        self._fence(peer, [self._requests[operation] for operation in mine])
         for device in receives_to_gpu:
             # UCX may report a cancelled receive while its copy still runs on UCX's own stream.
             torch.cuda.synchronize(device)
@@ -200,8 +202,7 @@ class UcxTransport(Transport):
         self._ensure_open()
         if self._has_news():
             return
-        # UCX's rule: sleep only after arming, and arm only when there was nothing left to do.
-        if not self._worker.progress_once() and self._worker.arm():
+        if not self._worker.progress_once():
             self._sleep(max(0.0, timeout_s))
         with self._wake_lock:
             _drain(self._wake_fd)
@@ -243,19 +244,27 @@ class UcxTransport(Transport):
             raise unproven[0]
 
     def _sleep(self, timeout_s: float) -> None:
-        """Sleeps until UCX or `wake` has something, on an armed worker.
+        """Sleeps until UCX or `wake` has something. UCX's rule: only on an armed worker.
 
-        While a TCP connection waits for a peer that does not answer, UCX's descriptor stays readable with
-        nothing to do; after some such wake-ups in a row the thread sleeps for a moment at a time.
+        UCX's descriptor can stay readable with nothing to do: while a TCP connection waits for a peer that does not
+        answer, or while another process floods the wake-up socket of shared memory. After some such wake-ups in a
+        row the thread sleeps for a moment at a time.
         """
-        if self._idle_wakeups < _MAX_IDLE_WAKEUPS:
+        by_ucx = True
+        if self._idle_wakeups >= _MAX_IDLE_WAKEUPS:
+            time.sleep(min(timeout_s, _NAP_S))  # polling descriptors takes whole milliseconds
+        elif self._arm():
             events = self._poll.poll(timeout_s * 1000)
             by_ucx = any(fd != self._wake_fd for fd, _ in events)
-        else:
-            time.sleep(min(timeout_s, _NAP_S))  # polling descriptors takes whole milliseconds
-            by_ucx = True
         if by_ucx:
             self._idle_wakeups = 0 if self._worker.progress_once() else self._idle_wakeups + 1
+
+    def _arm(self) -> bool:
+        """Whether the worker may sleep. An empty datagram from a stranger makes UCX report a reset connection."""
+        try:
+            return bool(self._worker.arm())
+        except self._ucx.UCXError:
+            return False
 
     def _release(self) -> None:
         """Frees UCX's objects, users before what they use."""
@@ -266,16 +275,6 @@ class UcxTransport(Transport):
             self._settle(operation, lost=True)
         self._swallowed.clear()
         del self._worker, self._context
-
-    def _close_endpoint(self, endpoint: Any) -> list[Any]:
-        """Closes it; the requests that have to end before it is closed."""
-        if self._error_handling:
-            # Blocking means forced: it cancels what is pending and needs nothing from the other side. `close()`
-            # would wait for the peer (ucxx 0.52 does not pass the flag on), and crashes after an endpoint error.
-            endpoint.close_blocking()
-            return []
-        # Nothing can be forced, and blocking could be for ever: flush, for as long as a fence may take.
-        return [endpoint.close()]
 
     def _array(self, view: torch.Tensor) -> Any:
         """What ucxx takes. What is kept is let go when memory is deregistered."""

@@ -35,6 +35,19 @@ def version() -> str:
     return ".".join(map(str, load()[0].get_ucx_version()))
 
 
+def offers(transport: str) -> bool:
+    """Whether UCX can use one of its transports, or a group of them (`ib`), here.
+
+    Raises `ConfigError` when ucxx cannot be imported.
+    """
+    ucx, _ = load()
+    try:
+        ucx.UCXContext({"TLS": transport}, feature_flags=(ucx.Feature.TAG,))
+    except ucx.UCXError:
+        return False
+    return True
+
+
 def settings(environment: Mapping[str, str]) -> str:
     """What the environment tells UCX, but for its log: `UCX_TLS=tcp`, ...; sorted. Empty for nothing."""
     names = (name for name in environment if name.startswith("UCX_") and name not in _QUIET)

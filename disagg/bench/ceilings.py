@@ -47,9 +47,7 @@ def ceiling_bytes(cuda: bool) -> int:
     return 1024 * MIB if cuda else 32 * MIB
 
 
-def measure_ceilings(
-    cuda: bool, error_handling: bool, repeats: int, tell: Callable[[str], None] = lambda text: None
-) -> Ceilings:
+def measure_ceilings(cuda: bool, repeats: int, tell: Callable[[str], None] = lambda text: None) -> Ceilings:
     """Copies, then the wire between the first two GPUs (or within the only one, or in host memory)."""
     gpus, nbytes = visible_gpus() if cuda else [], ceiling_bytes(cuda)
     tell("copies")
@@ -58,7 +56,6 @@ def measure_ceilings(
     raw = raw_rates(
         tuple(size for size in RAW_SIZES if size <= nbytes // 4),
         (gpus[0], gpus[1 % len(gpus)]) if gpus else (None, None),
-        error_handling,
         nbytes,
         repeats,
     )

@@ -19,6 +19,7 @@ from disagg.bench.handoff_measure import Found, measure
 from disagg.bench.handoff_results import results_of
 from disagg.bench.handoff_sizes import Sizes, Tell
 from disagg.bench.processes import Processes, visible_gpus
+from disagg.bench.ranks import transport_choice
 from disagg.bench.report import Label, Result
 from disagg.core.config import Config, GroupConfig, LogConfig
 from disagg.core.errors import ConfigError
@@ -112,15 +113,15 @@ class HandoffBench:
             "layer_groups": transfer.layer_groups,
             "ring_bytes": transfer.ring_bytes,
             "staging_bytes": transfer.staging_bytes,
-            "transport": config.transport.backend,
+            "transport": transport_choice(config).name,
         }
         return cls(config, sizes, cuda, labels)
 
 
 def run(bench: HandoffBench, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Ceilings, then hand-overs. Raises what `measure` raises for wrong answers and wrong KV."""
-    sizes, transport = bench.sizes, bench.config.transport
-    ceilings = measure_ceilings(bench.cuda, transport.error_handling, sizes.repeats, tell)
+    sizes = bench.sizes
+    ceilings = measure_ceilings(bench.cuda, sizes.repeats, tell)
     tell("starting the ranks")
     with Processes() as processes:
         groups = Groups(bench.config, processes, visible_gpus() if bench.cuda else [])

@@ -145,7 +145,7 @@ class Groups:
             fingerprint=started[0].spec.fingerprint,
             layout=started[0].spec.layout,
             page_size=group.page_size,
-            transport=self.config.transport.backend,
+            transport=started[0].transport,
             ranks=tuple(one.info for one in started),
             deterministic=self.config.model.deterministic,
         )

@@ -31,7 +31,9 @@ from prefill_node.sender import SegmentSender
 from staging.shards import make_shards
 from transport import messages as m
 from transport.control_zmq import make_control
+from transport.hosts import own_host
 from transport.keys import ControlKeys
+from transport.reach import Choice, choose
 from transport.select import make_transport
 
 WAIT_S = 60.0
@@ -52,6 +54,11 @@ class RankOptions:
     config: Config
     keys: ControlKeys
     cuda: bool
+
+
+def transport_choice(config: Config) -> Choice:
+    """The transport of ranks on this host. Raises `ConfigError`."""
+    return choose(config.transport, own_host(config.control.host))
 
 
 class Books:
@@ -121,11 +128,16 @@ class RankHost(ABC):
         )
         self._noisy = NoisyPool(self._pool, self._shard, self._layout)
         self._books, self._leader = Books(), ""
-        transport = options.config.transport
+        choice = transport_choice(options.config)
         self._transfer = options.config.transfer.sized(memory_bytes(self._device))
         self._control = make_control(options.config.control, options.keys)
         self._transport = make_transport(
-            transport.backend, error_handling=transport.error_handling, gpu=options.cuda
+            choice.backend,
+            gpu=options.cuda,
+            reach=choice.reach,
+            interface=choice.interface,
+            host=own_host(options.config.control.host),
+            keys=options.keys,
         )
         self._agent: Any = self._make_agent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -13,8 +13,9 @@ from disagg.bench.noise import WORD_BYTES, words
 from disagg.bench.processes import Processes, Remote
 from disagg.bench.report import Measurement
 from disagg.core.errors import InvariantError
-from transport.select import PULL
+from transport.reach import Reach
 from transport.ucx_library import load
+from transport.ucx_options import options
 
 WINDOW = 4
 """Messages under way at once."""
@@ -25,7 +26,6 @@ _LEAST, _MOST = 8, 512
 def raw_rates(
     sizes: tuple[int, ...],
     gpus: tuple[str | None, str | None],
-    error_handling: bool,
     most_bytes: int,
     repeats: int,
 ) -> dict[int, Measurement]:
@@ -35,7 +35,7 @@ def raw_rates(
     """
     with Processes() as processes:
         ends = [
-            processes.start(f"raw UCX {side}", gpu, RawEnd, gpu is not None, error_handling, max(sizes))
+            processes.start(f"raw UCX {side}", gpu, RawEnd, gpu is not None, max(sizes))
             for side, gpu in zip(("sender", "receiver"), gpus, strict=True)
         ]
         sender, receiver = ends
@@ -61,15 +61,15 @@ def _rate(sender: Remote, receiver: Remote, size: int, most_bytes: int, repeats:
 class RawEnd:
     """One of the two processes."""
 
-    def __init__(self, cuda: bool, error_handling: bool, largest: int) -> None:
+    def __init__(self, cuda: bool, largest: int) -> None:
         self._ucx, self._array_type = load()
         self._device = torch.device("cuda", 0) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self._device)
         self._buffer = torch.zeros(WINDOW * largest, dtype=torch.uint8, device=self._device)
-        context = self._ucx.UCXContext(PULL if cuda else {}, feature_flags=(self._ucx.Feature.TAG,))
+        chosen = options(Reach.ONE_HOST, gpu=cuda)
+        context = self._ucx.UCXContext(chosen, feature_flags=(self._ucx.Feature.TAG,))
         self._worker: Any = self._ucx.UCXWorker(context)
-        self._error_handling = error_handling
         self._endpoint: Any = None
         self._note = self._array_type(bytearray(1))
 
@@ -80,7 +80,7 @@ class RawEnd:
     def connect(self, address: bytes) -> None:
         """Once, before anything is moved."""
         remote = self._ucx.UCXAddress.create_from_buffer(address)
-        self._endpoint = self._worker.create_endpoint_from_worker_address(remote, self._error_handling)
+        self._endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
 
     def fill(self) -> None:
         """Noise into the whole buffer."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from disagg.bench.ceilings import Ceilings, ceiling_bytes, measure_ceilings, size_text
 from disagg.bench.noise import check_layout
 from disagg.bench.processes import Processes, Remote, call_all, visible_gpus
-from disagg.bench.ranks import DecodeHost, PrefillHost, RankOptions
+from disagg.bench.ranks import DecodeHost, PrefillHost, RankOptions, transport_choice
 from disagg.bench.report import Label, Measurement, Result
 from disagg.core.config import Config
 from disagg.core.errors import ConfigError
@@ -105,7 +105,7 @@ class Case:
 
 def run(bench: TransferBench, tell: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Requests, then the wire, then copies. Raises `InvariantError` when bytes came wrong or went astray."""
-    ceilings = measure_ceilings(bench.cuda, bench.config.transport.error_handling, bench.repeats, tell)
+    ceilings = measure_ceilings(bench.cuda, bench.repeats, tell)
     results: list[Result] = []
     with Processes() as processes:
         groups = Groups(bench, processes, visible_gpus() if bench.cuda else [])
@@ -134,7 +134,7 @@ def _results(
         "layers": bench.layout.layers,
         "kv_heads": bench.layout.kv_heads,
         "head_dim": bench.layout.head_dim,
-        "transport": bench.config.transport.backend,
+        "transport": transport_choice(bench.config).name,
         "path": path,
         "layer_groups": transfer.layer_groups,
         "ring_bytes": transfer.ring_bytes,
@@ -244,6 +244,6 @@ class Groups:
             fingerprint="noise",
             layout=bench.layout,
             page_size=self._page_sizes[side],
-            transport=bench.config.transport.backend,
+            transport=transport_choice(bench.config).name,
             ranks=tuple(ranks),
         )

@@ -27,7 +27,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton"]
 KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 GroupKVDTypeName = Literal["model", "auto", "int8", "float8_e4m3fn", "float8_e5m2"]
-TransportName = Literal["ucx", "inproc"]
+TransportName = Literal["auto", "ucx", "tls", "inproc"]
 Preemption = Literal["auto", "recompute", "swap"]
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
 EvictionName = Literal["lru", "lfu", "fifo"]
@@ -238,9 +238,12 @@ class TransferConfig(Section, frozen=True):
 class TransportConfig(Section, frozen=True):
     """The data path's backend."""
 
-    backend: TransportName = "ucx"
-    error_handling: bool = True
-    """UCX peer error handling: a lost peer is noticed, at the price of TCP for host memory on one host."""
+    backend: TransportName = "auto"
+    """auto: UCX over shared memory on one host (a loopback `control.host`). Between hosts: UCX over RDMA, else UCX
+    over TCP on a trusted network, else tls. ucx: the same without tls. tls: always TLS over TCP."""
+    trusted_network: bool = False
+    """Allows UCX over TCP between hosts. UCX's TCP is neither authenticated nor encrypted: a machine that reaches
+    its port can read and write the memory of the rank."""
     peer_memory: bool = True
     """Prefill ranks write straight into a decode rank's pool where they can open it; else, always through staging."""
 

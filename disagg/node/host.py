@@ -8,6 +8,7 @@ import sys
 import threading
 from typing import Any, ClassVar, NamedTuple
 
+import structlog
 import torch
 
 from disagg.core.config import Config, GroupConfig
@@ -25,7 +26,10 @@ from transport.control_zmq import make_control
 from transport.hosts import own_host
 from transport.inproc import InprocFabric
 from transport.keys import ControlKeys
+from transport.reach import Choice, choose
 from transport.select import make_transport
+
+log = structlog.get_logger(__name__)
 
 
 class Started(NamedTuple):
@@ -38,6 +42,8 @@ class Started(NamedTuple):
     """Where `pid` means something."""
     memory: str
     """The KV pool, and what else takes the device's memory, in words."""
+    transport: str
+    """`Choice.name` of the rank's transport."""
 
 
 class RankHost:
@@ -89,6 +95,7 @@ class RankHost:
                 runner.record_chunks(group.chunk_tokens)
             elif group.graphs:
                 runner.record(min(group.max_batch, group.max_requests))
+        choice = self._choose_transport()
         self._node = self.node_class(
             rank=self._rank,
             config=self._config,
@@ -96,11 +103,12 @@ class RankHost:
             name=self._name,
             runner=runner,
             control=make_control(self._config.control, self._keys),
-            transport=self._make_transport(device),
+            transport=self._make_transport(choice, device),
         )
         self._node.on_broken = self._over.set
         memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
-        return Started(self._node.start(), runner.spec, os.getpid(), socket.gethostname(), memory)
+        info, host = self._node.start(), socket.gethostname()
+        return Started(info, runner.spec, os.getpid(), host, memory, choice.name)
 
     def join(self, group: GroupInfo) -> None:
         """All ranks of the group have started."""
@@ -138,11 +146,25 @@ class RankHost:
             self._collective.close()
         self._over.set()
 
-    def _make_transport(self, device: torch.device) -> Transport:
-        if self.node_class.role == "colocated":  # it has nobody to send KV to
-            return make_transport("inproc", rank_name=self._name, fabric=InprocFabric())
-        config = self._config.transport
-        return make_transport(config.backend, error_handling=config.error_handling, gpu=device.type == "cuda")
+    def _choose_transport(self) -> Choice:
+        if self.node_class.role == "colocated":
+            return Choice("inproc", "a colocated group sends no KV")
+        choice = choose(self._config.transport, own_host(self._config.control.host))
+        if self._rank == 0:
+            log.info("transport_chosen", transport=choice.name, because=choice.reason)
+        return choice
+
+    def _make_transport(self, choice: Choice, device: torch.device) -> Transport:
+        return make_transport(
+            choice.backend,
+            rank_name=self._name,
+            fabric=InprocFabric() if choice.backend == "inproc" else None,
+            gpu=device.type == "cuda",
+            reach=choice.reach,
+            interface=choice.interface,
+            host=own_host(self._config.control.host),
+            keys=self._keys,
+        )
 
     def _running(self) -> RankNode[Any, Any]:
         assert self._node is not None, "a rank is used after start"

@@ -54,7 +54,7 @@ def test_launch_and_serve_take_the_same_flags_for_groups(asked: list[Any], tmp_p
     path.write_text("[transfer]\nlayer_groups = 7\n")
     flags = (
         f"--random-init tiny-llama --dtype float32 --prefill-tp 4 --decode-tp 3 --device cpu --config {path} "
-        "--set transport.error_handling=false --chunk-tokens 64 --prefill-page-size 32 --decode-page-size 8 "
+        "--set transport.trusted_network=true --chunk-tokens 64 --prefill-page-size 32 --decode-page-size 8 "
         "--ring-bytes 64MiB --transport ucx --deterministic"
     ).split()
     assert cli.run(["launch", *flags]) == 0
@@ -67,7 +67,7 @@ def test_launch_and_serve_take_the_same_flags_for_groups(asked: list[Any], tmp_p
     assert (launched.prefill.page_size, launched.decode.page_size) == (32, 8)
     assert (launched.prefill.chunk_tokens, launched.transfer.layer_groups) == (64, 7)
     assert launched.transfer.ring_bytes == 64 << 20
-    assert (launched.transport.error_handling, launched.transport.peer_memory) == (False, False)
+    assert (launched.transport.trusted_network, launched.transport.peer_memory) == (True, False)
 
 
 def test_launch_colocated(asked: list[Any]) -> None:

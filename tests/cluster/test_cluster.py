@@ -123,7 +123,7 @@ def test_the_wire_is_measured_at_start_and_said(ray_session: None, checkpoint: P
         check_exact(checkpoint, 1, 1, calibrate="always")
     [line] = [line for line in lines if line["event"] == "wire"]
     assert (line["log_level"], line["link"]) == ("info", "prefill rank 0 to decode")
-    assert line["path"] == "staging and ring, by ucx"
+    assert line["path"] == "staging and ring, by ucx-shm"
     assert line["found"].startswith("measured: ")
     [key] = json.loads((cache / "disagg" / "wire.json").read_text())["wires"]
     assert "cpu; ucx; 1." in key

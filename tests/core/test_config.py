@@ -40,12 +40,12 @@ def test_later_sources_win(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
     env = {"DISAGG_PREFILL__PAGE_SIZE": "8", "DISAGG_DECODE__TP": "3", "PATH": "/bin"}
-    config = load_config(path, env, {"decode.tp": 5, "transport.error_handling": "false"})
+    config = load_config(path, env, {"decode.tp": 5, "transport.trusted_network": "true"})
     assert config.prefill.tp == 4, "from the file"
     assert config.transfer.lease_timeout_s == 5.0, "a whole number where a float is expected"
     assert config.prefill.page_size == 8, "the environment beats the file"
     assert config.decode.tp == 5, "a flag beats the environment"
-    assert config.transport.error_handling is False
+    assert config.transport.trusted_network is True
     assert config.prefill.chunk_tokens == GroupConfig().chunk_tokens, "what nobody set stays"
 
 
@@ -79,13 +79,13 @@ FILE_MISTAKES = [
     (
         "a.toml",
         "[transport]\nzzzz = 1",
-        "unknown key zzzz in section transport; known: backend, error_handling",
+        "unknown key zzzz in section transport; known: backend, trusted_network, peer_memory",
     ),
     ("a.toml", "[prefill]\ntp = 0", "prefill.tp = 0 is not allowed; it must be at least 1"),
     ("a.toml", "[prefill]\ntp = '2'", "prefill.tp = '2' is not allowed; it must be a whole number"),
     ("a.toml", "[prefill]\ntp = true", "prefill.tp = True is not allowed; it must be a whole number"),
     ("a.toml", "[model]\npath = 3", "model.path = 3 is not allowed; it must be text or nothing"),
-    ("a.toml", "[transport]\nerror_handling = 1", "it must be true or false"),
+    ("a.toml", "[transport]\ntrusted_network = 1", "it must be true or false"),
     ("a.toml", "prefill = 3", "prefill = 3 is not a table of keys"),
     ("a.toml", "prefil = 3", "unknown section prefil; did you mean prefill?"),
     ("a.toml", "[prefill\n", "is not valid TOML"),

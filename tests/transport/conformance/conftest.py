@@ -13,6 +13,7 @@ from transport.inproc import InprocFabric
 BACKENDS = [
     pytest.param(("inproc", "cpu"), id="inproc"),
     pytest.param(("ucx", "cpu"), id="ucx"),
+    pytest.param(("ucx-tcp", "cpu"), id="ucx-tcp"),
     pytest.param(("inproc", "cuda"), id="inproc-cuda", marks=pytest.mark.gpu),
     pytest.param(("ucx", "cuda"), id="ucx-cuda", marks=pytest.mark.gpu),
 ]
@@ -29,7 +30,7 @@ def make_pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., Pair]]:
     def make(nbytes: int = 4 << 20, connect: bool = True) -> Pair:
         fabric = InprocFabric() if backend == "inproc" else None
         a, b = (make_node(backend, name, fabric, torch.device(device), nbytes) for name in ("a", "b"))
-        pair = Pair(a, b, fabric, torch.device(device))
+        pair = Pair(a, b, fabric, torch.device(device), backend)
         made.append(pair)
         if connect:
             pair.connect()

@@ -76,10 +76,10 @@ def test_disconnect_ends_a_send(pair: Pair) -> None:
         pair.b.pump()
     pair.b.transport.disconnect("a")
     assert receive.ended
-    if pair.device.type == "cpu":
+    if pair.backend != "ucx":
         assert isinstance(receive.error, PeerLostError)
-    # On a GPU the receiver pulls, and no fence of the sender stops that: base.py calls such bytes void, and says who
-    # must treat them so.
+    # Within one host UCX's receiver pulls, and no fence of the sender stops that: base.py calls such bytes void, and
+    # says who must treat them so.
 
 
 def test_disconnect_twice_and_unknown(pair: Pair) -> None:
@@ -119,19 +119,11 @@ def test_close_with_everything_pending(pair: Pair) -> None:
         pair.a.transport.send("b", 1, pair.a.memory[:1])
 
 
-@pytest.mark.parametrize("noticed", [True, False])
-def test_one_side_closes_and_then_the_other(pair: Pair, noticed: bool) -> None:
-    """UCX: the second to close holds an endpoint that has failed; closing that the usual way crashes."""
+def test_one_side_closes_and_then_the_other(pair: Pair) -> None:
+    """The second to close may not have noticed: nobody told it."""
     send = pair.a.transport.send("b", 1, pair.a.random(2 << 20))
     pair.until(lambda: pair.b.has(1))
     pair.b.transport.close()
-    view = pair.a.random(100)
-
-    def is_lost() -> bool:
-        return isinstance(pair.a.transport.send("b", 2, view).error, PeerLostError)
-
-    if noticed:  # until then a send may even end done: nobody has told us yet
-        pair.until(is_lost, only=pair.a)
     pair.a.transport.close()
     assert send.ended
 

@@ -14,20 +14,19 @@ import pytest
 import torch
 from transport_harness import POISON, Node, Pair, make_node, settle
 
-import transport.ucx
-from disagg.core.errors import PeerLostError, TransportError
-from transport.ucx import UcxTransport
+from disagg.core.errors import PeerLostError
 
 MIB = 1 << 20
-DEVICES = [pytest.param("cpu"), pytest.param("cuda", marks=pytest.mark.gpu)]
+KINDS = [
+    pytest.param(("ucx", "cpu"), id="ucx"),
+    pytest.param(("ucx-tcp", "cpu"), id="ucx-tcp"),
+    pytest.param(("ucx", "cuda"), id="ucx-cuda", marks=pytest.mark.gpu),
+]
 
 
-def serve(pipe: Connection, device: str, error_handling: bool) -> None:
+def serve(pipe: Connection, backend: str, device: str) -> None:
     """The child: does what it is told, and sends every message it receives back with its tag + 1000."""
-    node = make_node("ucx", "child", None, torch.device(device), 160 * MIB)
-    if not error_handling:
-        node.transport = UcxTransport(error_handling=False)
-        node.transport.register(node.memory)
+    node = make_node(backend, "child", None, torch.device(device), 160 * MIB)
     pipe.send(node.transport.address)
     node.transport.connect("parent", pipe.recv())
     while True:
@@ -64,16 +63,13 @@ def echo(node: Node) -> None:
 class Child:
     """A process on the other end of a pipe, and a node here that is connected to it."""
 
-    def __init__(self, device: str, error_handling: bool = True) -> None:
+    def __init__(self, backend: str, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(theirs, device, error_handling), daemon=True)
+        self.process = context.Process(target=serve, args=(theirs, backend, device), daemon=True)
         self.process.start()
-        self.node = make_node("ucx", "parent", None, torch.device(device), 160 * MIB)
-        if not error_handling:
-            self.node.transport.close()
-            self.node.transport = UcxTransport(error_handling=False)
-            self.node.transport.register(self.node.memory)
+        self.backend = backend
+        self.node = make_node(backend, "parent", None, torch.device(device), 160 * MIB)
         self.join()
 
     def join(self) -> None:
@@ -89,9 +85,16 @@ class Child:
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
 
+    def kill(self) -> None:
+        """SIGKILL. Until its parent has waited for it, a dead process looks alive to others."""
+        self.signal(signal.SIGKILL)
+        self.process.join()
+
     def until(self, condition: Callable[[], bool]) -> None:
         """Drives the node here until `condition` holds."""
-        Pair(self.node, self.node, None, self.node.memory.device).until(condition, only=self.node)
+        Pair(self.node, self.node, None, self.node.memory.device, self.backend).until(
+            condition, only=self.node
+        )
 
     def stop(self) -> None:
         """Ends both sides; the child gently unless it is dead already."""
@@ -105,11 +108,11 @@ class Child:
         self.pipe.close()
 
 
-@pytest.fixture(params=DEVICES)
+@pytest.fixture(params=KINDS)
 def child(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Iterator[Child]:
     """A child whose end, and ours, must leave no line on stderr."""
     torch.manual_seed(5)
-    child = Child(request.param)
+    child = Child(*request.param)
     yield child
     child.stop()
     assert capfd.readouterr().err == ""
@@ -138,7 +141,7 @@ def test_a_killed_peer_ends_everything(child: Child) -> None:
     receives = [node.transport.receive("child", node.arrival(tag), node.take(16 * MIB)) for tag in (1, 2)]
     child.tell("stall")
     send = node.transport.send("child", 9, node.random(16 * MIB))
-    child.signal(signal.SIGKILL)
+    child.kill()
     child.until(lambda: all(op.ended for op in [*receives, send]))
     for operation in [*receives, send]:
         assert operation.error is None or isinstance(operation.error, PeerLostError)
@@ -157,8 +160,8 @@ def test_a_killed_peer_ends_everything(child: Child) -> None:
 
 def test_a_peer_killed_in_a_transfer_leaves_the_others_alone(child: Child) -> None:
     """64 MiB under way both to and from the dead process; another peer goes on, before and after the fence."""
-    node, other = child.node, make_node("ucx", "other", None, child.node.memory.device, 4 * MIB)
-    pair = Pair(node, other, None, node.memory.device)
+    node, other = child.node, make_node(child.backend, "other", None, child.node.memory.device, 4 * MIB)
+    pair = Pair(node, other, None, node.memory.device, child.backend)
     node.transport.connect("b", other.transport.address)
     other.transport.connect("a", node.transport.address)
 
@@ -179,11 +182,12 @@ def test_a_peer_killed_in_a_transfer_leaves_the_others_alone(child: Child) -> No
     receive = node.transport.receive("child", node.arrival(5), into)
     send = node.transport.send("child", 6, node.random(64 * MIB))
     child.until(lambda: receive.ended or bool((into != POISON).any()))
-    child.signal(signal.SIGKILL)
+    child.kill()
     exchange(2)
     node.transport.disconnect("child")
     assert receive.ended
-    assert isinstance(send.error, PeerLostError)
+    assert send.ended
+    assert send.error is None or isinstance(send.error, PeerLostError), "the child may have had all of it"
     exchange(3)
     assert node.transport.statistics().pending == 0
     other.transport.close()
@@ -222,21 +226,3 @@ def test_a_peer_that_closes_ends_everything(child: Child) -> None:
     child.until(lambda: late.ended)
     node.transport.discard("child", node.arrival(2))
     child.until(lambda: node.transport.statistics().pending == 0)
-
-
-def test_without_error_handling_close_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport.ucx, "FENCE_TIMEOUT_S", 0.5)
-    child = Child("cpu", error_handling=False)
-    node = child.node
-    child.tell("send", [1], 4 * MIB)
-    child.until(lambda: node.has(1))
-    receive = node.transport.receive("child", node.arrival(1), node.take(4 * MIB))
-    child.until(lambda: receive.ended)
-    assert receive.error is None
-    child.tell("stall")
-    send = node.transport.send("child", 2, node.random(4 * MIB))
-    child.signal(signal.SIGKILL)
-    child.process.join()
-    with contextlib.suppress(TransportError):
-        node.transport.close()
-    assert send.ended

@@ -10,6 +10,7 @@ import torch
 
 from transport.base import Arrival, Operation, Transport
 from transport.inproc import InprocFabric
+from transport.reach import Reach
 from transport.select import make_transport
 
 POISON = 0xA5
@@ -68,6 +69,7 @@ class Pair:
     b: Node
     fabric: InprocFabric | None
     device: torch.device
+    backend: str
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 30.0, only: Node | None = None) -> None:
         """Drives both nodes (or one) until `condition` holds."""
@@ -86,8 +88,16 @@ class Pair:
 def make_node(
     backend: str, name: str, fabric: InprocFabric | None, device: torch.device, nbytes: int
 ) -> Node:
-    """A node with a registered, poisoned buffer."""
-    transport = make_transport(backend, rank_name=name, fabric=fabric, gpu=device.type == "cuda")
+    """A node with a registered, poisoned buffer. `ucx-tcp` is UCX as on a trusted network, on loopback."""
+    base, _, link = backend.partition("-")
+    transport = make_transport(
+        base,
+        rank_name=name,
+        fabric=fabric,
+        gpu=device.type == "cuda",
+        reach=Reach.TCP if link == "tcp" else Reach.ONE_HOST,
+        interface="lo",
+    )
     memory = torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
     settle(memory)
     transport.register(memory)
