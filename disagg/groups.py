@@ -69,6 +69,7 @@ def group_info(group: Group, config: Config) -> GroupInfo:
         transport=_transport_of(group),
         ranks=tuple(started.info for started in group.started),
         deterministic=config.model.deterministic,
+        checksum=config.transfer.checksum,
     )
 
 

@@ -13,8 +13,8 @@ def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
     `theirs`.
 
     Compared: protocol version, model fingerprint, number of layers, KV heads, head size (of each class of
-    layers), element type, transport, `model.deterministic`. Page sizes and numbers of ranks may differ: segments are
-    per token and per head.
+    layers), element type, transport, `model.deterministic`, `transfer.checksum`. Page sizes and numbers of ranks
+    may differ: segments are per token and per head.
     So may element types where `theirs` are codes and `ours` are not: KV is quantized on its way.
     """
     differences = [
@@ -26,8 +26,8 @@ def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
         raise HandshakeError(
             f"groups {ours.name} ({ours.role}) and {theirs.name} ({theirs.role}) cannot exchange KV: "
             + "; ".join(differences)
-            + ". Start both groups with the same model, element type, transport, model.deterministic and release "
-            "(decode groups alone may have KV in 8 bits: decode.kv_dtype)."
+            + ". Start both groups with the same model, element type, transport, model.deterministic, "
+            "transfer.checksum and release (decode groups alone may have KV in 8 bits: decode.kv_dtype)."
         )
 
 
@@ -42,3 +42,4 @@ def _compared(ours: GroupInfo, theirs: GroupInfo) -> Iterator[tuple[str, object,
         yield "element type", ours.layout.dtype, theirs.layout.dtype
     yield "transport", ours.transport, theirs.transport
     yield "model.deterministic", ours.deterministic, theirs.deterministic
+    yield "transfer.checksum", ours.checksum, theirs.checksum

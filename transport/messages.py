@@ -322,7 +322,7 @@ class RankBroken(Message, frozen=True):
 
 
 # --- transfer: prefill rank <-> decode rank -----------------------------------------------------------------
-# The first six go as letters (`transport.letters`), the others over the control channel.
+# The first eight go as letters (`transport.letters`), the others over the control channel.
 
 
 class LeaseRequest(Message, frozen=True):
@@ -351,6 +351,26 @@ class Watermark(Message, frozen=True):
     dst_rank: Rank
     watermark: Count
     ring_bytes: Count
+
+
+class SendAgain(Message, frozen=True):
+    """Decode rank -> prefill rank: a segment's checksum does not fit its bytes: send the segment once more.
+
+    Into the same lease, or by the same write. Safe to repeat.
+    """
+
+    key: RequestKey
+    ticket: TicketNumber
+    dst_rank: Rank
+    segment: SegmentIndex
+
+
+class TransferVerified(Message, frozen=True):
+    """Decode rank -> each of its prefill ranks: the ticket's segments are in their pages, all checksums fit."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    dst_rank: Rank
 
 
 class ProbeRequest(Message, frozen=True):
@@ -401,6 +421,8 @@ class SenderEnded(Message, frozen=True):
     src_rank: Rank
     sent: list[SegmentIndex]
     reason: str
+    again: list[SegmentIndex] = []
+    """Those of them that were sent a second time."""
 
 
 class StopSending(Message, frozen=True):

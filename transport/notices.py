@@ -1,7 +1,7 @@
 """Small messages beside the data, from transfer thread to transfer thread: no other thread, no encryption, no queue.
 
-A notice tells that a segment has been written into the receiver's memory; its tag is the segment's. Whoever can
-send it can write that memory, so it is trusted no less than the bytes it speaks of.
+A notice says that a segment has been written into the receiver's memory, and with which checksum; its tag is the
+segment's. Whoever can send it can write that memory, so it is trusted no less than the bytes it speaks of.
 """
 
 from __future__ import annotations
@@ -19,6 +19,16 @@ NOTICE_BYTES = 256
 """The most that one takes."""
 
 
+class Written(msgspec.Struct, frozen=True, array_like=True):
+    """The body of a notice."""
+
+    segment: Segment
+    total: int
+    """The checksum of the bytes that were written; 0 where none is computed."""
+    again: bool
+    """Whether this was the second write of the segment."""
+
+
 @dataclass(slots=True, eq=False)
 class Notice:
     """A notice on its way: the context of its operation."""
@@ -33,9 +43,9 @@ class Notices:
     def __init__(self, transport: Transport) -> None:
         self._transport, self._slots = transport, Slots(transport)
 
-    def send(self, peer: str, tag: int, segment: Segment, context: object) -> None:
+    def send(self, peer: str, tag: int, written: Written, context: object) -> None:
         """Its operation ends like any other; `ended` gives `context` back then."""
-        body = _ENCODER.encode(segment)
+        body = _ENCODER.encode(written)
         notice = Notice(self._slots.take(len(body)), context)
         notice.slot.write(body)
         self._transport.send(peer, tag, notice.slot.view, context=notice)
@@ -53,8 +63,8 @@ class Notices:
         self._slots.give(notice.slot)
         return notice.context
 
-    def segment(self, operation: Operation) -> Segment:
-        """What a received notice speaks of; to be asked before anything else is received. Raises `ProtocolError`."""
+    def read(self, operation: Operation) -> Written:
+        """The body of a received notice; read it before anything else is received. Raises `ProtocolError`."""
         notice = operation.context
         assert isinstance(notice, Notice), "asked of a notice only"
         try:
@@ -64,4 +74,4 @@ class Notices:
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Segment)
+_DECODER = msgspec.msgpack.Decoder(Written)

@@ -73,6 +73,12 @@ RANK = (
     ),
     Series("disagg_ring_wait_seconds", "ring_wait_s_total", "How long those waited", "decode"),
     Series("disagg_landed_bytes", "landed_bytes_total", "KV that is in its pages", "decode"),
+    Series(
+        "disagg_checksum_mismatches",
+        "checksum_mismatches_total",
+        "Segments that arrived damaged: each is sent once more, a second time fails its request",
+        "decode",
+    ),
     Series("disagg_rank_faults", "faults_total", "Errors that ended no more than the work they belonged to"),
 )
 ROUTE = (

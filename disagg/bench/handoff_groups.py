@@ -148,6 +148,7 @@ class Groups:
             transport=started[0].transport,
             ranks=tuple(one.info for one in started),
             deterministic=self.config.model.deterministic,
+            checksum=self.config.transfer.checksum,
         )
 
 

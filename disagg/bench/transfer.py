@@ -246,4 +246,5 @@ class Groups:
             page_size=self._page_sizes[side],
             transport=transport_choice(bench.config).name,
             ranks=tuple(ranks),
+            checksum=bench.config.transfer.checksum,
         )

@@ -185,6 +185,10 @@ class TransferConfig(Section, frozen=True):
     """Watermarks are sent again this often, also when nothing changed."""
     max_segment_bytes: int = 0
     """Largest unit of transfer; 0: what the measured wire needs, at most `segment_limit_bytes`' default."""
+    checksum: bool = True
+    """Whether each segment carries a 64-bit checksum of its bytes, compared in the decode rank's pages before the
+    prompt counts as landed. A damaged segment is sent once more; a second mismatch fails the request. All groups
+    must have it alike."""
     spin_s: float = 0.005
     """A rank on a GPU polls for so long after the last traffic before it sleeps: to be woken takes up to 1 ms."""
     drain_timeout_s: float = 10.0
@@ -231,8 +235,9 @@ class TransferConfig(Section, frozen=True):
     @property
     def segment_limit_bytes(self) -> int:
         """The largest segment to plan: `max_segment_bytes`, or a quarter of the ring, and never more than a
-        quarter of the staging buffer, so that four segments can be under way at once."""
-        return self.max_segment_bytes or min(self.ring_bytes, self.staging_bytes) // 4
+        quarter of the staging buffer, so that four segments, with their checksums, can be under way at once."""
+        quarter = min(self.ring_bytes, self.staging_bytes) // 4
+        return self.max_segment_bytes or (quarter - CHECKSUM_BYTES if self.checksum else quarter)
 
 
 class TransportConfig(Section, frozen=True):

@@ -106,6 +106,12 @@ class PeerLostError(TransportError):
     code = "peer_lost"
 
 
+class ChecksumError(TransportError):
+    """A segment arrived damaged twice: memory or the wire between two ranks is damaged."""
+
+    code = "checksum"
+
+
 class ProtocolError(RequestError):
     """A peer sent what the protocol does not allow; only the request it names is ended."""
 

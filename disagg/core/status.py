@@ -60,6 +60,8 @@ class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     ring_wait_s_total: Seconds = 0.0
     """How long those waited, summed."""
     landed_bytes_total: Count = 0
+    checksum_mismatches_total: Count = 0
+    """Segments whose checksum did not fit what had arrived."""
     faults_total: Count = 0
     """Errors that ended no more than the work they belonged to."""
 

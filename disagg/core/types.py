@@ -287,6 +287,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     ranks: tuple[RankInfo, ...]
     deterministic: bool = False
     """As `ModelConfig.deterministic`."""
+    checksum: bool = False
+    """As `TransferConfig.checksum`."""
 
     @property
     def leader(self) -> RankInfo:
@@ -330,4 +332,6 @@ class Segment(msgspec.Struct, frozen=True):
     nbytes: int
 
 
-PROTOCOL_VERSION = 8
+CHECKSUM_BYTES = 8
+"""Of a segment's checksum; `staging.trailer` says where it stands."""
+PROTOCOL_VERSION = 9
