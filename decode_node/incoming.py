@@ -12,8 +12,10 @@ import torch
 from disagg.core.errors import ProtocolError
 from disagg.core.types import KVLayout, RequestKey, Segment, Shard, Span, Ticket
 from disagg.node.device import Marker
+from disagg.node.sums import Word
 from staging.allocator import Lease
 from staging.routes import Route
+from transport.notices import Written
 
 
 class State(enum.Enum):
@@ -39,7 +41,11 @@ class Item:
     """Control address of the source rank; its name for the transport too."""
     lease: Lease
     state: State = State.LEASED
+    again: bool = False
+    """It arrived damaged and was asked for once more; `state` is of the second sending."""
     scattered: Marker = None
+    word: Word | None = None
+    """Receives the checksum's difference while SCATTERING; None otherwise."""
     started_s: float = 0.0
     waits_since_s: float | None = None
     """Since its lease was granted, while it could not be written yet."""
@@ -73,10 +79,14 @@ class Incoming:
     """Its fence word is open."""
     written: set[tuple[int, int]] = field(default_factory=set)
     """(source rank, segment index) of what they wrote."""
-    early: list[Segment] = field(default_factory=list)
+    repaired: dict[tuple[int, int], Segment] = field(default_factory=dict)
+    """Of these, what was found damaged, so that they were asked to write it once more."""
+    rewritten: set[tuple[int, int]] = field(default_factory=set)
+    """Of these, what they wrote a second time."""
+    early: list[Written] = field(default_factory=list)
     """Written, but one before them is not yet known to be: its notice is late, or will never come."""
-    awaited: set[tuple[int, int]] = field(default_factory=set)
-    """What a source that has ended still writes."""
+    awaited: set[tuple[int, int, bool]] = field(default_factory=set)
+    """(source rank, segment index, whether for the second time) of what a source that has ended still writes."""
     barred_until_s: float = 0.0
     """A lost writer's last launch may still run until then; later ones find the fence closed."""
     landed_from: Counter[int] = field(default_factory=Counter)
@@ -99,7 +109,7 @@ class Incoming:
     def unproven_writers(self) -> set[int]:
         """Writers that neither have written all of theirs nor have said that they write no more."""
         done = {src for src in self.writers if self.landed_from[src] == self.coverage.bytes_from(src)}
-        return self.writers - done - (self.ended - {src for src, _ in self.awaited})
+        return self.writers - done - (self.ended - {src for src, *_ in self.awaited})
 
     def held(self, src_rank: int | None = None) -> Iterator[Item]:
         """Items that hold a lease, of one source rank or of all."""

@@ -69,6 +69,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             page_size=self.group_config.page_size,
             ring_bytes=self._ring_bytes(),
             rows=self.group_config.max_requests if self.config.transport.peer_memory else 0,
+            checksum=transfer.checksum,
             quarantine_s=2 * self.config.control.peer_timeout_s,
             lease_timeout_s=transfer.lease_timeout_s,
             watermark_interval_s=transfer.watermark_interval_s,

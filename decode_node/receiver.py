@@ -6,20 +6,25 @@ What it is told passes to its parts:
     Ring         leases for segments, and word to those who wait for room
     Landing      received into the ring, scattered into pages
     PeerWrites   written into the pool by prefill ranks: offers, fences, notices
+    Verifier     summed up where it was written
+    Repairs      what arrived damaged
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from decode_node.incoming import Coverage, Incoming, Item, State
 from decode_node.landing import Landing
 from decode_node.probe import ProbeReceiver
+from decode_node.repairs import Repairs
 from decode_node.ring import Ring
 from decode_node.tickets import Tickets
+from decode_node.verifier import Verifier
 from decode_node.writes import PeerWrites
-from disagg.core.errors import PeerLostError, TransportError
+from disagg.core.errors import InvariantError, PeerLostError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.status import RankStatus
 from disagg.core.timeline import Timeline
@@ -28,6 +33,7 @@ from disagg.kv.pages import slots_of
 from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue, device_name
 from disagg.node.links import Link, fence
+from disagg.node.sums import Sums
 from disagg.node.warm import warm_copies
 from transport import messages as m
 from transport.base import Arrival, Operation, Transport
@@ -55,6 +61,8 @@ class ReceiverStatistics:
     stale: int
     """Messages and data of tickets that are not, or no longer, known; dropped."""
     leases_expired: int
+    checksum_mismatches: int
+    """Segments that arrived damaged, second sendings included."""
 
 
 class SegmentReceiver:
@@ -69,6 +77,7 @@ class SegmentReceiver:
         page_size: int,
         ring_bytes: int,
         rows: int,
+        checksum: bool,
         quarantine_s: float,
         lease_timeout_s: float,
         watermark_interval_s: float,
@@ -88,12 +97,15 @@ class SegmentReceiver:
         self._polls = device.type == "cuda"
         self._links: dict[str, Link] = {}
         self._stale = 0
-        tickets = self._tickets = Tickets(rank, to_leader, clock)
+        sums = self._sums = Sums(device) if checksum else None
+        tickets = self._tickets = Tickets(rank, to_leader, self._send_letter if checksum else None, clock)
+        repairs = self._repairs = Repairs(rank, tickets, self._send_letter)
         ring = self._ring = Ring(
             rank,
             ring_bytes,
             device,
             tickets,
+            checked=checksum,
             send=send,
             send_letter=self._send_letter,
             lease_timeout_s=lease_timeout_s,
@@ -101,10 +113,14 @@ class SegmentReceiver:
             clock=clock,
         )
         transport.register(ring.buffer.memory)
-        self._landing = Landing(shard, pool, self._queue, ring, tickets, transport, timeline, lane, clock)
-        writes = self._writes = PeerWrites(
-            rank, pool, rows, quarantine_s, tickets, transport, send, timeline, lane, clock
+        self._landing = Landing(
+            shard, pool, self._queue, sums, ring, tickets, repairs, transport, timeline, lane, clock
         )
+        verifier = partial(Verifier, shard, pool, self._queue, sums, tickets, repairs)
+        writes = self._writes = PeerWrites(
+            rank, pool, rows, quarantine_s, tickets, verifier, transport, send, timeline, lane, clock
+        )
+        self._verifier = writes.verifier
         self._probes = ProbeReceiver(
             transport,
             ring.buffer,
@@ -138,7 +154,7 @@ class SegmentReceiver:
             self._letters.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
         with self._queue.use():
-            warm_copies(link.to_rank(self._rank), self._shard, self._pool)
+            warm_copies(link.to_rank(self._rank), self._shard, self._pool, self._sums)
         self._links[link.prefill.name] = link
         for peer in link.sources_of(self._rank):
             self._writes.offer(peer.control_address)
@@ -202,7 +218,7 @@ class SegmentReceiver:
         if incoming is None or incoming.peers.get(src_rank) != peer or src_rank in incoming.lost:
             self._stale += 1
             return
-        self._source_ended(incoming, src_rank, set(message.sent))
+        self._source_ended(incoming, src_rank, set(message.sent), set(message.again))
         self._tickets.maybe_closed(incoming)
 
     def on_peer_lost(self, peer: str) -> None:
@@ -218,16 +234,17 @@ class SegmentReceiver:
             for src_rank in [rank for rank, address in incoming.peers.items() if address == peer]:
                 self._writes.lost(incoming, src_rank)
                 incoming.lost.add(src_rank)
-                self._source_ended(incoming, src_rank, set())
+                self._source_ended(incoming, src_rank, set(), set())
                 if not incoming.landed and not incoming.closing:
                     self._tickets.fail(incoming, PeerLostError(f"lost prefill rank {peer}"))
                 self._tickets.maybe_closed(incoming)
 
-    def _source_ended(self, incoming: Incoming, src_rank: int, sent: set[int]) -> None:
+    def _source_ended(self, incoming: Incoming, src_rank: int, sent: set[int], again: set[int]) -> None:
         incoming.ended.add(src_rank)
-        self._writes.ended(incoming, src_rank, sent)
+        self._writes.ended(incoming, src_rank, sent, again)
         for item in list(incoming.held(src_rank)):
-            if item.state is State.LEASED and item.segment.index not in sent:
+            coming = item.segment.index in (again if item.again else sent)
+            if item.state is State.LEASED and not coming:
                 self._ring.drop(item)
 
     # --- TransferAgent
@@ -256,9 +273,10 @@ class SegmentReceiver:
 
     def poll(self, now_s: float) -> float:
         """Lands what has been scattered; does what is due; returns in how many seconds to be called again."""
-        if self._landing.scattering:
+        if self._landing.scattering or self._verifier.under_way:
             self._landing.poll()
-            if self._landing.scattering:
+            self._verifier.poll()
+            if self._landing.scattering or self._verifier.under_way:
                 return DEVICE_POLL_S
         if now_s >= self._writes.due_s:
             self._writes.give_up(now_s)
@@ -278,8 +296,9 @@ class SegmentReceiver:
         self._letters.send(peer, message)
 
     def _undelivered(self, peer: str, message: m.Message, error: TransportError) -> None:
-        """A grant did not reach its rank: nothing will come. A watermark is sent again."""
-        incoming = self._tickets.open.get(message.ticket) if isinstance(message, m.LeaseGrant) else None
+        """A grant did not reach its rank, or a wish for a segment: nothing will come. A watermark is sent again."""
+        awaited = isinstance(message, m.LeaseGrant | m.SendAgain)
+        incoming = self._tickets.open.get(message.ticket) if awaited else None
         if incoming is not None:
             self._tickets.fail(incoming, error)
 
@@ -296,6 +315,7 @@ class SegmentReceiver:
             watermark_repeats=self._ring.repeats,
             stale=self._stale + self._ring.stale,
             leases_expired=self._ring.expired,
+            checksum_mismatches=self._repairs.mismatches,
         )
 
     def status(self) -> RankStatus:
@@ -310,9 +330,15 @@ class SegmentReceiver:
             ring_waits_total=ring.waited,
             ring_wait_s_total=self._ring.waits_s(self._clock()),
             landed_bytes_total=self._tickets.bytes_landed,
+            checksum_mismatches_total=self._repairs.mismatches,
             faults_total=self._tickets.failed,
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless the ring's leases are those of segments on their way and of a probe."""
+        """Raises `InvariantError` unless the ring's leases are those of segments on their way and of a probe, and words
+        for checksums are held by what is on the device.
+        """
         self._ring.check(self._probes.lease)
+        words = len(self._landing.scattering) + len(self._verifier.under_way)
+        if self._sums is not None and words != self._sums.in_use:
+            raise InvariantError(f"{words} launches have words for checksums, {self._sums.in_use} are in use")

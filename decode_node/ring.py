@@ -19,6 +19,7 @@ from disagg.core.ports import Clock
 from disagg.core.types import Segment
 from staging.allocator import Lease, StagingAllocator
 from staging.buffer import StagingBuffer
+from staging.trailer import message_bytes
 from transport import messages as m
 
 
@@ -32,13 +33,15 @@ class Ring:
         device: torch.device,
         tickets: Tickets,
         *,
+        checked: bool,
         send: Callable[[str, m.Message], None],
         send_letter: Callable[[str, m.Message], None],
         lease_timeout_s: float,
         watermark_interval_s: float,
         clock: Clock,
     ) -> None:
-        """`send` is the control channel's."""
+        """`checked`: segments carry checksums. `send` is the control channel's."""
+        self._checked = checked
         self.buffer = StagingBuffer(size_bytes, device)
         self.allocator = StagingAllocator(size_bytes)
         self._rank, self._tickets = rank, tickets
@@ -90,14 +93,21 @@ class Ring:
         if segment.src_rank != src_rank or segment.dst_rank != self._rank:
             raise ProtocolError(f"{segment} does not go from rank {src_rank} to rank {self._rank}")
         incoming.coverage.add(segment)
-        lease = self.allocator.assign(segment.nbytes, owner=incoming.ticket.number)
+        nbytes = message_bytes(segment.nbytes, self._checked)
+        lease = self.allocator.assign(nbytes, owner=incoming.ticket.number)
         item = Item(incoming, segment, peer, lease)
         incoming.items[(src_rank, segment.index)] = item
         return item
 
     def view(self, item: Item) -> torch.Tensor:
-        """The segment's region, uint8 `[segment.nbytes]`."""
-        return self.buffer.view(self.allocator.offset(item.lease), item.segment.nbytes)
+        """The segment's region, uint8 `[lease.nbytes]`: the segment and, if checked, its checksum."""
+        return self.buffer.view(self.allocator.offset(item.lease), item.lease.nbytes)
+
+    def wait_again(self, item: Item) -> None:
+        """The segment comes once more, into the same lease: a lease that was writable stays so until it is freed."""
+        item.state, item.again = State.LEASED, True
+        if item.lease.id == self._head_lease:
+            self._head_since_s = self._clock()  # its sender was not slow
 
     def free(self, item: Item) -> None:
         """Nothing writes or reads the region any more: whom that lets in is told."""

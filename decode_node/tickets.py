@@ -1,6 +1,6 @@
 """The tickets that a decode rank receives for, and how the receiving for each ends: all landed, failed, closed.
 
-landed   every byte is in its page: the leader hears `Landed`
+landed   every byte is in its page, and all checksums fit: the leader hears `Landed`, sources `TransferVerified`
 failed   before that: the leader hears `RankFailed`, once, and answers with `CloseTransfer`; meanwhile nothing
          more is scattered
 closed   asked for by the leader, no ring region of it is held and no writer can write for it any more: the leader
@@ -25,8 +25,15 @@ log = structlog.get_logger(__name__)
 class Tickets:
     """One decode rank's. Owned by the transfer thread."""
 
-    def __init__(self, rank: int, to_leader: Callable[[m.Message], None], clock: Clock) -> None:
-        self._rank, self._to_leader, self._clock = rank, to_leader, clock
+    def __init__(
+        self,
+        rank: int,
+        to_leader: Callable[[m.Message], None],
+        verified: Callable[[str, m.Message], None] | None,
+        clock: Clock,
+    ) -> None:
+        """`verified` sends a letter to a source; None where there are no checksums, and no source waits for it."""
+        self._rank, self._to_leader, self._verified, self._clock = rank, to_leader, verified, clock
         self.open: dict[int, Incoming] = {}
         """By the ticket's number; kept until it is closed."""
         self.segments_landed = self.bytes_landed = 0
@@ -46,6 +53,15 @@ class Tickets:
         if incoming.landed_bytes == incoming.coverage.total_bytes:
             incoming.landed = True
             self._to_leader(m.Landed(incoming.key, incoming.ticket.number, self._rank))
+            self._tell_verified(incoming)
+
+    def _tell_verified(self, incoming: Incoming) -> None:
+        """The sources keep their pages until then. If the letter is lost, they do until the request's end."""
+        if self._verified is None:
+            return
+        for src_rank, peer in incoming.peers.items():
+            if src_rank not in incoming.lost:
+                self._verified(peer, m.TransferVerified(incoming.key, incoming.ticket.number, self._rank))
 
     def fail(self, incoming: Incoming, error: DisaggError) -> None:
         """Ends the request. One that has failed, or is being closed: nothing happens."""

@@ -16,6 +16,7 @@ import structlog
 from decode_node.fences import FenceWords
 from decode_node.incoming import Incoming
 from decode_node.tickets import Tickets
+from decode_node.verifier import Verifier
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.ports import Clock
 from disagg.core.timeline import Timeline
@@ -23,9 +24,9 @@ from disagg.core.types import Segment, Ticket
 from disagg.kv.pool import KVPool
 from transport import messages as m
 from transport.base import Arrival, Operation, OperationState, Transport
-from transport.notices import NOTICE_BYTES, Notices
+from transport.notices import NOTICE_BYTES, Notices, Written
 from transport.peer_memory import offer
-from transport.tags import unpack
+from transport.tags import Tag, unpack
 
 log = structlog.get_logger(__name__)
 
@@ -40,6 +41,7 @@ class PeerWrites:
         rows: int,
         quarantine_s: float,
         tickets: Tickets,
+        make_verifier: Callable[[Callable[[Incoming, Segment], None]], Verifier],
         transport: Transport,
         send: Callable[[str, m.Message], None],
         timeline: Timeline,
@@ -57,6 +59,7 @@ class PeerWrites:
         self._notices = Notices(transport)
         self.peers: set[str] = set()
         """That the pool was offered to, and that did not refuse."""
+        self.verifier = make_verifier(self._landed)
         self._overdue: deque[tuple[float, Incoming]] = deque()
         """When to stop waiting for what a writer owes: by then it has written, or finds the fence shut."""
         self.due_s = math.inf
@@ -110,13 +113,21 @@ class PeerWrites:
             incoming.barred_until_s = self._clock() + self._quarantine_s
             self._wait(incoming, incoming.barred_until_s)
 
-    def ended(self, incoming: Incoming, src_rank: int, sent: set[int]) -> None:
-        """A source rank writes nothing more but what it has `sent`: notices are awaited of what is not known yet."""
+    def ended(self, incoming: Incoming, src_rank: int, sent: set[int], again: set[int]) -> None:
+        """A source rank writes nothing more but what it has `sent`, `again` of that a second time: notices are awaited
+        of what is not known yet.
+        """
         if src_rank not in incoming.writers:
             return
-        known = {index for rank, index in (*incoming.items, *incoming.written) if rank == src_rank}
+        leased = {index for rank, index in incoming.items if rank == src_rank}
+        once, twice = (
+            {index for rank, index in known if rank == src_rank}
+            for known in (incoming.written, incoming.rewritten)
+        )
         others = {name for name in incoming.awaited if name[0] != src_rank}
-        incoming.awaited = others | {(src_rank, index) for index in sent - known}
+        first = {(src_rank, index, False) for index in sent - leased - once}
+        second = {(src_rank, index, True) for index in again - leased - twice}
+        incoming.awaited = others | first | second
         if incoming.awaited:
             self._wait(incoming, self._clock() + self._quarantine_s)
 
@@ -149,27 +160,49 @@ class PeerWrites:
             return
         tag = unpack(operation.tag)
         name = (tag.writer, tag.segment)
-        first = name not in incoming.written
-        incoming.written.add(name)
-        incoming.awaited.discard(name)
+        error: TransportError | ProtocolError | None = None
         try:
-            if operation.state is OperationState.FAILED:
-                raise operation.error or TransportError("a notice was not received")
-            segment = self._notices.segment(operation)
-            if first and not incoming.failed and not incoming.closing:
-                self._written(incoming, name, segment)
+            written = self._read(operation, tag)
+            again = written.again
+        except (TransportError, ProtocolError) as exc:
+            error, again = exc, name in incoming.repaired
+        known = incoming.rewritten if again else incoming.written
+        first = name not in known
+        known.add(name)
+        incoming.awaited.discard((*name, again))
+        try:
+            if error is not None:
+                raise error
+            if first and incoming.wanted:
+                self._written(incoming, written)
         except (TransportError, ProtocolError) as exc:
             self._tickets.fail(incoming, exc)
         self._tickets.maybe_closed(incoming)
 
-    def _written(self, incoming: Incoming, name: tuple[int, int], segment: Segment) -> None:
-        if (segment.src_rank, segment.index) != name or segment.dst_rank != self._rank:
-            raise ProtocolError(f"a notice of {name} speaks of {segment}")
-        incoming.early.append(segment)
-        while ready := [s for s in incoming.early if not incoming.coverage.is_early(s)]:
+    def _read(self, operation: Operation, tag: Tag) -> Written:
+        if operation.state is OperationState.FAILED:
+            raise operation.error or TransportError("a notice was not received")
+        written = self._notices.read(operation)
+        segment = written.segment
+        if (segment.src_rank, segment.index) != (tag.writer, tag.segment) or segment.dst_rank != self._rank:
+            raise ProtocolError(f"a notice of {tag} speaks of {segment}")
+        return written
+
+    def _written(self, incoming: Incoming, written: Written) -> None:
+        if written.again:
+            segment = written.segment
+            if incoming.repaired.get((segment.src_rank, segment.index)) != segment:
+                raise ProtocolError(f"{segment} was written again, and nobody asked for that")
+            self.verifier.begin(incoming, written)
+            return
+        incoming.early.append(written)
+        while ready := [one for one in incoming.early if not incoming.coverage.is_early(one.segment)]:
             for each in ready:
                 incoming.early.remove(each)
-                incoming.coverage.add(each)
-                now_s = self._clock()
-                self._timeline.record("land", self._lane, str(incoming.key), now_s, now_s, each.nbytes)
-                self._tickets.count(incoming, each)
+                incoming.coverage.add(each.segment)
+                self.verifier.begin(incoming, each)
+
+    def _landed(self, incoming: Incoming, segment: Segment) -> None:
+        now_s = self._clock()
+        self._timeline.record("land", self._lane, str(incoming.key), now_s, now_s, segment.nbytes)
+        self._tickets.count(incoming, segment)

@@ -14,6 +14,7 @@ from prefill_node.mover import SegmentMover
 from prefill_node.outgoing import Item, State
 from prefill_node.peer_pools import PeerPools
 from prefill_node.tickets import Tickets
+from staging.trailer import message_bytes
 
 
 class Chunks:
@@ -52,7 +53,12 @@ class Chunks:
             name = peer.control_address
             pool = outgoing.direct.get(name)
             flow = self._flows.of(name, "staged" if pool is None else "peer")
-            items = [Item(outgoing, s, name, flow) for s in segments if s.dst_rank == peer.rank]
+            checked = outgoing.link.checked
+            items = [
+                Item(outgoing, s, name, flow, message_bytes(s.nbytes, checked))
+                for s in segments
+                if s.dst_rank == peer.rank
+            ]
             if items:
                 outgoing.add(peer.rank, items)
                 self._steps.setdefault(step, []).extend(items)
@@ -63,7 +69,8 @@ class Chunks:
                 else:
                     written.append((items, pool, peer.shard))
         for each in written:  # behind the letters, whose answers take their time
-            self._prepare(*each)
+            if not outgoing.closing:
+                self._prepare(*each)
         self._tickets.maybe_sent(outgoing)
 
     def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:

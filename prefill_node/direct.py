@@ -12,6 +12,8 @@ from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
 from disagg.kv.pool import KVPool
+from disagg.node.sums import Sums
+from kernels.checksum import Check
 from kernels.move import prepare_move
 from kernels.quantize import prepare_move_codes
 from kernels.rows import Place
@@ -38,11 +40,18 @@ class OpenPool:
     """What its codes encode in, where this rank's pool has none: then KV is quantized as it is written."""
 
     def prepare(
-        self, segment: Segment, ticket: Ticket, source: Place, target_slots: torch.Tensor, shard: Shard
+        self,
+        segment: Segment,
+        ticket: Ticket,
+        source: Place,
+        target_slots: torch.Tensor,
+        shard: Shard,
+        check: Check | None,
     ) -> Callable[[], None]:
         """What launches the write of `segment`, whose local place is `source`; `shard` is the decode rank's."""
         target = _place(self.pools, target_slots, segment, shard)
-        return _prepare(source, target, self.codes, self.fences[ticket.row : ticket.row + 1], ticket.number)
+        fence = self.fences[ticket.row : ticket.row + 1]
+        return _prepare(source, target, self.codes, fence, ticket.number, check)
 
 
 def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
@@ -102,14 +111,21 @@ def _place(buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segmen
 
 
 def _prepare(
-    source: Place, target: Place, codes: torch.dtype | None, fence: torch.Tensor, ticket: int
+    source: Place,
+    target: Place,
+    codes: torch.dtype | None,
+    fence: torch.Tensor,
+    ticket: int,
+    check: Check | None,
 ) -> Callable[[], None]:
     if codes is None:
-        return prepare_move(source, target, fence, ticket)
-    return prepare_move_codes(source, target, codes, fence, ticket)
+        return prepare_move(source, target, fence, ticket, check)
+    return prepare_move_codes(source, target, codes, fence, ticket, check)
 
 
-def warm(routes: tuple[Route, ...], target: Shard, pool: KVPool, source: Shard, link: Link) -> None:
+def warm(
+    routes: tuple[Route, ...], target: Shard, pool: KVPool, source: Shard, link: Link, sums: Sums | None
+) -> None:
     """Compiles the writes to a rank that owns `target`, for every width of row that the routes have.
 
     Before its pool is open: else the first requests would wait for the compiler. Writes nothing.
@@ -120,7 +136,7 @@ def warm(routes: tuple[Route, ...], target: Shard, pool: KVPool, source: Shard, 
         pool.parts, target.parts, source.parts, link.decode.layout.classes, strict=True
     ):
         heads = {route.heads for route in routes if mine.layers.covers(route.layers)}
-        _warm(heads, its, own.buffer, mine, one, codes_of(link))
+        _warm(heads, its, own.buffer, mine, one, codes_of(link), sums)
     torch.cuda.synchronize(pool.device)
 
 
@@ -131,6 +147,7 @@ def _warm(
     source: Shard,
     layout: KVLayout,
     codes: torch.dtype | None,
+    sums: Sums | None,
 ) -> None:
     """Of one class of layers."""
     stored = pool.dtype if codes is None else torch.uint8
@@ -139,8 +156,9 @@ def _warm(
     )
     slots = torch.zeros(1, dtype=torch.int32, device=pool.device)
     shut = torch.zeros(1, dtype=torch.int64, device=pool.device)
+    check = sums.any_check(torch.zeros_like(shut)) if sums is not None else None
     for heads in rows:
         mine = Place(pool, slots, Span(0, 1), heads.shift(-source.heads.start))
         theirs = Place(like, slots, Span(0, 1), heads.shift(-target.heads.start))
         for ticket in NO_TICKETS:
-            _prepare(mine, theirs, codes, shut, ticket)()
+            _prepare(mine, theirs, codes, shut, ticket, check)()

@@ -101,10 +101,11 @@ class Exposed:
             self._pending.popleft()[1].computed_s = now_s
 
     def finished(self, outgoing: Outgoing, now_s: float) -> None:
-        """All of its segments have left."""
+        """All of its segments have left. Again: nothing happens."""
         self.look(now_s)
         if outgoing.computed_s is not None:  # else it had nothing to send
             self.total_s += now_s - outgoing.computed_s
+            outgoing.computed_s = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ class SenderStatistics:
     """Staging that a lost peer may still read for a while."""
     segments_sent: int
     bytes_sent: int
+    segments_sent_again: int
+    """Of those sent, the second sendings of damaged segments."""
     segments_written: int
     """Of those sent, the ones that were written straight into the destination's pool."""
     open_pools: int

@@ -40,7 +40,7 @@ class Ring:
         while self._waiting:
             start, _, item = self._waiting[0]
             if item.state is State.PLANNED and not is_writable(
-                start + item.segment.nbytes, self.watermark, self.ring_bytes
+                start + item.message_bytes, self.watermark, self.ring_bytes
             ):
                 return None
             heapq.heappop(self._waiting)

@@ -15,6 +15,7 @@ from disagg.core.timeline import Timeline
 from disagg.core.types import Shard
 from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue, is_done
+from disagg.node.sums import Sums
 from kernels.gather import gather
 from kernels.quantize import gather_codes
 from prefill_node.direct import codes_of, local_place
@@ -22,17 +23,18 @@ from prefill_node.leases import Leases
 from prefill_node.outgoing import Item, State
 from prefill_node.staging_space import StagingSpace
 from prefill_node.tickets import Tickets
+from staging.trailer import trailer
 from transport.base import Operation, OperationState, Transport
-from transport.notices import Notices
+from transport.notices import Notices, Written
 from transport.tags import pack
 
 
 class SegmentMover:
     """One prefill rank's. Owned by the transfer thread.
 
-    A segment's staging is taken here, when it is popped from its ring, and freed by `Tickets.over`: when its send has
-    ended, its copy could not be launched, or its request ended before. Before that, the region of a send whose peer
-    was fenced goes to quarantine.
+    A segment's staging is taken here, when it is popped from its ring or sent again, and freed by `Tickets.over`:
+    when its send has ended, its copy could not be launched, or its request ended before. Before that, the region of a
+    send whose peer was fenced goes to quarantine.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class SegmentMover:
         shard: Shard,
         pool: KVPool,
         queue: DeviceQueue,
+        sums: Sums | None,
         space: StagingSpace,
         leases: Leases,
         tickets: Tickets,
@@ -49,7 +52,8 @@ class SegmentMover:
         lane: str,
         clock: Clock,
     ) -> None:
-        self._rank, self._shard, self._pool, self._queue = rank, shard, pool, queue
+        """`sums` is None where segments have no checksums."""
+        self._rank, self._shard, self._pool, self._queue, self._sums = rank, shard, pool, queue, sums
         self._space, self._leases, self._tickets = space, leases, tickets
         self._transport, self._notices = transport, Notices(transport)
         self._timeline, self._lane, self._clock = timeline, lane, clock
@@ -57,7 +61,7 @@ class SegmentMover:
         """In the order in which they took their places in staging."""
         self.copying: deque[Item] = deque()
         """Items whose gather or write is on the device, in the queue's order."""
-        self.segments_sent = self.bytes_sent = self.segments_written = 0
+        self.segments_sent = self.bytes_sent = self.segments_written = self.segments_sent_again = 0
 
     def pump(self) -> None:
         """Moves on what waited for a ring or for staging: either may have become free."""
@@ -104,6 +108,11 @@ class SegmentMover:
                 _begin(item, now_s)
         self._send_copied()
 
+    def damaged(self, item: Item) -> None:
+        """The destination wants the segment once more: now, or when its first sending has ended here too."""
+        item.damaged = True
+        self._maybe_again(item)
+
     def notice_ended(self, operation: Operation) -> None:
         """A notice has left, and with it its segment; or it failed."""
         item = self._notices.ended(operation)
@@ -117,15 +126,34 @@ class SegmentMover:
         else:
             self._lost(item, operation.error or PeerLostError("the send failed"))
         self._tickets.over(item)
+        if item.damaged:
+            self._maybe_again(item)
         self.pump()
+
+    def _maybe_again(self, item: Item) -> None:
+        """No deadlock: the destination still holds the lease, which is writable, or waits for nothing."""
+        if item.again or item.state is not State.SENT or item.outgoing.closing:
+            return
+        item.again, item.started_s = True, None
+        item.outgoing.left += 1
+        self.segments_sent_again += 1
+        if item.write is None:
+            item.state = State.STAGED
+            self._space.take(item)
+            self._staged.append(item)
+            self.pump()
+        else:
+            self.launch(item)
 
     def _gather(self, item: Item) -> None:
         place = local_place(self._pool, item.outgoing.slots, item.segment, self._shard)
-        codes = codes_of(item.outgoing.link)
+        codes, message = codes_of(item.outgoing.link), self._space.view(item)
+        check = self._sums.check(item.segment, trailer(message)) if self._sums is not None else None
+        out = message[: item.segment.nbytes]
         if codes is None:
-            gather(*place, self._space.view(item))
+            gather(*place, out, check)
         else:
-            gather_codes(*place, codes, self._space.view(item))
+            gather_codes(*place, codes, out, check)
 
     def _send_copied(self) -> None:
         while self.copying and is_done(self.copying[0].copied):
@@ -139,7 +167,8 @@ class SegmentMover:
         self._timeline.record(name, self._lane, str(outgoing.key), started_s, now_s, item.segment.nbytes)
         tag = pack(outgoing.ticket.number, self._rank, item.segment.index)
         if item.write is not None:  # also when its request is ending: `SenderEnded` may have promised it
-            self._notices.send(item.peer, tag, item.segment, context=item)
+            total = item.word.value if item.word is not None else 0
+            self._notices.send(item.peer, tag, Written(item.segment, total, item.again), context=item)
         elif outgoing.closing:
             item.state = State.DROPPED
             self._tickets.over(item)
@@ -150,7 +179,8 @@ class SegmentMover:
     def _left(self, item: Item) -> None:
         nbytes = item.segment.nbytes
         item.state = State.SENT
-        item.outgoing.nbytes += nbytes
+        if not item.again:
+            item.outgoing.nbytes += nbytes
         item.flow.nbytes += nbytes
         item.flow.segments += 1
         self.segments_sent += 1

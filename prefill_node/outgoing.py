@@ -11,6 +11,7 @@ import torch
 from disagg.core.types import RequestKey, Segment, Ticket
 from disagg.node.device import Marker
 from disagg.node.links import Link
+from disagg.node.sums import Word
 from prefill_node.direct import OpenPool
 from prefill_node.flows import BusyTime, Flow
 from staging.allocator import Lease
@@ -42,6 +43,8 @@ class Item:
     """Control address of the destination rank; its name for the transport too."""
     flow: Flow
     """Where it is counted."""
+    message_bytes: int
+    """Of the segment with its checksum, in staging and in the ring."""
     state: State = State.PLANNED
     write: Callable[[], None] | None = None
     """Launches the write to the destination's pool, where that is open: without staging and ring."""
@@ -56,6 +59,12 @@ class Item:
     """Behind its gather, or its write to the destination's pool."""
     started_s: float | None = None
     """When the device came to its gather; None before."""
+    word: Word | None = None
+    """Receives the checksum of a write. `Tickets` gives it back when the ticket is closed."""
+    damaged: bool = False
+    """The destination has asked for it once more."""
+    again: bool = False
+    """Its second sending has begun; `state` is that one's."""
     sending_s: float = 0.0
 
     @property
@@ -85,12 +94,14 @@ class Outgoing:
     """Items whose layers have not been given to the device."""
     left: int = 0
     """Items that are neither SENT nor DROPPED."""
+    verified: set[str] = field(default_factory=set)
+    """Peers whose part of the ticket is in their pages, with all checksums fitting."""
     asked: set[str] = field(default_factory=set)
     """Peers that were asked for leases, or may be written to, so that must hear of an early end."""
     messages: int = 0
     nbytes: int = 0
     finished: bool = False
-    """Everything was sent."""
+    """Everything was sent and, with checksums, verified; the leader knows."""
     closing: bool = False
     leader_asked: bool = False
     """The leader wants to hear when nothing of it is read here any more."""
@@ -104,6 +115,11 @@ class Outgoing:
         """True when every position of the ticket has been cut and every segment has left, none was dropped."""
         cut = self.left == 0 and self.planned_to >= self.ticket.tokens.stop
         return cut and self.sent == len(self.items)
+
+    @property
+    def all_verified(self) -> bool:
+        """True when each peer that a segment went to has verified what it got."""
+        return all(item.peer in self.verified for item in self.items.values())
 
     @property
     def all_computing(self) -> bool:
@@ -125,4 +141,12 @@ class Outgoing:
     def sent_to(self, peer: str) -> list[int]:
         """Indices of the segments that `peer` has received or will receive."""
         on_the_wire = (State.SENDING, State.SENT)
-        return [i.segment.index for i in self.items.values() if i.peer == peer and i.state in on_the_wire]
+        return [i.segment.index for i in self._to(peer) if i.again or i.state in on_the_wire]
+
+    def sent_again_to(self, peer: str) -> list[int]:
+        """Indices of those of them that `peer` has received or will receive a second time."""
+        on_the_wire = (State.SENDING, State.SENT)
+        return [i.segment.index for i in self._to(peer) if i.again and i.state in on_the_wire]
+
+    def _to(self, peer: str) -> list[Item]:
+        return [item for item in self.items.values() if item.peer == peer]

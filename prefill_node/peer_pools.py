@@ -12,6 +12,7 @@ from disagg.core.types import Shard
 from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue
 from disagg.node.links import Link
+from disagg.node.sums import Sums
 from prefill_node.direct import (
     OpenPool,
     check_pool,
@@ -36,12 +37,14 @@ class PeerPools:
         rank: int,
         shard: Shard,
         pool: KVPool,
+        sums: Sums | None,
         links: Mapping[str, Link],
         send: Callable[[str, m.Message], None],
         why_not: str,
     ) -> None:
         """`pool` is this rank's own, `links` are its agent's; `why_not`: why it writes to none, empty if it may."""
         self._rank, self._shard, self._pool, self._links, self._send = rank, shard, pool, links, send
+        self._sums = sums
         self._why_not = why_not
         self._early: dict[str, m.PoolOffer] = {}
         """Offers of decode ranks that are not linked yet."""
@@ -61,7 +64,7 @@ class PeerPools:
         try:
             for peer in link.destinations_of(self._rank) if not self._why_not else ():
                 routes = tuple(r for r in link.from_rank(self._rank) if r.dst_rank == peer.rank)
-                warm(routes, peer.shard, self._pool, self._shard, link)
+                warm(routes, peer.shard, self._pool, self._shard, link, self._sums)
         except Exception as exc:
             log.exception("writes_not_compiled", group=link.decode.name)
             self._why_not = f"its kernel cannot be used: {exc}"
@@ -112,7 +115,11 @@ class PeerPools:
             place = local_place(self._pool, outgoing.slots, item.segment, self._shard)
             at = item.segment.tokens.shift(-outgoing.ticket.tokens.start)
             target = outgoing.target_slots[at.start : at.stop]
-            item.write = pool.prepare(item.segment, outgoing.ticket, place, target, shard)
+            check = None
+            if self._sums is not None:
+                item.word = self._sums.take()
+                check = self._sums.check(item.segment, item.word.memory)
+            item.write = pool.prepare(item.segment, outgoing.ticket, place, target, shard, check)
 
     def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:
         if self._why_not:

@@ -66,6 +66,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
             segment_bytes=transfer.segment_limit_bytes,
             groups=transfer.layer_groups,
             peer_memory=self.config.transport.peer_memory,
+            checksum=transfer.checksum,
             segment_overhead_s=transfer.segment_overhead_s or 0.0,
             wire_bytes_per_s=transfer.wire_bytes_per_s,
             quarantine_s=2 * self.config.control.peer_timeout_s,

@@ -23,6 +23,7 @@ from disagg.kv.pages import slots_of
 from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue, Marker, device_name
 from disagg.node.links import Link, fence
+from disagg.node.sums import Sums
 from disagg.node.warm import warm_copies
 from prefill_node.chunks import Chunks
 from prefill_node.cutter import Cutter
@@ -58,6 +59,7 @@ class SegmentSender:
         segment_bytes: int,
         groups: int,
         peer_memory: bool,
+        checksum: bool,
         segment_overhead_s: float,
         wire_bytes_per_s: float,
         quarantine_s: float,
@@ -74,6 +76,7 @@ class SegmentSender:
         self._transport, self._lane, self._clock = transport, lane, clock
         device = pool.device
         self._queue = DeviceQueue(device)
+        self._sums = Sums(device) if checksum else None
         self._links: dict[str, Link] = {}
         self._stale = 0
         flows, exposed = Flows(), Exposed()
@@ -89,6 +92,7 @@ class SegmentSender:
             rank,
             space,
             exposed,
+            self._sums,
             send=send,
             to_leader=to_leader,
             freed=lambda: self._mover.pump(),
@@ -96,10 +100,21 @@ class SegmentSender:
         )
         leases = self._leases = Leases(rank, tickets, self._send_letter, lease_timeout_s, clock)
         mover = self._mover = SegmentMover(
-            rank, shard, pool, self._queue, space, leases, tickets, transport, timeline, lane, clock
+            rank,
+            shard,
+            pool,
+            self._queue,
+            self._sums,
+            space,
+            leases,
+            tickets,
+            transport,
+            timeline,
+            lane,
+            clock,
         )
         why_not = "" if peer_memory else "peer memory is switched off here"
-        pools = self._pools = PeerPools(rank, shard, pool, self._links, send, why_not)
+        pools = self._pools = PeerPools(rank, shard, pool, self._sums, self._links, send, why_not)
         self._chunks = Chunks(rank, self.cutter, tickets, leases, pools, mover, flows, exposed, clock)
         self.prober = Prober(
             transport,
@@ -116,6 +131,8 @@ class SegmentSender:
             {
                 m.LeaseGrant: self._on_grant,
                 m.Watermark: self._on_watermark,
+                m.SendAgain: self._on_send_again,
+                m.TransferVerified: tickets.on_verified,
                 m.ProbeAnswer: self.prober.on_answer,
             },
             self._undelivered,
@@ -139,7 +156,7 @@ class SegmentSender:
             self._leases.rings.setdefault(peer.control_address, Ring())
             self._flows.link(peer.control_address, f"{link.decode.name} r{peer.rank}")
         with self._queue.use():
-            warm_copies(link.from_rank(self._rank), self._shard, self._pool, codes_of(link))
+            warm_copies(link.from_rank(self._rank), self._shard, self._pool, self._sums, codes_of(link))
             self._pools.warm(link)
         self._links[link.decode.name] = link
         self._pools.linked(link)
@@ -216,6 +233,14 @@ class SegmentSender:
         self._leases.on_watermark(peer, message)
         self._mover.pump()
 
+    def _on_send_again(self, peer: str, message: m.SendAgain) -> None:
+        outgoing = self._tickets.find(message.key, message.ticket)
+        item = outgoing.items.get((message.dst_rank, message.segment)) if outgoing is not None else None
+        if item is None or item.peer != peer or item.damaged:
+            self._stale += 1
+        else:
+            self._mover.damaged(item)
+
     # --- TransferAgent
 
     def on_operation(self, operation: Operation) -> None:
@@ -264,6 +289,7 @@ class SegmentSender:
             quarantined_bytes=self._space.quarantined_bytes,
             segments_sent=self._mover.segments_sent,
             bytes_sent=self._mover.bytes_sent,
+            segments_sent_again=self._mover.segments_sent_again,
             segments_written=self._mover.segments_written,
             open_pools=len(self._pools),
             refused_pools=self._pools.refused,

@@ -33,7 +33,7 @@ class StagingSpace:
 
     def take(self, item: Item) -> None:
         """A place for the segment, maybe still occupied: it is gathered when that is `writable`."""
-        item.lease = self.allocator.assign(item.segment.nbytes, owner=item.outgoing.key)
+        item.lease = self.allocator.assign(item.message_bytes, owner=item.outgoing.key)
 
     def writable(self, item: Item) -> bool:
         """Whether nothing else is in the segment's place any more."""
@@ -41,9 +41,9 @@ class StagingSpace:
         return self.allocator.writable(item.lease)
 
     def view(self, item: Item) -> torch.Tensor:
-        """The segment's place, uint8 `[segment.nbytes]`."""
+        """The segment's place, uint8 `[message_bytes]`."""
         assert item.lease is not None, "a segment that is gathered or sent holds staging"
-        return self.buffer.view(self.allocator.offset(item.lease), item.segment.nbytes)
+        return self.buffer.view(self.allocator.offset(item.lease), item.message_bytes)
 
     def free(self, lease: Lease) -> None:
         """Nothing reads the region any more, nor will."""

@@ -1,6 +1,8 @@
 """The tickets that a prefill rank sends for, and how the sending for each ends: all sent, stopped, failed, closed.
 
-sent      every position was cut and every segment has left: the leader hears `RankSent`
+sent      every position was cut and every segment has left. With checksums each decode rank has verified its
+          part too, or the request is over: damaged segments are sent once more, so the pages are read until then.
+          The leader hears `RankSent`
 stopped   before that, by the leader, the decode side or a fault: nothing more is gathered, and every decode rank
           that was asked for leases, or may be written to, hears which segments it may still expect
 closed    asked for by the leader, and no segment is under way: the leader hears `RankClosed`, and gives the
@@ -16,6 +18,7 @@ import structlog
 from disagg.core.errors import DisaggError, InvariantError, PeerLostError
 from disagg.core.ports import Clock
 from disagg.core.types import RequestKey
+from disagg.node.sums import Sums
 from prefill_node.flows import Exposed
 from prefill_node.outgoing import Item, Outgoing, State
 from prefill_node.staging_space import StagingSpace
@@ -32,21 +35,22 @@ class Tickets:
         rank: int,
         space: StagingSpace,
         exposed: Exposed,
+        sums: Sums | None,
         *,
         send: Callable[[str, m.Message], None],
         to_leader: Callable[[m.Message], None],
         freed: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """`send` is the control channel's; `freed` hears that staging may have become free."""
-        self._rank, self._space, self._exposed = rank, space, exposed
+        """`sums` is None where segments have no checksums; `send` is the control channel's; `freed` hears that staging may have become free."""
+        self._rank, self._space, self._exposed, self._sums = rank, space, exposed, sums
         self._send, self._to_leader, self._freed, self._clock = send, to_leader, freed, clock
         self.open: dict[RequestKey, Outgoing] = {}
         """Finished ones are kept until they are closed."""
         self.failed = 0
         """How many failures the leader was told of."""
         self.stale = 0
-        """Stops of tickets that are not, or no longer, known."""
+        """Messages for tickets that are not, or no longer, known."""
 
     def find(self, key: RequestKey, number: int) -> Outgoing | None:
         """An open ticket; None when the request is unknown, or its ticket is another one."""
@@ -69,12 +73,16 @@ class Tickets:
             self._maybe_closed(outgoing)
 
     def maybe_sent(self, outgoing: Outgoing) -> None:
-        """Tells the leader, once, that all is sent. Also at its end: the answer may be quicker than the last send."""
+        """Tells the leader, once, that all is sent. Also at its end: the answer may be quicker than the last send, or
+        than the word that all was verified.
+        """
         if outgoing.finished or not outgoing.whole:
             return
-        outgoing.finished = True
         now_s = self._clock()
         self._exposed.finished(outgoing, now_s)
+        if self._sums is not None and not (outgoing.all_verified or outgoing.leader_asked):
+            return
+        outgoing.finished = True
         self._to_leader(
             m.RankSent(
                 outgoing.key,
@@ -94,8 +102,18 @@ class Tickets:
             self._to_leader(m.RankClosed(message.key, message.ticket, self._rank))
             return
         outgoing.leader_asked = True
+        self.maybe_sent(outgoing)
         self.stop(outgoing, message.reason)
         self._maybe_closed(outgoing)
+
+    def on_verified(self, peer: str, message: m.TransferVerified) -> None:
+        """A decode rank has all of its part: nothing of the ticket is sent to it again."""
+        outgoing = self.find(message.key, message.ticket)
+        if outgoing is None:
+            self.stale += 1
+            return
+        outgoing.verified.add(peer)
+        self.maybe_sent(outgoing)
 
     def on_stop_sending(self, peer: str, message: m.StopSending) -> None:
         """The decode side gave the ticket up, and tells the router why; `Release` follows."""
@@ -146,11 +164,16 @@ class Tickets:
     def tell_end(self, outgoing: Outgoing, peer: str, reason: str) -> None:
         """Nothing goes to the peer but what has left, or is on its way."""
         outgoing.messages += 1
-        sent = outgoing.sent_to(peer)
-        self._send(peer, m.SenderEnded(outgoing.key, outgoing.ticket.number, self._rank, sent, reason))
+        sent, again = outgoing.sent_to(peer), outgoing.sent_again_to(peer)
+        self._send(
+            peer, m.SenderEnded(outgoing.key, outgoing.ticket.number, self._rank, sent, reason, again)
+        )
 
     def _maybe_closed(self, outgoing: Outgoing) -> None:
         if outgoing.leader_asked and outgoing.left == 0 and self.open.pop(outgoing.key, None) is not None:
+            for item in outgoing.items.values():
+                if item.word is not None and self._sums is not None:
+                    self._sums.give(item.word)  # no write of the ticket is under way, nor will be
             self._to_leader(m.RankClosed(outgoing.key, outgoing.ticket.number, self._rank))
 
     def staged(self) -> int:
@@ -158,7 +181,10 @@ class Tickets:
         return sum(item.lease is not None for o in self.open.values() for item in o.items.values())
 
     def check(self) -> None:
-        """Raises `InvariantError` unless the segments under way are as many as counted."""
+        """Raises `InvariantError` unless segments under way, and words for checksums, are as many as counted."""
+        words = sum(item.word is not None for o in self.open.values() for item in o.items.values())
+        if self._sums is not None and words != self._sums.in_use:
+            raise InvariantError(f"{words} segments have words for checksums, {self._sums.in_use} are in use")
         for outgoing in self.open.values():
             left = sum(i.state not in (State.SENT, State.DROPPED) for i in outgoing.items.values())
             if left != outgoing.left:

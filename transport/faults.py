@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-Action = Literal["fail", "hold", "duplicate", "truncate", "kill"]
+Action = Literal["fail", "hold", "duplicate", "truncate", "flip", "kill"]
 When = Callable[[str, str, int], bool]
 """`when(source, destination, tag)`: whether a rule counts this send."""
 
@@ -25,6 +25,8 @@ class Rule:
     when: When
     nbytes: int = 0
     """For `truncate`: what arrives."""
+    bit: int = 0
+    """For `flip`: which bit of the message is inverted, counted from its first byte's lowest; modulo their number."""
     victim: str = ""
     """For `kill`: which transport dies just before the send."""
     seen: int = 0
@@ -51,6 +53,10 @@ class Faults:
     def truncate(self, nbytes: int, nth: int = 0, when: When = always) -> None:
         """Only the first `nbytes` (at least 1) bytes arrive."""
         self.rules.append(Rule("truncate", nth, when, nbytes=nbytes))
+
+    def flip(self, bit: int, nth: int = 0, when: When = always) -> None:
+        """The message arrives with one bit inverted."""
+        self.rules.append(Rule("flip", nth, when, bit=bit))
 
     def kill(self, victim: str, nth: int = 0, when: When = always) -> None:
         """The transport `victim` dies just before the send."""

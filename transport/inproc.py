@@ -263,6 +263,8 @@ class InprocTransport(Transport):
                 self._fabric.end_send(message, TransportError(f"tag {message.tag:#x}: failed on demand"))
             elif rule.action == "truncate":
                 message.data = message.data[: rule.nbytes]
+            elif rule.action == "flip":
+                message.data = _flipped(message.data, rule.bit)
             elif rule.action == "duplicate":
                 self._fabric.deliver(
                     _Message(message.source, message.destination, message.tag, message.data.clone(), None)
@@ -305,6 +307,12 @@ class InprocTransport(Transport):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ValueError(f"the in-process transport {self._name} is closed")
+
+
+def _flipped(data: torch.Tensor, bit: int) -> torch.Tensor:
+    flipped = data.clone()
+    flipped[bit // 8 % data.numel()] ^= 1 << bit % 8
+    return flipped
 
 
 def _message_of(arrival: Arrival) -> _Message:

@@ -13,6 +13,7 @@ import msgspec
 from disagg.core.config_api import ApiConfig
 from disagg.core.config_section import FieldError, Section
 from disagg.core.errors import ConfigError
+from disagg.core.types import CHECKSUM_BYTES
 
 MIB = 1 << 20
 CPU_POOL_TOKENS = 16384

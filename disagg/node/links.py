@@ -10,6 +10,7 @@ from disagg.core.errors import ConfigError, TransportError
 from disagg.core.types import GroupInfo, RankInfo
 from staging.planner import smallest_ring_bytes
 from staging.routes import Route, plan_routes
+from staging.trailer import largest_segment_bytes, message_bytes
 from transport.base import Transport
 from transport.handshake import check_compatible
 
@@ -28,6 +29,11 @@ class Link:
     def quantizes(self) -> bool:
         """Whether KV becomes codes on its way. What crosses has the decode group's layout in any case."""
         return self.prefill.layout.dtype != self.decode.layout.dtype
+
+    @property
+    def checked(self) -> bool:
+        """Whether segments carry checksums; both groups agree."""
+        return self.decode.checksum
 
     def from_rank(self, src_rank: int) -> tuple[Route, ...]:
         """Routes that start at prefill rank `src_rank`."""
@@ -56,14 +62,15 @@ def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
     """
     check_compatible(prefill, decode)
     routes = plan_routes([r.shard for r in prefill.ranks], [r.shard for r in decode.ranks])
+    link = Link(prefill, decode, routes)
     for rank in decode.ranks:
-        need = smallest_ring_bytes(decode.layout, [r for r in routes if r.dst_rank == rank.rank])
+        need = message_bytes(smallest_ring_bytes(decode.layout, link.to_rank(rank.rank)), link.checked)
         if rank.ring_bytes < need:
             raise ConfigError(
                 f"the ring of {decode.name} rank {rank.rank} has {rank.ring_bytes} bytes, but one token of one "
                 f"layer needs {need}: set transfer.ring_bytes to {need} or more (a few MiB at least for speed)"
             )
-    return Link(prefill, decode, routes)
+    return link
 
 
 def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: int) -> dict[int, int]:
@@ -76,12 +83,14 @@ def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: 
         need = smallest_ring_bytes(
             link.decode.layout, [r for r in link.from_rank(src_rank) if r.dst_rank == rank.rank]
         )
-        if staging_bytes < need:
+        message = message_bytes(need, link.checked)
+        if staging_bytes < message:
             raise ConfigError(
                 f"the staging buffer of {link.prefill.name} rank {src_rank} has {staging_bytes} bytes, but one "
-                f"token of one layer needs {need}: set transfer.staging_bytes to {need} or more"
+                f"token of one layer needs {message}: set transfer.staging_bytes to {message} or more"
             )
-        limits[rank.rank] = min(rank.ring_bytes, staging_bytes, max(need, wanted_bytes))
+        most = largest_segment_bytes(min(rank.ring_bytes, staging_bytes), link.checked)
+        limits[rank.rank] = min(most, max(need, wanted_bytes))
     return limits
 
 

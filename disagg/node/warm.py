@@ -10,10 +10,13 @@ from disagg.core.types import Shard, Span, code_row_bytes
 from disagg.kv.pages import TRASH_PAGE
 from disagg.kv.pool import KVPool, MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.node.sums import Sums
 from kernels.gather import gather
 from kernels.layout import segment_bytes
+from kernels.rows import Place
 from kernels.quantize import gather_codes
 from kernels.scatter import scatter
+from kernels.sum_rows import sum_rows
 from staging.routes import Route
 
 if TYPE_CHECKING:
@@ -51,10 +54,15 @@ def warm_page_copies(runner: ModelRunner) -> None:
 
 
 def warm_copies(
-    routes: tuple[Route, ...], shard: Shard, pool: KVPool, codes: torch.dtype | None = None
+    routes: tuple[Route, ...],
+    shard: Shard,
+    pool: KVPool,
+    sums: Sums | None,
+    codes: torch.dtype | None = None,
 ) -> None:
     """Compiles gather and scatter for every width of row that the routes have, on the trash page's first slot; with
-    `codes` the gather that quantizes to them instead.
+    `codes` the gather that quantizes to them instead. With `sums` those that compute checksums, and the kernel that
+    sums up what was written to the pool.
 
     The other side is memory of its own: the ring may be in use already.
     Twice, with slots that begin at a 16-byte boundary and beside one: Triton compiles these apart.
@@ -63,21 +71,28 @@ def warm_copies(
         return
     for part, of_class in zip(shard.parts, pool.parts, strict=True):
         own = {r.heads.shift(-part.heads.start) for r in routes if part.layers.covers(r.layers)}
-        _warm_copies(own, of_class, codes)
+        _warm_copies(own, of_class, sums, codes)
     torch.cuda.synchronize(pool.device)
 
 
-def _warm_copies(rows: set[Span], pool: MHATokenToKVPool, codes: torch.dtype | None) -> None:
+def _warm_copies(
+    rows: set[Span], pool: MHATokenToKVPool, sums: Sums | None, codes: torch.dtype | None
+) -> None:
     slots = torch.zeros(TOKENS, dtype=torch.int32, device=pool.buffer.device)
     layer = Span(0, 1)
+    word = torch.zeros(1, dtype=torch.int64, device=pool.buffer.device)
+    check = sums.any_check(word) if sums is not None else None
+    minus = sums.any_check(word, less=word) if sums is not None else None
     for heads in rows:
         if codes is not None:
             nbytes = len(heads) * code_row_bytes(pool.head_dim)  # of one token in one layer
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
-            gather_codes(pool.buffer, slots[:1], layer, heads, codes, scratch)
+            gather_codes(pool.buffer, slots[:1], layer, heads, codes, scratch, check)
             continue
         nbytes = segment_bytes(pool.buffer, 1, layer, heads)
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
         for first in (0, 1):
-            gather(pool.buffer, slots[first : first + 1], layer, heads, scratch)
-            scatter(scratch, pool.buffer, slots[first : first + 1], layer, heads)
+            gather(pool.buffer, slots[first : first + 1], layer, heads, scratch, check)
+            scatter(scratch, pool.buffer, slots[first : first + 1], layer, heads, minus)
+            if check is not None:
+                sum_rows(Place(pool.buffer, slots[first : first + 1], layer, heads), check)

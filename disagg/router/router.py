@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 import structlog
 
-from disagg.core.errors import InvalidRequestError, PeerLostError
+from disagg.core.errors import ChecksumError, InvalidRequestError, PeerLostError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_fit
 from disagg.core.status import GroupStatus
@@ -156,7 +156,7 @@ class Router:
         return alive and self._shunned.get(_names(prefill, decode), 0.0) <= time.monotonic()
 
     def _shun(self, prefill: Engine, decode: Engine) -> None:
-        """A request of the pair lost its way. Each group may be well: the network between them may not be."""
+        """A request of the pair lost its way, or its bytes. Each group may be well: the network between them may not be."""
         now_s = time.monotonic()
         self._shunned = {pair: until_s for pair, until_s in self._shunned.items() if until_s > now_s}
         self._shunned[_names(prefill, decode)] = now_s + SHUNNED_S
@@ -177,7 +177,8 @@ class Router:
         `disagg.router.text.decode_with` makes it of a tokenizer. Only prompts of one `cache_salt` share cached KV.
         Requests that name the same `session` are decoded by the same group, as far as its load allows.
 
-        A request that loses one of its groups before anything of an answer is known goes to others, where there are.
+        A request that loses one of its groups, or whose KV arrives damaged twice, before anything of an answer is
+        known goes to others, where there are.
 
         Raises what ended the request: `InvalidRequestError`, `RequestInUseError`, `BusyError`, `PromptTooLongError`,
         `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
@@ -207,7 +208,7 @@ class Router:
                         told = True
                         yield output
                 return
-            except PeerLostError as error:
+            except (PeerLostError, ChecksumError) as error:
                 self._shun(*pair)
                 if told or epoch + 1 == TRIES or not self._has_others(pair):
                     raise

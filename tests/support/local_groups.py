@@ -63,6 +63,7 @@ def small_config(
     peer_memory: bool = False,
     groups: tuple[int, int] = (1, 1),
     metrics_interval_s: float = 1.0,
+    checksum: bool = True,
 ) -> Config:
     """A configuration for tiny models; pools and rings are small, so that they fill up."""
     shared: dict[str, Any] = {
@@ -81,6 +82,7 @@ def small_config(
             layer_groups=layer_groups,
             lease_timeout_s=lease_timeout_s,
             watermark_interval_s=watermark_interval_s,
+            checksum=checksum,
         ),
         transport=TransportConfig(backend="inproc", peer_memory=peer_memory),
         metrics=MetricsConfig(interval_s=metrics_interval_s),
@@ -140,6 +142,8 @@ class LocalGroups:
         options: ReliableOptions | None = None,
     ) -> None:
         self.config, self.source = config, source
+        self.damages = False
+        """The test damages segments; without that no checksum may differ."""
         self._options = options or ReliableOptions()
         self._collectives: dict[str, Any] = {}
         self.device = torch.device(device)
@@ -257,6 +261,8 @@ class LocalGroups:
                 continue
             rank.check()
             statistics = rank.statistics()
+            mismatches = getattr(statistics["transfer"], "checksum_mismatches", 0)
+            assert self.damages or not mismatches, f"{rank.lane}: nothing was damaged, and a checksum differs"
             assert statistics["faults"] == 0, f"{rank.lane}: an exception escaped on the transfer thread"
             transfer = statistics["transfer"]
             assert transfer.tickets == 0, f"{rank.lane}: {transfer}"
@@ -312,6 +318,7 @@ class LocalGroups:
             group.page_size,
             "inproc",
             infos,
+            checksum=self.config.transfer.checksum,
         )
 
 

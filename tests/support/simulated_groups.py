@@ -321,7 +321,15 @@ class Simulation:
                 self._copy_late(name, rank)
             infos.append(rank.info())
         info = GroupInfo(
-            cls.role, cls.role, PROTOCOL_VERSION, "fake", spec.layout, group.page_size, "inproc", tuple(infos)
+            cls.role,
+            cls.role,
+            PROTOCOL_VERSION,
+            "fake",
+            spec.layout,
+            group.page_size,
+            "inproc",
+            tuple(infos),
+            checksum=self.config.transfer.checksum,
         )
         mine = [rank for rank in self.ranks.values() if rank.role == cls.role]
         for rank in mine:

@@ -1,0 +1,103 @@
+"""Inverts single bits of segments: in a decode rank's ring, behind the wire, or in its pool, behind a peer's write.
+
+`Flips.choose` says for each sending of a segment which bit to invert, if any. Every damage is noted.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from decode_node.incoming import Incoming, Item
+from decode_node.landing import Landing
+from decode_node.verifier import Verifier
+from disagg.core.types import CHECKSUM_BYTES, Segment
+from transport.notices import Written
+
+Choose = Callable[[Incoming, Segment, bool], int | None]
+"""`choose(incoming, segment, again)`: a bit of the segment to invert; negative: a bit of its checksum; None: none."""
+
+
+def first_sendings(seed: int, trailer: bool = False) -> Choose:
+    """A random bit of every segment when it comes for the first time; or of its checksum."""
+    generator = random.Random(seed)
+
+    def choose(incoming: Incoming, segment: Segment, again: bool) -> int | None:
+        if again:
+            return None
+        return -1 - generator.randrange(64) if trailer else generator.randrange(8 * segment.nbytes)
+
+    return choose
+
+
+@dataclass
+class Flips:
+    """What was damaged; for all decode ranks of this process."""
+
+    choose: Choose
+    struck: list[tuple[Segment, bool]] = field(default_factory=list)
+    """Each segment, and whether it came for the second time."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def bit(self, incoming: Incoming, segment: Segment, again: bool) -> int | None:
+        with self.lock:
+            bit = self.choose(incoming, segment, again)
+            if bit is not None:
+                self.struck.append((segment, again))
+            return bit
+
+
+def install(patch: pytest.MonkeyPatch, choose: Choose) -> Flips:
+    """From now on segments that come to decode ranks are damaged as `choose` says."""
+    flips = Flips(choose)
+    scatter, begin = Landing._scatter, Verifier.begin
+
+    def scatter_damaged(self: Landing, item: Item) -> None:
+        bit = flips.bit(item.incoming, item.segment, item.again)
+        if bit is not None:
+            message = self._ring.view(item)
+            invert(message[: item.segment.nbytes] if bit >= 0 else message[-CHECKSUM_BYTES:], bit)
+        scatter(self, item)
+
+    def begin_damaged(self: Verifier, incoming: Incoming, written: Written) -> None:
+        bit = flips.bit(incoming, written.segment, written.again)
+        if bit is not None and bit >= 0:
+            invert_in_pool(self._place(incoming, written.segment), bit)
+        elif bit is not None:
+            total = written.total ^ (1 << (-1 - bit) % 63)
+            written = Written(written.segment, total, written.again)
+        begin(self, incoming, written)
+
+    patch.setattr(Landing, "_scatter", scatter_damaged)
+    patch.setattr(Verifier, "begin", begin_damaged)
+    return flips
+
+
+def invert(memory: torch.Tensor, bit: int) -> None:
+    """One bit of `memory`, uint8 `[n]`; negative ones from the end."""
+    memory[bit // 8] ^= 1 << bit % 8
+
+
+def invert_in_pool(place: Any, bit: int) -> None:
+    """One bit of the rows of `place`, counted as if they were contiguous `[layer, plane, token, head, head_dim]`."""
+    memory = place.pool.view(torch.uint8)
+    shape = (len(place.layers), memory.shape[1], len(place.slots), len(place.heads), memory.shape[4])
+    at, index = bit // 8, []
+    for size in reversed(shape):
+        at, rest = divmod(at, size)
+        index.append(rest)
+    head_byte, head, token, plane, layer = index
+    where = (
+        place.layers.start + layer,
+        plane,
+        int(place.slots[token]),
+        place.heads.start + head,
+        head_byte,
+    )
+    memory[where] ^= 1 << bit % 8

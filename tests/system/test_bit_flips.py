@@ -1,0 +1,242 @@
+"""A bit that is inverted on the way is noticed, and the segment sent once more: tokens stay exact.
+
+In staging, on the wire and in the ring it is the same message; a segment that a peer wrote is damaged in the pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from architectures import HYBRIDS, save
+from bit_flips import Choose, Flips, first_sendings, install
+from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+
+from decode_node.incoming import Incoming
+from disagg.core.config import Config, ModelConfig
+from disagg.core.errors import ChecksumError, DisaggError
+from disagg.core.types import SamplingParams, Segment
+from disagg.model.source import ModelSource
+from disagg.reference import reference_answers
+from disagg.router.router import Router
+from transport import messages as m
+from transport.tags import is_letter
+
+TOKENS = 6
+GREEDY = SamplingParams(max_tokens=TOKENS)
+VICTIM, BYSTANDER = "victim", "bystander"
+PATHS = pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+
+
+def mismatches(groups: LocalGroups) -> int:
+    return sum(rank.statistics()["transfer"].checksum_mismatches for rank in groups.decode)
+
+
+def sent_again(groups: LocalGroups) -> int:
+    return sum(rank.statistics()["transfer"].segments_sent_again for rank in groups.prefill)
+
+
+def segments(groups: LocalGroups) -> int:
+    return sum(rank.statistics()["transfer"].segments_landed for rank in groups.decode)
+
+
+def check_all_healed(groups: LocalGroups, flips: Flips) -> None:
+    assert flips.struck
+    assert mismatches(groups) == sent_again(groups) == len(flips.struck)
+
+
+@PATHS
+@pytest.mark.parametrize("trailer", [False, True], ids=["segment", "checksum"])
+@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2), (3, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+def test_every_segment_is_damaged_once(
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    tp: tuple[int, int],
+    trailer: bool,
+    peer_memory: bool,
+) -> None:
+    source, prompts = checkpoints.source(), random_prompts(5, 61, 29, 90, seed=sum(tp))
+    flips = install(monkeypatch, first_sendings(sum(tp), trailer))
+    config = small_config(*tp, prefill_page=4, chunk_tokens=23, ring_bytes=16384, peer_memory=peer_memory)
+    with local_groups(config, source) as groups:
+        groups.damages = True
+        answers = groups.answers(prompts, GREEDY)
+        check_all_healed(groups, flips)
+        assert len(flips.struck) == segments(groups), "none was spared"
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bit_on_the_wire(checkpoints: Checkpoints, seed: int) -> None:
+    """Of any data message, in its segment or in its checksum."""
+    choose, source, prompts = random.Random(seed), checkpoints.source(), random_prompts(70, 55, seed=seed)
+    with local_groups(small_config(2, 2, chunk_tokens=16), source) as groups:
+        groups.damages = True
+        for nth in (0, 3, 11):
+            groups.fabric.faults.flip(choose.randrange(1 << 20), nth, lambda s, d, tag: not is_letter(tag))
+        answers = groups.answers(prompts, GREEDY)
+        assert mismatches(groups) == sent_again(groups) == 3
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+@PATHS
+def test_codes_and_scales(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, peer_memory: bool
+) -> None:
+    """KV that is quantized on its way: what is compared are the codes and scales that lie in the pool."""
+    source, prompts = checkpoints.source(), random_prompts(5, 61, 29, seed=3)
+    rows, generator = 2 * (8 + 2), random.Random(4)
+
+    def choose(incoming: Incoming, segment: Segment, again: bool) -> int | None:
+        row, in_scale = generator.randrange(segment.nbytes // rows), generator.random() < 0.5
+        byte = row * rows + (16 + generator.randrange(4) if in_scale else generator.randrange(16))
+        return None if again else 8 * byte + generator.randrange(8)
+
+    flips = install(monkeypatch, choose)
+    config = small_config(2, 1, chunk_tokens=23, peer_memory=peer_memory)
+    decode = msgspec.structs.replace(config.decode, kv_dtype="int8")
+    model = ModelConfig(path=str(source.directory), dtype="float32")
+    config = msgspec.structs.replace(config, decode=decode, model=model)
+    with local_groups(config, source) as groups:
+        groups.damages = True
+        answers = groups.answers(prompts, GREEDY)
+        check_all_healed(groups, flips)
+    expected = reference_answers(config, prompts, GREEDY)
+    assert [a.tokens for a in answers] == expected
+
+
+@PATHS
+def test_a_recurrent_state(
+    checkpoints: Checkpoints, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, peer_memory: bool
+) -> None:
+    """Its bytes travel behind the prompt's KV; here only they are damaged."""
+    name = next(iter(HYBRIDS))
+    source = ModelSource.from_directory(save(HYBRIDS[name](), tmp_path / name))
+    prompts, generator = random_prompts(5, 49, 24), random.Random(5)
+    lengths = {f"r{i}": len(prompt) for i, prompt in enumerate(prompts)}
+
+    def choose(incoming: Incoming, segment: Segment, again: bool) -> int | None:
+        of_state = segment.tokens.start >= lengths[incoming.key.request_id]
+        return generator.randrange(8 * segment.nbytes) if of_state and not again else None
+
+    flips = install(monkeypatch, choose)
+    with local_groups(small_config(2, 1, max_requests=3, peer_memory=peer_memory), source) as groups:
+        groups.damages = True
+        answers = groups.answers(prompts, SamplingParams(max_tokens=8))
+        check_all_healed(groups, flips)
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
+
+
+def always_of(name: str, seed: int = 0) -> Choose:
+    """The same request's segments, each time they come."""
+    generator = random.Random(seed)
+
+    def choose(incoming: Incoming, segment: Segment, again: bool) -> int | None:
+        return generator.randrange(8 * segment.nbytes) if incoming.key.request_id == name else None
+
+    return choose
+
+
+def both(groups: LocalGroups, prompts: list[list[int]], **victim: Any) -> tuple[Any, list[int]]:
+    """The victim's error, or None, and the bystander's tokens."""
+
+    async def work(router: Router) -> tuple[Any, list[int]]:
+        other = asyncio.create_task(ask(router, BYSTANDER, prompts[1], GREEDY))
+        error = None
+        try:
+            await ask(router, VICTIM, prompts[0], GREEDY, **victim)
+        except DisaggError as exc:
+            error = exc
+        return error, (await other).tokens
+
+    found: tuple[Any, list[int]] = groups.serve(work)
+    return found
+
+
+@PATHS
+def test_what_is_damaged_twice_ends_its_request(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, peer_memory: bool
+) -> None:
+    """With an error that names the segment and both ranks. Others go on; `local_groups` finds every book empty."""
+    source, prompts = checkpoints.source(), random_prompts(70, 55, seed=5)
+    install(monkeypatch, always_of(VICTIM))
+    with local_groups(
+        small_config(2, 2, chunk_tokens=16, ring_bytes=16384, peer_memory=peer_memory), source
+    ) as groups:
+        groups.damages = True
+        error, tokens = both(groups, prompts)
+        assert mismatches(groups) >= 2
+        again = groups.answers(prompts[1:], GREEDY)
+    assert isinstance(error, ChecksumError)
+    assert "damaged twice" in str(error)
+    assert "Segment(" in str(error)
+    assert "prefill rank" in str(error)
+    assert "decode rank" in str(error)
+    assert tokens == again[0].tokens == checkpoints.greedy(source, prompts[1], TOKENS)
+
+
+def test_a_request_that_is_damaged_before_its_first_token_is_tried_elsewhere(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two decode groups one has faulty memory. The first token is held back until the damage is known."""
+    source, prompts = checkpoints.source(), random_prompts(70, seed=6)
+    faulty: list[str] = []
+
+    def choose(incoming: Incoming, segment: Segment, again: bool) -> int | None:
+        faulty[:] = faulty or [incoming.ticket.group]
+        return 9 if incoming.ticket.group in faulty else None
+
+    install(monkeypatch, choose)
+    # Segments of the first chunk are compared while later chunks are computed.
+    with local_groups(small_config(1, 1, chunk_tokens=2, groups=(1, 2)), source) as groups:
+        groups.damages = True
+        answers = groups.answers(prompts, GREEDY)
+        seen = {answer.report.decode for answer in answers}
+    assert seen.isdisjoint(faulty)
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+@pytest.mark.parametrize("fault", ["twice", "fails", "client gone", "stop", "late"])
+@PATHS
+def test_faults_while_a_segment_is_wanted_once_more(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, peer_memory: bool, fault: str
+) -> None:
+    """Each comes as the first wish is sent. The victim is exact or has a clear error; the other is exact always."""
+    source, prompts = checkpoints.source(), random_prompts(70, 55, seed=5)
+    install(monkeypatch, first_sendings(7))
+    config = small_config(2, 2, chunk_tokens=16, ring_bytes=16384, peer_memory=peer_memory)
+    with local_groups(config, source) as groups:
+        groups.damages = True
+        gone, send, struck = threading.Event(), Letters.send, list[str]()
+
+        def faulty(self: Letters, peer: str, message: m.Message) -> None:
+            if not isinstance(message, m.SendAgain) or message.key.request_id != VICTIM or struck:
+                send(self, peer, message)
+                return
+            struck.append(fault)
+            if fault == "twice":
+                send(self, peer, message)
+            elif fault == "fails":
+                groups.fabric.faults.fail_send(0, lambda s, d, tag: tag == self._tag)
+            elif fault == "late":
+                groups.fabric.faults.hold(0, lambda s, d, tag: tag == self._tag)
+            else:
+                gone.set()
+            send(self, peer, message)
+
+        monkeypatch.setattr(Letters, "send", faulty)
+        if fault == "late":
+            groups.observe(lambda s, d, message: None)
+        error, tokens = both(groups, prompts, gone if fault in ("client gone", "stop") else None)
+        if fault == "late":
+            groups.fabric.release()
+    assert struck
+    assert tokens == checkpoints.greedy(source, prompts[1], TOKENS)
+    if fault == "fails":
+        assert isinstance(error, TransportError)
+    elif fault == "twice":
+        assert error is None
