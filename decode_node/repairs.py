@@ -44,9 +44,7 @@ class Repairs:
         if again or segment.src_rank in incoming.ended:
             self._tickets.fail(incoming, self._error(segment, peer, again, where))
             return False
-        self._send_letter(
-            peer, m.SendAgain(incoming.key, incoming.ticket.number, self._rank, segment.index)
-        )
+        self._send_letter(peer, m.SendAgain(incoming.key, incoming.ticket.number, self._rank, segment.index))
         return True
 
     def _error(self, segment: Segment, peer: str, again: bool, where: str) -> ChecksumError:

@@ -165,9 +165,7 @@ class Tickets:
         """Nothing goes to the peer but what has left, or is on its way."""
         outgoing.messages += 1
         sent, again = outgoing.sent_to(peer), outgoing.sent_again_to(peer)
-        self._send(
-            peer, m.SenderEnded(outgoing.key, outgoing.ticket.number, self._rank, sent, reason, again)
-        )
+        self._send(peer, m.SenderEnded(outgoing.key, outgoing.ticket.number, self._rank, sent, reason, again))
 
     def _maybe_closed(self, outgoing: Outgoing) -> None:
         if outgoing.leader_asked and outgoing.left == 0 and self.open.pop(outgoing.key, None) is not None:
