@@ -296,11 +296,11 @@ class SegmentReceiver:
         self._letters.send(peer, message)
 
     def _undelivered(self, peer: str, message: m.Message, error: TransportError) -> None:
-        """A grant did not reach its rank, or a wish for a segment: nothing will come. A watermark is sent again."""
-        awaited = isinstance(message, m.LeaseGrant | m.SendAgain)
-        incoming = self._tickets.open.get(message.ticket) if awaited else None
-        if incoming is not None:
-            self._tickets.fail(incoming, error)
+        """A grant or a `SendAgain` did not reach its rank: no segment will come. A watermark is sent again."""
+        if isinstance(message, m.LeaseGrant | m.SendAgain):
+            incoming = self._tickets.open.get(message.ticket)
+            if incoming is not None:
+                self._tickets.fail(incoming, error)
 
     # --- looking in
 
@@ -335,8 +335,9 @@ class SegmentReceiver:
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless the ring's leases are those of segments on their way and of a probe, and words
-        for checksums are held by what is on the device.
+        """Raises `InvariantError` unless the ring's leases are those of segments on their way and of a probe.
+
+        The same for words: each belongs to a scatter or a sum on the device.
         """
         self._ring.check(self._probes.lease)
         words = len(self._landing.scattering) + len(self._verifier.under_way)

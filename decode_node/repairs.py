@@ -1,4 +1,4 @@
-"""Damaged segments of a decode rank: counted, asked for once more, and the end of a request whose repair fails too."""
+"""Damaged segments of a decode rank: counted, asked for once more; a second mismatch fails the request."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ class Repairs:
             where=where,
             second_time=again,
         )
-        if not incoming.wanted:
-            return False
-        if again or segment.src_rank in incoming.ended:
-            self._tickets.fail(incoming, self._error(segment, peer, again, where))
+        if again:
+            self._tickets.fail(incoming, self._error(segment, peer, where))
+        # Why a source has ended is for its own group to report, which ends the request.
+        if not incoming.wanted or segment.src_rank in incoming.ended:
             return False
         self._send_letter(peer, m.SendAgain(incoming.key, incoming.ticket.number, self._rank, segment.index))
         return True
 
-    def _error(self, segment: Segment, peer: str, again: bool, where: str) -> ChecksumError:
-        times = "twice" if again else "once, and its sender has ended"
+    def _error(self, segment: Segment, peer: str, where: str) -> ChecksumError:
         return ChecksumError(
             f"{segment} from prefill rank {segment.src_rank} ({peer}) to decode rank {self._rank} was damaged "
-            f"{times} ({where}): memory of one of these ranks, or the wire between them, is faulty"
+            f"twice ({where}): memory of one of these ranks, or the wire between them, is faulty"
         )

@@ -114,8 +114,9 @@ class PeerWrites:
             self._wait(incoming, incoming.barred_until_s)
 
     def ended(self, incoming: Incoming, src_rank: int, sent: set[int], again: set[int]) -> None:
-        """A source rank writes nothing more but what it has `sent`, `again` of that a second time: notices are awaited
-        of what is not known yet.
+        """A source rank writes nothing more but what it has `sent`, and `again` what it has sent a second time.
+
+        Notices of what is not known yet are awaited.
         """
         if src_rank not in incoming.writers:
             return

@@ -42,7 +42,10 @@ class Tickets:
         freed: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """`sums` is None where segments have no checksums; `send` is the control channel's; `freed` hears that staging may have become free."""
+        """`sums` is None where segments have no checksums.
+
+        `send` is the control channel's; `freed` hears that staging may have become free.
+        """
         self._rank, self._space, self._exposed, self._sums = rank, space, exposed, sums
         self._send, self._to_leader, self._freed, self._clock = send, to_leader, freed, clock
         self.open: dict[RequestKey, Outgoing] = {}

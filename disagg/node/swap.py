@@ -99,7 +99,9 @@ class Swapper:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swap", initializer=partial(_use, device))
         if self.blocks:
             with self._queue.use():
-                warm_copies(tuple(Route(0, 0, p.layers, p.heads) for p in shard.parts), shard, pool)
+                warm_copies(
+                    tuple(Route(0, 0, p.layers, p.heads) for p in shard.parts), shard, pool, sums=None
+                )
 
     def order(self, swap: Swap, after: Marker) -> None:
         """Copies when `after`, a marker on the compute stream, has come; in the order of the calls. Never blocks."""

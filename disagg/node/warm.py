@@ -13,8 +13,8 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.node.sums import Sums
 from kernels.gather import gather
 from kernels.layout import segment_bytes
-from kernels.rows import Place
 from kernels.quantize import gather_codes
+from kernels.rows import Place
 from kernels.scatter import scatter
 from kernels.sum_rows import sum_rows
 from staging.routes import Route

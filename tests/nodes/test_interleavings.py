@@ -12,13 +12,15 @@ from collections import Counter
 
 import msgspec
 import pytest
+from bit_flips import install
 from local_groups import small_config
 from simulated_groups import Simulation
 from simulated_router import SimulatedRequest
 
+from decode_node.incoming import Incoming
 from disagg.core.config import Config
 from disagg.core.errors import TransportError
-from disagg.core.types import SamplingParams
+from disagg.core.types import SamplingParams, Segment
 from prefill_node.probe import Probed
 from transport import messages as m
 from transport.inproc import InprocTransport
@@ -80,6 +82,19 @@ def add_faults(simulation: Simulation, what: str, choose: random.Random) -> None
         faults.duplicate(first + 3)
     if "short" in what:
         faults.truncate(8, first, lambda source, destination, tag: not is_letter(tag))
+
+
+def damage(simulation: Simulation, what: str, patch: pytest.MonkeyPatch, seed: int) -> None:
+    """Bits of segments and of checksums, of some when they come first; with `twice` also when they come again."""
+    generator = random.Random(seed)
+    simulation.damages = True
+
+    def choose(incoming: Incoming, segment: Segment, again: bool) -> int | None:
+        if again and ("twice" not in what or generator.random() < 0.5):
+            return None
+        return generator.randrange(-64, 8 * segment.nbytes) if generator.random() < 0.4 else None
+
+    install(patch, choose)
 
 
 STRIKES = {"death", "host", "fence", "silence", "leaders", "router"}
@@ -148,6 +163,8 @@ def run(
         msgspec.structs.replace(config, decode=decode), seed, patch, state_tokens=state_tokens, more=more
     )
     add_faults(simulation, what, choose)
+    if "damage" in what:
+        damage(simulation, what, patch, seed)
     if "fence" in what:
         patch.setattr(InprocTransport, "disconnect", no_fence)
     pace = 4 if crowded else 1  # answers are longer, so less happens to each token
@@ -230,7 +247,49 @@ def test_any_order(what: str) -> None:
     assert shared or "crowded" in what, "some found a beginning in the decode group's cache"
 
 
-@pytest.mark.parametrize("what", ["nothing", "abort and fail", "death", "crowded abort"])
+def run_damaged(what: str, seeds: range) -> Counter[str]:
+    """How requests ended. Segments are damaged; with `twice` some come damaged again."""
+    ends: Counter[str] = Counter()
+    for seed in seeds:
+        with pytest.MonkeyPatch.context() as patch:
+            try:
+                requests = run(seed, f"damage {what}", patch)
+            except Exception as error:
+                error.add_note(f"run(seed={seed}, 'damage {what}', ...)")
+                raise
+        ends.update(request.ended for request in requests)
+    return ends
+
+
+DAMAGED = {kind: ends for kind, ends in ENDS.items() if "crowded" not in kind} | {"crowded": {"done"}}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_segments_in_any_order(what: str) -> None:
+    """They are sent once more, whatever else happens: requests end as they do without damage."""
+    ends = run_damaged(what, range(2 if "crowded" in what else 6))
+    assert ends
+    assert set(ends) <= DAMAGED[what]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_segments_in_many_orders(what: str) -> None:
+    ends = run_damaged(what, range(6, 20 if "crowded" in what else 80))
+    assert set(ends) == DAMAGED[what]
+
+
+@pytest.mark.parametrize(
+    ("what", "others"), [("nothing", set()), ("abort and fail", {"aborted", "transport"})], ids=str
+)
+def test_segments_that_are_damaged_twice_in_any_order(what: str, others: set[str]) -> None:
+    ends = run_damaged(f"twice {what}", range(15))
+    assert {"done", "checksum"} <= set(ends) <= {"done", "checksum"} | others
+
+
+@pytest.mark.parametrize(
+    "what", ["nothing", "abort and fail", "death", "crowded abort", "damage abort", "damage fail"]
+)
 def test_kv_that_is_quantized_on_its_way_in_any_order(what: str) -> None:
     """Codes that arrive, are shared, swapped out and come back, beside floats that are computed: all are exact."""
     ends: Counter[str] = Counter()
@@ -243,7 +302,7 @@ def test_kv_that_is_quantized_on_its_way_in_any_order(what: str) -> None:
                 raise
         ends.update(request.ended for request in requests)
     assert "done" in ends
-    assert set(ends) <= ENDS[what]
+    assert set(ends) <= ENDS[what.removeprefix("damage ")]
 
 
 @pytest.mark.parametrize("what", ["nothing", "fail", "letters fail", "abort fail death", "fence", "silence"])
@@ -271,11 +330,14 @@ def test_the_simulation_reaches_what_it_is_for() -> None:
         *itertools.product(range(10), ("abort and fail", "short")),
         (0, "crowded"),
         (0, "answers"),
+        *itertools.product(range(2), ("damage",)),
     ]:
         with pytest.MonkeyPatch.context() as patch:
             choose = random.Random(seed)
             simulation = Simulation(config_of(choose, seed % 2 == 1, what == "crowded"), seed, patch)
             add_faults(simulation, what, choose)
+            if what == "damage":
+                damage(simulation, what, patch, seed)
             simulation.probe()
             size = (10, 70) if what == "crowded" else (40, 3)
             sampling = SamplingParams(max_tokens=size[1], n=2 if what == "answers" else 1)

@@ -81,6 +81,8 @@ class Simulation:
         self.queues: dict[tuple[str, str], deque[m.Message]] = {}
         self.dead: set[str] = set()
         self.router = SimulatedRouter(partial(self.post, ROUTER), self.choose)
+        self.damages = False
+        """Segments are damaged on purpose; without that no checksum may differ."""
         self.seen: list[m.Message] = []
         self.probed: list[Probed] = []
         """How each probe ended."""
@@ -221,6 +223,8 @@ class Simulation:
         assert transfer.tickets == 0, f"{name}: {transfer}"
         held = getattr(transfer, "ring_in_use_bytes", 0) + getattr(transfer, "staging_in_use_bytes", 0)
         assert held == 0, f"{name}: {transfer}"
+        mismatches = getattr(transfer, "checksum_mismatches", 0)
+        assert self.damages or not mismatches, f"{name}: nothing was damaged, and a checksum differs"
         assert rank._transport.statistics().pending == 0, f"{name}: an operation never ends"
         if rank._leader is not None:
             found = rank._leader.statistics()

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import decode_node.landing
+import decode_node.verifier
 import prefill_node.direct
 import prefill_node.mover
 from decode_node.scheduler import DecodeScheduler
@@ -108,7 +109,7 @@ def poison_ring(ring: StagingAllocator, memory: torch.Tensor) -> None:
 
 def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     """Copies go to the device of the pool at that address (a write: of its source), instead of running at once."""
-    scatter = decode_node.landing.scatter
+    scatter, sum_rows = decode_node.landing.scatter, decode_node.verifier.sum_rows
 
     def late(gather: Callable[..., None]) -> Callable[..., None]:
         return lambda pool, *rest: devices[pool.data_ptr()].work.append(partial(gather, pool, *rest))
@@ -116,13 +117,16 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     def late_scatter(view: torch.Tensor, pool: torch.Tensor, *rest: Any) -> None:
         devices[pool.data_ptr()].work.append(partial(scatter, view, pool, *rest))
 
+    def late_sum(place: Place, check: Any) -> None:
+        devices[place.pool.data_ptr()].work.append(partial(sum_rows, place, check))
+
     def late_move(prepare: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
         """In two parts, as on a GPU: what has read its fence word may still write after that was closed."""
 
         def prepared(source: Place, target: Place, *rest: Any) -> Callable[[], None]:
-            *codes, fence, ticket = rest
+            *codes, fence, ticket, check = rest
             found = torch.empty_like(fence)
-            move = prepare(source, target, *codes, found, ticket)
+            move = prepare(source, target, *codes, found, ticket, check)
             work = devices[source.pool.data_ptr()].work
             return lambda: work.extend([partial(found.copy_, fence), move])
 
@@ -133,3 +137,4 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     for name in ("gather", "gather_codes"):
         patch.setattr(prefill_node.mover, name, late(getattr(prefill_node.mover, name)))
     patch.setattr("decode_node.landing.scatter", late_scatter)
+    patch.setattr("decode_node.verifier.sum_rows", late_sum)

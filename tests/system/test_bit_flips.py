@@ -17,7 +17,7 @@ from bit_flips import Choose, Flips, first_sendings, install
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
 from decode_node.incoming import Incoming
-from disagg.core.config import Config, ModelConfig
+from disagg.core.config import ModelConfig
 from disagg.core.errors import ChecksumError, HandshakeError, PeerLostError, TransportError
 from disagg.core.types import SamplingParams, Segment
 from disagg.model.source import ModelSource
@@ -305,5 +305,5 @@ def test_with_checksums_a_message_has_eight_bytes_more(checkpoints: Checkpoints)
 def test_groups_that_differ_are_refused(checkpoints: Checkpoints) -> None:
     with local_groups(small_config(1, 1), checkpoints.source()) as groups:
         without = msgspec.structs.replace(groups.decode_info, checksum=False)
-        with pytest.raises(HandshakeError, match="transfer.checksum"):
+        with pytest.raises(HandshakeError, match=r"transfer\.checksum"):
             make_link(groups.prefill_info, without)
