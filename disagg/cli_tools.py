@@ -12,6 +12,9 @@ import typer
 from disagg.core.config import parse_bytes
 from disagg.core.errors import ConfigError
 
+GRACE_S, MAX_GRACE_S = 120.0, 30 * 86400.0
+"""Between the rotation of a key file and the first use of the fresh keys."""
+
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For machines: one JSON list.")] = False,
@@ -122,13 +125,49 @@ def _model_plan(flags: Mapping[str, object], gpu_memory_gb: float) -> Any:
 
 
 def keys(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write them; must not exist.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The key file; must not exist without an option.")
+    ],
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Add fresh keys; the old ones stay valid.")
+    ] = False,
+    retire: Annotated[bool, typer.Option("--retire", help="Drop the old keys after a rotation.")] = False,
+    grace_s: Annotated[
+        float | None,
+        typer.Option(
+            "--grace-s",
+            help="Seconds in which every process must have the rotated file, before the fresh generation is used "
+            f"[{GRACE_S:g}].",
+        ),
+    ] = None,
 ) -> None:
-    """Make a cluster's keys for `control.key_file`."""
-    from transport.keys import make_keys, save_keys
+    """Make, rotate or retire a cluster's keys for `control.key_file`."""
+    from transport.key_file import retire_keys, rotate_keys, save_keys
+    from transport.keys import make_keys
 
-    save_keys(make_keys(), file)
-    print(f"{file}: who can read it may join the cluster; copy it to every host, set control.key_file to it")
+    if rotate and retire:
+        raise ConfigError(
+            "--rotate and --retire: rotate first, retire when every process has the rotated file"
+        )
+    if grace_s is not None and not (rotate and 0 <= grace_s <= MAX_GRACE_S):
+        raise ConfigError(f"--grace-s {grace_s:g}: from 0 to {MAX_GRACE_S:g} seconds, with --rotate")
+    if rotate:
+        seconds = GRACE_S if grace_s is None else grace_s
+        keys = rotate_keys(file, seconds)
+        print(
+            f"{file}: generation {keys.generations(0)[1].name} is used in {seconds:g} s, {keys.current.name} stays "
+            f"valid; copy the file to every host now, and run `disagg keys --retire` when all of them have it"
+        )
+    elif retire:
+        keys = retire_keys(file)
+        print(f"{file}: only generation {keys.current.name} is valid; copy the file to every host")
+    else:
+        fresh = make_keys()
+        save_keys(fresh, file)
+        print(
+            f"{file}: who can read it may join the cluster; copy it to every host, set control.key_file to it "
+            f"(generation {fresh.name})"
+        )
 
 
 def version() -> None:

@@ -17,7 +17,8 @@ from disagg.core.config import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.groups import Group
 from disagg.placement import GroupPlacement, Placement
-from transport.keys import ControlKeys
+from transport.key_ring import AnyKeys
+from transport.keys import KeySet
 
 _QUIET: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False, "configure_logging": True}
 
@@ -31,7 +32,7 @@ class RayResources(NamedTuple):
 
 @contextlib.contextmanager
 def start_cluster(
-    config: Config, placement: Placement, keys: ControlKeys | None, progress: Progress = lambda _: None
+    config: Config, placement: Placement, keys: AnyKeys, progress: Progress = lambda _: None
 ) -> Iterator[Cluster]:
     """A running cluster; stopped at the end of the block, also when the start fails or Ctrl-C comes."""
     cluster = Cluster(config, placement, keys, RayRanks())
@@ -51,7 +52,7 @@ class RayRanks:
         name: str,
         where: GroupPlacement,
         config: Config,
-        keys: ControlKeys | None,
+        keys: KeySet,
         given_up: Callable[[], bool],
     ) -> Group:
         """On one node, each rank with a core and its share of a GPU, which Ray sets aside for it."""

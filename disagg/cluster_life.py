@@ -23,7 +23,8 @@ from disagg.groups import Group, group_info, wait_for_exit, with_placement
 from disagg.placement import GroupPlacement, Placement
 from transport.control import ControlChannel
 from transport.control_zmq import make_control
-from transport.keys import ControlKeys
+from transport.key_ring import AnyKeys, as_ring
+from transport.keys import KeySet
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +48,7 @@ class Ranks(Protocol):
         name: str,
         where: GroupPlacement,
         config: Config,
-        keys: ControlKeys | None,
+        keys: KeySet,
         given_up: Callable[[], bool],
     ) -> Group:
         """Takes a place for a group and starts its processes.
@@ -75,10 +76,12 @@ class Cluster:
     groups; the others only look.
     """
 
-    def __init__(self, config: Config, placement: Placement, keys: ControlKeys | None, ranks: Ranks) -> None:
+    def __init__(self, config: Config, placement: Placement, keys: AnyKeys, ranks: Ranks) -> None:
         self.config = with_placement(config, placement)
         self.placement = placement
-        self._keys, self._ranks = keys, ranks
+        self._keys, self._ranks = as_ring(keys), ranks
+        self._keys_of: dict[str, KeySet] = {}
+        """What each group's ranks were given last, by its name."""
         self.groups: tuple[Group, ...] = ()
         """All that were placed and not taken down; replaced as a whole, so that every thread may go over it."""
         self._numbers = {role: itertools.count(1) for role in placement.kinds}
@@ -129,6 +132,7 @@ class Cluster:
         group.leaving = True
         with self._lock:
             self.groups = tuple(one for one in self.groups if one is not group)
+            self._keys_of.pop(group.name, None)
         self._ranks.take_down(group)
 
     def abandon_start(self) -> None:
@@ -204,7 +208,8 @@ class Cluster:
         where, number = self.placement.kinds[role], next(self._numbers[role])
         name = role if number == 1 else f"{role}-{number}"
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
-        group = self._ranks.place(role, name, where, self.config, self._keys, self._no_more_groups.is_set)
+        keys = self._keys_of[name] = self._keys.keys
+        group = self._ranks.place(role, name, where, self.config, keys, self._no_more_groups.is_set)
         with self._lock:
             self.groups = (*self.groups, group)
         return group
@@ -273,6 +278,7 @@ class Cluster:
     def _watch(self) -> None:
         """Tells the others when a rank is gone: `park` ends with its process, or when it cannot go on."""
         while not self._stopping.is_set():
+            self._hand_out_keys()
             with self._lock:
                 parked = list(self._parked)
             if not parked:
@@ -286,6 +292,15 @@ class Cluster:
                     group, rank = self._parked.pop(call)
                 if not self._stopping.is_set():
                     self._lost(group, rank)
+
+    def _hand_out_keys(self) -> None:
+        """Ranks may run where no key file is: this process reads it, they get what has changed."""
+        keys = self._keys.keys
+        for group in self.groups:
+            if self._keys_of.get(group.name) != keys:
+                self._keys_of[group.name] = keys
+                for actor in self._alive(group):
+                    actor.update_keys.remote(keys)
 
     def _lost(self, group: Group, rank: int) -> None:
         address = group.started[rank].info.control_address

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import structlog
 
@@ -17,7 +16,6 @@ from disagg.core.types import GroupInfo
 from transport import messages as m
 from transport.control import ControlChannel
 from transport.hosts import is_loopback, own_host
-from transport.keys import ControlKeys, load_keys
 
 log = structlog.get_logger(__name__)
 
@@ -114,23 +112,6 @@ class Directory:
         told = self._told
         self._routers[router] |= {group.name for group in told.groups} - set(told.draining)
         self._control.send(router, told)
-
-
-def shared_keys(config: ControlConfig, *others: str) -> ControlKeys | None:
-    """The keys that processes which were not started together need: those of `control.key_file`.
-
-    Without one they meet unencrypted, on this host only: raises `ConfigError` when `control.host` or one of `others`,
-    hosts to speak to, is beyond loopback.
-    """
-    if config.key_file:
-        return load_keys(Path(config.key_file).expanduser())
-    beyond = [host for host in (own_host(config.host), *others) if not is_loopback(host)]
-    if beyond:
-        raise ConfigError(
-            f"{beyond[0]} is reached by other hosts, so the control channel needs keys: make them with "
-            f"`disagg keys FILE`, copy the file to every host, and set control.key_file to it"
-        )
-    return None
 
 
 def directory_host(address: str, config: ControlConfig) -> str:

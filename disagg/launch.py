@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import structlog
 from rich.console import Console
 
+from disagg.cluster_keys import launch_keys, published
 from disagg.core.config import Config
 from disagg.core.log import configure
-from disagg.directory import Directory, shared_keys
+from disagg.directory import Directory
 from disagg.serve_local import placed_cluster, with_model
 from disagg.signals import handlers_restored, ignore_signals, on_signal
 from disagg.supervisor import supervised
@@ -29,7 +31,7 @@ def run_launch(config: Config) -> None:
     """
     configure(config.log)
     console = Console(stderr=True)
-    keys = shared_keys(config.control)
+    keys = launch_keys(config.control)
     config = with_model(config, console.print)
     stop, hurry = threading.Event(), threading.Event()
     with handlers_restored():
@@ -37,6 +39,7 @@ def run_launch(config: Config) -> None:
         directory.start()
         try:
             with (
+                published(keys, config.control, directory.address, os.environ),
                 console.status("starting") as status,
                 placed_cluster(config, keys, status.update, GROWTH) as cluster,
                 supervised(cluster, directory.tell, directory.wait_unused) as supervisor,

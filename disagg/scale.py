@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 
+from disagg.cluster_keys import join_keys
 from disagg.core.config import Config, Role
 from disagg.core.errors import DisaggError, PeerLostError
 from disagg.core.log import configure
-from disagg.directory import directory_host, shared_keys
+from disagg.directory import directory_host
 from transport import messages as m
 from transport.control import ControlChannel
 from transport.control_zmq import make_control
@@ -20,7 +22,8 @@ def run_scale(config: Config, directory: str, counts: Mapping[Role, int]) -> Non
     Raises `DisaggError` with what it answers, `PeerLostError` when it does not.
     """
     configure(config.log)
-    keys = shared_keys(config.control, directory_host(directory, config.control))
+    directory_host(directory, config.control)  # an address that is none is refused first
+    keys = join_keys(config.control, directory, os.environ)
     control = make_control(config.control, keys)
     try:
         scale(control, directory, counts)

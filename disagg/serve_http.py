@@ -24,11 +24,12 @@ from disagg.api.model import ServedModel
 from disagg.api.server import bind, serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing, traced
+from disagg.cluster_keys import join_keys
 from disagg.cluster_life import Cluster
 from disagg.core.config import Config
 from disagg.core.log import configure
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
-from disagg.directory import directory_host, shared_keys
+from disagg.directory import directory_host
 from disagg.node.assemble import make_source
 from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.router.follow import joined
@@ -48,7 +49,7 @@ from disagg.signals import SIGNALS, handlers_restored, ignore_signals
 from disagg.supervisor import supervised
 from transport.control_zmq import make_control
 from transport.hosts import is_loopback
-from transport.keys import ControlKeys
+from transport.key_ring import KeyRing
 
 log = structlog.get_logger(__name__)
 
@@ -81,7 +82,8 @@ def run_serve_joined(config: Config, directory: str) -> None:
     """Serves with the groups that the directory at `directory`, `tcp://HOST:PORT`, tells of; else as `run_serve`."""
     configure(config.log)
     keys = load_api_keys(config.api.key_file, os.environ)
-    control_keys = shared_keys(config.control, directory_host(directory, config.control))
+    directory_host(directory, config.control)  # an address that is none is refused first
+    control_keys = join_keys(config.control, directory, os.environ)
     config = with_model(config, Console(stderr=True).print)
     with handlers_restored(), traced(config.metrics) as tracing, bind(config.api) as listener:
         model = served_model(config)
@@ -118,7 +120,7 @@ async def _own_router(cluster: Cluster) -> AsyncIterator[Router]:
 
 
 @asynccontextmanager
-async def _joined_router(config: Config, keys: ControlKeys | None, directory: str) -> AsyncIterator[Router]:
+async def _joined_router(config: Config, keys: KeyRing, directory: str) -> AsyncIterator[Router]:
     fingerprint = make_source(config).fingerprint
 
     def usable(group: GroupInfo) -> bool:

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from disagg.cluster import RayResources, existing_ray, local_ray, start_cluster
+from disagg.cluster_keys import own_keys
 from disagg.cluster_life import Cluster, Progress
 from disagg.core.config import Config, RouterConfig
 from disagg.core.errors import ConfigError, UnsupportedModelError
@@ -27,7 +28,7 @@ from disagg.router.router import Router
 from disagg.supervisor import Tell
 from transport.control_zmq import make_control
 from transport.hosts import is_loopback, own_host
-from transport.keys import ControlKeys, load_keys, make_keys
+from transport.key_ring import AnyKeys
 
 CACHE = Path("~/.cache/disagg")
 
@@ -83,18 +84,17 @@ def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
 
     A TP size of None is chosen from what there is.
     """
-    # In use? Said before all is loaded.
-    make_control(config.control, None, config.control.router_port).close()
-    keys = load_keys(config.control.key_file) if config.control.key_file else make_keys()
+    keys = own_keys(config.control)
+    make_control(
+        config.control, keys, config.control.router_port
+    ).close()  # in use? Said before all is loaded
     with placed_cluster(config, keys, progress) as cluster:
         yield cluster
 
 
 @contextlib.contextmanager
-def placed_cluster(
-    config: Config, keys: ControlKeys | None, progress: Progress, growth: int = 1
-) -> Iterator[Cluster]:
-    """As `local_cluster`, for a router that may be elsewhere: the keys are the caller's, None for none.
+def placed_cluster(config: Config, keys: AnyKeys, progress: Progress, growth: int = 1) -> Iterator[Cluster]:
+    """As `local_cluster`, for a router that may be elsewhere: the keys are the caller's.
 
     A Ray of our own has room for `growth` times the ranks of the start.
     """

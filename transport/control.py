@@ -49,6 +49,10 @@ class ControlStatistics:
     peers_lost: int
     last_lost: str = ""
     """Peer and reason of the latest loss; empty when there was none."""
+    clients_refused: int = 0
+    """Connections refused because their key is not of this cluster."""
+    handshakes_failed: int = 0
+    """Connections of ours that a peer did not accept; each was dialed again."""
 
 
 class ControlChannel(ABC):

@@ -116,6 +116,9 @@ class ThreadedControl(ControlChannel):
     def _hang_up(self, peer: str) -> None:
         """The peer is lost or forgotten: drops what the subclass still holds for it."""
 
+    def _upkeep(self, now_s: float) -> None:
+        """The thread calls it in each turn, first: what the subclass does on its own account."""
+
     def _released(self) -> None:
         """The thread ends: frees what the subclass holds."""
 
@@ -157,6 +160,7 @@ class ThreadedControl(ControlChannel):
 
     def _turn(self) -> float:
         now_s = time.monotonic()
+        self._upkeep(now_s)
         if self._work:
             with self._lock:
                 while self._work:

@@ -1,10 +1,12 @@
-"""CURVE keys of a cluster: who has the file may join, nobody else."""
+"""CURVE keys of a cluster: whoever holds them may join, nobody else.
+
+`ControlKeys` is one generation. `KeySet` holds the generations that are valid together while keys are rotated.
+`transport.key_file` stores a set, `transport.key_ring` follows it while a process runs.
+"""
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
+import hashlib
 
 import msgspec
 import zmq
@@ -13,48 +15,63 @@ from disagg.core.errors import ConfigError
 
 
 class ControlKeys(msgspec.Struct, frozen=True):
-    """Two key pairs, in Z85: every channel listens with the server pair and calls with the client pair."""
+    """Two key pairs, in Z85: every channel listens with the server pair and dials with the client pair."""
 
     server_public: str
     server_secret: str
     client_public: str
     client_secret: str
 
+    @property
+    def name(self) -> str:
+        """Names the generation in logs; computed from the public key, so it reveals no secret."""
+        return hashlib.sha256(self.server_public.encode()).hexdigest()[:8]
+
+    def check(self) -> None:
+        """Raises `ConfigError` unless both are pairs of CURVE keys."""
+        for what, public, secret in (
+            ("server", self.server_public, self.server_secret),
+            ("client", self.client_public, self.client_secret),
+        ):
+            try:
+                sound = zmq.curve_public(secret.encode()) == public.encode()
+            except (zmq.ZMQError, ValueError, TypeError):
+                sound = False
+            if not sound:
+                raise ConfigError(f"{what}_public and {what}_secret are no pair of CURVE keys")
+
     def __repr__(self) -> str:
-        """Without the secrets: a repr ends up in logs."""
-        return f"ControlKeys(server_public={self.server_public!r}, client_public={self.client_public!r})"
+        """The name only: a repr can end up in a log."""
+        return f"ControlKeys({self.name})"
+
+
+class KeySet(msgspec.Struct, frozen=True):
+    """The generations of a cluster's keys: one, or two during a rotation."""
+
+    current: ControlKeys
+    next: ControlKeys | None = None
+    next_from_unix_s: float = 0.0
+    """From this time on channels dial with `next`, and `current` is the previous generation."""
+
+    def generations(self, now_unix_s: float) -> tuple[ControlKeys, ...]:
+        """The valid generations: channels present the first and accept all of them."""
+        if self.next is None:
+            return (self.current,)
+        if self.is_rotated(now_unix_s):
+            return (self.next, self.current)
+        return (self.current, self.next)
+
+    def is_rotated(self, now_unix_s: float) -> bool:
+        """Whether `next` has replaced `current`."""
+        return self.next is not None and now_unix_s >= self.next_from_unix_s
+
+    def check(self) -> None:
+        """Raises `ConfigError` unless every generation is sound."""
+        for keys in self.generations(0.0):
+            keys.check()
 
 
 def make_keys() -> ControlKeys:
-    """Fresh keys."""
+    """A fresh generation."""
     server, client = zmq.curve_keypair(), zmq.curve_keypair()
     return ControlKeys(*(part.decode() for part in (*server, *client)))
-
-
-def save_keys(keys: ControlKeys, path: str | Path) -> None:
-    """Writes a key file that only its owner may read. Raises `ConfigError` when the file exists."""
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError as exc:
-        raise ConfigError(f"{path} exists already; remove it to make new keys") from exc
-    except OSError as exc:
-        raise ConfigError(f"cannot write {path}: {exc.strerror}") from exc
-    with os.fdopen(descriptor, "w") as file:
-        json.dump(msgspec.structs.asdict(keys), file, indent=2)
-
-
-def load_keys(path: str | Path) -> ControlKeys:
-    """Reads a key file. Raises `ConfigError` when it is missing, readable by others, or broken."""
-    try:
-        mode = Path(path).stat().st_mode
-        text = Path(path).read_bytes()
-    except OSError as exc:
-        raise ConfigError(
-            f"cannot read the key file {path}: {exc.strerror}; make one with `disagg keys`"
-        ) from exc
-    if mode & 0o077:
-        raise ConfigError(f"the key file {path} can be read by others: chmod 600 {path}")
-    try:
-        return msgspec.json.decode(text, type=ControlKeys)
-    except msgspec.DecodeError as exc:
-        raise ConfigError(f"{path} is no key file: {exc}; make one with `disagg keys`") from exc

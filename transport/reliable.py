@@ -160,6 +160,12 @@ class Reliable:
         if peer is not None:
             self._bury(peer)
 
+    def hurry(self, name: str, at_s: float) -> None:
+        """What the peer has not acknowledged is sent again at `at_s`, unless that is due earlier."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.resend_at_s = min(peer.resend_at_s, at_s)
+
     def receive(self, envelope: Envelope, now_s: float) -> None:
         """Takes in what came off the wire."""
         if envelope.flags & RESET:

@@ -11,7 +11,7 @@ from transport.reach import Reach
 
 if TYPE_CHECKING:
     from transport.inproc import InprocFabric
-    from transport.keys import ControlKeys
+    from transport.key_ring import KeyRing
 
 TRANSPORTS = ("inproc", "ucx", "tls")
 """Names that `make_transport` knows."""
@@ -26,7 +26,7 @@ def make_transport(
     reach: Reach = Reach.ONE_HOST,
     interface: str = "",
     host: str = "127.0.0.1",
-    keys: ControlKeys | None = None,
+    keys: KeyRing | None = None,
 ) -> Transport:
     """A transport of the backend `name`, owned by the calling thread. `transport.reach.choose` picks the backend.
 

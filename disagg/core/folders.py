@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from disagg.core.errors import ConfigError
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """`disagg` in `XDG_CACHE_HOME`, or in `~/.cache` where that is not an absolute path (as XDG wants).
+
+    Raises `RuntimeError` when the user has no home.
+    """
+    named = Path(environment.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "disagg"
 
 
 def make_folder(path: Path) -> None:

@@ -25,7 +25,8 @@ from transport.base import Transport
 from transport.control_zmq import make_control
 from transport.hosts import own_host
 from transport.inproc import InprocFabric
-from transport.keys import ControlKeys
+from transport.key_ring import AnyKeys, as_ring
+from transport.keys import KeySet
 from transport.reach import Choice, choose
 from transport.select import make_transport
 
@@ -51,10 +52,10 @@ class RankHost:
 
     node_class: ClassVar[type[RankNode[Any, Any]]]
 
-    def __init__(self, rank: int, config: Config, keys: ControlKeys | None, name: str = "") -> None:
+    def __init__(self, rank: int, config: Config, keys: AnyKeys, name: str = "") -> None:
         """`name` is the group's; its role when left out."""
         configure(config.log)
-        self._rank, self._config, self._keys, self._name = rank, config, keys, name
+        self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
         self._node: RankNode[Any, Any] | None = None
         self._collective: Collective | None = None
         self._over = threading.Event()
@@ -117,6 +118,10 @@ class RankHost:
     def link(self, other: GroupInfo) -> None:
         """Connects to a group of the other kind."""
         self._running().link(other)
+
+    def update_keys(self, keys: KeySet) -> None:
+        """The cluster's keys have changed; the rank's channel follows."""
+        self._keys.replace(keys)
 
     def peer_lost(self, address: str) -> None:
         """The cluster saw a peer die, maybe before its silence was noticed."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from disagg.core.folders import cache_folder
 from staging.wire import Wire
 
 log = structlog.get_logger(__name__)
@@ -29,12 +30,8 @@ class _File(msgspec.Struct, frozen=True):
 
 
 def cache_path(environment: Mapping[str, str]) -> Path:
-    """`disagg/wire.json` in `XDG_CACHE_HOME`, or in `~/.cache` where that is not an absolute path (as XDG wants).
-
-    Raises `RuntimeError` when the user has no home.
-    """
-    named = Path(environment.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "disagg" / "wire.json"
+    """`wire.json` in the user's cache folder. Raises `RuntimeError` when the user has no home."""
+    return cache_folder(environment) / "wire.json"
 
 
 class WireCache:

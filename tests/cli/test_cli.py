@@ -13,7 +13,7 @@ from disagg import cli
 from disagg.core.config import Config, ModelConfig
 from disagg.core.errors import BusyError, ConfigError
 from disagg.run_options import DEMO_PROMPTS, RunOptions
-from transport.keys import load_keys
+from transport.key_file import load_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 Calls = list[tuple[str, Config, RunOptions]]
@@ -222,7 +222,7 @@ def test_keys_are_secret_and_never_replaced(tmp_path: Path, capsys: pytest.Captu
     assert cli.run(["keys", str(path)]) == 0
     assert path.stat().st_mode & 0o777 == 0o600
     made = load_keys(path)
-    assert made.server_secret not in capsys.readouterr().out
+    assert made.current.server_secret not in capsys.readouterr().out
     assert cli.run(["keys", str(path)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert load_keys(path) == made
@@ -287,3 +287,24 @@ def test_an_interrupted_command_says_so(
     monkeypatch.setattr("disagg.cli_tools.print", interrupted, raising=False)
     assert cli.run(["version"]) == 130
     assert capsys.readouterr().err.strip() == "disagg: interrupted"
+
+
+def test_keys_are_rotated_and_retired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "keys.json"
+    assert cli.run(["keys", "--retire", str(path)]) == 2
+    assert "cannot read the key file" in capsys.readouterr().err
+    assert cli.run(["keys", str(path)]) == 0
+    assert cli.run(["keys", "--retire", str(path)]) == 2
+    assert "there is none to retire" in capsys.readouterr().err
+    assert cli.run(["keys", "--rotate", "--grace-s", "0", str(path)]) == 0
+    rotated = load_keys(path)
+    said = capsys.readouterr().out
+    assert rotated.next is not None
+    assert rotated.next.name in said
+    assert rotated.next.server_secret not in said
+    assert cli.run(["keys", "--retire", str(path)]) == 0
+    assert load_keys(path).current == rotated.next
+    assert load_keys(path).next is None
+    for wrong in (["--rotate", "--retire"], ["--grace-s", "5"], ["--rotate", "--grace-s", "-1"]):
+        assert cli.run(["keys", *wrong, str(path)]) == 2
+        assert "--rotate" in capsys.readouterr().err

@@ -104,7 +104,7 @@ def test_serve_joins(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> No
     [
         (
             "launch --set control.host=192.0.2.1",
-            "192.0.2.1 is reached by other hosts, so the control channel needs",
+            "192.0.2.1 is reached by other hosts, so the control channel needs keys",
         ),
         ("launch --set control.key_file=/nowhere", "cannot read the key file /nowhere"),
         ("serve --join 127.0.0.1:1", "--join 127.0.0.1:1: write tcp://HOST:PORT"),

@@ -18,7 +18,7 @@ from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import KVLayout
 from disagg.groups import Group
 from disagg.placement import GroupPlacement, choose_placement
-from transport.keys import ControlKeys
+from transport.keys import KeySet, make_keys
 
 TIMEOUT_S = 10.0
 SPEC = SimpleNamespace(fingerprint="f", layout=KVLayout(2, 2, 8, "float32"))
@@ -75,7 +75,7 @@ class FakeRanks:
         name: str,
         where: GroupPlacement,
         config: Config,
-        keys: ControlKeys | None,
+        keys: KeySet,
         given_up: Callable[[], bool],
     ) -> Group:
         if given_up():
@@ -113,7 +113,7 @@ def ranks() -> FakeRanks:
 @pytest.fixture
 def cluster(ranks: FakeRanks) -> Iterator[Cluster]:
     """Two prefill ranks and a decode rank, up."""
-    cluster = Cluster(Config(), choose_placement(0, 2, 1, "cpu", (1, 1)), None, ranks)
+    cluster = Cluster(Config(), choose_placement(0, 2, 1, "cpu", (1, 1)), make_keys(), ranks)
     cluster.start(lambda text: None)
     yield cluster
     cluster.stop()

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,14 +14,13 @@ import pytest
 from disagg.core.config import ControlConfig
 from disagg.core.errors import ConfigError, DisaggError, PeerLostError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
-from disagg.directory import Directory, directory_host, shared_keys
+from disagg.directory import Directory, directory_host
 from disagg.router.follow import joined
 from disagg.router.mail import MailRoom
 from disagg.router.router import Router
 from disagg.scale import scale
 from transport import messages as m
 from transport.control_inproc import InprocControl, InprocHub
-from transport.keys import make_keys, save_keys
 from transport.reliable import ReliableOptions
 
 SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.4)
@@ -247,18 +245,6 @@ def test_scaling_is_asked_for_role_by_role_and_errors_come_back(place: Place) ->
     place.hub.cut("directory")
     with pytest.raises(PeerLostError, match="no directory answers at directory"):
         ask("alone", decode=1)
-
-
-def test_keys_are_asked_for_where_other_hosts_can_connect(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
-    keys = make_keys()
-    save_keys(keys, file)
-    assert shared_keys(ControlConfig(), "127.0.0.2", "localhost") is None
-    assert shared_keys(ControlConfig(host="10.1.2.3", key_file=str(file))) == keys
-    with pytest.raises(ConfigError, match=r"10\.1\.2\.3 is reached by other hosts, .* set control\.key_file"):
-        shared_keys(ControlConfig(host="10.1.2.3"))
-    with pytest.raises(ConfigError, match=r"needs keys"):
-        shared_keys(ControlConfig(), "elsewhere")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from disagg.core.config import Config, ModelConfig
 from disagg.core.types import SamplingParams
 from disagg.model.tiny import make_tiny_checkpoint
 from disagg.reference import reference_answers
-from transport.keys import make_keys, save_keys
+from transport.key_file import save_keys
+from transport.keys import make_keys
 
 pytestmark = [pytest.mark.skipif(bool(why := why_not()), reason=why or "it can"), pytest.mark.slow]
 

@@ -53,17 +53,16 @@ class Net:
 
     def station(self, address: str | None = None) -> Station:
         channel: ControlChannel
-        if self.kind in ("zmq", "zmq-open"):
+        if self.kind == "zmq":
             port = int(address.rsplit(":", 1)[1]) if address else 0
-            keys = self.keys if self.kind == "zmq" else None
-            channel = ZmqControl("127.0.0.1", port, keys=keys, options=OPTIONS)
+            channel = ZmqControl("127.0.0.1", port, keys=self.keys, options=OPTIONS)
         else:
             channel = InprocControl(self.hub, address or f"s{len(self.stations)}", OPTIONS)
         self.stations.append(Station(channel))
         return self.stations[-1]
 
 
-@pytest.fixture(params=["zmq", "zmq-open", "inproc"])
+@pytest.fixture(params=["zmq", "inproc"])
 def net(request: pytest.FixtureRequest) -> Iterator[Net]:
     net = Net(request.param)
     yield net

@@ -20,7 +20,9 @@ from disagg.core.errors import ConfigError, ProtocolError
 from disagg.core.types import RequestKey
 from transport.control_thread import encode_envelope
 from transport.control_zmq import MAX_STRAY_PEERS, ZmqControl
-from transport.keys import ControlKeys, load_keys, make_keys, save_keys
+from transport.key_file import load_keys, save_keys
+from transport.key_ring import AnyKeys
+from transport.keys import ControlKeys, KeySet, make_keys
 from transport.messages import Message, Plan, Released, encode
 from transport.reliable import Envelope, ReliableOptions
 
@@ -30,7 +32,7 @@ HELLO = Released(RequestKey("r"))
 
 
 @contextmanager
-def listening(keys: ControlKeys | None) -> Iterator[tuple[ZmqControl, queue.Queue[tuple[str, Message]]]]:
+def listening(keys: AnyKeys) -> Iterator[tuple[ZmqControl, queue.Queue[tuple[str, Message]]]]:
     """A started channel and what it hears."""
     channel = ZmqControl("127.0.0.1", keys=keys, options=OPTIONS, max_message_bytes=LIMIT_BYTES)
     heard: queue.Queue[tuple[str, Message]] = queue.Queue()
@@ -115,7 +117,8 @@ def test_bytes_of_anybody_are_counted_and_dropped() -> None:
         [msgspec.msgpack.encode({"a": 1})],
         [encode_envelope(Envelope("tcp://127.0.0.1:9", 1, 1, 1, 0, 0, 0, b"no message"))],
     ]
-    with listening(None) as (channel, heard), raw(channel.address) as socket:
+    keys = make_keys()
+    with listening(keys) as (channel, heard), raw(channel.address, keys) as socket:
         for frame in frames:
             socket.send_multipart(frame)
         until(lambda: channel.statistics().bad_frames >= len(frames))
@@ -124,7 +127,12 @@ def test_bytes_of_anybody_are_counted_and_dropped() -> None:
 
 
 def test_a_frame_that_is_too_large_ends_only_its_connection() -> None:
-    with listening(None) as (channel, heard), raw(channel.address) as big, raw(channel.address) as small:
+    keys = make_keys()
+    with (
+        listening(keys) as (channel, heard),
+        raw(channel.address, keys) as big,
+        raw(channel.address, keys) as small,
+    ):
         big.send(bytes(1 << 20))
         small.send(speak("tcp://127.0.0.1:9"))
         assert heard.get(timeout=20)[1] == HELLO
@@ -142,30 +150,33 @@ def test_only_addresses_are_connected_to() -> None:
         "http://h:80",
         "x" * 5000,
     ]
-    with listening(None) as (channel, heard), raw(channel.address) as socket:
+    keys = make_keys()
+    with listening(keys) as (channel, heard), raw(channel.address, keys) as socket:
         for source in sources:
             socket.send(speak(source))
         for _ in sources:
             heard.get(timeout=20)
         until(lambda: channel.statistics().bad_frames >= len(sources) - 1)
-        assert not [peer for peer in channel._dealers if not peer.startswith("tcp://")]
+        assert not [peer for peer in channel._links.peers if not peer.startswith("tcp://")]
 
 
 def test_answers_to_strangers_do_not_pile_up() -> None:
-    with listening(None) as (channel, _), raw(channel.address) as socket:
+    keys = make_keys()
+    with listening(keys) as (channel, _), raw(channel.address, keys) as socket:
         count = 3 * MAX_STRAY_PEERS
         for number in range(count):
             # It goes on with a stream that we do not know: answered by a reset, and then forgotten.
             socket.send(encode_envelope(Envelope(f"tcp://127.0.0.1:{1000 + number}", 5, 9, 9, 0, 3, 0, b"")))
         until(lambda: channel._streams.refused == count)
-        until(lambda: f"tcp://127.0.0.1:{1000 + count - 1}" in channel._dealers)
-        assert len(channel._dealers) <= MAX_STRAY_PEERS + 1
+        until(lambda: f"tcp://127.0.0.1:{1000 + count - 1}" in channel._links.peers)
+        assert len(channel._links.peers) <= MAX_STRAY_PEERS + 1
         assert channel.statistics().peers == 0
 
 
 def test_numbers_out_of_range_are_bad_frames() -> None:
     """A reset could else make us go on from a number that no envelope can hold."""
-    with listening(None) as (channel, heard), raw(channel.address) as socket:
+    keys = make_keys()
+    with listening(keys) as (channel, heard), raw(channel.address, keys) as socket:
         for stream, seq in ((1 << 62, 1), (-1, 1), (1, -1), (1, 1 << 63)):
             socket.send(
                 encode_envelope(Envelope("tcp://127.0.0.1:9", stream, seq, 1, 0, 0, 0, encode(HELLO)))
@@ -207,8 +218,9 @@ def test_a_killed_process_is_lost_in_time(tmp_path: Path) -> None:
         channel.close()
 
 
-@pytest.mark.parametrize("keys", [None, make_keys()], ids=["open", "curve"])
-def test_nothing_is_leaked(keys: ControlKeys | None) -> None:
+def test_nothing_is_leaked() -> None:
+    keys = make_keys()
+
     def use() -> None:
         with listening(keys) as (a, _), listening(keys) as (b, heard):
             a.send(b.address, HELLO)
@@ -229,10 +241,8 @@ def test_nothing_is_leaked(keys: ControlKeys | None) -> None:
 
 
 def test_a_port_in_use() -> None:
-    with listening(None) as (channel, _):
+    with listening(make_keys()) as (channel, _):
         port = int(channel.address.rsplit(":", 1)[1])
-        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
-            ZmqControl("127.0.0.1", port)
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
             ZmqControl("127.0.0.1", port, keys=make_keys())
 
@@ -240,14 +250,14 @@ def test_a_port_in_use() -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "*"])
 def test_an_address_that_nobody_can_reach(host: str) -> None:
     with pytest.raises(ConfigError, match="no address that peers can reach"):
-        ZmqControl(host)
+        ZmqControl(host, keys=make_keys())
 
 
 def test_keys_are_kept_to_their_owner(tmp_path: Path) -> None:
     keys, path = make_keys(), tmp_path / "keys.json"
     save_keys(keys, path)
     assert path.stat().st_mode & 0o777 == 0o600
-    assert load_keys(path) == keys
+    assert load_keys(path) == KeySet(keys)
     for secret in (keys.server_secret, keys.client_secret):
         assert secret not in repr(keys)
     with pytest.raises(ConfigError, match="exists already"):
@@ -264,7 +274,8 @@ def test_keys_are_kept_to_their_owner(tmp_path: Path) -> None:
 
 
 def test_a_message_that_peers_would_drop_is_refused_at_once() -> None:
-    with listening(None) as (a, _), listening(None) as (b, heard):
+    keys = make_keys()
+    with listening(keys) as (a, _), listening(keys) as (b, heard):
         room = LIMIT_BYTES - len(encode(Plan(1, b""))) - 4  # what the length of so many bytes takes more
         with pytest.raises(ProtocolError, match=rf"may take {LIMIT_BYTES} bytes \(control.max_message_bytes"):
             a.send(b.address, Plan(1, bytes(LIMIT_BYTES)))

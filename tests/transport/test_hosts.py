@@ -9,6 +9,7 @@ import pytest
 from disagg.core.config import ControlConfig
 from transport.control_zmq import make_control
 from transport.hosts import LOOPBACK, is_loopback, own_host
+from transport.keys import make_keys
 
 
 def test_a_configured_address_is_taken_as_it_is() -> None:
@@ -19,7 +20,7 @@ def test_auto_is_an_address_of_this_host() -> None:
     host = own_host("auto")
     with socket.socket() as probe:
         probe.bind((host, 0))  # fails for anybody else's
-    channel = make_control(ControlConfig(host="auto"), None)
+    channel = make_control(ControlConfig(host="auto"), make_keys())
     channel.close()
     assert channel.address.startswith(f"tcp://{host}:")
 
