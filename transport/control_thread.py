@@ -122,9 +122,10 @@ class ThreadedControl(ControlChannel):
     def _released(self) -> None:
         """The thread ends: frees what the subclass holds."""
 
-    def _bad_frame(self, error: Exception) -> None:
+    def _bad_frame(self, error: Exception, peer: str = "") -> None:
+        """Counts a frame that is dropped; `peer` where the frame said whose it is."""
         self._bad_frames += 1
-        log.warning("bad_control_frame", channel=self.address, error=str(error))
+        log.warning("bad_control_frame", channel=self.address, peer=peer, error=str(error))
 
     # --- the thread
 
@@ -199,7 +200,7 @@ class ThreadedControl(ControlChannel):
         try:
             message = decode(body)
         except ProtocolError as exc:
-            self._bad_frame(exc)
+            self._bad_frame(exc, peer)
             return
         self._delivered += 1
         self._call(self._handler, peer, message)

@@ -104,6 +104,7 @@ class Edge:
             exchange.trace.end(exchange.ended or status, outcome)
         if outcome == "busy":
             self._say_refused()
+        refused = outcome == "refused"
         say = log.debug if path in OFTEN or outcome == "busy" else log.info
         say(
             "request",
@@ -113,6 +114,7 @@ class Edge:
             status=status,
             outcome=outcome,
             seconds=round(time.monotonic() - exchange.arrived_s, 4),
+            **({"client": _client(scope)} if refused else {}),
             **exchange.words,
         )
 
@@ -123,6 +125,12 @@ class Edge:
         if now_s - self._said_s >= REFUSALS_S:
             log.warning("busy", refused=self._refused)
             self._refused, self._said_s = 0, now_s
+
+
+def _client(scope: Scope) -> str:
+    """The address from which a request came: its log lines are limited by it."""
+    client = scope.get("client")
+    return str(client[0]) if client else "unknown"
 
 
 def _outcome(status: int) -> str:

@@ -1,7 +1,7 @@
 """Structured logs: `configure` once per process, then `get_logger(__name__).info("event", key=value)`.
 
 Once configured, everything goes to stderr, so a command's own output stays clean. `plain` is for people,
-`json` (one object a line) for collectors.
+`json` (one object a line) for collectors. `disagg.core.log_limits` bounds the lines that peers can cause.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, TextIO
 import structlog
 
 from disagg.core.config_tree import LogConfig
+from disagg.core.log_limits import LogLimits
 
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
@@ -23,6 +24,7 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
+            LogLimits(),
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *_renderers(config.format, colors=output.isatty()),
         ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import queue
 import subprocess
@@ -9,14 +10,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
+import structlog
 import zmq
 
+from disagg.core.config import LogConfig
 from disagg.core.errors import ConfigError, ProtocolError
+from disagg.core.log import configure
+from disagg.core.log_limits import MAX_VALUE_CHARS, PER_KIND_LINES
 from disagg.core.types import RequestKey
 from transport.control_thread import encode_envelope
 from transport.control_zmq import MAX_STRAY_PEERS, ZmqControl
@@ -24,7 +29,7 @@ from transport.key_file import load_keys, save_keys
 from transport.key_ring import AnyKeys
 from transport.keys import ControlKeys, KeySet, make_keys
 from transport.messages import Message, Plan, Released, encode
-from transport.reliable import Envelope, ReliableOptions
+from transport.reliable import RESET, Envelope, ReliableOptions
 
 OPTIONS = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
 LIMIT_BYTES = 1 << 16
@@ -283,3 +288,50 @@ def test_a_message_that_peers_would_drop_is_refused_at_once() -> None:
         assert LIMIT_BYTES - 4 <= len(encode(largest)) <= LIMIT_BYTES
         a.send(b.address, largest)
         assert heard.get(timeout=20) == (a.address, largest)
+
+
+def test_one_forged_frame_does_nothing() -> None:
+    """Whatever keys a stranger has, its frames that claim to be a known peer's are not read."""
+    keys, other = make_keys(), make_keys()
+    strangers = {
+        "no keys": None,
+        "keys of its own": other,
+        "the right server key": msgspec.structs.replace(other, server_public=keys.server_public),
+        "the right client key": msgspec.structs.replace(keys, server_public=other.server_public),
+    }
+    with listening(keys) as (rank, heard), listening(keys) as (leader, _):
+        leader.send(rank.address, HELLO)
+        assert heard.get(timeout=20) == (leader.address, HELLO)
+        with ExitStack() as stack:
+            for theirs in strangers.values():
+                socket = stack.enter_context(raw(rank.address, theirs))
+                for source in (leader.address, rank.address, "tcp://127.0.0.1:9"):
+                    # As from the leader: a later stream, a reset of the one that is open, and a plan.
+                    socket.send(
+                        encode_envelope(Envelope(source, 1 << 61, 1, 1, 0, 0, 0, encode(Plan(1, b""))))
+                    )
+                    socket.send(encode_envelope(Envelope(source, 1 << 61, 0, 1, 0, 1, RESET)))
+            until(lambda: rank.statistics().clients_refused >= 1)  # the others do not get as far as their key
+            for number in range(20):
+                message = Plan(number, b"real")
+                leader.send(rank.address, message)
+                assert heard.get(timeout=20) == (leader.address, message)
+        assert rank.statistics().peers == 1
+        assert rank.statistics().peers_lost == rank.statistics().bad_frames == 0
+        rank.check()
+
+
+def test_a_key_holder_cannot_fill_the_log() -> None:
+    stream, keys, count = io.StringIO(), make_keys(), 5000
+    configure(LogConfig(format="json"), stream)
+    try:
+        with listening(keys) as (channel, _), raw(channel.address, keys) as socket:
+            for number in range(count):
+                socket.send(b"\xc1" * 2000)
+                socket.send(speak(f"no address {number}" * 300))
+            until(lambda: channel.statistics().bad_frames >= 2 * count)
+            lines = stream.getvalue().splitlines()
+    finally:
+        structlog.reset_defaults()
+    assert 0 < len(lines) <= 2 * PER_KIND_LINES
+    assert max(len(line) for line in lines) < 4 * MAX_VALUE_CHARS
