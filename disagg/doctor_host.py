@@ -85,7 +85,7 @@ def _is_installed(name: str) -> bool:
 def probe_shared_memory(
     total_and_free: Callable[[], tuple[int, int]] | None = None, path: str = "/dev/shm"
 ) -> list[Finding]:
-    """Size of /dev/shm: Ray, UCX and gloo put their buffers there; containers often get 64 MiB."""
+    """Size of /dev/shm: Ray, UCX and NCCL put their buffers there; containers often get 64 MiB."""
     try:
         total, free = (total_and_free or (lambda: _disk(path)))()
     except OSError as exc:

@@ -19,7 +19,7 @@ class GroupPlacement:
     gpus_per_rank: float
     """What a rank asks of Ray: a whole GPU, a share of one, or 0 on a CPU."""
     backend: str
-    """Collective among the ranks: `gloo`, or `nccl` where each has a GPU of its own."""
+    """Collective among the ranks: `nccl` where each has a GPU of its own, else `shared` (memory of the host)."""
     groups: int = 1
     """Groups of this kind."""
 
@@ -131,4 +131,4 @@ def _both(
 
 
 def _group(tp: int, device: str, gpus_per_rank: float, groups: int) -> GroupPlacement:
-    return GroupPlacement(tp, device, gpus_per_rank, "nccl" if gpus_per_rank == 1.0 else "gloo", groups)
+    return GroupPlacement(tp, device, gpus_per_rank, "nccl" if gpus_per_rank == 1.0 else "shared", groups)

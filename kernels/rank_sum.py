@@ -50,10 +50,11 @@ def rank_sum_reference(parts: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _sum_torch(parts: torch.Tensor, out: torch.Tensor) -> None:
-    total = parts[0].float() if parts.dtype in _WIDE else parts[0].clone()
+    total = parts[0].float() if parts.dtype in _WIDE else out.copy_(parts[0])
     for part in parts[1:]:
-        total += part
-    out.copy_(total)
+        total += part.to(total.dtype)  # several times as fast as a sum of mixed types
+    if total is not out:
+        out.copy_(total)
 
 
 def _check(parts: torch.Tensor, out: torch.Tensor) -> None:

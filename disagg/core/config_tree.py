@@ -23,7 +23,7 @@ Role = Literal["prefill", "decode", "colocated"]
 """The kinds of group; each has a section of its name."""
 Mode = Literal["split", "colocated"]
 Device = Literal["auto", "cpu", "cuda"]
-CollectiveName = Literal["auto", "gloo", "nccl"]
+CollectiveName = Literal["auto", "shared", "nccl"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton"]
 KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
@@ -144,7 +144,7 @@ class GroupConfig(Section, frozen=True):
         self._needs(
             not (self.device == "cpu" and self.collective == "nccl"),
             "collective",
-            "auto or gloo on device cpu (nccl needs GPUs)",
+            "auto or shared on device cpu (nccl needs GPUs)",
         )
 
     @property

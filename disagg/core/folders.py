@@ -1,11 +1,16 @@
-"""Folders that a user names."""
+"""Folders that a user names, and private ones for temporary files."""
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from disagg.core.errors import ConfigError
+
+_BASE_BYTES = 40
+"""The longest path of a folder in which Ray's sockets, the longest of all, still have paths that can be bound."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -24,4 +29,20 @@ def make_folder(path: Path) -> None:
     except OSError as exc:
         raise ConfigError(
             f"cannot make the folder {path}: {exc.strerror}; name another one with --out"
+        ) from exc
+
+
+def private_folder(name: str) -> Path:
+    """A new folder for temporary files that only this user can enter; the caller removes it.
+
+    Its path leaves room for a unix socket's name, which ends after 107 bytes: it lies in `/tmp` when the usual folder
+    (`TMPDIR`) has a long path. Raises `ConfigError` where no folder can be made.
+    """
+    usual = tempfile.gettempdir()
+    base = usual if len(os.fsencode(usual)) <= _BASE_BYTES else "/tmp"
+    try:
+        return Path(tempfile.mkdtemp(prefix=f"disagg-{name}-", dir=base))  # mode 0700
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot make a folder for temporary files in {base}: {exc.strerror}; set TMPDIR to one that is writable"
         ) from exc

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Collective(Protocol):
     """What the ranks of one tensor-parallel group do together. Called from each rank's compute thread only.
 
-    Implementations: one rank alone, threads of one process (tests), `torch.distributed` (gloo, nccl).
+    Implementations: one rank alone, threads of one process (tests), shared memory of one host, NCCL.
     """
 
     @property

@@ -1,6 +1,6 @@
 """Collectives of one tensor-parallel group: one rank alone, and threads of one process (tests).
 
-The one over `torch.distributed` is in `torch_collective.py`.
+Those of ranks in processes: `shared_collective.py` and `nccl_collective.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,14 @@ from disagg.core.errors import PeerLostError
 from kernels.rank_sum import rank_sum
 
 T = TypeVar("T")
+
+
+def lost_rank(rank: int, size: int, timeout_s: float) -> PeerLostError:
+    """What rank `rank` of `size` raises when another rank is gone or late."""
+    return PeerLostError(
+        f"rank {rank} of {size}: a rank of the group is gone or did not come within {timeout_s} s; the group must "
+        f"be built again"
+    )
 
 
 class SingleCollective:
@@ -69,10 +77,7 @@ class ThreadCollective:
         try:
             self._shared.barrier.wait()
         except threading.BrokenBarrierError as exc:
-            raise PeerLostError(
-                f"rank {self.rank} of {self.size}: another rank closed or did not come within "
-                f"{self._shared.timeout_s} s; the group must be built again"
-            ) from exc
+            raise lost_rank(self.rank, self.size, self._shared.timeout_s) from exc
 
     def close(self) -> None:
         """Ends the whole group: ranks that wait, or come later, get PeerLostError."""

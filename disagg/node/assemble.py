@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,10 +17,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of a group meet: `tcp://host:port` of rank 0, and the backend."""
+    """How the ranks of a group, all on one host, meet."""
 
-    init_method: str
+    directory: str
+    """A private folder of rank 0; empty for a group of one rank."""
     backend: str
+    """`shared` or `nccl`, see `GroupPlacement.backend`."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -61,20 +64,22 @@ def make_source(config: Config) -> ModelSource:
 
 
 def make_collective(rank: int, size: int, rendezvous: Rendezvous, deterministic: bool = False) -> Collective:
-    """The group's collective; returns when all ranks have come. `deterministic`: see `ModelConfig`."""
+    """The group's collective; returns when all ranks have come. `deterministic`: see `ModelConfig`.
+
+    Raises `PeerLostError` when they have not in time.
+    """
+    directory = Path(rendezvous.directory)
     if size == 1:
         from disagg.model.collective import SingleCollective
 
         return SingleCollective()
-    from disagg.model.torch_collective import TorchCollective
+    if rendezvous.backend == "shared":
+        from disagg.model.shared_collective import SharedCollective
 
-    return TorchCollective(
-        rank=rank,
-        size=size,
-        backend=rendezvous.backend,
-        init_method=rendezvous.init_method,
-        deterministic=deterministic,
-    )
+        return SharedCollective(rank=rank, size=size, directory=directory)
+    from disagg.model.nccl_collective import NcclCollective
+
+    return NcclCollective(rank=rank, size=size, directory=directory, deterministic=deterministic)
 
 
 def make_runner(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -12,6 +13,7 @@ import structlog
 import torch
 
 from disagg.core.config import Config, GroupConfig
+from disagg.core.folders import private_folder
 from disagg.core.log import configure
 from disagg.core.ports import Collective
 from disagg.core.timeline import TimelineSpan
@@ -58,6 +60,7 @@ class RankHost:
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
         self._node: RankNode[Any, Any] | None = None
         self._collective: Collective | None = None
+        self._meeting_folder = ""
         self._over = threading.Event()
 
     @property
@@ -67,11 +70,10 @@ class RankHost:
         return found
 
     def rendezvous(self, backend: str) -> Rendezvous:
-        """Where the group's ranks shall meet: a port that is free on this host now."""
-        host = own_host(self._config.control.host)
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return Rendezvous(f"tcp://{host}:{probe.getsockname()[1]}", backend)
+        """Where the group's ranks shall meet: a folder of this user, which `start` or `stop` removes."""
+        if self.group_config.ranks > 1:
+            self._meeting_folder = str(private_folder("ranks"))
+        return Rendezvous(self._meeting_folder, backend)
 
     def start(self, rendezvous: Rendezvous) -> Started:
         """Meets the other ranks, loads the model, opens the channels. Raises `DisaggError`."""
@@ -84,6 +86,8 @@ class RankHost:
         self._collective = make_collective(
             self._rank, group.ranks, rendezvous, self._config.model.deterministic
         )
+        if rendezvous.backend == "shared":  # NCCL may read its store later
+            self._remove_meeting_folder()
         runner = make_runner(self._config, group, source, self._collective, device)
         memory = ""
         if device.type == "cuda":
@@ -149,6 +153,7 @@ class RankHost:
             self._node.stop(drain_timeout_s)
         if self._collective is not None:
             self._collective.close()
+        self._remove_meeting_folder()
         self._over.set()
 
     def _choose_transport(self) -> Choice:
@@ -170,6 +175,11 @@ class RankHost:
             host=own_host(self._config.control.host),
             keys=self._keys,
         )
+
+    def _remove_meeting_folder(self) -> None:
+        if self._meeting_folder:
+            shutil.rmtree(self._meeting_folder, ignore_errors=True)
+            self._meeting_folder = ""
 
     def _running(self) -> RankNode[Any, Any]:
         assert self._node is not None, "a rank is used after start"

@@ -147,7 +147,7 @@ FLAG_MISTAKES = [
     ({"transfer.lease_timeout_s": "nan"}, "it must be more than 0"),
     ({"transfer.layer_groups": 0}, "it must be at least 1"),
     ({"prefill.device": "gpu"}, "prefill.device = 'gpu' is not allowed; it must be one of auto, cpu, cuda"),
-    ({"prefill.device": "cpu", "prefill.collective": "nccl"}, "it must be auto or gloo on device cpu"),
+    ({"prefill.device": "cpu", "prefill.collective": "nccl"}, "it must be auto or shared on device cpu"),
     (
         {"prefill.pool_tokens": 1000, "prefill.max_context_tokens": 9},
         "it must be a multiple of page_size (16)",

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed
 from model_helpers import ANSWER_TOKENS, load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
 
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective import ThreadCollective, run_ranks
+from disagg.model.nccl_collective import NcclCollective
 from disagg.model.runner import ModelRunner
 from disagg.model.sampler import sample
+from disagg.model.shared_collective import SharedCollective
 from disagg.model.source import ModelSource
-from disagg.model.torch_collective import TorchCollective
 from disagg.model.unsplit import generate_unsplit
 
 pytestmark = pytest.mark.gpu
@@ -105,11 +105,9 @@ def test_a_real_shape_with_random_weights_is_split_alike() -> None:
     assert torch.cosine_similarity(whole, first).item() > 0.999
 
 
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_torch_collective_sums_gpu_tensors(backend: str) -> None:
+def test_nccl_sums_gpu_tensors(tmp_path: Path) -> None:
     """One rank: NCCL refuses two on one GPU; two GPUs are tested with the whole cluster."""
-    store = torch.distributed.HashStore()
-    collective = TorchCollective(rank=0, size=1, backend=backend, store=store, timeout_s=30.0)
+    collective = NcclCollective(rank=0, size=1, directory=tmp_path, timeout_s=30.0)
     tensor = torch.arange(6.0, device="cuda", dtype=torch.bfloat16)
     collective.all_reduce(tensor)
     collective.barrier()
@@ -117,11 +115,9 @@ def test_torch_collective_sums_gpu_tensors(backend: str) -> None:
     collective.close()
 
 
-def test_gloo_ranks_share_a_gpu() -> None:
-    store = torch.distributed.HashStore()
-
+def test_shared_ranks_share_a_gpu(tmp_path: Path) -> None:
     def work(member: ThreadCollective) -> list[float]:
-        collective = TorchCollective(rank=member.rank, size=2, backend="gloo", store=store, timeout_s=30.0)
+        collective = SharedCollective(rank=member.rank, size=2, directory=tmp_path, timeout_s=30.0)
         tensor = torch.full((3,), member.rank + 1.5, device="cuda")
         collective.all_reduce(tensor)
         found: list[float] = tensor.tolist()

@@ -18,14 +18,14 @@ from disagg.router.text import TextStream
 @pytest.mark.parametrize(
     ("gpus", "sizes", "expected"),
     [
-        (0, (None, None), (2, 1, 0.0, 0.0, "gloo", "gloo")),
-        (0, (1, 3), (1, 3, 0.0, 0.0, "gloo", "gloo")),
-        (1, (None, None), (1, 1, 0.5, 0.5, "gloo", "gloo")),
-        (1, (2, 1), (2, 1, 0.3333, 0.3333, "gloo", "gloo")),
+        (0, (None, None), (2, 1, 0.0, 0.0, "shared", "shared")),
+        (0, (1, 3), (1, 3, 0.0, 0.0, "shared", "shared")),
+        (1, (None, None), (1, 1, 0.5, 0.5, "shared", "shared")),
+        (1, (2, 1), (2, 1, 0.3333, 0.3333, "shared", "shared")),
         (2, (None, None), (1, 1, 1.0, 1.0, "nccl", "nccl")),
-        (2, (2, 1), (2, 1, 0.5, 1.0, "gloo", "nccl")),
-        (2, (1, 2), (1, 2, 1.0, 0.5, "nccl", "gloo")),
-        (2, (2, 2), (2, 2, 0.5, 0.5, "gloo", "gloo")),
+        (2, (2, 1), (2, 1, 0.5, 1.0, "shared", "nccl")),
+        (2, (1, 2), (1, 2, 1.0, 0.5, "nccl", "shared")),
+        (2, (2, 2), (2, 2, 0.5, 0.5, "shared", "shared")),
         (3, (None, None), (2, 1, 1.0, 1.0, "nccl", "nccl")),
         (8, (4, 2), (4, 2, 1.0, 1.0, "nccl", "nccl")),
     ],
@@ -106,10 +106,10 @@ def test_a_group_that_drains_is_given_nothing(choose: Policy) -> None:
 @pytest.mark.parametrize(
     ("gpus", "sizes", "groups", "expected"),
     [
-        (0, (1, 1), (2, 3), (1, 1, 0.0, "gloo")),
+        (0, (1, 1), (2, 3), (1, 1, 0.0, "shared")),
         (8, (2, 1), (2, 4), (2, 1, 1.0, "nccl")),
         (8, (None, None), (2, 2), (1, 1, 1.0, "nccl")),
-        (4, (2, 1), (2, 1), (2, 1, 0.5, "gloo")),
+        (4, (2, 1), (2, 1), (2, 1, 0.5, "shared")),
     ],
 )
 def test_placement_of_several_groups(
@@ -128,9 +128,9 @@ def test_placement_of_several_groups(
 @pytest.mark.parametrize(
     ("gpus", "tp", "groups", "expected"),
     [
-        (0, None, 2, (1, "cpu", 0.0, "gloo")),
+        (0, None, 2, (1, "cpu", 0.0, "shared")),
         (2, 1, 2, (1, "cuda", 1.0, "nccl")),
-        (2, 2, 2, (2, "cuda", 0.5, "gloo")),
+        (2, 2, 2, (2, "cuda", 0.5, "shared")),
         (8, None, 1, (1, "cuda", 1.0, "nccl")),
     ],
 )
