@@ -17,6 +17,7 @@ from disagg.core.config import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.groups import Group
 from disagg.placement import GroupPlacement, Placement
+from disagg.ray_local import ensure_token, loopback_env, session_folder
 from transport.key_ring import AnyKeys
 from transport.keys import KeySet
 
@@ -150,15 +151,18 @@ def _actor_class(role: Role) -> Any:
 
 @contextlib.contextmanager
 def local_ray(ranks: int) -> Iterator[None]:
-    """A Ray of our own on this machine, gone at the end. Raises `ConfigError` when Ray is missing."""
-    ray = _import_ray()
-    # Ranks are threads of work, not cores: a small machine shares them.
-    cpus = max(ranks + 1, os.cpu_count() or 1)
-    ray.init(address="local", num_cpus=cpus, include_dashboard=False, **_QUIET)
-    try:
-        yield
-    finally:
-        ray.shutdown()
+    """A Ray of our own on this machine, gone at the end: on loopback, for this user. Raises `ConfigError` when Ray is
+    missing, or has no place for its files."""
+    with loopback_env(), session_folder() as folder:
+        ray = _import_ray()
+        ensure_token()
+        # Ranks are threads of work, not cores: a small machine shares them.
+        cpus = max(ranks + 1, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=str(folder), **_QUIET)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from disagg.core.errors import ConfigError
 
-_BASE_BYTES = 40
+_BASE_BYTES = 20
 """The longest path of a folder in which Ray's sockets, the longest of all, still have paths that can be bound."""
 
 
