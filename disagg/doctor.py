@@ -31,7 +31,7 @@ Probe = Callable[[], list[Finding]]
 
 def all_probes() -> list[Probe]:
     """Every probe, in the order of the report."""
-    from disagg import doctor_gpu, doctor_host, doctor_network
+    from disagg import doctor_gpu, doctor_host, doctor_network, doctor_sockets
 
     return [
         doctor_host.probe_python,
@@ -42,6 +42,7 @@ def all_probes() -> list[Probe]:
         doctor_network.probe_ucxx,
         doctor_network.probe_ucx,
         doctor_network.probe_ray,
+        doctor_sockets.probe_sockets,
         doctor_host.probe_shared_memory,
         doctor_host.probe_limits,
     ]

@@ -14,6 +14,7 @@ from disagg.core.log import configure
 from disagg.directory import Directory
 from disagg.serve_local import placed_cluster, with_model
 from disagg.signals import handlers_restored, ignore_signals, on_signal
+from disagg.sockets.guards import log_own_sockets
 from disagg.supervisor import supervised
 from transport.control_zmq import make_control
 
@@ -48,6 +49,7 @@ def run_launch(config: Config) -> None:
                 directory.on_scale(supervisor.scale)
                 on_signal(lambda: (hurry if stop.is_set() else stop).set())
                 log.info("launched", join=directory.address, groups=[info.name for info in cluster.infos()])
+                log_own_sockets(descendants=True)
                 stop.wait()
                 log.info("stopping", drain_timeout_s=config.transfer.drain_timeout_s)
                 if not supervisor.drain(config.transfer.drain_timeout_s, hurry):

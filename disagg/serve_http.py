@@ -46,6 +46,7 @@ from disagg.serve_local import (
     with_model,
 )
 from disagg.signals import SIGNALS, handlers_restored, ignore_signals
+from disagg.sockets.guards import log_own_sockets
 from disagg.supervisor import supervised
 from transport.control_zmq import make_control
 from transport.hosts import is_loopback
@@ -158,6 +159,7 @@ async def _serve(
         log.info(
             "serving", url=url, model=model.name, context_tokens=model.context_tokens, api_keys=len(keys)
         )
+        log_own_sockets(descendants=True)
 
     host = config.api.host
     if not keys and not is_loopback(host):

@@ -23,6 +23,7 @@ from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.sizing import describe, describe_pool, fill_memory
 from disagg.node.warm import warm_model, warm_page_copies
+from disagg.sockets.guards import log_own_sockets
 from transport.base import Transport
 from transport.control_zmq import make_control
 from transport.hosts import own_host
@@ -113,6 +114,7 @@ class RankHost:
         self._node.on_broken = self._over.set
         memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
         info, host = self._node.start(), socket.gethostname()
+        log_own_sockets(descendants=False)
         return Started(info, runner.spec, os.getpid(), host, memory, choice.name)
 
     def join(self, group: GroupInfo) -> None:

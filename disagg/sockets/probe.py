@@ -1,0 +1,162 @@
+"""Asks a listening TCP socket for its protocol, and whether it lets a client without a key in.
+
+The answer is what the server does, not what its configuration says. Nothing is changed by it: each question is one
+that the server refuses, or answers to everybody.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from typing import NamedTuple
+
+ANSWER_S = 2.0
+"""A server on this host that says nothing for so long says nothing."""
+GREETING_S = 0.2
+"""ZMQ and gRPC speak first, within a millisecond."""
+
+_ZMQ_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
+_ZMQ_GREETING = _ZMQ_SIGNATURE + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+_ZMQ_MECHANISM = slice(12, 32)
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_SETTINGS, _HEADERS, _DATA = 4, 1, 0
+_END_STREAM, _END_HEADERS = 1, 4
+_TLS_RECORDS = (b"\x15", b"\x16")
+"""An alert or a handshake."""
+_RAY_METHODS = (
+    "NodeInfoGcsService/CheckAlive",
+    "NodeManagerService/GetNodeStats",
+    "ObjectManagerService/Pull",
+    "CoreWorkerService/GetCoreWorkerStats",
+)
+"""One of each service, of which each of Ray's servers has one."""
+_UNAUTHENTICATED, _UNIMPLEMENTED = 16, 12
+
+
+class Found(NamedTuple):
+    """What a server says to a client without a key."""
+
+    protocol: str
+    """`http`, `zmq`, `grpc`, `tls`; `unknown` for one that says nothing or hangs up; `closed` when none listens."""
+    guarded: bool = False
+    """It asked for a key. (Of TLS: assumed.)"""
+    mechanism: str = ""
+    """ZMQ's: `CURVE`, `NULL`, ..."""
+
+
+def probe(host: str, port: int) -> Found:
+    """Connects a few times to the server at an IP address, for at most some seconds."""
+    at = (_reachable(host), port)
+    greeting = _ask(at, b"", GREETING_S)
+    if greeting is None:
+        return Found("closed")
+    if greeting[:1] == b"\xff":
+        mechanism = _zmq_mechanism(at)
+        return Found("zmq", mechanism not in ("", "NULL"), mechanism)
+    if _is_http2(greeting):
+        return Found("grpc", _ray_asks_for_a_token(at))
+    reply = _ask(at, _http_request(host, port), ANSWER_S) or b""
+    if reply.startswith(b"HTTP/1."):
+        return Found("http", reply.split(b" ", 2)[1:2] == [b"401"])
+    if (_ask(at, _client_hello(), ANSWER_S) or b"")[:1] in _TLS_RECORDS:
+        return Found("tls", guarded=True)
+    return Found("unknown")
+
+
+def _reachable(host: str) -> str:
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+
+
+def _ask(
+    at: tuple[str, int], question: bytes, wait_s: float, whole: Callable[[bytes], bool] = lambda reply: True
+) -> bytes | None:
+    """What a server answers until `whole` says that it is all, it hangs up or `wait_s` have passed without a byte;
+    None when nobody listens."""
+    try:
+        connection = socket.create_connection(at, timeout=ANSWER_S)
+    except OSError:
+        return None
+    reply = b""
+    with connection:
+        connection.settimeout(wait_s)
+        with contextlib.suppress(OSError):
+            connection.sendall(question)
+            while data := connection.recv(4096):
+                reply += data
+                if whole(reply):
+                    break
+    return reply
+
+
+def _zmq_mechanism(at: tuple[str, int]) -> str:
+    greeting = _ask(at, _ZMQ_GREETING, ANSWER_S, lambda reply: len(reply) >= len(_ZMQ_GREETING)) or b""
+    return greeting[_ZMQ_MECHANISM].rstrip(b"\0").decode("ascii", "replace")
+
+
+def _http_request(host: str, port: int) -> bytes:
+    return f"GET /v1/models HTTP/1.1\r\nHost: {host}:{port}\r\nConnection: close\r\n\r\n".encode()
+
+
+def _client_hello() -> bytes:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
+
+
+def _is_http2(greeting: bytes) -> bool:
+    """Its first frame is SETTINGS, of stream 0."""
+    return len(greeting) >= 9 and greeting[3] == _SETTINGS and greeting[5:9] == bytes(4)
+
+
+def _ray_asks_for_a_token(at: tuple[str, int]) -> bool:
+    statuses = [
+        _grpc_status(_ask(at, grpc_call(f"/ray.rpc.{one}"), ANSWER_S, _has_status)) for one in _RAY_METHODS
+    ]
+    known = [status for status in statuses if status != _UNIMPLEMENTED]
+    return bool(known) and all(status == _UNAUTHENTICATED for status in known)
+
+
+def grpc_call(path: str) -> bytes:
+    """A whole HTTP/2 connection's bytes: one gRPC call with an empty message and no token."""
+    headers = {
+        ":method": "POST",
+        ":scheme": "http",
+        ":path": path,
+        ":authority": "localhost",
+        "content-type": "application/grpc",
+        "te": "trailers",
+    }
+    block = b"".join(b"\0" + _hpack_text(name) + _hpack_text(value) for name, value in headers.items())
+    return (
+        _HTTP2_PREFACE
+        + _frame(_SETTINGS, 0, 0, b"")
+        + _frame(_HEADERS, _END_HEADERS, 1, block)
+        + _frame(_DATA, _END_STREAM, 1, bytes(5))
+    )
+
+
+def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+def _hpack_text(text: str) -> bytes:
+    """Not indexed, not compressed; shorter than 127 bytes."""
+    return bytes((len(text),)) + text.encode()
+
+
+def _has_status(reply: bytes) -> bool:
+    return _grpc_status(reply) is not None
+
+
+def _grpc_status(reply: bytes | None) -> int | None:
+    """The status in a reply's trailers, which gRPC's own servers do not compress; None without one."""
+    _, found, rest = (reply or b"").partition(b"grpc-status")
+    if not found or not rest or len(rest) <= rest[0]:
+        return None
+    text = rest[1 : 1 + rest[0]]
+    return int(text) if text.isdigit() else None
