@@ -17,7 +17,9 @@ from disagg.core.errors import ConfigError
 from transport.hosts import interface_of, is_loopback
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
-_DANGER = "UCX over TCP has no authentication: a machine that reaches its port can read and write a rank's memory"
+_DANGER = (
+    "UCX over TCP has no authentication: a machine that reaches its port can read and write a rank's memory"
+)
 
 
 class Reach(enum.Enum):

@@ -32,6 +32,7 @@ from staging.shards import make_shards
 from transport import messages as m
 from transport.control_zmq import make_control
 from transport.hosts import own_host
+from transport.key_ring import as_ring
 from transport.keys import ControlKeys
 from transport.reach import Choice, choose
 from transport.select import make_transport
@@ -137,7 +138,7 @@ class RankHost(ABC):
             reach=choice.reach,
             interface=choice.interface,
             host=own_host(options.config.control.host),
-            keys=options.keys,
+            keys=as_ring(options.keys),
         )
         self._agent: Any = self._make_agent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
