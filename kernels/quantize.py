@@ -17,13 +17,14 @@ import triton.language as tl
 from disagg.core.types import SCALE_BYTES, Span, code_row_bytes
 from kernels.attention import on_device
 from kernels.checksum import NO_SIZES, Check, add_part, row_keys, unit_keys
-from kernels.dispatch import backend
+from kernels.dispatch import INTERPRETED, backend
 from kernels.kv_write import SMALLEST, codes_of_rows, quantize
 from kernels.layer_kv import FP8, QUANTIZED, code_limit, told
 from kernels.move import check_fence
 from kernels.rows import Place, check_slots, rows_of
 
 _TILE_ELEMENTS = 2048
+_COMPILED = tl.constexpr(not INTERPRETED)
 
 
 def gather_codes(
@@ -283,12 +284,18 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
         keys = row_keys(first_plane + plane // 2 * 2, first_token + token)
         unit = first_unit + head * (HEAD_BYTES // 4)
         byte = side * DIM + element
-        bits = (found.to(tl.int64) & 0xFF).to(tl.uint64) << (byte % 4 * 8).to(tl.uint64)[None, :]
-        terms = tl.where(mask, bits, 0) * (keys[:, None] ^ unit_keys(unit[:, None] + (byte // 4)[None, :]))
+        code = found.to(tl.int32) & 0xFF
+        if _COMPILED and FP8 is not None:
+            # ptxas 12.8 crashes when it sees that these are the codes that are stored.
+            code = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [code], tl.int32, is_pure=True, pack=1
+            )
+        bits = (code << (byte % 4 * 8)[None, :].to(tl.int32)).to(tl.uint32, bitcast=True)
+        unit_key = unit_keys(unit[:, None] + (byte // 4)[None, :])
+        terms = tl.where(mask, bits, 0).to(tl.uint64) * (keys[:, None] ^ unit_key)
         # The scales of K and V are two bytes each, and one unit together.
-        bits = (scale.to(tl.int16, bitcast=True).to(tl.int64) & 0xFFFF).to(tl.uint64) << (side * 16).to(
-            tl.uint64
-        )
-        of_scales = tl.where(inside, bits, 0) * (keys ^ unit_keys(unit + DIM // 2))
+        bits = (scale.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) << (side * 16).to(tl.int32)
+        bits = tl.where(inside, bits.to(tl.uint32, bitcast=True), 0)
+        of_scales = bits.to(tl.uint64) * (keys ^ unit_keys(unit + DIM // 2))
         part = tl.sum(terms.to(tl.int64, bitcast=True)) + tl.sum(of_scales.to(tl.int64, bitcast=True))
         add_part(parts, part)

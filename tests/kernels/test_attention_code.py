@@ -182,9 +182,12 @@ def test_kv_write_compiles(storage: torch.dtype, fp8: Any, limit: float) -> None
     assert ("div.rn" in ptx) == (limit > 0)
 
 
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize("fenced", [False, True])
 @pytest.mark.parametrize(("fp8", "limit"), [(None, 127.0), (tl.float8e4nv, 448.0), (tl.float8e5, 57344.0)])
-def test_quantizing_on_the_way_reads_16_bytes_at_a_time(fp8: Any, limit: float, fenced: bool) -> None:
+def test_quantizing_on_the_way_reads_16_bytes_at_a_time(
+    fp8: Any, limit: float, fenced: bool, summed: bool
+) -> None:
     arguments = {
         "source": torch.bfloat16,
         "source_slots": torch.int32,
@@ -192,7 +195,9 @@ def test_quantizing_on_the_way_reads_16_bytes_at_a_time(fp8: Any, limit: float, 
         "scales": torch.bfloat16,
         "target_slots": torch.int32 if fenced else None,
         "fence": torch.int64 if fenced else None,
+        "parts": torch.int64 if summed else None,
         **{"tokens": 1001, "source_pool_tokens": 30001, "target_pool_tokens": 1001, "ticket": 7},
+        **{"first_plane": 6, "first_token": 77, "first_unit": 3},
     }
     constants = {
         "HEADS": HEADS,
