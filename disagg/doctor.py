@@ -41,6 +41,7 @@ def all_probes() -> list[Probe]:
         doctor_gpu.probe_gpus,
         doctor_network.probe_ucxx,
         doctor_network.probe_ucx,
+        doctor_network.probe_transport,
         doctor_network.probe_ray,
         doctor_sockets.probe_sockets,
         doctor_host.probe_shared_memory,

@@ -12,13 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+from disagg.core.config import TransportConfig
 from disagg.doctor import Finding
 from disagg.doctor_gpu import gpu_count
+from transport.hosts import AUTO, LOOPBACK, own_host
+from transport.reach import Probes, choose
 
 Runner = Callable[[Sequence[str], Mapping[str, str]], tuple[int, str]]
 """Runs a command with extra environment variables; returns its exit status and its output."""
 
 TIMEOUT_S = 60.0
+_ASK_TRANSPORT = (
+    "from transport.reach import why_no_rdma, why_no_shared_memory as shm; print(shm()); print(why_no_rdma())"
+)
 REINSTALL = "pip install -c constraints.txt -e .  (in the project's folder)"
 
 
@@ -98,8 +104,28 @@ def _between_hosts(transports: Sequence[str]) -> Finding:
     rdma = [name for name in transports if name.startswith(("rc", "dc", "ud"))]
     if rdma:
         return Finding("RDMA", "ok", f"between hosts: {', '.join(rdma)}")
-    detail = "none: KV between hosts goes over TCP; within one host nothing is missing"
+    detail = "none: KV between hosts goes over TCP, encrypted (tls); within one host nothing is missing"
     return Finding("RDMA", "ok", detail)
+
+
+def probe_transport(
+    run: Runner = run_command, host: Callable[[], str] = lambda: own_host(AUTO)
+) -> list[Finding]:
+    """What a rank with the default configuration would choose on one host and between hosts, and why."""
+    status, output = run([sys.executable, "-c", _ASK_TRANSPORT], {})
+    if status != 0:
+        return [Finding("transport", "fail", f"does not start: {_last_line(output)}", REINSTALL)]
+    no_shared_memory, no_rdma = output.splitlines()[-2:]
+    probes = Probes(rdma=lambda: no_rdma, one_host=lambda: no_shared_memory)
+    config = TransportConfig()
+    local, remote = choose(config, LOOPBACK, probes), choose(config, host(), probes)
+    mend = (
+        "" if local.backend == "ucx" else "set kernel.yama.ptrace_scope to 0 or 1, or allow process_vm_readv"
+    )
+    return [
+        Finding("transport", "warn" if mend else "ok", f"one host: {local.name} ({local.reason})", mend),
+        Finding("transport", "ok", f"control.host = auto: {remote.name} ({remote.reason})"),
+    ]
 
 
 def probe_ray(

@@ -228,6 +228,22 @@ def test_ucx() -> None:
     assert only(doctor_network.probe_ucx(locate=lambda: None)).status == "warn"
 
 
+def test_the_transport_that_a_rank_would_choose() -> None:
+    def found(output: str, status: int = 0, host: str = "10.1.2.3") -> list[Finding]:
+        return doctor_network.probe_transport(lambda command, env: (status, output), lambda: host)
+
+    local, remote = found("noise\n\nno device\n")
+    assert local.detail.startswith("one host: ucx-shm (")
+    assert remote.detail.startswith(
+        "control.host = auto: tls (no device, and transport.trusted_network is false"
+    )
+    assert (local.status, remote.status) == ("ok", "ok")
+    local, remote = found("seccomp\n\n")
+    assert (local.status, local.detail) == ("warn", "one host: tls (seccomp)")
+    assert "ucx-rdma" in remote.detail
+    assert only(found("Traceback\nImportError: x", 1)).detail == "does not start: ImportError: x"
+
+
 def test_ucxx() -> None:
     assert (
         only(doctor_network.probe_ucxx(lambda command, env: (0, "noise\n0.52.0\n"))).detail
