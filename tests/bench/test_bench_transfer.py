@@ -45,7 +45,7 @@ def test_the_command_writes_figures(
     assert len(moved) == 4 * len(flags[1].split(","))
     for line in moved:
         assert 0 < line["low"] <= line["median"] <= line["high"]
-        assert line["labels"]["transport"] == "ucx"
+        assert line["labels"]["transport"] == "ucx-shm"
     assert {line["measured"] for line in lines} == {"pool to pool", "raw UCX", "device copy"}
 
 
@@ -68,7 +68,7 @@ def test_ranks_on_gpus_move_every_byte(
 
 
 def test_the_wire_alone() -> None:
-    rates = raw_rates((8, 64 << 10), (None, None), True, 1 << 20, 2)
+    rates = raw_rates((8, 64 << 10), (None, None), 1 << 20, 2)
     assert [len(rate.values) for rate in rates.values()] == [2, 2]
 
 
