@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,12 +14,13 @@ import openai
 import psutil
 import pytest
 import torch
-from api_server import TEMPLATE, until
+from api_server import until
+from serve_process import Served, serve_process
 from transformers import AutoModelForCausalLM
 
 from disagg.core.config import Config, ModelConfig
 from disagg.core.types import SamplingParams
-from disagg.model.tiny import byte_tokenizer, make_tiny_checkpoint
+from disagg.model.tiny import byte_tokenizer
 from disagg.reference import reference_answers
 
 PROMPT = "The capital of France is"
@@ -32,61 +28,10 @@ TOKENS = 12
 KEY = {"authorization": "Bearer secret"}
 
 
-@dataclass
-class Served:
-    """The server's process and the way to it."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    checkpoint: Path
-    client: openai.OpenAI
-
-    def metric(self, name: str) -> float:
-        text = httpx.get(f"{self.url}/metrics", trust_env=False).text
-        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        return float(found[1]) if found else 0.0
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    folder = tmp_path_factory.mktemp("serve")
-    checkpoint = make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(checkpoint)
-    (folder / "keys").write_text("secret\n")
-    command = [sys.executable, "-m", "disagg.cli", "serve", "--model", str(checkpoint), "--device", "cpu"]
-    command += [
-        "--prefill-tp",
-        "2",
-        "--decode-tp",
-        "1",
-        "--port",
-        "0",
-        "--api-key-file",
-        str(folder / "keys"),
-    ]
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--set", "log.format=json"],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            cwd=Path(__file__).parents[2],
-        )
-    try:
-        said = until(
-            lambda: process.poll() is not None or re.search(r'"url": "([^"]+)"', log.read_text()),
-            timeout_s=120,
-        )
-        assert isinstance(said, re.Match), log.read_text()
-        with openai.OpenAI(base_url=f"{said[1]}/v1", api_key="secret", max_retries=0, timeout=60) as client:
-            yield Served(process, said[1], checkpoint, client)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(timeout=60)
+    with serve_process(tmp_path_factory.mktemp("serve")) as served:
+        yield served
 
 
 @pytest.fixture(scope="module")
