@@ -113,7 +113,10 @@ class UcxTransport(Transport):
             remote = self._ucx.UCXAddress.create_from_buffer(unwrap_address(peer, address))
             endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
         except self._ucx.UCXError as exc:
-            raise TransportError(f"cannot connect to {peer}: {exc}") from exc
+            raise TransportError(
+                f"cannot connect to {peer}: {exc}; both need the same kind of transport and, on one host, the same "
+                "user and PID namespace"
+            ) from exc
         self._peers[peer] = _Peer(address, endpoint)
 
     def disconnect(self, peer: str) -> None:
