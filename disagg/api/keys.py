@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 
 from disagg.api.errors import ApiError
@@ -12,14 +12,16 @@ from disagg.core.errors import ConfigError
 VARIABLE = "DISAGG_API_KEYS"
 
 
-def load_api_keys(file: str | None, env: Mapping[str, str]) -> tuple[bytes, ...]:
+def load_api_keys(file: str | None, env: MutableMapping[str, str]) -> tuple[bytes, ...]:
     """The keys of `file` (one a line; empty lines and `#` comments are skipped) and of DISAGG_API_KEYS (by commas).
+
+    The variable is removed from `env`: processes started later do not inherit it.
 
     None at all, and no file named: (), which asks for none. Raises `ConfigError` for a file without a key, which
     would open the server by mistake, and for a key that no header can carry.
     """
     lines = _lines(file) if file is not None else []
-    keys = [key.strip() for key in (*lines, *env.get(VARIABLE, "").split(","))]
+    keys = [key.strip() for key in (*lines, *env.pop(VARIABLE, "").split(","))]
     keys = [key for key in keys if key and not key.startswith("#")]
     if file is not None and not any(line.strip() and not line.strip().startswith("#") for line in lines):
         raise ConfigError(f"{file} holds no API key: write one a line")

@@ -14,12 +14,14 @@ from typing import Any, TextIO
 import structlog
 
 from disagg.core.config_tree import LogConfig
+from disagg.core.log_libraries import forward_libraries
 from disagg.core.log_limits import LogLimits
 
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
     """Sets level and format for the whole process. `stream` defaults to `sys.stderr`."""
     output = stream or sys.stderr
+    forward_libraries()
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,

@@ -34,6 +34,7 @@ LIMITED = {
     ("warning", "peer_lost"): "peer",
     ("warning", "control_handshake_failed"): "peer",
     ("warning", "control_client_refused"): "reason",
+    ("warning", "library"): "said",
     ("error", "control_call_failed"): "channel",
     ("error", "control_turn_failed"): "channel",
     ("error", "fence_not_proven"): "peer",

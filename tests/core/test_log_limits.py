@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -177,6 +178,15 @@ def test_configured_logs_are_limited(stream: io.StringIO) -> None:
     log.info("serving")
     counts = Counter(json.loads(line)["event"] for line in stream.getvalue().splitlines())
     assert counts == {"bad_control_frame": PER_PEER_LINES, "request": PER_PEER_LINES, "serving": 1}
+
+
+def test_what_strangers_make_a_library_say_is_limited(stream: io.StringIO) -> None:
+    for _ in range(1000):
+        logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    logging.getLogger("uvicorn.error").info("not ours to tell")
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert len(lines) == PER_PEER_LINES
+    assert lines[0]["said"] == "Invalid HTTP request received."
 
 
 def logged_lines() -> Iterator[tuple[str, str, set[str]]]:

@@ -203,8 +203,12 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "nothing mounted at /keys",
     ),
     "readable keys": (
-        lambda r: router(r)["initContainers"][0]["command"].__setitem__(2, "0640"),
-        "with mode 0600",
+        lambda r: router(r)["volumes"][2]["secret"].update(defaultMode=0o444),
+        "lets others read /secrets/control/control.json",
+    ),
+    "keys that do not follow": (
+        lambda r: main(r)["volumeMounts"][3].update(subPath="control.json"),
+        "does not follow the Secret",
     ),
     "no address of its own": (
         lambda r: setting(r, 'host = "auto"', 'host = "127.0.0.1"'),
@@ -220,7 +224,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
         "how to make the Secret other",
     ),
     "another key of a Secret": (
-        lambda r: router(r)["initContainers"][0]["command"].__setitem__(3, "/secrets/control/keys.json"),
+        lambda r: setting(r, "/secrets/control/control.json", "/secrets/control/keys.json"),
         "does not use key control.json",
     ),
     "another key of the token": (

@@ -91,7 +91,7 @@ def check_ports(rendered: Rendered) -> Iterator[str]:
 
 
 def check_files(rendered: Rendered) -> Iterator[str]:
-    """Files that commands and configuration name are mounted; keys are copied so that only their owner reads them."""
+    """Files that commands and configuration name are mounted; the key file follows its Secret, for the pod alone."""
     key_file = rendered.settings["control"]["key_file"]
     for pod in (*rendered.component("head"), *rendered.component("router")):
         paths = [CONFIG_PATH, key_file]
@@ -102,11 +102,22 @@ def check_files(rendered: Rendered) -> Iterator[str]:
         for path in paths:
             if str(Path(path).parent) not in mounts:
                 yield f"files: {pod.name} has nothing mounted at {path}"
-        copies = [one["command"] for one in pod.spec["initContainers"]]
-        if not any(one[:3] == ["install", "-m", "0600"] and one[-1] == key_file for one in copies):
-            yield f"files: {pod.name} does not get {key_file} with mode 0600"
+        yield from _check_key_file(pod, Path(key_file))
     if rendered.settings["control"].get("host") != "auto":
         yield "files: a pod does not listen on its own address: control.host is not auto"
+
+
+def _check_key_file(pod: Pod, key_file: Path) -> Iterator[str]:
+    """Kubernetes updates a mounted folder, but no `subPath`; `disagg` refuses a file that others can read."""
+    for mount in pod.main["volumeMounts"]:
+        if mount["mountPath"] == str(key_file.parent):
+            [volume] = [one for one in pod.spec["volumes"] if one["name"] == mount["name"]]
+            if "subPath" in mount or "secret" not in volume:
+                yield f"files: {pod.name} does not follow the Secret of {key_file}"
+            elif volume["secret"].get("defaultMode", 0o644) & 0o037:
+                yield f"files: {pod.name} lets others read {key_file}"
+    if not pod.spec["securityContext"].get("runAsNonRoot"):
+        yield f"files: {pod.name} runs as root, who may read {key_file} with mode 0600 only"
 
 
 def check_tokens(rendered: Rendered) -> Iterator[str]:
@@ -135,7 +146,7 @@ def check_references(rendered: Rendered, documented: str) -> Iterator[str]:
             made = re.search(rf"create secret generic {secret} --from-file=(\S+)", documented)
             if made is None:
                 yield f"references: nothing says how to make the Secret {secret}"
-            elif made[1] not in _keys(pod):
+            elif made[1] not in _keys(pod, rendered.settings["control"]["key_file"]):
                 yield f"references: {pod.name} does not use key {made[1]} of the Secret {secret}"
     if rendered.of("Secret"):
         yield "references: a Secret is among the manifests"
@@ -146,11 +157,11 @@ def _secrets(pod: Pod) -> set[str]:
     return mounted | {str(name) for key, name in _environment(pod).items() if key == "RAY_AUTH_TOKEN"}
 
 
-def _keys(pod: Pod) -> set[str]:
-    """Keys of Secrets: those of variables, and the names of files under /secrets in commands."""
+def _keys(pod: Pod, key_file: str) -> set[str]:
+    """Keys of Secrets: those of variables, and the names of files under /secrets in commands and configuration."""
     sources = [one["valueFrom"]["secretKeyRef"]["key"] for one in pod.main["env"] if "valueFrom" in one]
     words = [word for one in pod.containers() for word in (*one.get("command", ()), *one.get("args", ()))]
-    return {*sources, *(Path(word).name for word in words if "/secrets/" in word)}
+    return {*sources, *(Path(word).name for word in (*words, key_file) if "/secrets/" in word)}
 
 
 def check_times(rendered: Rendered) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,20 +36,27 @@ class Served:
 
 
 @contextmanager
-def serve_process(folder: Path, *flags: str) -> Iterator[Served]:
+def serve_process(
+    folder: Path, *flags: str, api_key: str = API_KEY, environment: Mapping[str, str] | None = None
+) -> Iterator[Served]:
     """Two prefill ranks and one decode rank; ended with a signal at the end of the block, if they run until then."""
     checkpoint = make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(checkpoint)
-    (folder / "keys").write_text(f"{API_KEY}\n")
+    (folder / "keys").write_text(f"{api_key}\n")
     command = [sys.executable, "-m", "disagg.cli", "serve", "--model", str(checkpoint), "--device", "cpu"]
     command += ["--prefill-tp", "2", "--decode-tp", "1", "--port", "0"]
     command += ["--api-key-file", str(folder / "keys"), "--set", "log.format=json", *flags]
     log = folder / "log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, start_new_session=True, cwd=Path(__file__).parents[2]
+            command,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=Path(__file__).parents[2],
+            env=environment,
         )
     try:
         said = until(
@@ -57,7 +64,7 @@ def serve_process(folder: Path, *flags: str) -> Iterator[Served]:
             timeout_s=120,
         )
         assert isinstance(said, re.Match), log.read_text()
-        with openai.OpenAI(base_url=f"{said[1]}/v1", api_key=API_KEY, max_retries=0, timeout=60) as client:
+        with openai.OpenAI(base_url=f"{said[1]}/v1", api_key=api_key, max_retries=0, timeout=60) as client:
             yield Served(process, said[1], checkpoint, client, log)
     finally:
         if process.poll() is None:
