@@ -267,7 +267,7 @@ class ControlConfig(Section, frozen=True):
     directory_port: int = 5570
     """Port on which `disagg launch` tells routers of its groups; 0 takes a free one."""
     key_file: str | None = None
-    """CURVE keys (`disagg keys`); None makes fresh ones that only this process' children know."""
+    """CURVE keys (`disagg keys`), read again when the file changes; None makes fresh ones for each run."""
     peer_timeout_s: float = 10.0
     """A peer silent for so long is taken for lost."""
     heartbeat_s: float = 1.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import pickle
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -320,6 +322,41 @@ def test_a_file_of_one_generation_is_as_before(tmp_path: Path) -> None:
     rotate_keys(file, 1.0)
     # A reader that knows one generation only takes the current one.
     assert msgspec.json.decode(file.read_bytes(), type=ControlKeys) == keys
+
+
+@pytest.mark.parametrize(
+    ("own", "owner", "mode", "sound"),
+    [
+        (10001, 10001, 0o600, True),
+        (10001, 10001, 0o640, False),
+        (10001, 0, 0o440, True),  # as Kubernetes mounts a Secret
+        (10001, 0, 0o640, True),
+        (10001, 0, 0o660, False),
+        (10001, 0, 0o444, False),
+        (10001, 7, 0o640, False),
+        (0, 0, 0o440, False),
+        (0, 0, 0o400, True),
+    ],
+)
+def test_who_may_read_a_key_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: int, owner: int, mode: int, sound: bool
+) -> None:
+    file = tmp_path / "keys.json"
+    save_keys(make_keys(), file)
+    real = os.fstat
+
+    def fstat(descriptor: int) -> os.stat_result:
+        found = list(real(descriptor))
+        found[0], found[4] = stat.S_IFREG | mode, owner
+        return os.stat_result(found)
+
+    monkeypatch.setattr("transport.key_file.os.fstat", fstat)
+    monkeypatch.setattr("transport.key_file.os.geteuid", lambda: own)
+    if sound:
+        load_keys(file)
+    else:
+        with pytest.raises(ConfigError, match="can be read by others: chmod 600"):
+            load_keys(file)
 
 
 def test_rotate_and_retire(tmp_path: Path) -> None:
