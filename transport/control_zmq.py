@@ -41,7 +41,7 @@ ENVELOPE_BYTES = 4096
 UNSETTLED_S, SETTLED_S = 0.02, 0.25
 """Pauses between two looks at keys and handshakes: while a handshake is under way, and else."""
 _MAX_SOCKETS = 3 * MAX_PEERS + 64
-"""A DEALER for each peer, two sockets of its monitor, and a few of our own; ZMQ reserves nothing for them."""
+"""A DEALER for each peer, two sockets of its monitor, and a few of our own; ZMQ reserves a pointer for each."""
 
 
 class ZmqControl(ThreadedControl):

@@ -72,11 +72,13 @@ class Secrets:
 
     file_key: str
     variable_key: str
+    ray_token: str
     generations: list[ControlKeys]
 
     @property
     def all(self) -> dict[str, bytes]:
         found = {"API key of the file": self.file_key, "API key of the variable": self.variable_key}
+        found["Ray's token"] = self.ray_token
         for number, keys in enumerate(self.generations):
             found[f"server secret {number}"] = keys.server_secret
             found[f"client secret {number}"] = keys.client_secret
@@ -115,13 +117,18 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     folder = tmp_path_factory.mktemp("secrets")
-    keys = Secrets(f"sk-{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}", [make_keys()])
+    keys = Secrets(
+        f"sk-{secrets.token_hex(16)}", f"sk-{secrets.token_hex(16)}", secrets.token_hex(32), [make_keys()]
+    )
+    (folder / "ray-token").write_text(keys.ray_token)
+    (folder / "ray-token").chmod(0o600)
     control = folder / "control.json"
     save_keys(keys.generations[0], control)
     with Collector() as collector:
         arguments = ["--set", f"control.key_file={control}"]
         arguments += ["--set", "log.level=debug", "--set", f"metrics.otlp_endpoint={collector.url}"]
         environment = {**os.environ, "DISAGG_API_KEYS": keys.variable_key}
+        environment["RAY_AUTH_TOKEN_PATH"] = str(folder / "ray-token")
         with serve_process(folder, *arguments, api_key=keys.file_key, environment=environment) as served:
             family = psutil.Process(served.process.pid).children(recursive=True)
             [session] = {

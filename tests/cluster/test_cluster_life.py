@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from api_server import until
 
 from disagg.cluster_life import Cluster
 from disagg.core.config import Config, Role
@@ -18,6 +19,7 @@ from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import KVLayout
 from disagg.groups import Group
 from disagg.placement import GroupPlacement, choose_placement
+from transport.key_ring import KeyRing
 from transport.keys import KeySet, make_keys
 
 TIMEOUT_S = 10.0
@@ -42,6 +44,8 @@ class FakeActor:
     def __getattr__(self, method: str) -> Any:
         def remote(*arguments: Any) -> FakeCall:
             told = [getattr(one, "name", one) for one in arguments] if method in ("link", "peer_lost") else []
+            if method == "update_keys":
+                self._ranks.keys[self.name] = arguments[0]
             self._ranks.calls.append(" ".join([self.name, method, *told]))
             call = FakeCall(f"{self.name} {method}")
             if method == "park":
@@ -65,6 +69,8 @@ class FakeRanks:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.failing = ""
+        self.keys: dict[str, KeySet] = {}
+        """What each rank was given last."""
         self.killed: list[str] = []
         self.taken_down: list[str] = []
         self.changed = threading.Condition()
@@ -81,6 +87,7 @@ class FakeRanks:
         if given_up():
             raise ConfigError("no room")
         actors = [FakeActor(self, f"{name}/{rank}") for rank in range(where.tp)]
+        self.keys.update((actor.name, keys) for actor in actors)
         return Group(name, role, where, actors, None)
 
     def results(self, calls: Sequence[FakeCall], timeout_s: float) -> list[Any]:
@@ -90,7 +97,9 @@ class FakeRanks:
 
     def _result(self, actor: str, method: str) -> Any:
         info = SimpleNamespace(control_address=f"tcp://{actor}")
-        started = SimpleNamespace(info=info, spec=SPEC, pid=-1, host=f"not {socket.gethostname()}", memory="")
+        started = SimpleNamespace(
+            info=info, spec=SPEC, pid=-1, host=f"not {socket.gethostname()}", memory="", transport="ucx-shm"
+        )
         return {"start": started}.get(method)
 
     def ended(self, calls: Sequence[FakeCall], timeout_s: float) -> list[FakeCall] | None:
@@ -167,6 +176,23 @@ def test_of_a_group_that_does_not_come_up_nothing_is_left(
     assert ranks.taken_down == ["decode-2"]
     ranks.failing = ""
     assert cluster.add_group("decode", lambda text: None).name == "decode-3", "a name is used once"
+
+
+def test_every_rank_is_given_the_keys_that_changed(ranks: FakeRanks) -> None:
+    ring = KeyRing(make_keys())
+    cluster = Cluster(Config(), choose_placement(0, 2, 1, "cpu", (1, 1)), ring, ranks)
+    cluster.start(lambda text: None)
+    try:
+        for _ in range(3):
+            changed = KeySet(ring.generations[0], make_keys(), 0.0)
+            ring.replace(changed)
+            until(lambda changed=changed: set(ranks.keys.values()) == {changed})
+        assert sorted(ranks.keys) == ["decode/0", "prefill/0", "prefill/1"]
+        cluster.add_group("decode", lambda text: None)
+        assert ranks.keys["decode-2/0"] == ring.keys, "a new group has them from the start"
+        assert "decode-2/0 update_keys" not in ranks.calls
+    finally:
+        cluster.stop()
 
 
 def test_a_death_is_told_to_all_others_and_of_its_group_once(cluster: Cluster, ranks: FakeRanks) -> None:
