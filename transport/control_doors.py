@@ -105,15 +105,19 @@ class Doors:
     def follow(self, generations: Sequence[ControlKeys]) -> None:
         """Listens for exactly these. Connections of a generation that is not among them end.
 
-        Raises `ConfigError` when it cannot listen for one of them; the others are open then.
+        Raises `ConfigError` when it cannot listen for one of them; called again, it tries again.
         """
         self._clients.allow(generations)
-        for door in [one for one in self._doors if one.keys not in generations]:
-            self._doors.remove(door)
-            door.close()
-        for keys in generations:
-            if all(door.keys != keys for door in self._doors):
-                self._open(keys)
+        try:
+            # Before others are closed: ZMQ gives their port back later, and only these let a second listener in.
+            for keys in generations:
+                if all(door.keys != keys for door in self._doors):
+                    self._open(keys)
+        finally:
+            for door in [one for one in self._doors if one.keys not in generations]:
+                if len(self._doors) > 1:  # the last one keeps the port
+                    self._doors.remove(door)
+                    door.close()
 
     def close(self) -> None:
         """Stops listening and ends all connections."""

@@ -79,7 +79,7 @@ class ZmqControl(ThreadedControl):
             self._context.term()
             raise
         self._links = Links(self._context, self._generations, self._resend, HIGH_WATER_MARK)
-        self._look_at_s = 0.0
+        self._look_at_s, self._complaint = 0.0, ""
         self._wake_lock = threading.Lock()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = self._make_poller()
@@ -111,11 +111,13 @@ class ZmqControl(ThreadedControl):
         self._look_at_s = now_s + self._look_every_s()
 
     def _follow(self, generations: tuple[ControlKeys, ...]) -> None:
-        self._generations = generations
         try:
             self._doors.follow(generations)
-        except ConfigError as exc:
-            log.error("control_keys_not_listened_for", channel=self.address, error=str(exc))
+            self._generations, self._complaint = generations, ""
+        except ConfigError as exc:  # tried again at the next look
+            if str(exc) != self._complaint:
+                self._complaint = str(exc)
+                log.error("control_keys_not_listened_for", channel=self.address, error=self._complaint)
         self._poller = self._make_poller()
         self._links.follow(generations)
 

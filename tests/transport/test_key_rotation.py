@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import queue
+import socket
 import stat
 import threading
 import time
@@ -23,6 +24,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import RequestKey
+from transport.control_doors import Doors
 from transport.control_zmq import ZmqControl
 from transport.key_file import load_keys, replace_keys, retire_keys, rotate_keys, save_keys
 from transport.key_ring import AnyKeys, KeyRing
@@ -66,7 +68,7 @@ class Station:
 
 
 @pytest.fixture
-def place() -> Iterator[Callable[[AnyKeys], Station]]:
+def place() -> Iterator[Place]:
     with ExitStack() as stack:
 
         def make(keys: AnyKeys) -> Station:
@@ -84,7 +86,14 @@ class Traffic:
         self._a, self._b, self._over = a, b, threading.Event()
         self.sent: list[str] = []
         self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Traffic:
         self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
 
     def _run(self) -> None:
         for number in itertools.count():
@@ -101,14 +110,24 @@ class Traffic:
 
     def stop(self) -> None:
         """Ends it; raises unless everything arrived once and in order."""
-        self._over.set()
-        self._thread.join()
+        self.__exit__()
         until(lambda: all(len(heard) >= len(self.sent) for heard in self._received()))
         assert all(heard == self.sent for heard in self._received())
 
     def _received(self) -> tuple[list[str], list[str]]:
         a, b = self._a, self._b
         return a.heard.get(b.address, []), b.heard.get(a.address, [])
+
+
+Place = Callable[[AnyKeys], Station]
+Flow = Callable[[Station, Station], Traffic]
+
+
+@pytest.fixture
+def flow(place: Place) -> Iterator[Flow]:
+    """Starts traffic between two stations, which ends before they do."""
+    with ExitStack() as stack:
+        yield lambda a, b: stack.enter_context(Traffic(a, b))
 
 
 @contextmanager
@@ -141,13 +160,13 @@ def next_event(monitor: zmq.Socket[bytes]) -> zmq.Event:
 # --- channels
 
 
-def test_keys_rotate_under_traffic(tmp_path: Path, place: Callable[[AnyKeys], Station]) -> None:
+def test_keys_rotate_under_traffic(tmp_path: Path, place: Place, flow: Flow) -> None:
     file = tmp_path / "keys.json"
     old = make_keys()
     save_keys(old, file)
     rings = [KeyRing.follow(file, poll_s=POLL_S) for _ in range(2)]
     a, b = (place(ring) for ring in rings)
-    traffic = Traffic(a, b)
+    traffic = flow(a, b)
     traffic.goes_on()
 
     fresh = rotate_keys(file, 0.3).next
@@ -186,7 +205,7 @@ def test_keys_rotate_under_traffic(tmp_path: Path, place: Callable[[AnyKeys], St
 
 
 @pytest.mark.parametrize("side", ["dials", "listens"])
-def test_processes_that_reload_apart_still_meet(side: str, place: Callable[[AnyKeys], Station]) -> None:
+def test_processes_that_reload_apart_still_meet(side: str, place: Place) -> None:
     """One has the rotated file, the other has not read it yet, or knows the new generation only."""
     old, fresh = make_keys(), make_keys()
     both = KeySet(old, fresh, time.time() - 1)
@@ -199,11 +218,11 @@ def test_processes_that_reload_apart_still_meet(side: str, place: Callable[[AnyK
         until(lambda a=a, b=b: a.has_heard(b, ["2"]))
 
 
-def test_a_peer_that_retires_first_loses_nothing(place: Callable[[AnyKeys], Station]) -> None:
+def test_a_peer_that_retires_first_loses_nothing(place: Place, flow: Flow) -> None:
     old, fresh = make_keys(), make_keys()
     rings = [KeyRing(KeySet(old, fresh, time.time() + 3600)) for _ in range(2)]
     a, b = (place(ring) for ring in rings)  # they meet with the old generation
-    traffic = Traffic(a, b)
+    traffic = flow(a, b)
     traffic.goes_on()
     for ring in rings:
         ring.replace(KeySet(old, fresh, 0.0))
@@ -216,7 +235,51 @@ def test_a_peer_that_retires_first_loses_nothing(place: Callable[[AnyKeys], Stat
     assert b.lost.empty()
 
 
-def test_a_client_key_counts_for_its_own_generation_only(place: Callable[[AnyKeys], Station]) -> None:
+def test_keys_that_are_replaced_as_a_whole(place: Place, flow: Flow) -> None:
+    """By a file that shares no generation with the one before, as seen by whoever looks rarely."""
+    ring = KeyRing(make_keys())
+    a, b = place(ring), place(ring)
+    traffic = flow(a, b)
+    traffic.goes_on()
+    for _ in range(5):
+        old, fresh = ring.generations[0], KeySet(make_keys())
+        ring.replace(fresh)
+        for station in (a, b):
+            with stranger(station.address, old) as (_, monitor):
+                until(lambda monitor=monitor: next_event(monitor) == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        traffic.goes_on()
+    traffic.stop()
+    assert a.lost.empty()
+    assert b.lost.empty()
+
+
+def test_a_listener_that_cannot_be_opened_is_tried_again(
+    place: Place, flow: Flow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring = KeyRing(make_keys())
+    a, b = place(ring), place(ring)
+    traffic = flow(a, b)
+    traffic.goes_on()
+    tried, listens = threading.Semaphore(0), Doors._listen
+
+    def fail(doors: Doors) -> socket.socket:
+        tried.release()
+        raise ConfigError("no file descriptor is left")
+
+    monkeypatch.setattr(Doors, "_listen", fail)
+    fresh = make_keys()
+    ring.replace(KeySet(ring.generations[0], fresh, 0.0))
+    for _ in range(4):
+        assert tried.acquire(timeout=20)
+    traffic.goes_on()
+    monkeypatch.setattr(Doors, "_listen", listens)
+    c = place(fresh)
+    c.send(a, "hello")
+    until(lambda: a.has_heard(c, ["hello"]))
+    traffic.stop()
+
+
+def test_a_client_key_counts_for_its_own_generation_only(place: Place) -> None:
     """Else a connection with a retired client key could outlive its generation."""
     old, fresh = make_keys(), make_keys()
     station = place(KeySet(old, fresh))
@@ -226,13 +289,13 @@ def test_a_client_key_counts_for_its_own_generation_only(place: Callable[[AnyKey
     until(lambda: station.channel.statistics().clients_refused == 1)
 
 
-def test_rotations_again_and_again_leave_nothing_open(place: Callable[[AnyKeys], Station]) -> None:
+def test_rotations_again_and_again_leave_nothing_open(place: Place, flow: Flow) -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     ring = KeyRing(make_keys())
     a, b = place(ring), place(ring)
-    traffic = Traffic(a, b)
+    traffic = flow(a, b)
     traffic.goes_on()
     files = open_files()
     for _ in range(5):
