@@ -17,8 +17,9 @@ ANSWER_S = 2.0
 GREETING_S = 0.2
 """ZMQ and gRPC speak first, within a millisecond."""
 
-_ZMQ_SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-_ZMQ_GREETING = _ZMQ_SIGNATURE + b"\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+_ZMQ_GREETING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03"
+"""ZMTP's signature and version: the server sends its whole greeting then, before it knows the client's mechanism."""
+_ZMQ_GREETING_BYTES = 64
 _ZMQ_MECHANISM = slice(12, 32)
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS, _HEADERS, _DATA = 4, 1, 0
@@ -91,7 +92,7 @@ def _ask(
 
 
 def _zmq_mechanism(at: tuple[str, int]) -> str:
-    greeting = _ask(at, _ZMQ_GREETING, ANSWER_S, lambda reply: len(reply) >= len(_ZMQ_GREETING)) or b""
+    greeting = _ask(at, _ZMQ_GREETING, ANSWER_S, lambda reply: len(reply) >= _ZMQ_GREETING_BYTES) or b""
     return greeting[_ZMQ_MECHANISM].rstrip(b"\0").decode("ascii", "replace")
 
 
