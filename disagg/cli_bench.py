@@ -99,6 +99,26 @@ def kernels(
 
 
 @app.command()
+def collective(
+    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Processes.")] = 2,
+    sizes: Annotated[
+        str, typer.Option("--sizes", help="Bytes of a tensor, comma-separated.")
+    ] = "8192,65536,1048576,16777216",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32 or bfloat16.")] = "float32",
+    repeats: RepeatsFlag = 5,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """All-reduces of ranks without a GPU each, in shared memory, beside gloo's."""
+    from disagg.bench.collective import CollectiveBench, run
+
+    bench = CollectiveBench(ranks, tuple(_numbers("--sizes", sizes)), dtype, repeats)
+    with progress() as tell:
+        results = run(bench, tell)
+    _show("collective", f"all-reduce of {dtype} over {ranks} ranks on the CPU", results, out, as_json)
+
+
+@app.command()
 def swap(
     tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, help="Of a request [8192; 512 on a CPU].")

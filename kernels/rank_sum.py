@@ -50,6 +50,9 @@ def rank_sum_reference(parts: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _sum_torch(parts: torch.Tensor, out: torch.Tensor) -> None:
+    if len(parts) == 2:  # torch adds in float32 too, without a tensor for it
+        torch.add(parts[0], parts[1], out=out)
+        return
     total = parts[0].float() if parts.dtype in _WIDE else out.copy_(parts[0])
     for part in parts[1:]:
         total += part.to(total.dtype)  # several times as fast as a sum of mixed types

@@ -100,7 +100,7 @@ def _explain(one: Listener, ask: Ask) -> Guarded | None:
 def _unix(one: Listener) -> tuple[str, str]:
     purpose = "Ray" if one.process in _RAY else "unknown"
     if one.host.startswith("@"):  # no file, so no permissions
-        # Every byte that comes wakes UCX's progress and is dropped: the data is in shared memory.
+        # UCX takes every datagram for a wake-up and drops it (`ADAPTIVE_PROGRESS` in `transport/ucx_options.py`).
         return ("wake-ups (UCX)", NO_DATA) if one.process in RANKS else (purpose, NOTHING)
     return purpose, NOTHING if open_to_others(Path(one.host)) else "unix permissions"
 
