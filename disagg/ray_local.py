@@ -24,8 +24,10 @@ LOOPBACK_ENV = {
     # Ray resolves a node's address to the one that other hosts see; with this off it takes 127.0.0.1, and then all of
     # its servers listen there only. (`ray.init(_node_ip_address="127.0.0.1")` is resolved like any other.)
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # No port: the monitor's metrics server, which asks nobody for a key, logs an error to its file and stays off.
+    # No ports: the metrics servers of the monitor and the dashboard, which ask nobody for a key, stay off. Each logs
+    # an error to its file.
     "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }

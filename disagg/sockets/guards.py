@@ -13,14 +13,14 @@ from typing import NamedTuple
 import structlog
 
 from disagg.sockets.probe import Found, probe
-from disagg.sockets.processes import Listener, listeners, process_tree
+from disagg.sockets.processes import SPAWNED, Listener, listeners, process_tree
 
 log = structlog.get_logger(__name__)
 
 NOTHING = "nothing"
 NO_DATA = "carries no data"
-RANKS = ("ray::PrefillActor", "ray::DecodeActor", "ray::ColocatedActor")
-_RAY = ("gcs_server", "raylet")
+RANKS = ("ray::PrefillActor", "ray::DecodeActor", "ray::ColocatedActor", SPAWNED)
+_RAY = ("gcs_server", "raylet", "monitor.py", "dashboard.py", "log_monitor.py")
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 _CONNECTIONS = 8
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -114,5 +114,6 @@ def _tcp(one: Listener, found: Found) -> tuple[str, str]:
     if found.protocol == "tls":
         return "KV transport", "TLS 1.3"
     if found.protocol == "http":
-        return ("Ray", "Ray token") if one.process.startswith("ray::") else ("HTTP API", "API key")
+        ray = one.process.startswith("ray::") or one.process in _RAY
+        return ("Ray", "Ray token") if ray else ("HTTP API", "API key")
     return ("KV transport (UCX)" if one.process in RANKS else "unknown"), NOTHING

@@ -31,6 +31,7 @@ _RAY_METHODS = (
     "NodeManagerService/GetNodeStats",
     "ObjectManagerService/Pull",
     "CoreWorkerService/GetCoreWorkerStats",
+    "ReporterService/HealthCheck",
 )
 """One of each service, of which each of Ray's servers has one."""
 _UNAUTHENTICATED, _UNIMPLEMENTED = 16, 12

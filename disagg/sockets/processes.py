@@ -17,6 +17,8 @@ _TCP_LISTEN, _UDP_BOUND = "0A", "07"
 _UNIX_LISTENS = 0x10000
 """The kernel's `__SO_ACCEPTCON`."""
 _UNIX_DATAGRAM = "0002"
+SPAWNED = "spawn_main"
+"""A rank of a benchmark, which `multiprocessing` starts."""
 _COMMANDS = ("disagg", "disagg.cli")
 """Kinds of the processes that `disagg` starts as its commands."""
 
@@ -103,7 +105,9 @@ def process_kind(command: list[str]) -> str:
     for index, argument in enumerate(command[1:], start=1):
         if argument in ("-m", "-c"):
             rest = command[index + 1] if index + 1 < len(command) else ""
-            return rest if argument == "-m" else "python -c"
+            if argument == "-c":
+                return SPAWNED if SPAWNED in rest else "python -c"
+            return rest
         if not argument.startswith("-"):
             return Path(argument).name
     return "python"

@@ -159,6 +159,8 @@ def test_processes_that_have_ended_listen_nowhere() -> None:
         ("/v/bin/python -u /x/log_monitor.py --a", "log_monitor.py"),
         ("ray::PrefillActor.park   ", "ray::PrefillActor"),
         ("/x/raylet --a=b", "raylet"),
+        ("python -c from|multiprocessing.spawn|import|spawn_main --multiprocessing-fork", "spawn_main"),
+        ("python -c pass", "python -c"),
         ("python", "python"),
         ("", ""),
     ],
@@ -200,7 +202,7 @@ def of(process: str, host: str, port: int = 0) -> Listener:
         (of("ray::DecodeActor", "127.0.0.1", 1), Found("unknown"), "KV transport (UCX)", NOTHING),
         (of("ray::DecodeActor", "@1"), Found("unknown"), "wake-ups (UCX)", NO_DATA),
         (of("raylet", "@1"), Found("unknown"), "Ray", NOTHING),
-        (of("monitor.py", "127.0.0.1", 44217), Found("http", False), "HTTP API", NOTHING),
+        (of("monitor.py", "127.0.0.1", 44217), Found("http", False), "Ray", NOTHING),
     ],
 )
 def test_explanations(listener: Listener, found: Found, purpose: str, protection: str) -> None:
