@@ -156,7 +156,7 @@ class Router:
         return alive and self._shunned.get(_names(prefill, decode), 0.0) <= time.monotonic()
 
     def _shun(self, prefill: Engine, decode: Engine) -> None:
-        """A request of the pair lost its way, or its bytes. Each group may be well, and the network between not."""
+        """A request of the pair lost its way or its bytes. Each group may be well: the wire between may not."""
         now_s = time.monotonic()
         self._shunned = {pair: until_s for pair, until_s in self._shunned.items() if until_s > now_s}
         self._shunned[_names(prefill, decode)] = now_s + SHUNNED_S

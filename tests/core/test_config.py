@@ -28,7 +28,7 @@ def test_defaults_are_the_documented_ones() -> None:
     assert (config.prefill.tp, config.decode.tp) == (None, None), "chosen from what the machine has"
     on_cpu, on_h200 = config.transfer.sized(0), config.transfer.sized(141 << 30)
     assert on_cpu.ring_bytes == on_cpu.staging_bytes == 32 << 20
-    assert on_cpu.segment_limit_bytes == 8 << 20
+    assert on_cpu.segment_limit_bytes == (8 << 20) - 8, "four segments and their checksums"
     assert on_h200.ring_bytes == on_h200.staging_bytes == 1 << 30
     assert (on_cpu.segment_overhead_s, on_h200.segment_overhead_s) == (0.0, 1e-4)
     assert on_cpu.wire_bytes_per_s == on_h200.wire_bytes_per_s == 350e9
@@ -232,8 +232,9 @@ def test_the_tree_is_frozen() -> None:
 
 def test_segment_limit() -> None:
     quarter = TransferConfig(ring_bytes=1 << 20).sized(0).segment_limit_bytes
-    assert quarter == 1 << 18, "of the smaller buffer"
-    assert TransferConfig(staging_bytes=1 << 16).sized(0).segment_limit_bytes == 1 << 14
+    assert quarter == (1 << 18) - 8, "of the smaller buffer, less the checksum"
+    assert TransferConfig(staging_bytes=1 << 16).sized(0).segment_limit_bytes == (1 << 14) - 8
+    assert TransferConfig(ring_bytes=1 << 20, checksum=False).sized(0).segment_limit_bytes == 1 << 18
     assert TransferConfig(max_segment_bytes=5000).sized(0).segment_limit_bytes == 5000
 
 

@@ -51,6 +51,21 @@ def test_a_failed_send_arrives_nowhere(two: Two) -> None:
     two.check()
 
 
+def test_a_flipped_bit_changes_nothing_else(two: Two) -> None:
+    """What arrives differs in one bit; the sender's memory does not."""
+    two.fabric.faults.flip(8 * SIZE + 13)  # modulo the message's bits
+    before = two.source.clone()
+    two.a.send("b", 1, two.source[:SIZE])
+    (arrival,) = two.b.arrivals()
+    two.b.receive("a", arrival, two.target[:SIZE])
+    two.b.progress()
+    expected = before[:SIZE].clone()
+    expected[1] ^= 1 << 5
+    assert torch.equal(two.target[:SIZE], expected)
+    assert torch.equal(two.source, before)
+    two.check()
+
+
 def test_a_rule_counts_only_what_it_is_told_to(two: Two) -> None:
     two.fabric.faults.fail_send(nth=0, when=lambda source, destination, tag: tag == 7 and destination == "b")
     assert two.a.send("b", 6, two.source[:1]).error is None
