@@ -32,6 +32,9 @@ TransportFlag = Annotated[
     Literal["auto", "ucx"],
     typer.Option("--transport", help="ucx: always through staging and ring, also where pools can be opened."),
 ]
+ChecksumFlag = Annotated[
+    bool, typer.Option("--checksum/--no-checksum", help="Of each segment, as transfer.checksum.")
+]
 RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each figure.")]
 
 
@@ -173,6 +176,7 @@ def transfer(
         str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank [by its memory].")
     ] = "0",
     transport: TransportFlag = "auto",
+    checksum: ChecksumFlag = True,
     peer: Annotated[
         Literal["none", "nixl"],
         typer.Option("--peer", help="nixl: the same by NIXL's descriptors too, for comparison."),
@@ -207,7 +211,7 @@ def transfer(
         prefill_page_size=prefill_page_size,
         decode_page_size=decode_page_size,
         config=Config(
-            transfer=_transfer(where, ring_bytes, staging_bytes, layer_groups),
+            transfer=_transfer(where, ring_bytes, staging_bytes, layer_groups, checksum),
             transport=TransportConfig(peer_memory=transport == "auto"),
         ),
     )
@@ -272,6 +276,7 @@ def handoff(
         str, typer.Option("--staging-bytes", metavar="SIZE", help="Of each prefill rank [by its memory].")
     ] = "0",
     transport: TransportFlag = "auto",
+    checksum: ChecksumFlag = True,
     repeats: RepeatsFlag = 5,
     device: DeviceFlag = "auto",
     out: OutFlag = None,
@@ -301,7 +306,7 @@ def handoff(
                 kv_dtype=cast("Any", kv_dtype),
                 deterministic=cuda if deterministic is None else deterministic,
             ),
-            transfer=_transfer(where, ring_bytes, staging_bytes, layer_groups),
+            transfer=_transfer(where, ring_bytes, staging_bytes, layer_groups, checksum),
             transport=TransportConfig(peer_memory=transport == "auto"),
         ),
         cuda=cuda,
@@ -419,13 +424,17 @@ def _numbers(flag: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"{flag} {text}: give whole numbers separated by commas") from exc
 
 
-def _transfer(device: Any, ring_bytes: str, staging_bytes: str, layer_groups: int) -> TransferConfig:
+def _transfer(
+    device: Any, ring_bytes: str, staging_bytes: str, layer_groups: int, checksum: bool
+) -> TransferConfig:
     """As a rank on `device` would have it."""
     from disagg.core.config import TransferConfig
     from disagg.node.device import memory_bytes
 
     ring, staging = parse_bytes(ring_bytes), parse_bytes(staging_bytes)
-    config = TransferConfig(ring_bytes=ring, staging_bytes=staging, layer_groups=layer_groups)
+    config = TransferConfig(
+        ring_bytes=ring, staging_bytes=staging, layer_groups=layer_groups, checksum=checksum
+    )
     return config.sized(memory_bytes(device))
 
 

@@ -113,6 +113,7 @@ class HandoffBench:
             "layer_groups": transfer.layer_groups,
             "ring_bytes": transfer.ring_bytes,
             "staging_bytes": transfer.staging_bytes,
+            "checksum": int(transfer.checksum),
             "transport": transport_choice(config).name,
         }
         return cls(config, sizes, cuda, labels)

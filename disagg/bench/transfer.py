@@ -139,6 +139,7 @@ def _results(
         "layer_groups": transfer.layer_groups,
         "ring_bytes": transfer.ring_bytes,
         "staging_bytes": transfer.staging_bytes,
+        "checksum": int(transfer.checksum),
     }
     moved = nbytes if case.in_flight == 1 else nbytes * case.count
     name = f"{case.tokens} tokens ({size_text(nbytes)}) by {path}"
