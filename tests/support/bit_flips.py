@@ -18,7 +18,9 @@ from decode_node.incoming import Incoming, Item
 from decode_node.landing import Landing
 from decode_node.verifier import Verifier
 from disagg.core.types import CHECKSUM_BYTES, Segment
+from transport.base import Arrival, Operation, Transport
 from transport.notices import Written
+from transport.tags import is_letter
 
 Choose = Callable[[Incoming, Segment, bool], int | None]
 """`choose(incoming, segment, again)`: a bit of the segment to invert; negative: a bit of its checksum; None: none."""
@@ -101,3 +103,30 @@ def invert_in_pool(place: Any, bit: int) -> None:
         head_byte,
     )
     memory[where] ^= 1 << bit % 8
+
+
+class FlippingTransport:
+    """Any transport; of each data message that comes for the first time one bit is inverted as it arrives."""
+
+    def __init__(self, inner: Transport, seed: int) -> None:
+        self._inner, self._choose = inner, random.Random(seed)
+        self._seen: set[int] = set()
+        self._damaged: dict[Operation, torch.Tensor] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
+        operation = self._inner.receive(peer, arrival, into, context)
+        if not is_letter(arrival.tag) and arrival.tag not in self._seen:
+            self._seen.add(arrival.tag)
+            self._damaged[operation] = into
+        return operation
+
+    def progress(self) -> list[Operation]:
+        ended = self._inner.progress()
+        for operation in ended:
+            into = self._damaged.pop(operation, None)
+            if into is not None:
+                invert(into, self._choose.randrange(8 * into.numel()))
+        return ended

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from architectures import HYBRIDS, save
-from bit_flips import Choose, Flips, first_sendings, install
+from bit_flips import Choose, FlippingTransport, Flips, first_sendings, install
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
 from decode_node.incoming import Incoming
@@ -28,6 +28,7 @@ from transport import messages as m
 from transport.letters import Letters
 from transport.reliable import ReliableOptions
 from transport.tags import is_letter
+from transport.ucx import UcxTransport
 
 TOKENS = 6
 GREEDY = SamplingParams(max_tokens=TOKENS)
@@ -83,6 +84,21 @@ def test_a_bit_on_the_wire(checkpoints: Checkpoints, seed: int) -> None:
             groups.fabric.faults.flip(choose.randrange(1 << 20), nth, lambda s, d, tag: not is_letter(tag))
         answers = groups.answers(prompts, GREEDY)
         assert mismatches(groups) == sent_again(groups) == 3
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
+
+
+def test_bits_on_ucx(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every data message arrives damaged when it comes first; the ranks are threads that have a UCX worker each."""
+
+    def damaging(self: LocalGroups, name: str) -> Any:
+        return FlippingTransport(UcxTransport(), seed=len(name))
+
+    monkeypatch.setattr(LocalGroups, "transport", damaging)
+    source, prompts = checkpoints.source(), random_prompts(70, 55, seed=2)
+    with local_groups(small_config(2, 1, chunk_tokens=16), source) as groups:
+        groups.damages = True
+        answers = groups.answers(prompts, GREEDY)
+        assert mismatches(groups) == sent_again(groups) == segments(groups) > 0
     assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
 
 
