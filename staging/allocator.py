@@ -20,6 +20,9 @@ from dataclasses import dataclass
 
 from disagg.core.errors import InvariantError
 
+ALIGNMENT_BYTES = 256
+"""Leases start at its multiples; rings and staging buffers are whole multiples of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -75,7 +78,7 @@ class StagingAllocator:
     ValueError when it is not, or when either is below 1.
     """
 
-    def __init__(self, size_bytes: int, alignment_bytes: int = 256) -> None:
+    def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
         if alignment_bytes < 1 or size_bytes < 1 or size_bytes % alignment_bytes:
             raise ValueError(
                 "size_bytes must be a positive multiple of alignment_bytes; "

@@ -8,6 +8,7 @@ import structlog
 
 from disagg.core.errors import ConfigError, TransportError
 from disagg.core.types import GroupInfo, RankInfo
+from staging.allocator import ALIGNMENT_BYTES
 from staging.planner import smallest_ring_bytes
 from staging.routes import Route, plan_routes
 from staging.trailer import largest_segment_bytes, message_bytes
@@ -68,7 +69,7 @@ def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
         if rank.ring_bytes < need:
             raise ConfigError(
                 f"the ring of {decode.name} rank {rank.rank} has {rank.ring_bytes} bytes, but one token of one "
-                f"layer needs {need}: set transfer.ring_bytes to {need} or more (a few MiB at least for speed)"
+                f"layer needs {need}: set transfer.ring_bytes to {_whole(need)} or more (for speed, a few MiB)"
             )
     return link
 
@@ -87,11 +88,16 @@ def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: 
         if staging_bytes < message:
             raise ConfigError(
                 f"the staging buffer of {link.prefill.name} rank {src_rank} has {staging_bytes} bytes, but one "
-                f"token of one layer needs {message}: set transfer.staging_bytes to {message} or more"
+                f"token of one layer needs {message}: set transfer.staging_bytes to {_whole(message)} or more"
             )
         most = largest_segment_bytes(min(rank.ring_bytes, staging_bytes), link.checked)
         limits[rank.rank] = min(most, max(need, wanted_bytes))
     return limits
+
+
+def _whole(nbytes: int) -> int:
+    """The smallest size of a ring or a staging buffer that has so many bytes."""
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def fence(transport: Transport, peer: str) -> None:

@@ -34,6 +34,7 @@ from disagg.node.plan import StepPlan
 from disagg.node.silence import Silences
 from disagg.node.sizing import device_limit_bytes, pool_bytes
 from disagg.node.transfer_loop import TransferAgent, TransferLoop
+from staging.allocator import ALIGNMENT_BYTES
 from transport import messages as m
 from transport.base import Transport
 from transport.control import ControlChannel
@@ -45,8 +46,6 @@ log = structlog.get_logger(__name__)
 
 SWITCH_INTERVAL_S = 0.0002
 """A rank's threads ask each other for the interpreter this often; Python's 5 ms would hold up whole transfers."""
-ALIGNMENT_BYTES = 256
-"""Rings and staging buffers are whole multiples of it."""
 
 
 class Agent(TransferAgent, Protocol):

@@ -45,13 +45,19 @@ def test_a_ring_smaller_than_a_request_and_than_a_chunk(
 def test_memory_too_small_for_one_token_of_one_layer_is_refused(
     tmp_path_factory: pytest.TempPathFactory, setting: str, named: str
 ) -> None:
-    """One token of one layer: 2 (K, V) x 4 heads x 256 elements x 4 bytes = 8192."""
+    """One token of one layer: 2 (K, V) x 4 heads x 256 elements x 4 bytes = 8192, and 8 bytes of its checksum."""
     directory = tmp_path_factory.mktemp("wide")
     make_tiny_checkpoint(directory, layers=1, hidden=96, q_heads=4, kv_heads=4, head_dim=256)
     config = small_config()
     transfer = msgspec.structs.replace(config.transfer, **{setting: 4096})
-    with pytest.raises(ConfigError, match=f"{named}.*4096 bytes.*needs 8192: set transfer.{setting} to 8192"):
+    with pytest.raises(ConfigError, match=f"{named}.*4096 bytes.*needs 8200: set transfer.{setting} to 8448"):
         LocalGroups(msgspec.structs.replace(config, transfer=transfer), ModelSource.from_directory(directory))
+    transfer = msgspec.structs.replace(config.transfer, **{setting: 8448})
+    with local_groups(
+        msgspec.structs.replace(config, transfer=transfer), ModelSource.from_directory(directory)
+    ) as groups:
+        (answer,) = groups.answers(random_prompts(20), SamplingParams(max_tokens=2))
+    assert len(answer.tokens) == 2
 
 
 @pytest.mark.parametrize("pages", [(1, 1), (16, 64)])
