@@ -127,8 +127,7 @@ class _Routes:
         return await whole_reply(answers, writer, exchange, request.receive)
 
     async def _body(self, request: Request) -> bytes:
-        limit_bytes, deadline_s = self._service.config.max_body_bytes, exchange_of(request).deadline_s
-        return await read_body(request.scope, request.receive, limit_bytes, deadline_s)
+        return await read_body(request.scope, request.receive, self._service.config, exchange_of(request))
 
     def _card(self) -> dict[str, Any]:
         model = self._model

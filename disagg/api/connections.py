@@ -1,16 +1,19 @@
-"""Connections within bounds: how many, how large and how slow a request's head may be, how long one may be idle."""
+"""Connections within bounds: how many, how large and slow a request's head is, how slowly a client reads."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
 import socket
+from typing import Any, ClassVar
 
 import structlog
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from disagg.api.connection_table import SPARE, ConnectionTable, address_of
 from disagg.api.edge import OPEN, head_too_large
 from disagg.api.errors import ApiError, retry_after
+from disagg.api.metrics import Metrics
 from disagg.core.config import ApiConfig
 
 log = structlog.get_logger(__name__)
@@ -18,87 +21,178 @@ log = structlog.get_logger(__name__)
 PHRASES = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 OTHER_FILES = 256
 """Descriptors that a server needs beside its connections: libraries, Ray, control channels."""
+MAX_PIPELINED = 32
+"""Requests of one connection that wait behind the one that is answered; each holds its head in memory."""
+MIN_SEND_BYTES_PER_S = 1024
+"""A client that reads a full buffer more slowly than this is given up."""
 
 
-def bounded_http(config: ApiConfig) -> type[asyncio.Protocol]:
-    """uvicorn's protocol within the bounds of `config`.
+def bounded_http(config: ApiConfig, metrics: Metrics) -> type[asyncio.Protocol]:
+    """uvicorn's protocol within the bounds of `config`; the connections of one server.
 
-    uvicorn itself would keep a head that never ends, for ever; the edge looks at those that end. A connection beyond
-    `max_connections` is told so, and closed, when its first request is read; who watches the server is answered.
-    Nor does uvicorn look at a client that does not read: the kernel gives it up after `idle_timeout_s`, even where
-    what is left to send keeps a connection that was closed.
+    - uvicorn would keep an unfinished head for ever: `header_timeout_s` bounds it.
+    - `ConnectionTable` chooses the connection that is closed when too many are open. A connection for which no room
+      can be made gets its 503 after its first head; health probes on it are answered.
+    - uvicorn does not watch clients that do not read. The kernel gives up those that acknowledge nothing for
+      `idle_timeout_s`, `_check_progress` those that read too slowly.
     """
 
-    class BoundedHttp(HttpToolsProtocol):
-        _head_bytes = 0
-        _in_head = True
-        _surplus = False
-        _late: asyncio.TimerHandle | None = None
+    class Bounded(_BoundedHttp):
+        api = config
+        table = ConnectionTable(config.max_connections, config.max_connections_per_address)
+        counts = metrics
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self._surplus = len(self.connections) > config.max_connections
-            transport.get_extra_info("socket").setsockopt(
-                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, config.idle_timeout_s * 1000
-            )
+    return Bounded
+
+
+class _BoundedHttp(HttpToolsProtocol):
+    """See `bounded_http`. Every timer is cancelled in `connection_lost`."""
+
+    api: ClassVar[ApiConfig]
+    table: ClassVar[ConnectionTable]
+    counts: ClassVar[Metrics]
+
+    _head_bytes = 0
+    _in_head = True
+    _refused = ""
+    _late: asyncio.TimerHandle | None = None
+    _watch: asyncio.TimerHandle | None = None
+    _running: RequestResponseCycle | None = None
+    """The request that is answered now, or was last."""
+    _unsent_bytes: int | None = None
+    """Unsent bytes of a stuck connection at the last look; None if it was not stuck."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self.api.idle_timeout_s * 1000
+        )
+        self._watch = self.loop.call_later(self.api.idle_timeout_s, self._check_progress)
+        admission = self.table.admit(self, address_of(self.client[0] if self.client else ""))
+        self._count()
+        if admission.evicted is not None:
+            assert isinstance(admission.evicted, _BoundedHttp), "the table holds nothing else"
+            self.counts.connections_closed.labels("idle").inc()
+            admission.evicted.drop()
+        self._refused = admission.refused
+        if admission.held:
             self._expect_head()
+        else:
+            self._refuse_room(admission.refused)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._head_came()
-            super().connection_lost(exc)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        if self._watch is not None:
+            self._watch.cancel()
+        self.table.remove(self)
+        self._count()
+        super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            # uvicorn tells only the newest request; this one may be an older one, with others behind it.
+            self._running.disconnected = True
+            self._running.message_event.set()
 
-        def data_received(self, data: bytes) -> None:
-            self._head_bytes += len(data) if self._in_head else 0
-            super().data_received(data)
-            if self._in_head and self._head_bytes > config.max_header_bytes:
-                self._refuse(head_too_large("the request's head", config.max_header_bytes))
-            elif self._late is None and (self.cycle is None or self.cycle.response_complete):
-                # A body that is not wanted any more, or line breaks before a head: they stopped uvicorn's own clock.
-                self._late = self.loop.call_later(config.header_timeout_s, self.transport.close)
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data) if self._in_head else 0
+        super().data_received(data)
+        if self._in_head and self._head_bytes > self.api.max_header_bytes:
+            self._refuse(head_too_large("the request's head", self.api.max_header_bytes))
+        elif self._late is None and self._answered():
+            # The body of a refused request, or line breaks before a head: they stopped uvicorn's own clock.
+            self._late = self.loop.call_later(self.api.header_timeout_s, self.transport.close)
 
-        def on_message_begin(self) -> None:
-            self._expect_head()
-            super().on_message_begin()
+    def on_message_begin(self) -> None:
+        self._expect_head()
+        super().on_message_begin()
 
-        def on_headers_complete(self) -> None:
-            self._in_head = False
-            self._head_came()
-            if self._surplus and self.url.partition(b"?")[0].decode("latin-1") not in OPEN:
-                self._refuse(_too_many(config.max_connections))
-            elif not self.transport.is_closing():
-                super().on_headers_complete()
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_came()
+        if self._refused and self.url.partition(b"?")[0].decode("latin-1") not in OPEN:
+            self._refuse_room(self._refused)
+        elif len(self.pipeline) >= MAX_PIPELINED:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.table.begin(self)
+            super().on_headers_complete()
 
-        def on_message_complete(self) -> None:
-            self._in_head, self._head_bytes = True, 0
-            if self.cycle is not None:  # none was begun for a request that was refused
-                super().on_message_complete()
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
-        def on_body(self, body: bytes) -> None:
-            if self.cycle is not None:
-                super().on_body(body)
+    def on_message_complete(self) -> None:
+        self._in_head, self._head_bytes = True, 0
+        if self.cycle is not None:  # a refused request has none
+            super().on_message_complete()
 
-        def _expect_head(self) -> None:
-            self._head_came()
-            self._late = self.loop.call_later(config.header_timeout_s, self._refuse, _too_slow(config))
+    def on_body(self, body: bytes) -> None:
+        if self.cycle is not None:
+            super().on_body(body)
 
-        def _head_came(self) -> None:
-            if self._late is not None:
-                self._late.cancel()
-                self._late = None
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self.table.wait(self)
+        super().on_response_complete()
 
-        def _refuse(self, error: ApiError) -> None:
-            if self.transport.is_closing():
-                return
-            if self.cycle is None or self.cycle.response_complete:  # else an answer is on its way out
-                self.transport.write(_whole(error))
+    def resume_writing(self) -> None:
+        self._unsent_bytes = None
+        super().resume_writing()
+
+    def flushed(self) -> bool:
+        """See `connection_table.Connection`."""
+        return self.transport.get_write_buffer_size() == 0
+
+    def drop(self) -> None:
+        """Closes a connection without a request in progress, which has left the table."""
+        if self._head_bytes:
+            self._refuse(_too_many("the server needed this connection for another client"))
+        else:
             self.transport.close()
 
-    return BoundedHttp
+    def _answered(self) -> bool:
+        """Whether no response is in progress."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        self._head_came()
+        self._late = self.loop.call_later(self.api.header_timeout_s, self._refuse, _too_slow(self.api))
+
+    def _head_came(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _refuse(self, error: ApiError) -> None:
+        if self.transport.is_closing():
+            return
+        if self._answered():  # else the answer in progress is on its way
+            self.transport.write(_whole(error))
+        self.transport.close()
+
+    def _refuse_room(self, why: str) -> None:
+        self.counts.connections_closed.labels("refused").inc()
+        self._refuse(_too_many(why))
+
+    def _count(self) -> None:
+        self.counts.connections.set(self.table.statistics().open)
+
+    def _check_progress(self) -> None:
+        """Aborts a connection that can write no more, or is closing, and sent next to nothing since the last look."""
+        interval_s = self.api.idle_timeout_s
+        if not (self.transport.is_closing() or self.flow.write_paused):
+            self._unsent_bytes = None
+        else:
+            before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
+            if before is not None and before - self._unsent_bytes < MIN_SEND_BYTES_PER_S * interval_s:
+                self.counts.connections_closed.labels("slow_reader").inc()
+                self.transport.abort()
+                return
+        self._watch = self.loop.call_later(interval_s, self._check_progress)
 
 
 def check_file_limit(config: ApiConfig) -> None:
     """Raises this process' limit of open files as far as it may; warns when that is too low for `max_connections`."""
-    needed = config.max_connections + OTHER_FILES
+    needed = config.max_connections + SPARE + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
         return
@@ -123,11 +217,10 @@ def _whole(error: ApiError) -> bytes:
     return b"\r\n".join([*lines, b"content-length: %d" % len(body), b"", body])
 
 
-def _too_many(limit: int) -> ApiError:
-    message = f"the server has {limit} connections, and takes no more: try again later"
-    return ApiError(503, message, code="too_many_connections", headers=retry_after(1))
+def _too_many(why: str) -> ApiError:
+    return ApiError(503, f"{why}: try again later", code="too_many_connections", headers=retry_after(1))
 
 
 def _too_slow(config: ApiConfig) -> ApiError:
-    message = f"the request's head did not come within {config.header_timeout_s:g} s"
+    message = f"the request's head did not come within {config.header_timeout_s:g} s (api.header_timeout_s)"
     return ApiError(408, message, code="timeout")

@@ -6,6 +6,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -13,6 +14,7 @@ from starlette.types import Receive, Scope
 
 from disagg.api.errors import CLIENT_GONE, ApiError, bad
 from disagg.api.tracing import RequestTrace
+from disagg.core.config import ApiConfig
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 STATE = "exchange"
@@ -80,32 +82,54 @@ def timeout_s(given: bytes | None, most_s: float) -> float:
     return min(asked_s, most_s)
 
 
-async def read_body(scope: Scope, receive: Receive, limit_bytes: int, deadline_s: float) -> bytes:
-    """The whole body. Raises a 413, as early as that is known, and a 408 at `deadline_s` of `time.monotonic`."""
+async def read_body(scope: Scope, receive: Receive, config: ApiConfig, exchange: Exchange) -> bytes:
+    """The whole body. Raises a 413 as early as the size is known, and a 408 for a body that comes too slowly.
+
+    The time is `body_timeout_s` from the request's arrival and a second for each `min_body_bytes_per_s` received, but
+    never beyond the request's own deadline.
+    """
+    loop = asyncio.get_running_loop()
+    arrived_s = loop.time() - (time.monotonic() - exchange.arrived_s)
+    latest_s = arrived_s + exchange.timeout_s
+    body = bytearray()
     try:
-        async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())):
-            return await _read(scope, receive, limit_bytes)
+        async with asyncio.timeout_at(min(latest_s, arrived_s + config.body_timeout_s)) as limit:
+            async for piece in _pieces(scope, receive, config.max_body_bytes):
+                body += piece
+                earned_s = config.body_timeout_s + len(body) / config.min_body_bytes_per_s
+                limit.reschedule(min(latest_s, arrived_s + earned_s))
     except TimeoutError as exc:
-        close = {"Connection": "close"}
-        raise ApiError(408, "the body did not come in time", code="timeout", headers=close) from exc
+        raise _too_slow(config) from exc
+    return bytes(body)
 
 
-async def _read(scope: Scope, receive: Receive, limit_bytes: int) -> bytes:
+async def _pieces(scope: Scope, receive: Receive, limit_bytes: int) -> AsyncIterator[bytes]:
     length = dict(scope["headers"]).get(b"content-length", b"0")
     if length.isdigit() and int(length) > limit_bytes:
         raise _too_large(limit_bytes)
-    body = bytearray()
-    while True:
+    total_bytes, more = 0, True
+    while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(
                 CLIENT_GONE, "the client went away before its request was complete", code="client_gone"
             )
-        body += message.get("body", b"")
-        if len(body) > limit_bytes:
+        piece: bytes = message.get("body", b"")
+        total_bytes += len(piece)
+        if total_bytes > limit_bytes:
             raise _too_large(limit_bytes)
-        if not message.get("more_body", False):
-            return bytes(body)
+        more = message.get("more_body", False)
+        yield piece
+
+
+def _too_slow(config: ApiConfig) -> ApiError:
+    return ApiError(
+        408,
+        f"the body did not come in time: {config.body_timeout_s:g} s (api.body_timeout_s) and a second for each "
+        f"{config.min_body_bytes_per_s} bytes of it (api.min_body_bytes_per_s), within the request's own time",
+        code="timeout",
+        headers={"Connection": "close"},
+    )
 
 
 def _too_large(limit_bytes: int) -> ApiError:

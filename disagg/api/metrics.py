@@ -51,6 +51,15 @@ class Metrics:
         self.aborts = Counter(
             "disagg_aborts", "Answers aborted: client gone, sibling failed, stop", registry=registry
         )
+        self.connections = Gauge(
+            "disagg_http_connections", "HTTP connections that are open", registry=registry
+        )
+        self.connections_closed = Counter(
+            "disagg_http_connections_closed",
+            "HTTP connections closed early: idle ones to make room, refused ones, slow readers",
+            ["reason"],
+            registry=registry,
+        )
         self.transfer_bytes = Counter(
             "disagg_transfer_bytes", "KV cache sent from prefill to decode", registry=registry
         )

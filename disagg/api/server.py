@@ -19,6 +19,8 @@ from disagg.core.errors import ConfigError
 
 log = structlog.get_logger(__name__)
 
+BACKLOG = 4096
+"""Connections that the kernel accepts before the event loop does; `net.core.somaxconn` caps it."""
 LAST_BYTES_S = 5
 """How long responses that have ended may take to leave, before their connections are closed."""
 
@@ -61,7 +63,7 @@ async def serve(
     """
     config = service.config
     check_file_limit(config)
-    server = _Server(_settings(app, config), lambda: on_listening(_url(listener)))
+    server = _Server(_settings(app, service), lambda: on_listening(_url(listener)))
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     await _first(serving, stop.wait())
     service.stopping = True
@@ -105,10 +107,11 @@ class _Server(uvicorn.Server):
         yield  # signals are the caller's: what they stop first is new requests, not the socket
 
 
-def _settings(app: ASGIApp, config: ApiConfig) -> uvicorn.Config:
+def _settings(app: ASGIApp, service: Service) -> uvicorn.Config:
+    config = service.config
     return uvicorn.Config(
         app,
-        http=bounded_http(config),
+        http=bounded_http(config, service.metrics),
         ws="none",
         lifespan="off",
         log_config=None,
@@ -116,7 +119,7 @@ def _settings(app: ASGIApp, config: ApiConfig) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=config.idle_timeout_s,
-        backlog=config.max_connections,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=LAST_BYTES_S,
     )
 

@@ -34,11 +34,20 @@ class ApiConfig(Section, frozen=True):
     drain_timeout_s: float = 30.0
     """How long a stop waits for running answers before it aborts them."""
     max_connections: int = 1024
-    """Open at one time; who comes on top gets a 503."""
+    """Open at one time. Beyond that the one that waited longest for a request is closed; with none, new ones get a
+    503."""
+    max_connections_per_address: int = 512
+    """Of one client address (IPv6: network of 64 bits), with the same rule. Behind a proxy all clients have the
+    proxy's address: set it to `max_connections` there, and let the proxy limit its clients."""
     idle_timeout_s: int = 30
     """A connection without a request is closed after so long."""
     header_timeout_s: float = 10.0
     """A request's head that is not whole by then is answered by a 408, also the first one of a new connection."""
+    body_timeout_s: float = 10.0
+    """A request's body that is not whole by then is answered by a 408; received bytes extend the time, see
+    `min_body_bytes_per_s`."""
+    min_body_bytes_per_s: int = 16 * KIB
+    """Each so many bytes of a body that have come extend `body_timeout_s` by a second, within `request_timeout_s`."""
     max_body_bytes: int = 4096 * KIB
     max_header_bytes: int = 32 * KIB
     """Request line and headers together."""
@@ -59,6 +68,8 @@ class ApiConfig(Section, frozen=True):
             1,
             "max_running",
             "max_connections",
+            "max_connections_per_address",
+            "min_body_bytes_per_s",
             "idle_timeout_s",
             "max_prompts",
             "max_n",
@@ -67,7 +78,7 @@ class ApiConfig(Section, frozen=True):
         )
         self._at_least(0, "max_queued", "drain_timeout_s")
         self._at_least(1024, "max_header_bytes")
-        self._positive("request_timeout_s", "max_queue_s", "header_timeout_s")
+        self._positive("request_timeout_s", "max_queue_s", "header_timeout_s", "body_timeout_s")
         self._needs(self.max_slowdown == 0 or self.max_slowdown >= 1, "max_slowdown", "0, or from 1")
         self._needs(
             128 <= self.max_line_bytes <= self.max_header_bytes,

@@ -12,6 +12,7 @@ import pytest
 from api_server import ApiServer, LogLines, until
 
 from disagg.api import connections
+from disagg.api.connection_table import SPARE
 from disagg.api.connections import OTHER_FILES, check_file_limit
 from disagg.core.config import ApiConfig
 
@@ -43,16 +44,24 @@ def alive(connection: socket.socket) -> bool:
     return found.startswith(b"HTTP/1.1 200")
 
 
+def ask(connection: socket.socket) -> None:
+    body = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
+    connection.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+
+
 def test_one_connection_too_many_is_told_so() -> None:
     with ApiServer(max_connections=2) as server, ExitStack() as stack:
+        server.set(hold_after=1)
         for _ in range(2):
-            stack.enter_context(connected(server)).sendall(GET % b"/health")
+            ask(stack.enter_context(connected(server)))
+        until(lambda: server.value("disagg_requests_running") == 2)
         with connected(server) as surplus:
             surplus.sendall(GET % b"/v1/models")
             said = rest(surplus)
             assert said.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
             assert b"retry-after: 1\r\n" in said
             assert b'"code":"too_many_connections"' in said
+            assert b"api.max_connections)" in said
         with connected(server) as watcher:
             watcher.sendall(GET % b"/health?x=1")
             assert alive(watcher), "who watches the server sees that it lives"
@@ -60,6 +69,7 @@ def test_one_connection_too_many_is_told_so() -> None:
             assert b"503" in rest(watcher)
         stack.close()
         until(lambda: server.client.get("/v1/models").status_code == 200)
+        assert server.value("disagg_http_connections_closed_total", reason="refused") == 2
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"])
@@ -97,8 +107,7 @@ def test_an_answer_may_take_longer_than_a_head() -> None:
     with ApiServer(header_timeout_s=0.1) as server:
         server.set(hold_after=1)
         with connected(server) as slow, connected(server) as clock:
-            body = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
-            slow.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
+            ask(slow)
             until(lambda: server.value("disagg_requests_running") == 1)
             assert b"408" in rest(clock), "that much time has passed"
             server.go()
@@ -142,7 +151,7 @@ def test_a_client_that_does_not_read_is_given_up() -> None:
 @pytest.mark.parametrize(
     ("limits", "set_to", "warned"),
     [
-        ((64, 10000), 100 + OTHER_FILES, False),
+        ((64, 10000), 100 + SPARE + OTHER_FILES, False),
         ((64, 200), 200, True),
         ((5000, 5000), None, False),
         ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None, False),

@@ -1,0 +1,154 @@
+"""Which connections are open, from which addresses, and which of them wait for a request.
+
+The table only decides; `connections.py` closes what it names.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from disagg.core.errors import InvariantError
+
+SPARE = 64
+"""Connections beyond the limit that are read until their first head: health probes are still answered."""
+_IPV6_PREFIX = 64
+"""One IPv6 client usually owns a network of this size, so its addresses count as one."""
+
+
+class Connection(Protocol):
+    """What the table needs to know of a connection; hashed by identity."""
+
+    def flushed(self) -> bool:
+        """Whether the client has taken every byte that was written."""
+
+
+class Admission(NamedTuple):
+    """The decision about a new connection."""
+
+    held: bool
+    """False: the connection is not in the table and must be closed at once."""
+    evicted: Connection | None = None
+    """Left the table to make room; the caller closes it."""
+    refused: str = ""
+    """Why requests of the connection are refused (503); empty if they are served."""
+
+
+class ConnectionStatistics(msgspec.Struct, frozen=True):
+    """Counts at one moment."""
+
+    open: int
+    """Connections in the table."""
+    waiting: int
+    """Those without a request in progress."""
+    addresses: int
+    """Addresses that hold at least one."""
+
+
+class ConnectionTable:
+    """Bounds the connections in all and for each address. One event loop uses it; no lock.
+
+    A full table drops the connection that has waited longest for a request: of the same address when that address
+    is full, else of all. Connections with a request in progress are never dropped.
+    """
+
+    def __init__(self, limit: int, address_limit: int) -> None:
+        self._limit, self._address_limit = limit, address_limit
+        self._open: dict[Connection, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._waiting: OrderedDict[Connection, None] = OrderedDict()
+        self._waiting_of: dict[str, OrderedDict[Connection, None]] = {}
+
+    def admit(self, connection: Connection, address: str) -> Admission:
+        """Enters a new connection, which waits for its first request."""
+        waiting, why = self._room(address)
+        if not why:
+            self._enter(connection, address)
+            return Admission(held=True)
+        evicted = next((one for one in waiting if one.flushed()), None)
+        if evicted is not None:
+            self.remove(evicted)
+        elif len(self._open) >= self._limit + SPARE:
+            return Admission(held=False, refused=why)
+        self._enter(connection, address)
+        return Admission(held=True, evicted=evicted, refused="" if evicted is not None else why)
+
+    def begin(self, connection: Connection) -> None:
+        """A request of the connection has begun. No effect on a connection that left the table."""
+        address = self._open.get(connection)
+        if address is not None and connection in self._waiting:
+            self._leave_waiting(connection, address)
+
+    def wait(self, connection: Connection) -> None:
+        """The connection's requests have ended. No effect on a connection that left the table."""
+        address = self._open.get(connection)
+        if address is not None:
+            self._waiting[connection] = None
+            self._waiting_of.setdefault(address, OrderedDict())[connection] = None
+
+    def remove(self, connection: Connection) -> None:
+        """Takes the connection out; a second call does nothing."""
+        address = self._open.pop(connection, None)
+        if address is None:
+            return
+        if connection in self._waiting:
+            self._leave_waiting(connection, address)
+        self._counts[address] -= 1
+        if not self._counts[address]:
+            del self._counts[address]
+
+    def statistics(self) -> ConnectionStatistics:
+        """A consistent snapshot."""
+        return ConnectionStatistics(len(self._open), len(self._waiting), len(self._counts))
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless both orders and the counts agree with the open connections."""
+        of_addresses = [(one, address) for address, some in self._waiting_of.items() for one in some]
+        fits = (
+            set(self._waiting) == {one for one, _ in of_addresses}
+            and all(self._open.get(one) == address for one, address in of_addresses)
+            and Counter(self._open.values()) == self._counts
+            and all(self._waiting_of.values())
+            and len(self._open) <= self._limit + SPARE
+        )
+        if not fits:
+            raise InvariantError(f"connections: {self.statistics()}, {self._counts}, {self._open}")
+
+    def _room(self, address: str) -> tuple[Iterable[Connection], str]:
+        """The connections of which one may be dropped, and why that is needed; '' if there is room."""
+        if self._counts[address] >= self._address_limit:
+            why = f"this address has {self._address_limit} connections (api.max_connections_per_address), all in use"
+            return self._waiting_of.get(address, ()), why
+        if len(self._open) >= self._limit:
+            return (
+                self._waiting,
+                f"the server has {self._limit} connections (api.max_connections), all in use",
+            )
+        return (), ""
+
+    def _enter(self, connection: Connection, address: str) -> None:
+        self._open[connection] = address
+        self._counts[address] += 1
+        self.wait(connection)
+
+    def _leave_waiting(self, connection: Connection, address: str) -> None:
+        del self._waiting[connection], self._waiting_of[address][connection]
+        if not self._waiting_of[address]:
+            del self._waiting_of[address]
+
+
+def address_of(host: str) -> str:
+    """What counts as one client: an IPv4 address, mapped ones too, or an IPv6 network of 64 bits."""
+    try:
+        found = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(found, ipaddress.IPv4Address):
+        return str(found)
+    if found.ipv4_mapped is not None:
+        return str(found.ipv4_mapped)
+    return str(ipaddress.ip_network((found, _IPV6_PREFIX), strict=False))
