@@ -6,9 +6,13 @@ the user's input), Ctrl-C is 130, anything else a traceback and 1.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 import typer
 
@@ -58,6 +62,7 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 _INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -65,6 +70,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = app(args=given or ["--help"], prog_name="disagg", standalone_mode=False)
+        sys.stdout.flush()  # or a full disk would show after this boundary
     except typer.Exit as exc:
         return exc.exit_code
     except (KeyboardInterrupt, typer.Abort):
@@ -79,6 +85,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has gone; without this the interpreter complains once more while it ends.
         sys.stderr.close()
         return 0
+    except OSError as exc:
+        if exc.errno not in _FULL:
+            traceback.print_exc()
+        else:
+            where = f"{exc.filename}: " if exc.filename else ""
+            print(f"disagg: cannot write: {where}{exc.strerror}; free some space", file=sys.stderr)
+            _forget_output()
+        return 1
     except Exception:  # noqa: BLE001 - the boundary: whatever was not foreseen is shown whole
         traceback.print_exc()
         return 1
@@ -90,6 +104,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def main() -> None:
     """Entry point of the `disagg` script."""
     sys.exit(run())
+
+
+def _forget_output() -> None:
+    """Whatever stdout still holds goes nowhere; else the interpreter would fail once more while it ends."""
+    with contextlib.suppress(OSError):
+        sys.stdout.close()
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - lives until the process ends
 
 
 def _usage(exc: Exception) -> str:

@@ -12,13 +12,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from disagg.core.errors import ConfigError
-from disagg.core.folders import make_folder
+from disagg.core.folders import make_folder, writing
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+
+def _made(out: Path | None) -> Path | None:
+    """Before anything is measured: a folder that cannot be had would cost the whole run."""
+    if out is not None:
+        make_folder(out)
+    return out
+
+
 OutFlag = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Folder for the JSON file and the chart.")
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Folder for the JSON file and the chart.", callback=_made),
 ]
 DeviceFlag = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="For machines: print the figures as JSON.")]
@@ -48,7 +57,10 @@ class Shown:
 
 
 def show(name: str, found: Shown, out: Path | None, print_json: bool) -> None:
-    """Prints table and lines, or the JSON alone; with `out`, a folder, writes `bench_NAME.json` and `.png` there."""
+    """Prints table and lines, or the JSON alone; with `out`, a folder, writes `bench_NAME.json` and `.png` there.
+
+    Raises `ConfigError` when they cannot be written.
+    """
     text = found.json() if print_json or out is not None else ""
     if print_json:
         print(text)
@@ -62,10 +74,10 @@ def show(name: str, found: Shown, out: Path | None, print_json: bool) -> None:
         for line in found.lines:
             print(line)
     if out is not None:
-        make_folder(out)
         figures, chart = out / f"bench_{name}.json", out / f"bench_{name}.png"
-        figures.write_text(text + "\n")
-        found.chart(chart)
+        with writing("--out", out):
+            figures.write_text(text + "\n")
+            found.chart(chart)
         print(f"figures: {figures}, chart: {chart}", file=sys.stderr if print_json else sys.stdout)
 
 

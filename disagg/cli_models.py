@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from disagg.core.errors import ConfigError
+from disagg.core.folders import writing
 
 
 def models(
@@ -63,10 +64,8 @@ def _check(types: str, jobs: int, limit_s: float, out: Path | None) -> None:
     if out is not None:
         from disagg.coverage.check import page_of
 
-        try:
+        with writing("--out", out):
             out.write_text(page_of(verdicts))
-        except OSError as exc:
-            raise ConfigError(f"--out {out}: cannot be written: {exc.strerror or exc}") from exc
     if faults:
         print("not exact, and not refused: " + ", ".join(one.model_type for one in faults))
         raise typer.Exit(1)

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperCommand
 
 from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.folders import writing
 from disagg.core.key_file import first_key
 
 if TYPE_CHECKING:
@@ -97,10 +98,8 @@ def _record(
         raise DisaggError(f"--plot {plot}: no group has told of itself, so there is nothing to draw")
     if len(found.pictures) == 1:
         raise DisaggError(f"--plot {plot}: it was ended before a second look, so there is nothing to draw")
-    try:
+    with writing("--plot", plot):
         draw_memory(groups, plot, title)
-    except OSError as exc:
-        raise ConfigError(f"--plot {plot}: cannot be written: {exc.strerror or exc}") from exc
     if found.failed:
         typer.echo(f"{found.failed} looks found nothing, the last because {found.trouble}", err=True)
     passed_s = found.pictures[-1].unix_s - found.pictures[0].unix_s

@@ -11,6 +11,7 @@ import typer
 
 from disagg.core.config import parse_bytes
 from disagg.core.errors import ConfigError
+from disagg.core.folders import writing
 
 GRACE_S, MAX_GRACE_S = 120.0, 30 * 86400.0
 """Between the rotation of a key file and the first use of the fresh keys."""
@@ -107,10 +108,8 @@ def plan(
     if out is not None:
         from disagg.plan_draw import draw_plan
 
-        try:
+        with writing("--out", out):
             draw_plan(answer, out)
-        except OSError as exc:
-            raise ConfigError(f"--out {out}: cannot be written: {exc.strerror or exc}") from exc
 
 
 def _model_plan(flags: Mapping[str, object], gpu_memory_gb: float) -> Any:

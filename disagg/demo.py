@@ -24,11 +24,12 @@ from rich.progress import (
 from disagg.cluster_life import Cluster
 from disagg.core.config import Config
 from disagg.core.errors import ConfigError, PromptTooLongError
-from disagg.core.folders import make_folder
+from disagg.core.folders import make_folder, writing
 from disagg.core.log import configure
 from disagg.core.sampling import MAX_LOGPROBS
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.model.rounding import Judged
+from disagg.model.tokenizer import load_tokenizer
 from disagg.node.assemble import make_source
 from disagg.reference import Reference, comparable, equal_tokens, reference_answers
 from disagg.report import RequestReport, answer_lines, report_table
@@ -37,7 +38,7 @@ from disagg.router.router import Router
 from disagg.router.session import SessionReport
 from disagg.router.text import Decode, decode_with
 from disagg.run_options import RunOptions
-from disagg.serve_local import limit_tokens, load_tokenizer, local_cluster, local_router, with_model
+from disagg.serve_local import limit_tokens, local_cluster, local_router, with_model
 from disagg.verdict import judged_of, verdict, within
 
 DEFAULT_OUT = "out"
@@ -91,8 +92,9 @@ def run_demo(config: Config, options: RunOptions) -> None:
     for line in answer_lines(reports):
         console.print(line, markup=False, highlight=False, no_wrap=True, overflow="ellipsis")
     picture = out / "timeline.png"
-    draw_timeline(spans, picture, title="one demo run")
-    (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
+    with writing("--out", out):
+        draw_timeline(spans, picture, title="one demo run")
+        (out / "report.json").write_bytes(msgspec.json.format(msgspec.json.encode(reports), indent=2))
     console.print(
         f"timeline: [link={picture.resolve().as_uri()}]{picture}[/link]   report: {out / 'report.json'}"
     )

@@ -12,7 +12,7 @@ from torch import nn
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.runner import ModelRunner
-from disagg.model.source import ModelSource
+from disagg.model.source import ModelSource, load_pretrained
 from disagg.model.unsplit import forced_logits, generate_unsplit
 
 
@@ -40,11 +40,12 @@ class HuggingFace:
     def __init__(
         self, source: ModelSource, sampling: SamplingParams, device: torch.device, dtype: torch.dtype
     ) -> None:
-        from transformers import AutoModelForCausalLM, GenerationConfig
+        from transformers import GenerationConfig
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        model = AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype, local_files_only=True)
+        assert source.directory is not None, "random weights have no checkpoint"
+        model = load_pretrained(source.directory, dtype)
         self._model: Any = model.to(device)
         self.models: Sequence[nn.Module] = [self._model]
         self._device = device

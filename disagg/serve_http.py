@@ -19,17 +19,19 @@ import uvloop
 from rich.console import Console
 
 from disagg.api.app import make_app
-from disagg.api.keys import load_api_keys
+from disagg.api.keys import VARIABLE, load_api_keys
 from disagg.api.model import ServedModel
 from disagg.api.server import bind, serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing, traced
 from disagg.cluster_keys import join_keys
 from disagg.cluster_life import Cluster
-from disagg.core.config import Config
+from disagg.core.config import ApiConfig, Config
+from disagg.core.errors import ConfigError
 from disagg.core.log import configure
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.directory import directory_host
+from disagg.model.tokenizer import load_tokenizer
 from disagg.node.assemble import make_source
 from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.router.follow import joined
@@ -39,7 +41,6 @@ from disagg.router.status import watching
 from disagg.serve_local import (
     follow_cluster,
     limit_tokens,
-    load_tokenizer,
     local_cluster,
     local_router,
     make_router,
@@ -63,7 +64,7 @@ def run_serve(config: Config) -> None:
     """
     configure(config.log)
     console = Console(stderr=True)
-    keys = load_api_keys(config.api.key_file, os.environ)
+    keys = _api_keys(config.api)
     config = with_model(config, console.print)
     with handlers_restored(), traced(config.metrics) as tracing, bind(config.api) as listener:
         model = served_model(config)
@@ -82,7 +83,7 @@ def run_serve(config: Config) -> None:
 def run_serve_joined(config: Config, directory: str) -> None:
     """Serves with the groups that the directory at `directory`, `tcp://HOST:PORT`, tells of; else as `run_serve`."""
     configure(config.log)
-    keys = load_api_keys(config.api.key_file, os.environ)
+    keys = _api_keys(config.api)
     directory_host(directory, config.control)  # an address that is none is refused first
     control_keys = join_keys(config.control, directory, os.environ)
     config = with_model(config, Console(stderr=True).print)
@@ -94,6 +95,19 @@ def run_serve_joined(config: Config, directory: str) -> None:
             _run(_serve(router, config, model, keys, tracing, listener))
         finally:
             model.close()
+
+
+def _api_keys(config: ApiConfig) -> tuple[bytes, ...]:
+    """The keys that clients need. Raises `ConfigError` for none on an address that other machines reach."""
+    keys = load_api_keys(config.key_file, os.environ)
+    if not keys and not is_loopback(config.host):
+        if not config.allow_no_key:
+            raise ConfigError(
+                f"api.host = {config.host!r} lets other machines connect, and there is no API key: give "
+                f"--api-key-file or {VARIABLE}, or serve everybody with --set api.allow_no_key=true"
+            )
+        log.warning("no_api_key", host=config.host, means="whoever reaches this address may use the model")
+    return keys
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -161,9 +175,6 @@ async def _serve(
         )
         log_own_sockets(descendants=True)
 
-    host = config.api.host
-    if not keys and not is_loopback(host):
-        log.warning("no_api_key", host=host, means="whoever reaches this address may use the model")
     async with made as router, watching(router.statuses, config.metrics.interval_s):
         service = Service(router, model, config.api)
         await serve(make_app(service, keys, tracing), service, listener, stop, hurry, say)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -56,20 +55,6 @@ def check_split(source: ModelSource, placement: Placement) -> None:
             query_spans(spec, 0, group.tp)
         except UnsupportedModelError as exc:
             raise UnsupportedModelError(f"{role}.tp = {group.tp}: {exc}") from exc
-
-
-def load_tokenizer(source: ModelSource) -> Any:
-    """The checkpoint's tokenizer; one token per byte for random weights. Raises `ConfigError` without one."""
-    if source.directory is None:
-        from disagg.model.tiny import byte_tokenizer
-
-        return byte_tokenizer(source.config.vocab_size)
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(source.directory, local_files_only=True)
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{source.directory} has no tokenizer that transformers can load: {exc}") from exc
 
 
 def limit_tokens(config: Config, source: ModelSource) -> int:

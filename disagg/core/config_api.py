@@ -11,13 +11,16 @@ class ApiConfig(Section, frozen=True):
     """The HTTP API. An *answer* is one choice: a request with 2 prompts and `n = 3` asks for 6 answers."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. Others than this machine reach it only when told so, e.g. 0.0.0.0."""
+    """Address to listen on. Other machines reach the server only on another one, e.g. 0.0.0.0, with API keys."""
     port: int = 8000
     """0 takes a free one; it is logged."""
     model_name: str | None = None
     """What clients call the model; None takes the checkpoint folder's name, or the architecture's."""
     key_file: str | None = None
-    """API keys, one a line; with those of the variable DISAGG_API_KEYS. None at all: no key is asked for."""
+    """API keys, one a line; with those of the variable DISAGG_API_KEYS. None at all: no key is asked for, and `host`
+    must be a loopback address."""
+    allow_no_key: bool = False
+    """Without API keys, serve also on an address that other machines reach."""
     max_running: int = 64
     """Answers that the engine is given at one time; those to one prompt that it makes together count as one."""
     max_queued: int = 256

@@ -19,6 +19,10 @@ class FieldError(ConfigError):
         self.value = value
         self.allowed = allowed
 
+    def __reduce__(self) -> tuple[type[FieldError], tuple[str, object, str]]:
+        """So that it crosses processes: `args` is the message alone."""
+        return type(self), (self.field, self.value, self.allowed)
+
 
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base of the sections: the checks their `__post_init__`s share. Each raises `FieldError`."""

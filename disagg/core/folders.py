@@ -1,10 +1,11 @@
-"""Folders that a user names, and private ones for temporary files."""
+"""Folders and files that a user names for output, and private folders for temporary files."""
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from disagg.core.errors import ConfigError
@@ -23,12 +24,25 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def make_folder(path: Path) -> None:
-    """Makes the folder and those above it, unless it is there. Raises `ConfigError` where that cannot be."""
+    """Makes the folder and those above it, unless it is there. Raises `ConfigError` if it takes no files."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
         raise ConfigError(
             f"cannot make the folder {path}: {exc.strerror}; name another one with --out"
+        ) from exc
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write into the folder {path}: name another one with --out")
+
+
+@contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Within the block a file that the user named with `flag` is written: a full disk, say, is one `ConfigError`."""
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigError(
+            f"{flag} {path}: cannot be written: {exc.strerror or exc}; free some space, or name another place"
         ) from exc
 
 

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.kv.pool import dtype_name
+from disagg.model.checkpoint_files import AGAIN, read_json_object, reading, weight_files
 from disagg.model.composite import text_name, text_part
 from disagg.model.named import named_config
 from disagg.model.spec import ModelSpec, eos_ids, require_supported, spec_from_config
@@ -49,7 +50,7 @@ class ModelSource:
             raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
         config = _read_config(directory)
         require_supported(config)
-        files = _weight_files(directory)
+        files = weight_files(directory)
         digest = _config_digest(config)
         for file in files:
             _hash_file(digest, file)
@@ -82,7 +83,7 @@ class ModelSource:
         """
         if self.directory is None:
             return RandomWeights(self.seed, self.config.initializer_range)
-        files = _weight_files(self.directory)
+        files = weight_files(self.directory)
         if all(file.suffix == ".safetensors" for file in files):
             stored = SafetensorsWeights(files)
             if needed <= stored.names():
@@ -90,37 +91,46 @@ class ModelSource:
             stored = SafetensorsWeights(files, text_name)
             if needed <= stored.names():
                 return stored
-        model = AutoModelForCausalLM.from_pretrained(self.directory, dtype="auto", local_files_only=True)
+        model = load_pretrained(self.directory, "auto")
         return StateDictWeights({text_name(name): tensor for name, tensor in model.state_dict().items()})
 
 
-def _read_config(directory: Path) -> Any:
-    try:
-        config = AutoConfig.from_pretrained(directory, local_files_only=True)
-    except (ValueError, KeyError, OSError, TypeError) as exc:
-        reason = str(exc).strip().splitlines()[0]
-        raise UnsupportedModelError(f"transformers cannot read {directory}/config.json: {reason}") from exc
-    if type(config) not in AutoModelForCausalLM._model_mapping:
-        raise UnsupportedModelError(
-            f"{config.model_type} in {directory} is not a decoder-only language model"
+def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
+    """The whole model by transformers' own loader. Raises ConfigError when it cannot, or lacks a weight.
+
+    transformers draws a missing weight at random and only warns.
+    """
+    with reading(directory):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    return text_part(config)
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"{directory} has no weight named {missing[0]} ({len(missing)} missing); {AGAIN}")
+    return model
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    for pattern in ("*.safetensors", "*.bin"):
-        files = sorted(directory.glob(pattern))
-        if files:
-            return files
-    raise ConfigError(f"{directory} has no weights (*.safetensors or *.bin)")
+def _read_config(directory: Path) -> Any:
+    path = directory / "config.json"
+    read_json_object(path)
+    with reading(path, "repair it, or use a model that this transformers knows", UnsupportedModelError):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if type(config) in AutoModelForCausalLM._model_mapping:
+            return text_part(config)
+    raise UnsupportedModelError(f"{config.model_type} in {directory} is not a decoder-only language model")
 
 
 def _generation_eos_ids(directory: Path | None) -> tuple[int, ...] | None:
     """End tokens to generate with; chat models name more of them here than in config.json."""
     if directory is None or not (directory / "generation_config.json").is_file():
         return None
-    found = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
-    return None if found is None else eos_ids(found)
+    path = directory / "generation_config.json"
+    read_json_object(path)
+    with reading(path):
+        found = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+        ids = None if found is None else eos_ids(found)
+    if ids is not None and not all(isinstance(one, int) for one in ids):
+        raise ConfigError(f"{path}: eos_token_id is {found!r}; it must be a number or a list of numbers")
+    return ids
 
 
 def _with_eos(spec: ModelSpec, ids: tuple[int, ...]) -> ModelSpec:

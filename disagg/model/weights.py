@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from disagg.core.errors import ConfigError
+from disagg.model.checkpoint_files import reading
 from disagg.model.tp import Cut
 
 
@@ -71,10 +72,11 @@ class SafetensorsWeights:
 
     def __init__(self, files: list[Path], rename: Callable[[str], str] = lambda name: name) -> None:
         """`rename` gives each stored name the one that it is asked for by."""
-        self._files: dict[str, tuple[Any, str]] = {}
+        self._files: dict[str, tuple[Path, Any, str]] = {}
         for path in files:
-            handle: Any = safe_open(path, framework="pt")
-            self._files.update({rename(name): (handle, name) for name in handle.keys()})  # noqa: SIM118
+            with reading(path):
+                handle: Any = safe_open(path, framework="pt")
+                self._files.update({rename(name): (path, handle, name) for name in handle.keys()})  # noqa: SIM118
 
     def names(self) -> set[str]:
         """Names of all weights."""
@@ -86,10 +88,12 @@ class SafetensorsWeights:
         """See `WeightSource.load`."""
         if name not in self._files:
             raise ConfigError(f"the checkpoint has no weight named {name}")
-        file, stored_name = self._files[name]
-        stored = file.get_slice(stored_name)
-        require_shape(name, tuple(stored.get_shape()), shape)
-        return _read(file, stored_name, stored, cut).to(device, dtype, copy=True).contiguous()
+        path, file, stored_name = self._files[name]
+        with reading(path):
+            stored = file.get_slice(stored_name)
+            require_shape(name, tuple(stored.get_shape()), shape)
+            part = _read(file, stored_name, stored, cut)
+        return part.to(device, dtype, copy=True).contiguous()
 
 
 def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:

@@ -98,7 +98,7 @@ def test_help_imports_no_server() -> None:
     [
         ("--random-init tiny-llama --api-key-file /nowhere", "cannot read the API keys in /nowhere"),
         (
-            "--random-init tiny-llama --host 999.1.1.1",
+            "--random-init tiny-llama --host 999.1.1.1 --set api.allow_no_key=true",
             "api.host = '999.1.1.1' is not an address of this machine",
         ),
         ("--model /nowhere", "no such model directory: /nowhere"),

@@ -18,7 +18,7 @@ import yaml
 import disagg
 from disagg.core.config import Config
 from disagg.core.config_tree import LogConfig
-from disagg.core.errors import DisaggError
+from disagg.core.errors import ConfigError, DisaggError
 
 LOOK_S = 0.05
 STOP_TIMEOUT_S = 90.0
@@ -71,7 +71,8 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
                 return f"{url}/v1"
         if ended:
             last = next((line for line in reversed(lines) if line.strip()), "nothing was said")
-            raise DisaggError(f"the server ended before it served: {last.removeprefix('disagg: ')}")
+            error = ConfigError if process.returncode == ConfigError.exit_code else DisaggError
+            raise error(f"the server ended before it served: {last.removeprefix('disagg: ')}")
         time.sleep(LOOK_S)
 
 

@@ -1,0 +1,114 @@
+"""Reads a checkpoint's directory. Any fault of a file is one `ConfigError` that names the file and a remedy.
+
+The checks look at names, sizes and headers, never at weights: a broken checkpoint is refused before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from disagg.core.errors import ConfigError, DisaggError
+
+AGAIN = "download or copy the checkpoint again"
+INDEX = "model.safetensors.index.json"
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 100_000_000
+"""The limit of the safetensors library."""
+_REASON_CHARACTERS = 300
+
+
+@contextmanager
+def reading(path: Path, mend: str = AGAIN, error: type[ConfigError] = ConfigError) -> Iterator[None]:
+    """Within the block any error of a library or of the system becomes `error`, with `path` and the remedy `mend`.
+
+    Libraries raise nearly every class for a file that they cannot use. Errors of ours pass as they are.
+    """
+    try:
+        yield
+    except (DisaggError, MemoryError):
+        raise
+    except Exception as exc:
+        raise error(f"{path} cannot be used: {_reason(exc)}; {mend}") from exc
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; `Infinity` and `NaN`, which some checkpoints have, are taken.
+
+    Raises `ConfigError` for anything else.
+    """
+    _require_file(path)
+    with reading(path):
+        found = json.loads(path.read_bytes())
+        if not isinstance(found, dict):
+            raise ValueError("the file holds no JSON object")
+        return found
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The checkpoint's weight files, sorted: safetensors, or else torch's. Every one is there and complete.
+
+    Raises `ConfigError` for no weights, a shard of the index that is not there, and a damaged safetensors file.
+    """
+    _check_index(directory)
+    for pattern in ("*.safetensors", "*.bin"):
+        files = sorted(directory.glob(pattern))
+        for file in files:
+            _require_file(file)
+            if file.suffix == ".safetensors":
+                _check_safetensors(file)
+        if files:
+            return files
+    raise ConfigError(f"{directory} has no weights (*.safetensors or *.bin); {AGAIN}")
+
+
+def _check_index(directory: Path) -> None:
+    path = directory / INDEX
+    if not (path.exists() or path.is_symlink()):
+        return
+    shards = read_json_object(path).get("weight_map")
+    if not (isinstance(shards, dict) and all(isinstance(name, str) for name in shards.values())):
+        raise ConfigError(f"{path} has no weight_map of weights to files; {AGAIN}")
+    missing = sorted(name for name in set(shards.values()) if not (directory / name).exists())
+    if missing:
+        raise ConfigError(f"{path} names {missing[0]}, which is not there ({len(missing)} missing); {AGAIN}")
+
+
+def _require_file(path: Path) -> None:
+    """Also refuses pipes and devices: to open one may block for ever."""
+    if not path.exists():
+        broken = "is a link to nothing" if path.is_symlink() else "is not there"
+        raise ConfigError(f"{path} {broken}; {AGAIN}")
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a file; {AGAIN}")
+
+
+def _check_safetensors(path: Path) -> None:
+    """The header is JSON, and the file is exactly as long as the header says."""
+    with reading(path), path.open("rb") as file:
+        size_bytes = path.stat().st_size
+        header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        fits = size_bytes >= _LENGTH_BYTES + header_bytes and header_bytes <= _MAX_HEADER_BYTES
+        if not fits or size_bytes <= _LENGTH_BYTES:
+            raise ConfigError(
+                f"{path} has no whole safetensors header: the file is cut off, or another format; {AGAIN}"
+            )
+        header = msgspec.json.decode(file.read(header_bytes), type=dict[str, dict[str, Any]])
+        ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
+    expected_bytes = _LENGTH_BYTES + header_bytes + max(ends, default=0)
+    if size_bytes != expected_bytes:
+        raise ConfigError(
+            f"{path} has {size_bytes} bytes, its header says {expected_bytes}: it is incomplete or damaged; {AGAIN}"
+        )
+
+
+def _reason(exc: Exception) -> str:
+    text = " ".join(str(exc).split())
+    # The text of a KeyError or a bare assertion says nothing without the class.
+    said = text if isinstance(exc, OSError | ValueError) and text else f"{type(exc).__name__} {text}".strip()
+    return said if len(said) <= _REASON_CHARACTERS else said[:_REASON_CHARACTERS] + "..."
