@@ -45,6 +45,8 @@ def folder(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
     monkeypatch.setattr("ray.init", no_ray)
     monkeypatch.chdir(tmp_path)
+    assert cli.run(["keys", "keys.json"]) == 0
+    monkeypatch.setenv("DISAGG_CONTROL__KEY_FILE", "keys.json")
     return Path(shutil.copytree(whole, tmp_path / "model"))
 
 
