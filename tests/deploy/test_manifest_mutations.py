@@ -144,24 +144,90 @@ CHANGES: dict[str, tuple[Change, str]] = {
     ),
     "no default": (lambda r: remove(r, "NetworkPolicy", "deny-all"), "nothing denies"),
     "egress is open": (lambda r: policy(r, "deny-all").update(policyTypes=["Ingress"]), "nothing denies"),
-    "head for all": (lambda r: policy(r, "head")["ingress"].append({}), "stranger may reach head"),
+    "head for all": (lambda r: policy(r, "directory")["ingress"].append({}), "stranger may reach head"),
     "ranks for all": (
         lambda r: policy(r, "ranks")["ingress"][0].pop("from"),
         "stranger may reach node",
     ),
+    "ranks for all of the namespace": (
+        lambda r: policy(r, "ranks")["ingress"][0]["from"][0].update(podSelector={}),
+        "stranger may reach node",
+    ),
+    "ranks for routers of any namespace": (
+        lambda r: policy(r, "ranks")["ingress"][0]["from"][0].update(namespaceSelector={}),
+        "impostor may reach node",
+    ),
+    "ranks for an address": (
+        lambda r: policy(r, "ranks")["ingress"][0]["from"].append({"ipBlock": {"cidr": "203.0.113.0/24"}}),
+        "internet may reach node",
+    ),
+    "nodes for the namespace": (
+        lambda r: policy(r, "nodes")["ingress"][0]["from"][0].update(podSelector={}),
+        "stranger may reach head at gcs-server",
+    ),
     "jobs for routers": (
-        lambda r: policy(r, "head")["ingress"][0].pop("ports"),
-        "router may reach head at dashboard",
+        lambda r: policy(r, "directory")["ingress"][0].pop("ports"),
+        "router may reach head at 10001",
     ),
     "no way to the directory": (
-        lambda r: policy(r, "head")["ingress"].pop(0),
+        lambda r: policy(r, "directory")["ingress"].pop(0),
         "router may not reach head at directory",
     ),
     "routers may not call": (
-        lambda r: policy(r, "router")["egress"].pop(1),
+        lambda r: policy(r, "routers")["egress"].pop(1),
         "router may not reach node",
     ),
+    "routers reach Ray's agent": (
+        lambda r: [
+            policy(r, "ranks")["ingress"][0].update(ports=[{"port": 32768, "endPort": 60999}]),
+            policy(r, "routers")["egress"][1].update(ports=[{"port": 32768, "endPort": 60999}]),
+        ],
+        "router may reach node at 52365",
+    ),
+    "Ray's ports anywhere": (
+        lambda r: group(r)["rayStartParams"].pop("node-manager-port"),
+        "leaves Ray's node-manager-port to chance",
+    ),
     "nodes apart": (lambda r: policy(r, "nodes")["ingress"].pop(0), "node may not reach node"),
+    "clients of every namespace": (
+        lambda r: policy(r, "clients")["ingress"][0]["from"][0].update(namespaceSelector={}),
+        "other may reach router at http",
+    ),
+    "the API for everybody": (
+        lambda r: policy(r, "clients")["ingress"][0].pop("from"),
+        "internet may reach router at http",
+    ),
+    "the API for nobody": (
+        lambda r: remove(r, "NetworkPolicy", "clients"),
+        "client may not reach router at http",
+    ),
+    "the control port for clients": (
+        lambda r: policy(r, "clients")["ingress"][0].pop("ports"),
+        "client may reach router at control",
+    ),
+    "metrics for every namespace": (
+        lambda r: policy(r, "metrics-of-nodes")["ingress"][0]["from"][0].update(namespaceSelector={}),
+        "other may reach node at metrics",
+    ),
+    "a second way to a port": (
+        lambda r: policy(r, "jobs")["ingress"][0]["from"][0]["podSelector"].update(
+            matchLabels={"app.kubernetes.io/component": "node"}
+        ),
+        "launch may not reach head at dashboard",
+    ),
+    "a port that is open twice": (
+        lambda r: policy(r, "directory")["ingress"][0]["ports"].append({"port": 6379, "protocol": "TCP"}),
+        "disagg-headgroup's port gcs-server is opened by ['directory', 'nodes']",
+    ),
+    "a way out": (
+        lambda r: policy(r, "names")["egress"].append({"to": [{"ipBlock": {"cidr": "0.0.0.0/0"}}]}),
+        "router may reach internet at 443",
+    ),
+    "no names": (lambda r: remove(r, "NetworkPolicy", "names"), "node may not reach names at 53"),
+    "a policy without a reason": (
+        lambda r: r.one("NetworkPolicy", "ranks")["metadata"].pop("annotations"),
+        "ranks does not say why",
+    ),
     "a pod without a policy": (
         lambda r: remove(r, "NetworkPolicy", "launch"),
         "no policy of its own for disagg-launch",

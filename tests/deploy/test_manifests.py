@@ -13,8 +13,10 @@ import typer
 from kube_schema import CustomKinds
 from manifest_checks import CHECKS
 from manifest_model import K8S, KUBECTL, OVERLAYS, RAY, ROOT, Rendered
+from manifest_network import ENDS, RAY_PORTS, ends_of
 from manifest_pods import RAY_HEALTH, ROUTER_HEALTH
 from manifest_product import load
+from network_policies import leaving
 
 from disagg.cli import app
 
@@ -133,6 +135,33 @@ def test_health_paths_of_ray() -> None:
     assert f'"{RAY_HEALTH[0]}"' in public
     constants = (RAY / "_private" / "ray_constants.py").read_text()
     assert f"DEFAULT_DASHBOARD_AGENT_LISTEN_PORT = {RAY_HEALTH[1]}" in constants
+
+
+def test_ports_of_ray() -> None:
+    """Read, not imported: `ray start` has an option for each port that the manifests fix."""
+    options = (RAY / "scripts" / "scripts.py").read_text()
+    for name in RAY_PORTS:
+        assert f'"--{name}"' in options, name
+
+
+@needs_kubectl
+@every_overlay
+def test_every_pod_resolves_names_and_nothing_else_outside(rendered: Renderer, overlay: str) -> None:
+    found = rendered(overlay)
+    policies, ends = found.of("NetworkPolicy"), ends_of(found)
+    for component in ("head", "node", "router", "launch"):
+        for one in ends[component]:
+            assert leaving(policies, one, ENDS["names"], 53, "UDP") is not None
+            for other in ("internet", "monitoring", "client", "other"):
+                assert leaving(policies, one, ENDS[other], 53, "UDP") is None
+
+
+@needs_kubectl
+def test_the_documentation_names_every_policy_that_opens_a_port(rendered: Renderer) -> None:
+    documented = (ROOT / "deploy" / "README.md").read_text()
+    for one in rendered("base").of("NetworkPolicy"):
+        if one["spec"].get("ingress"):
+            assert f"`{one['metadata']['name']}`" in documented
 
 
 def test_paths_of_the_router() -> None:

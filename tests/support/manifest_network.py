@@ -6,32 +6,69 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from manifest_model import COMPONENT, Object, Rendered, matches
+from network_policies import End, entering, leaving
 
-EPHEMERAL_PORT = 40000
-"""Stands for a port that the system chooses."""
-ALLOWED = (
-    ("router", "head", "directory"),
-    ("router", "node", EPHEMERAL_PORT),
-    ("node", "router", "control"),
-    ("head", "router", "control"),
-    ("launch", "head", "dashboard"),
-    ("node", "node", EPHEMERAL_PORT),
-    ("node", "head", "gcs-server"),
-    ("head", "node", EPHEMERAL_PORT),
-)
-FORBIDDEN = (
-    ("router", "head", "dashboard"),
-    ("router", "head", "gcs-server"),
-    ("router", "node", 8080),
-    ("router", "router", "control"),
-    ("launch", "node", EPHEMERAL_PORT),
-    ("launch", "head", "directory"),
-    ("launch", "router", "control"),
-    ("stranger", "head", "directory"),
-    ("stranger", "head", "dashboard"),
-    ("stranger", "node", EPHEMERAL_PORT),
-    ("stranger", "router", "control"),
-)
+CONTROL, AGENT, WORKER, RAYLET = 40000, 52365, 10002, 6380
+"""A port that the system chooses (control channels of ranks, KV transport), and some of Ray's."""
+OWN = "disagg"
+NODES = frozenset({"head", "node"})
+ENDS: dict[str, End] = {
+    "stranger": End(OWN, {"kubernetes.io/metadata.name": OWN}, {"app": "stranger"}),
+    "other": End("other", {"kubernetes.io/metadata.name": "other"}, {"app": "web"}),
+    "impostor": End("other", {"kubernetes.io/metadata.name": "other"}, {COMPONENT: "router"}),
+    "client": End("web", {"kubernetes.io/metadata.name": "web", "disagg/clients": "allowed"}, {"app": "web"}),
+    "monitoring": End("monitoring", {"kubernetes.io/metadata.name": "monitoring"}, {"app": "prometheus"}),
+    "names": End("kube-system", {"kubernetes.io/metadata.name": "kube-system"}, {"k8s-app": "kube-dns"}),
+    "internet": End(address="203.0.113.7"),
+}
+"""Ends that are none of the release's pods. `impostor` has a router's label in a namespace of its own."""
+REACHES: dict[tuple[str, int | str], frozenset[str]] = {
+    ("head", "gcs-server"): NODES,
+    ("head", "dashboard"): NODES | {"launch"},
+    ("head", "metrics"): NODES | {"monitoring"},
+    ("head", "directory"): NODES | {"router"},
+    ("head", 10001): NODES,
+    ("head", RAYLET): NODES,
+    ("head", WORKER): NODES,
+    ("head", AGENT): NODES,
+    ("head", CONTROL): NODES,
+    ("node", "metrics"): NODES | {"monitoring"},
+    ("node", RAYLET): NODES,
+    ("node", WORKER): NODES,
+    ("node", AGENT): NODES,
+    ("node", 32768): NODES | {"router"},
+    ("node", CONTROL): NODES | {"router"},
+    ("node", 60999): NODES | {"router"},
+    ("router", "http"): frozenset({"client", "monitoring"}),
+    ("router", "control"): NODES,
+    ("router", CONTROL): frozenset(),
+    ("launch", 8265): frozenset(),
+    ("launch", CONTROL): frozenset(),
+    ("names", 53): NODES | {"router", "launch", "stranger"},
+    ("names", 443): frozenset(),
+    ("client", 443): frozenset(),
+    ("internet", 443): frozenset(),
+}
+"""The whole matrix: for each port, which of the release's pods and of `ENDS` reach it; all others do not."""
+COVERED: dict[tuple[str, str], set[str]] = {
+    ("head", "gcs-server"): {"nodes"},
+    ("head", "dashboard"): {"nodes", "jobs"},
+    ("head", "metrics"): {"nodes", "metrics-of-nodes"},
+    ("head", "directory"): {"nodes", "directory"},
+    ("node", "metrics"): {"nodes", "metrics-of-nodes"},
+    ("router", "http"): {"clients", "metrics-of-routers"},
+    ("router", "control"): {"routers"},
+}
+"""The policies that admit anybody to each port of a container."""
+RAY_PORTS = {
+    "node-manager-port": RAYLET,
+    "object-manager-port": 6381,
+    "dashboard-agent-grpc-port": 6382,
+    "runtime-env-agent-port": 6383,
+    "min-worker-port": WORKER,
+    "max-worker-port": 19999,
+}
+"""`ray start` chooses random ports for these unless told, which routers could reach."""
 
 
 def check_selectors(rendered: Rendered) -> Iterator[str]:
@@ -80,49 +117,65 @@ def check_network(rendered: Rendered) -> Iterator[str]:
     closed = [one["spec"] for one in policies if one["spec"]["podSelector"] == {}]
     if not any(set(one["policyTypes"]) == {"Ingress", "Egress"} and len(one) == 2 for one in closed):
         yield "network: nothing denies what no policy names"
+    for one in policies:
+        if not one["metadata"].get("annotations", {}).get("disagg/why"):
+            yield f"network: policy {one['metadata']['name']} does not say why"
     for pod in rendered.pods():
         own = [one for one in policies if matches(one["spec"]["podSelector"], pod.labels)]
         if not any(one["spec"]["podSelector"] for one in own):
             yield f"network: no policy of its own for {pod.name}"
-    for source, target, port in ALLOWED:
-        if not _may(rendered, source, target, port):
-            yield f"network: {source} may not reach {target} at {port}"
-    for source, target, port in FORBIDDEN:
-        if _may(rendered, source, target, port, egress=False):  # whatever the source's own policy says
-            yield f"network: {source} may reach {target} at {port}"
+    yield from _check_matrix(rendered)
+    yield from _check_covered(rendered)
+    yield from _check_ray_ports(rendered)
 
 
-def _may(rendered: Rendered, source: str, target: str, port: int | str, egress: bool = True) -> bool:
-    labels = [pod.labels for pod in rendered.component(source)] or [{COMPONENT: source}]
-    return any(
-        _number(pod.main, port) is not None
-        and _allows(rendered, "ingress", pod.labels, caller, _number(pod.main, port))
-        and (not egress or _allows(rendered, "egress", caller, pod.labels, _number(pod.main, port)))
-        for caller in labels
-        for pod in rendered.component(target)
-    )
+def _check_matrix(rendered: Rendered) -> Iterator[str]:
+    """What is allowed passes both directions; what is not is refused by each that the release's policies decide."""
+    ends, policies = ends_of(rendered), rendered.of("NetworkPolicy")
+    for (target, port), expected in REACHES.items():
+        for source, other in ((source, other) for source in ends for other in ends[target]):
+            number = other.ports.get(port) if isinstance(port, str) else port
+            if number is None:
+                yield f"network: {target} has no port {port}"
+                continue
+            for one in ends[source]:
+                ways = [way for way, end in ((leaving, one), (entering, other)) if end.namespace == OWN]
+                passes = [way(policies, one, other, number) is not None for way in ways]
+                if source in expected and not all(passes):
+                    yield f"network: {source} may not reach {target} at {port}"
+                if source not in expected and any(passes):
+                    yield f"network: {source} may reach {target} at {port}"
 
 
-def _number(container: Object, port: int | str) -> int | None:
-    named = {one["name"]: one["containerPort"] for one in container.get("ports", ())}
-    return port if isinstance(port, int) else named.get(port)
+def ends_of(rendered: Rendered) -> dict[str, list[End]]:
+    """All ends by name: the release's pods of each component, and `ENDS`."""
+    namespace = rendered.one("Namespace", OWN)["metadata"]
+    labels = {"kubernetes.io/metadata.name": OWN, **namespace.get("labels", {})}
+    found: dict[str, list[End]] = {name: [end] for name, end in ENDS.items()}
+    for pod in rendered.pods():
+        ports = {one["name"]: one["containerPort"] for one in pod.main.get("ports", ())}
+        found.setdefault(pod.component, []).append(End(OWN, labels, pod.labels, ports=ports))
+    return found
 
 
-def _allows(
-    rendered: Rendered, way: str, pod: Mapping[str, str], other: Mapping[str, str], port: int | None
-) -> bool:
-    side = "from" if way == "ingress" else "to"
-    for one in rendered.of("NetworkPolicy"):
-        if not matches(one["spec"]["podSelector"], pod):
-            continue
-        for rule in one["spec"].get(way, ()):
-            peers = [peer["podSelector"] for peer in rule.get(side, ()) if "podSelector" in peer]
-            if (side not in rule or any(matches(peer, other) for peer in peers)) and _covers(rule, port):
-                return True
-    return False
+def _check_covered(rendered: Rendered) -> Iterator[str]:
+    """Each port of each container is opened by exactly the policies that are meant for it."""
+    ends, policies = ends_of(rendered), rendered.of("NetworkPolicy")
+    for pod in rendered.pods():
+        for target in (one for one in ends[pod.component] if one.labels == pod.labels):
+            for name, number in target.ports.items():
+                admitting = (
+                    entering(policies, source, target, number) or ()
+                    for some in ends.values()
+                    for source in some
+                )
+                found = {policy for names in admitting for policy in names}
+                if found != COVERED.get((pod.component, name)):
+                    yield f"network: {pod.name}'s port {name} is opened by {sorted(found)}"
 
 
-def _covers(rule: Object, port: int | None) -> bool:
-    if "ports" not in rule:
-        return True
-    return any(one["port"] <= (port or 0) <= one.get("endPort", one["port"]) for one in rule["ports"])
+def _check_ray_ports(rendered: Rendered) -> Iterator[str]:
+    for pod in (one for one in rendered.pods() if one.component in NODES):
+        for name, port in RAY_PORTS.items():
+            if pod.ray_start.get(name) != str(port):
+                yield f"network: {pod.name} leaves Ray's {name} to chance"
