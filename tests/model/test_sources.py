@@ -199,7 +199,7 @@ def spoil(directory: Path, how: str) -> None:
     [
         ("no config", ConfigError, "no config.json"),
         ("unknown", UnsupportedModelError, "nonesuch"),
-        ("broken", UnsupportedModelError, "cannot read"),
+        ("broken", ConfigError, "config.json cannot be used"),
         ("no weights", ConfigError, "no weights"),
     ],
 )

@@ -1,7 +1,7 @@
 """Evaluates Kubernetes NetworkPolicies: may this end connect to that port of that pod?
 
-The rules are those of networking.k8s.io/v1: policies only add up, and an end is open in a direction for which no policy
-selects it. A connection needs both the source's egress and the target's ingress.
+The rules are those of networking.k8s.io/v1: policies only add up, and an end is open in a direction for which no
+policy selects it. A connection needs both the source's egress and the target's ingress.
 """
 
 from __future__ import annotations
