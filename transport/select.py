@@ -27,12 +27,13 @@ def make_transport(
     interface: str = "",
     host: str = "127.0.0.1",
     keys: KeyRing | None = None,
+    tls_lanes: int = 1,
 ) -> Transport:
     """A transport of the backend `name`, owned by the calling thread. `transport.reach.choose` picks the backend.
 
     `rank_name` and `fabric` are for `inproc` (both needed). `gpu` (the bytes that move lie on GPUs), `reach` and
-    `interface` are for `ucx`. `host` (the address to listen on) and `keys` are for `tls`. Raises `ConfigError` for an
-    unknown name or when the backend cannot be used here.
+    `interface` are for `ucx`. `host` (the address to listen on), `keys` (needed) and `tls_lanes` are for `tls`. Raises
+    `ConfigError` for an unknown name or when the backend cannot be used here.
     """
     if name == "ucx":
         from transport.ucx import UcxTransport
@@ -47,8 +48,9 @@ def make_transport(
 
         return InprocTransport(fabric, rank_name)
     if name == "tls":
-        raise ConfigError(
-            f"transport tls, which ranks on {host} need, is not part of this release; use RDMA, or set "
-            "transport.trusted_network = true if every machine that reaches this network is trusted"
-        )
+        if keys is None:
+            raise ConfigError("transport tls needs the cluster's keys; make them with `disagg keys`")
+        from transport.tls import TlsTransport
+
+        return TlsTransport(host, keys, tls_lanes)
     raise ConfigError(f"unknown transport {name!r}; choose one of {', '.join(TRANSPORTS)}")

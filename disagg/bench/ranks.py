@@ -139,6 +139,7 @@ class RankHost(ABC):
             interface=choice.interface,
             host=own_host(options.config.control.host),
             keys=as_ring(options.keys),
+            tls_lanes=options.config.transport.tls_lanes,
         )
         self._agent: Any = self._make_agent()
         sys.setswitchinterval(SWITCH_INTERVAL_S)

@@ -28,6 +28,7 @@ DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionName = Literal["auto", "torch", "triton"]
 KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
 GroupKVDTypeName = Literal["model", "auto", "int8", "float8_e4m3fn", "float8_e5m2"]
+MAX_TLS_LANES = 16
 TransportName = Literal["auto", "ucx", "tls", "inproc"]
 Preemption = Literal["auto", "recompute", "swap"]
 PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
@@ -247,6 +248,9 @@ class TransportConfig(Section, frozen=True):
     backend: TransportName = "auto"
     """auto: UCX over shared memory on one host (a loopback `control.host`). Between hosts: UCX over RDMA, else UCX
     over TCP on a trusted network, else tls. ucx: the same without tls. tls: always TLS over TCP."""
+    tls_lanes: int = 1
+    """Connections to each peer over which the TLS transport spreads a large message. Each takes a core while it
+    sends."""
     trusted_network: bool = False
     """Allows UCX over TCP between hosts. UCX's TCP is neither authenticated nor encrypted: a machine that reaches
     its port can read and write the memory of the rank."""
@@ -255,6 +259,7 @@ class TransportConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         self._one_of("backend", TransportName)
+        self._needs(1 <= self.tls_lanes <= MAX_TLS_LANES, "tls_lanes", f"from 1 to {MAX_TLS_LANES}")
 
 
 class ControlConfig(Section, frozen=True):

@@ -176,6 +176,7 @@ class RankHost:
             interface=choice.interface,
             host=own_host(self._config.control.host),
             keys=self._keys,
+            tls_lanes=self._config.transport.tls_lanes,
         )
 
     def _remove_meeting_folder(self) -> None:

@@ -23,7 +23,7 @@ from structlog.testing import capture_logs
 from disagg import cli
 from disagg.cluster import local_ray, start_cluster
 from disagg.cluster_life import Cluster
-from disagg.core.config import Config, GroupConfig, ModelConfig, TransferConfig, load_config
+from disagg.core.config import Config, GroupConfig, ModelConfig, TransferConfig, TransportConfig, load_config
 from disagg.core.errors import ConfigError, PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.model.tiny import make_tiny_checkpoint
@@ -97,8 +97,12 @@ def ask_all(cluster: Cluster, asked: list[list[int]]) -> list[SessionReport]:
     return asyncio.run(main())
 
 
-def check_exact(checkpoint: Path, prefill_tp: int, decode_tp: int, **transfer: Any) -> None:
+def check_exact(
+    checkpoint: Path, prefill_tp: int, decode_tp: int, backend: str | None = None, **transfer: Any
+) -> None:
     config = config_for(checkpoint, prefill_tp, decode_tp, **transfer)
+    if backend is not None:
+        config = msgspec.structs.replace(config, transport=TransportConfig(backend=backend))
     asked = prompts(5)
     with running(config) as cluster:
         reports = ask_all(cluster, asked)
@@ -116,6 +120,13 @@ def test_every_token_equals_hugging_face(
     ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int
 ) -> None:
     check_exact(checkpoint, prefill_tp, decode_tp)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1)])
+def test_every_token_equals_hugging_face_over_tls(
+    ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int
+) -> None:
+    check_exact(checkpoint, prefill_tp, decode_tp, backend="tls")
 
 
 def test_the_wire_is_measured_at_start_and_said(ray_session: None, checkpoint: Path, cache: Path) -> None:

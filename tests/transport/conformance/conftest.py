@@ -14,8 +14,12 @@ BACKENDS = [
     pytest.param(("inproc", "cpu"), id="inproc"),
     pytest.param(("ucx", "cpu"), id="ucx"),
     pytest.param(("ucx-tcp", "cpu"), id="ucx-tcp"),
+    pytest.param(("tls", "cpu"), id="tls"),
+    pytest.param(("tls-lanes", "cpu"), id="tls-lanes"),
     pytest.param(("inproc", "cuda"), id="inproc-cuda", marks=pytest.mark.gpu),
     pytest.param(("ucx", "cuda"), id="ucx-cuda", marks=pytest.mark.gpu),
+    pytest.param(("tls", "cuda"), id="tls-cuda", marks=pytest.mark.gpu),
+    pytest.param(("tls-lanes", "cuda"), id="tls-lanes-cuda", marks=pytest.mark.gpu),
 ]
 
 

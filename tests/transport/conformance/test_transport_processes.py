@@ -20,7 +20,10 @@ MIB = 1 << 20
 KINDS = [
     pytest.param(("ucx", "cpu"), id="ucx"),
     pytest.param(("ucx-tcp", "cpu"), id="ucx-tcp"),
+    pytest.param(("tls", "cpu"), id="tls"),
+    pytest.param(("tls-lanes", "cpu"), id="tls-lanes"),
     pytest.param(("ucx", "cuda"), id="ucx-cuda", marks=pytest.mark.gpu),
+    pytest.param(("tls", "cuda"), id="tls-cuda", marks=pytest.mark.gpu),
 ]
 
 

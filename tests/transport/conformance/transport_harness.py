@@ -10,10 +10,14 @@ import torch
 
 from transport.base import Arrival, Operation, Transport
 from transport.inproc import InprocFabric
+from transport.key_ring import KeyRing
+from transport.keys import ControlKeys
 from transport.reach import Reach
 from transport.select import make_transport
 
 POISON = 0xA5
+KEYS = ControlKeys("server public", "server secret", "client public", "client secret")
+"""Fixed: the processes of a test hold the same."""
 
 
 @dataclass
@@ -88,7 +92,10 @@ class Pair:
 def make_node(
     backend: str, name: str, fabric: InprocFabric | None, device: torch.device, nbytes: int
 ) -> Node:
-    """A node with a registered, poisoned buffer. `ucx-tcp` is UCX as on a trusted network, on loopback."""
+    """A node with a registered, poisoned buffer.
+
+    `ucx-tcp` is UCX as on a trusted network, on loopback; `tls-lanes` is TLS with several connections a peer.
+    """
     base, _, link = backend.partition("-")
     transport = make_transport(
         base,
@@ -97,6 +104,8 @@ def make_node(
         gpu=device.type == "cuda",
         reach=Reach.TCP if link == "tcp" else Reach.ONE_HOST,
         interface="lo",
+        keys=KeyRing(KEYS),
+        tls_lanes=3 if link == "lanes" else 1,
     )
     memory = torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
     settle(memory)

@@ -1,0 +1,156 @@
+"""The wire format inside an authenticated TLS connection. Nothing here is read before the peer has proven its key.
+
+A channel carries messages from the side that dialled to the side that accepted. It consists of one *reply*
+connection (frames back to the dialler) and one or more *lanes* (frames and bytes to the acceptor). Every connection
+begins with a hello; after it come frames of fixed size, some of them followed by bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from typing import NamedTuple, Protocol
+
+from disagg.core.config_tree import MAX_TLS_LANES
+from disagg.core.errors import ProtocolError
+from transport.tls_address import MAX_ADDRESS_BYTES
+
+EAGER_BYTES = 8192
+"""A message of at most so many bytes goes with its announcement."""
+PIECE_BYTES = 1 << 20
+"""Larger ones go in pieces of so many bytes, over any lane, when the receiver has asked for them."""
+WINDOW_MESSAGES = 4096
+WINDOW_BYTES = 8 << 20
+"""Most messages, and most eager bytes, that a receiver holds for one sender. More wait at the sender."""
+MAX_LANES = MAX_TLS_LANES
+_MAX_MESSAGE_BYTES = 1 << 40
+_READ_BYTES = 1 << 14
+_FRAME = struct.Struct("<B7xQQQ")
+_HELLO = struct.Struct("<4sBB16sHH")
+_MAGIC = b"DTL1"
+REPLY_LANE = 0xFF
+"""`Hello.lane` of the reply connection."""
+
+
+class Kind(enum.IntEnum):
+    """Dialler to acceptor: 1 to 4. Acceptor to dialler: 16 to 19."""
+
+    EAGER = 1
+    """(number, tag, nbytes), then the bytes."""
+    ANNOUNCE = 2
+    """(number, tag, nbytes): the message waits for CLEAR or DROP."""
+    PIECE = 3
+    """(number, offset, nbytes), then the bytes."""
+    RENEW = 4
+    """This lane goes on in a new connection with fresh keys."""
+    WELCOME = 16
+    CLEAR = 17
+    """(number): send the bytes."""
+    DROP = 18
+    """(number): nobody wants the bytes."""
+    CREDIT = 19
+    """(eager bytes, messages) that the receiver holds no more."""
+
+
+class Frame(NamedTuple):
+    """One frame without its bytes. What the numbers mean: see `Kind`."""
+
+    kind: Kind
+    first: int
+    second: int = 0
+    third: int = 0
+
+    def pack(self) -> bytes:
+        """The frame's bytes."""
+        return _FRAME.pack(self.kind, self.first, self.second, self.third)
+
+
+class Hello(NamedTuple):
+    """What a dialler says first."""
+
+    lane: int
+    channel: bytes
+    """16 random bytes."""
+    source: bytes
+    """The dialler's address."""
+    destination: bytes
+    """The address that it means to reach: one who redirects a connection connects nobody."""
+
+    def pack(self) -> bytes:
+        """The hello's bytes."""
+        sizes = len(self.source), len(self.destination)
+        return _HELLO.pack(_MAGIC, 1, self.lane, self.channel, *sizes) + self.source + self.destination
+
+
+class Readable(Protocol):
+    """Decrypted bytes of one connection."""
+
+    def read_into(self, into: memoryview) -> int:
+        """Blocks until there are some; how many were put into `into`. 0: the peer has ended the connection."""
+
+
+class FrameReader:
+    """Frames and their bytes from a stream. Owned by one thread."""
+
+    def __init__(self, stream: Readable) -> None:
+        self._stream = stream
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+        self._start = self._end = 0
+
+    def hello(self) -> Hello:
+        """The first thing on a connection. Raises `ProtocolError` for anything else."""
+        magic, version, lane, channel, source, destination = _HELLO.unpack(self._exactly(_HELLO.size))
+        if magic != _MAGIC or version != 1:
+            raise ProtocolError("the peer speaks another version of the protocol")
+        if not 0 < source <= MAX_ADDRESS_BYTES or not 0 < destination <= MAX_ADDRESS_BYTES:
+            raise ProtocolError("a hello with addresses of a wrong size")
+        if lane >= MAX_LANES and lane != REPLY_LANE:
+            raise ProtocolError(f"a hello for lane {lane}: expected less than {MAX_LANES}")
+        return Hello(lane, channel, self._exactly(source), self._exactly(destination))
+
+    def frame(self) -> Frame | None:
+        """The next frame; None when the peer has ended the connection between two frames.
+
+        Raises `ProtocolError` for an unknown frame, or when the connection ends within one.
+        """
+        if self._start == self._end and not self._fill():
+            return None
+        kind, first, second, third = _FRAME.unpack(self._exactly(_FRAME.size))
+        try:
+            return Frame(Kind(kind), first, second, third)
+        except ValueError as exc:
+            raise ProtocolError(f"a frame of unknown kind {kind}") from exc
+
+    def into(self, target: memoryview) -> None:
+        """Fills `target` with the next bytes. Raises `ProtocolError` when the connection ends before."""
+        kept = min(len(target), self._end - self._start)
+        target[:kept] = self._buffer[self._start : self._start + kept]
+        self._start += kept
+        while kept < len(target):
+            count = self._stream.read_into(target[kept:])
+            if count == 0:
+                raise ProtocolError(f"the connection ended {len(target) - kept} bytes before a frame's end")
+            kept += count
+
+    def _exactly(self, nbytes: int) -> bytes:
+        found = bytearray(nbytes)
+        kept = 0
+        while kept < nbytes:
+            if self._start == self._end and not self._fill():
+                raise ProtocolError("the connection ended within a frame")
+            taken = min(nbytes - kept, self._end - self._start)
+            found[kept : kept + taken] = self._buffer[self._start : self._start + taken]
+            self._start += taken
+            kept += taken
+        return bytes(found)
+
+    def _fill(self) -> bool:
+        self._start, self._end = 0, self._stream.read_into(self._buffer)
+        return self._end > 0
+
+
+def check_size(kind: Kind, nbytes: int) -> None:
+    """Raises `ProtocolError` for a message that its sender had to send in another way, or not at all."""
+    least, most = (1, EAGER_BYTES) if kind is Kind.EAGER else (EAGER_BYTES + 1, _MAX_MESSAGE_BYTES)
+    if not least <= nbytes <= most:
+        raise ProtocolError(f"{kind.name} of {nbytes} bytes: expected {least} to {most}")

@@ -1,0 +1,261 @@
+"""The accepting end of a channel: what came, where it goes, and the replies to the dialler."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from disagg.core.errors import ProtocolError
+from transport.base import Arrival, Operation
+from transport.tls_books import Books
+from transport.tls_channel import Channel
+from transport.tls_frames import (
+    PIECE_BYTES,
+    WINDOW_BYTES,
+    WINDOW_MESSAGES,
+    Frame,
+    FrameReader,
+    Kind,
+    check_size,
+)
+from transport.tls_pieces import PieceSink
+from transport.tls_stream import TlsStream
+
+LANES_TIMEOUT_S = 10.0
+"""How long a channel without lanes stays, and how long a renewed lane waits for the end of the old one."""
+_CREDIT_MESSAGES, _CREDIT_BYTES = 64, 1 << 18
+"""Freed eager messages are told to the sender in groups of so many."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """The handle of an arrival."""
+
+    channel: Incoming
+    number: int
+    data: bytes | None
+    """Of an eager message; None for one that waits at its sender."""
+
+
+@dataclass(slots=True, eq=False)
+class _Landing:
+    """A large message on its way into the caller's memory."""
+
+    operation: Operation
+    view: torch.Tensor
+    pieces_left: int
+    began: set[int] = field(default_factory=set)
+    """Offsets of pieces that came or are coming: none is written twice."""
+    copies: list[Any] = field(default_factory=list)
+    """Events of copies to the device."""
+
+
+class Incoming(Channel):
+    """Receives from one peer. Threads: one for the replies, one a lane."""
+
+    def __init__(self, books: Books, peer_address: bytes, label: str) -> None:
+        super().__init__(books, peer_address, label)
+        self._lanes: set[int] = set()
+        self._had_lanes = False
+        self._next_number = 0
+        self._announced: dict[int, int] = {}
+        """Sizes of messages that wait at their sender, by number."""
+        self._landings: dict[int, _Landing] = {}
+        self._replies: deque[Frame] = deque()
+        self._held_messages = self._held_bytes = 0
+        self._freed_messages = self._freed_bytes = 0
+        """Eager messages that the sender still counts."""
+
+    # --- for the owner, with the lock held
+
+    def receive(self, message: Message, operation: Operation, into: torch.Tensor) -> None:
+        """The bytes of `message` go to `into`; the operation ends with this or later."""
+        if message.data is not None:
+            into.copy_(torch.frombuffer(bytearray(message.data), dtype=torch.uint8))
+            if into.is_cuda:  # ended means that the bytes are there, whatever stream reads them next
+                torch.cuda.current_stream(into.device).synchronize()
+            self.books.end(operation)
+            self._free(message)
+        elif self.ended:
+            self.books.end(operation, self.error)
+        else:
+            self._take_announced(message)
+            pieces = -(-operation.nbytes // PIECE_BYTES)
+            self._landings[message.number] = _Landing(operation, into, pieces)
+            self._reply(Frame(Kind.CLEAR, message.number))
+
+    def drop(self, message: Message) -> None:
+        """Nobody wants the bytes of `message`."""
+        if message.data is not None:
+            self._free(message)
+        elif not self.ended:
+            self._take_announced(message)
+            self._reply(Frame(Kind.DROP, message.number))
+
+    def pending(self) -> set[Operation]:
+        return {landing.operation for landing in self._landings.values()}
+
+    def _settle(self) -> None:
+        for landing in self._landings.values():
+            self.books.end(landing.operation, self.error)
+        for books in (self._landings, self._announced, self._replies):
+            books.clear()
+
+    def _take_announced(self, message: Message) -> None:
+        del self._announced[message.number]
+        self._held_messages -= 1
+
+    def _free(self, message: Message) -> None:
+        assert message.data is not None, "only eager messages are held here"
+        self._held_messages -= 1
+        self._held_bytes -= len(message.data)
+        self._freed_messages += 1
+        self._freed_bytes += len(message.data)
+        if self._freed_messages >= _CREDIT_MESSAGES or self._freed_bytes >= _CREDIT_BYTES:
+            self._reply(Frame(Kind.CREDIT, self._freed_bytes, self._freed_messages))
+            self._freed_messages = self._freed_bytes = 0
+
+    def _reply(self, frame: Frame) -> None:
+        self._replies.append(frame)
+        self._work.notify_all()
+
+    # --- threads
+
+    def serve_replies(self, stream: TlsStream) -> None:
+        """Writes replies until the channel ends. In the thread that accepted the connection."""
+        self.adopt(partial(self._write, stream))
+
+    def serve_lane(self, lane: int, stream: TlsStream, reader: FrameReader) -> None:
+        """Reads a lane until its connection or the channel ends. In the thread that accepted the connection."""
+        self.adopt(partial(self._lane, lane, stream, reader))
+
+    def _write(self, stream: TlsStream) -> None:
+        try:
+            self.attach(stream)
+            stream.write(Frame(Kind.WELCOME, 0).pack())
+            while (frames := self._take_replies()) is not None:
+                stream.write(frames)
+        finally:
+            self.detach(stream)
+
+    def _take_replies(self) -> bytes | None:
+        with self.books.lock:
+            while not self._replies and not self.ended:
+                waited = self._work.wait(None if self._had_lanes else LANES_TIMEOUT_S)
+                if not waited and not self._had_lanes:
+                    raise ProtocolError("the peer opened no lane")
+            if self.ended:
+                return None
+            frames = b"".join(frame.pack() for frame in self._replies)
+            self._replies.clear()
+            return frames
+
+    def _lane(self, lane: int, stream: TlsStream, reader: FrameReader) -> None:
+        sink = PieceSink()
+        try:
+            self.attach(stream)
+            self._enter(lane)
+            try:
+                while self._read(reader, sink):
+                    pass
+            finally:
+                with self.books.lock:
+                    self._lanes.discard(lane)
+                    self._work.notify_all()
+        finally:
+            sink.finish()
+            self.detach(stream)
+
+    def _enter(self, lane: int) -> None:
+        """Waits for the end of the connection that this one replaces: a lane's frames have an order."""
+        deadline_s = time.monotonic() + LANES_TIMEOUT_S
+        with self.books.lock:
+            while lane in self._lanes and not self.ended:
+                if not self._work.wait(deadline_s - time.monotonic()) and lane in self._lanes:
+                    raise ProtocolError(f"lane {lane} was opened twice")
+            self._lanes.add(lane)
+            self._had_lanes = True
+            self._work.notify_all()
+
+    def _read(self, reader: FrameReader, sink: PieceSink) -> bool:
+        """One frame; False at the end of the connection."""
+        frame = reader.frame()
+        if frame is None:
+            self.end("the peer has ended the connection")
+            return False
+        match frame.kind:
+            case Kind.EAGER:
+                check_size(frame.kind, frame.third)
+                data = bytearray(frame.third)
+                self._accept(frame)
+                reader.into(memoryview(data))
+                self._arrived(frame, bytes(data))
+            case Kind.ANNOUNCE:
+                check_size(frame.kind, frame.third)
+                self._accept(frame)
+                self._arrived(frame, None)
+            case Kind.PIECE:
+                self._land(frame, reader, sink)
+            case Kind.RENEW:
+                return False
+            case kind:
+                raise ProtocolError(f"a {kind.name} on a lane")
+        return not self.ended
+
+    def _accept(self, frame: Frame) -> None:
+        """Counts a message. Raises `ProtocolError` when it is out of order or more than the window."""
+        with self.books.lock:
+            if frame.first != self._next_number:
+                raise ProtocolError(f"message {frame.first}: expected {self._next_number}")
+            eager_bytes = frame.third if frame.kind is Kind.EAGER else 0
+            if (
+                self._held_messages + self._freed_messages >= WINDOW_MESSAGES
+                or self._held_bytes + self._freed_bytes + eager_bytes > WINDOW_BYTES
+            ):
+                raise ProtocolError("the peer sent more than the window")
+            self._next_number += 1
+            self._held_messages += 1
+            self._held_bytes += eager_bytes
+
+    def _arrived(self, frame: Frame, data: bytes | None) -> None:
+        with self.books.lock:
+            if self.ended:
+                return
+            if data is None:
+                self._announced[frame.first] = frame.third
+            self.books.arrived(Arrival(frame.second, frame.third, Message(self, frame.first, data)))
+
+    def _land(self, frame: Frame, reader: FrameReader, sink: PieceSink) -> None:
+        landing = self._piece_of(frame)
+        copied = sink.put(landing.view, frame.second, frame.third, reader.into)
+        with self.books.lock:
+            if copied is not None:
+                landing.copies.append(copied)
+            landing.pieces_left -= 1
+            complete = landing.pieces_left == 0
+        if complete:
+            for copy in landing.copies:
+                copy.synchronize()
+            with self.books.lock:
+                del self._landings[frame.first]
+                self.books.end(landing.operation)
+
+    def _piece_of(self, frame: Frame) -> _Landing:
+        """Where a piece goes. Raises `ProtocolError` unless it is one that was asked for, exactly once."""
+        number, offset, nbytes = frame.first, frame.second, frame.third
+        with self.books.lock:
+            landing = self._landings.get(number)
+            if landing is None:
+                raise ProtocolError(f"a piece of message {number}, which nobody asked for")
+            size = landing.operation.nbytes
+            if offset % PIECE_BYTES or offset >= size or nbytes != min(PIECE_BYTES, size - offset):
+                raise ProtocolError(f"a piece of {nbytes} bytes at {offset} of {size}")
+            if offset in landing.began:
+                raise ProtocolError(f"the piece at {offset} of message {number} came twice")
+            landing.began.add(offset)
+            return landing
