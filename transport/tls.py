@@ -19,13 +19,13 @@ import torch
 
 from disagg.core.errors import InvariantError, PeerLostError, TransportError
 from transport.base import Arrival, Operation, Transport, TransportStatistics
-from transport.keys import ControlKeys
+from transport.key_ring import KeyRing
 from transport.tags import unpack
 from transport.tls_address import ID_BYTES, Address, parse_address
 from transport.tls_books import Books
 from transport.tls_channel import Channel
 from transport.tls_frames import MAX_LANES, REPLY_LANE, FrameReader, Hello
-from transport.tls_identity import Contexts
+from transport.tls_identity import Identities
 from transport.tls_incoming import Incoming, Message
 from transport.tls_listener import Listener
 from transport.tls_outgoing import Outgoing
@@ -44,17 +44,16 @@ class _Peer:
 class TlsTransport(Transport):
     """One rank's end; see `Transport`. Listens on `host` and a free port.
 
-    `generations`: keys of the cluster that are valid now; the first one is presented, all are accepted. `lanes`:
-    connections over which a large message is spread. Raises `ConfigError` when there are no keys or `host` cannot
-    be bound.
+    `keys` are the cluster's; `lanes` is the number of connections over which a large message is spread. Raises
+    `ConfigError` when `host` cannot be bound.
     """
 
     name: ClassVar[str] = "tls"
 
-    def __init__(self, host: str, generations: Sequence[ControlKeys], lanes: int = 1) -> None:
+    def __init__(self, host: str, keys: KeyRing, lanes: int = 1) -> None:
         if not 1 <= lanes <= MAX_LANES:
             raise ValueError(f"lanes {lanes}: expected 1 to {MAX_LANES}")
-        self._contexts, self._lanes = Contexts(generations), lanes
+        self._identities, self._lanes = Identities(keys), lanes
         self._books = Books()
         self._peers: dict[str, _Peer] = {}
         self._incoming: dict[bytes, Incoming] = {}
@@ -62,7 +61,7 @@ class TlsTransport(Transport):
         self._outgoing: set[Outgoing] = set()
         """Those of disconnected peers included until they are quiet."""
         self._closed = False
-        self._listener = Listener(host, self._contexts, self._on_connection)
+        self._listener = Listener(host, self._identities, self._on_connection)
         self._address = Address(host, self._listener.port, os.urandom(ID_BYTES)).pack()
         self._listener.start()
 
@@ -79,7 +78,7 @@ class TlsTransport(Transport):
                     raise TransportError(f"{peer} is connected with another address; disconnect it first")
                 return
             where = parse_address(peer, address)
-            outgoing = Outgoing(self._books, self._address, where, self._contexts, self._lanes)
+            outgoing = Outgoing(self._books, self._address, where, self._identities, self._lanes)
             outgoing.on_end = partial(self._on_lost, outgoing)
             outgoing.on_quiet = partial(self._outgoing.discard, outgoing)
             self._peers[peer] = _Peer(address, outgoing)

@@ -17,7 +17,7 @@ import structlog
 
 from disagg.core.errors import ConfigError, ProtocolError
 from transport.tls_frames import FrameReader, Hello
-from transport.tls_identity import Contexts
+from transport.tls_identity import Contexts, Identities
 from transport.tls_stream import TlsStream, make_stream
 
 log = structlog.get_logger(__name__)
@@ -36,8 +36,8 @@ OnConnection = Callable[[Hello, TlsStream, FrameReader], None]
 class Listener:
     """One listening socket on `host` and a free port. Raises `ConfigError` when `host` cannot be bound."""
 
-    def __init__(self, host: str, contexts: Contexts, on_connection: OnConnection) -> None:
-        self._contexts, self._on_connection = contexts, on_connection
+    def __init__(self, host: str, identities: Identities, on_connection: OnConnection) -> None:
+        self._identities, self._on_connection = identities, on_connection
         try:
             family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
             self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -99,7 +99,8 @@ class Listener:
                 self._refuse(str(where[0]), exc)
 
     def _admit(self, raw: socket.socket, host: str) -> None:
-        stream = make_stream(raw, self._contexts, True)
+        contexts = self._identities.contexts
+        stream = make_stream(raw, contexts, True)
         with self._lock:
             if self._closed:
                 stream.close()
@@ -109,7 +110,7 @@ class Listener:
             self._threads += 1
         try:
             threading.Thread(
-                target=self._serve, args=(stream, host), name="tls-accepted", daemon=True
+                target=self._serve, args=(stream, contexts, host), name="tls-accepted", daemon=True
             ).start()
         except RuntimeError:
             self._forget(stream)
@@ -128,11 +129,11 @@ class Listener:
         del self._handshakes[oldest]
         oldest.shut()  # its thread frees it
 
-    def _serve(self, stream: TlsStream, host: str) -> None:
+    def _serve(self, stream: TlsStream, contexts: Contexts, host: str) -> None:
         try:
             deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
             try:
-                stream.authenticate(self._contexts, deadline_s)
+                stream.authenticate(contexts, deadline_s)
                 reader = FrameReader(stream)
                 hello = reader.hello()
             except (OSError, ProtocolError) as exc:

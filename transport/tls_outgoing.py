@@ -29,7 +29,7 @@ from transport.tls_frames import (
     Hello,
     Kind,
 )
-from transport.tls_identity import Contexts
+from transport.tls_identity import Identities
 from transport.tls_pieces import STAGED, Bytes, PieceSource
 from transport.tls_stream import TlsStream, make_stream
 
@@ -80,10 +80,12 @@ class _Piece:
 class Outgoing(Channel):
     """Sends to one peer. Threads: one for the replies, one a lane."""
 
-    def __init__(self, books: Books, own: bytes, address: Address, contexts: Contexts, lanes: int) -> None:
+    def __init__(
+        self, books: Books, own: bytes, address: Address, identities: Identities, lanes: int
+    ) -> None:
         """`own` is the address of this transport."""
         super().__init__(books, address.pack(), f"{address.host}:{address.port}")
-        self._address, self._contexts, self._lanes = address, contexts, lanes
+        self._address, self._identities, self._lanes = address, identities, lanes
         self._hello = partial(Hello, channel=os.urandom(16), source=own, destination=self.peer_address)
         self._sends: dict[int, _Send] = {}
         self._waiting: deque[_Send] = deque()
@@ -169,11 +171,12 @@ class Outgoing(Channel):
     def _dial_once(self, lane: int, deadline_s: float) -> TlsStream:
         host, port, _ = self._address
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        stream = make_stream(socket.socket(family, socket.SOCK_STREAM), self._contexts, False)
+        contexts = self._identities.contexts
+        stream = make_stream(socket.socket(family, socket.SOCK_STREAM), contexts, False)
         try:
             self.attach(stream)
             stream.connect(where, deadline_s)
-            stream.authenticate(self._contexts, deadline_s)
+            stream.authenticate(contexts, deadline_s)
             stream.write(self._hello(lane).pack())
         except BaseException:
             self.detach(stream)
