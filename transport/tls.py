@@ -33,6 +33,8 @@ from transport.tls_stream import TlsStream
 
 FENCE_TIMEOUT_S = 10.0
 """How long `disconnect` waits for threads to leave the memory of a peer whose connections are shut."""
+UPKEEP_S = 1.0
+"""Between two looks at the keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class TlsTransport(Transport):
         if not 1 <= lanes <= MAX_LANES:
             raise ValueError(f"lanes {lanes}: expected 1 to {MAX_LANES}")
         self._identities, self._lanes = Identities(keys), lanes
+        self._listener = Listener(host, self._identities, self._on_connection)
         self._books = Books()
         self._peers: dict[str, _Peer] = {}
         self._incoming: dict[bytes, Incoming] = {}
@@ -61,7 +64,7 @@ class TlsTransport(Transport):
         self._outgoing: set[Outgoing] = set()
         """Those of disconnected peers included until they are quiet."""
         self._closed = False
-        self._listener = Listener(host, self._identities, self._on_connection)
+        self._upkeep_at_s = 0.0
         self._address = Address(host, self._listener.port, os.urandom(ID_BYTES)).pack()
         self._listener.start()
 
@@ -157,6 +160,7 @@ class TlsTransport(Transport):
 
     def progress(self) -> list[Operation]:
         self._ensure_open()
+        self._upkeep()
         if not self._books.ledger.has_ended():
             return []
         with self._books.lock:
@@ -215,9 +219,9 @@ class TlsTransport(Transport):
             return None
         with self._books.lock:
             found = self._incoming.get(hello.channel)
-            if self._closed or hello.lane != REPLY_LANE:
-                return found if found is not None and found.peer_address == hello.source else None
             if found is not None:
+                return found if found.peer_address == hello.source else None
+            if self._closed or hello.lane != REPLY_LANE:
                 return None
             try:
                 where = parse_address("a peer", hello.source)
@@ -239,6 +243,16 @@ class TlsTransport(Transport):
                 channel.end("the peer is lost")
 
     # --- for the owner
+
+    def _upkeep(self) -> None:
+        """Now and then, for the keys may change while the transport runs."""
+        now_s = time.monotonic()
+        if now_s >= self._upkeep_at_s:
+            self._upkeep_at_s = now_s + UPKEEP_S
+            contexts = self._identities.contexts
+            with self._books.lock:
+                for channel in [*self._outgoing, *self._incoming.values()]:
+                    channel.follow(contexts)
 
     def _fence(self, what: str, channels: Sequence[Channel], why: str) -> None:
         for channel in channels:

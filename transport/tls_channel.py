@@ -15,6 +15,7 @@ import structlog
 from disagg.core.errors import PeerLostError, ProtocolError
 from transport.base import Operation
 from transport.tls_books import Books
+from transport.tls_identity import Contexts
 from transport.tls_stream import TlsStream
 
 log = structlog.get_logger(__name__)
@@ -88,6 +89,12 @@ class Channel(ABC):
             self._streams.discard(stream)
         stream.close()
 
+    def follow(self, contexts: Contexts) -> None:
+        """The keys may have changed: connections made with keys that are not valid any more end the channel."""
+        with self.books.lock:
+            if not all(stream.certificates <= contexts.trusted for stream in self._streams):
+                self.end("the keys that it was opened with are no longer valid")
+
     def pending(self) -> set[Operation]:
         """Operations that this channel will end. Call with the lock held."""
         return set()
@@ -115,6 +122,8 @@ class Channel(ABC):
 
     def _settle_all(self) -> None:
         self._settle()
+        for stream in list(self._streams):
+            self.detach(stream)
         self.on_quiet()
         self.books.quiet.notify_all()
         self.books.wake()

@@ -67,6 +67,9 @@ class Incoming(Channel):
         """Sizes of messages that wait at their sender, by number."""
         self._landings: dict[int, _Landing] = {}
         self._replies: deque[Frame] = deque()
+        self._replying = False
+        self._fresh: TlsStream | None = None
+        """The reply connection that replaces the present one."""
         self._held_messages = self._held_bytes = 0
         self._freed_messages = self._freed_bytes = 0
         """Eager messages that the sender still counts."""
@@ -127,7 +130,19 @@ class Incoming(Channel):
     # --- threads
 
     def serve_replies(self, stream: TlsStream) -> None:
-        """Writes replies until the channel ends. In the thread that accepted the connection."""
+        """Writes replies until the channel ends, in the thread that accepted the connection.
+
+        A second reply connection replaces the first one, whose thread goes on with it.
+        """
+        with self.books.lock:
+            if self._replying and not self.ended:
+                replaced, self._fresh = self._fresh, stream
+                self._streams.add(stream)
+                self._work.notify_all()
+                if replaced is not None:
+                    self.detach(replaced)
+                return
+            self._replying = True
         self.adopt(partial(self._write, stream))
 
     def serve_lane(self, lane: int, stream: TlsStream, reader: FrameReader) -> None:
@@ -138,22 +153,33 @@ class Incoming(Channel):
         try:
             self.attach(stream)
             stream.write(Frame(Kind.WELCOME, 0).pack())
-            while (frames := self._take_replies()) is not None:
-                stream.write(frames)
+            while True:
+                frames, fresh = self._take_replies()
+                if frames:
+                    stream.write(frames)
+                if fresh is not None:
+                    stream.write(Frame(Kind.RENEW, 0).pack())
+                    self.detach(stream)
+                    stream = fresh
+                    stream.write(Frame(Kind.WELCOME, 0).pack())
+                elif not frames:
+                    return
         finally:
             self.detach(stream)
 
-    def _take_replies(self) -> bytes | None:
+    def _take_replies(self) -> tuple[bytes, TlsStream | None]:
+        """What to write, and the connection on which to go on. Neither: the channel has ended."""
         with self.books.lock:
-            while not self._replies and not self.ended:
+            while not self._replies and self._fresh is None and not self.ended:
                 waited = self._work.wait(None if self._had_lanes else LANES_TIMEOUT_S)
                 if not waited and not self._had_lanes:
                     raise ProtocolError("the peer opened no lane")
             if self.ended:
-                return None
+                return b"", None
             frames = b"".join(frame.pack() for frame in self._replies)
             self._replies.clear()
-            return frames
+            fresh, self._fresh = self._fresh, None
+            return frames, fresh
 
     def _lane(self, lane: int, stream: TlsStream, reader: FrameReader) -> None:
         sink = PieceSink()

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import structlog
 
@@ -40,9 +41,7 @@ class Listener:
         self._identities, self._on_connection = identities, on_connection
         try:
             family, *_, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.bind(where)
-            self._socket.listen(_BACKLOG)
+            self._socket = _listening(family, where)
         except OSError as exc:
             raise ConfigError(
                 f"transport tls cannot listen on {host}: {exc.strerror}; set control.host to an address of this host"
@@ -166,3 +165,14 @@ class Listener:
             self._log_after_s = now_s + _LOG_INTERVAL_S
             refused = self.refused
         log.warning("tls_refused", address=host, refused=refused, error=str(exc))
+
+
+def _listening(family: int, where: tuple[Any, ...]) -> socket.socket:
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.bind(where)
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening

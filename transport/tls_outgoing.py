@@ -29,7 +29,7 @@ from transport.tls_frames import (
     Hello,
     Kind,
 )
-from transport.tls_identity import Identities
+from transport.tls_identity import Contexts, Identities
 from transport.tls_pieces import STAGED, Bytes, PieceSource
 from transport.tls_stream import TlsStream, make_stream
 
@@ -39,6 +39,8 @@ DIAL_TIMEOUT_S = 10.0
 _ATTEMPTS = 3
 """A connection may be dropped in its handshake: the other side keeps few that are not authenticated yet."""
 _BATCH_BYTES = 1 << 15
+RENEW_INTERVAL_S = 10.0
+"""Between two renewals after a change of keys: the peer may not present the new ones yet."""
 RENEW_BYTES = 256 << 30
 """What one key encrypts at most; RFC 8446 allows AES-GCM 2^24.5 records, about 388 GB."""
 
@@ -92,6 +94,11 @@ class Outgoing(Channel):
         """Beyond the window, in order."""
         self._frames: deque[_Send] = deque()
         self._pieces: deque[_Send] = deque()
+        self._stale: set[int] = set()
+        """Lanes that go on in new connections as soon as their threads can."""
+        self._renew_at_s = 0.0
+        self._fresh: TlsStream | None = None
+        """The reply connection that replaces the present one."""
         self._next_number = 0
         self._held_messages = self._held_bytes = 0
         """What the receiver holds of ours."""
@@ -117,6 +124,17 @@ class Outgoing(Channel):
         self._waiting.append(send)
         self._admit()
 
+    def follow(self, contexts: Contexts) -> None:
+        """See `Channel.follow`. Connections made with keys that are not presented any more are renewed first."""
+        super().follow(contexts)
+        now_s = time.monotonic()
+        with self.books.lock:
+            old = any(stream.certificates - {contexts.presented} for stream in self._streams)
+            if old and not self.ended and now_s >= self._renew_at_s:
+                self._renew_at_s = now_s + RENEW_INTERVAL_S
+                self._stale.update(range(self._lanes))
+                self._work.notify_all()
+
     def pending(self) -> set[Operation]:
         return {send.operation for send in self._sends.values()}
 
@@ -132,29 +150,45 @@ class Outgoing(Channel):
         deadline_s = time.monotonic() + DIAL_TIMEOUT_S
         stream = self._dial(REPLY_LANE, deadline_s)
         try:
-            reader = FrameReader(stream)
-            welcome = reader.frame()
-            if welcome is None or welcome.kind is not Kind.WELCOME:
-                raise ProtocolError("the peer did not accept the channel")
-            stream.wait_forever()
+            reader = self._welcomed(stream)
             for lane in range(self._lanes):
-                connection = self._dial(lane, deadline_s)
-                connection.wait_forever()
-                try:
-                    self.start(f"tls-lane-{lane}-{self.label}", partial(self._write, lane, connection))
-                except OSError:
-                    self.detach(connection)
-                    raise
+                self._open_lane(lane, deadline_s)
             log.info(
                 "tls_connected",
                 peer=self.label,
-                cipher=connection.cipher,
+                cipher=stream.cipher,
                 lanes=self._lanes,
-                kernel_tls=connection.kernel_tls(),
+                kernel_tls=stream.kernel_tls(),
             )
-            self._read(reader)
+            while self._read(reader):
+                fresh = self._take_fresh()
+                self.detach(stream)
+                stream = fresh
+                reader = self._welcomed(stream)
+        except OSError as exc:
+            if not self.ended:
+                log.warning("tls_broken", peer=self.label, error=str(exc))
+            raise
         finally:
             self.detach(stream)
+
+    def _welcomed(self, stream: TlsStream) -> FrameReader:
+        """The reader of a reply connection that the peer has accepted."""
+        reader = FrameReader(stream)
+        welcome = reader.frame()
+        if welcome is None or welcome.kind is not Kind.WELCOME:
+            raise ProtocolError("the peer did not accept the channel")
+        stream.wait_forever()
+        return reader
+
+    def _open_lane(self, lane: int, deadline_s: float) -> None:
+        stream = self._dial(lane, deadline_s)
+        stream.wait_forever()
+        try:
+            self.start(f"tls-lane-{lane}-{self.label}", partial(self._write, lane, stream))
+        except OSError:
+            self.detach(stream)
+            raise
 
     def _dial(self, lane: int, deadline_s: float) -> TlsStream:
         """A connection that has said hello. Raises `OSError`."""
@@ -185,7 +219,8 @@ class Outgoing(Channel):
 
     # --- replies
 
-    def _read(self, reader: FrameReader) -> None:
+    def _read(self, reader: FrameReader) -> bool:
+        """Reads replies; whether they go on in another connection."""
         while (frame := reader.frame()) is not None:
             with self.books.lock:
                 match frame.kind:
@@ -195,10 +230,22 @@ class Outgoing(Channel):
                         self._drop(frame.first)
                     case Kind.CREDIT:
                         self._credit(frame.first, frame.second)
+                    case Kind.RENEW:
+                        return True
                     case kind:
                         raise ProtocolError(f"a {kind.name} among the replies")
                 self._admit()
         self.end("the peer has ended the connection")
+        return False
+
+    def _take_fresh(self) -> TlsStream:
+        """The reply connection that lane 0 has dialled; the peer may know of it before we do."""
+        with self.books.lock:
+            self._work.wait_for(lambda: self._fresh is not None or self.ended, DIAL_TIMEOUT_S)
+            fresh, self._fresh = self._fresh, None
+            if fresh is None or self.ended:
+                raise ProtocolError("a RENEW for which nobody asked")
+            return fresh
 
     def _clear(self, number: int) -> None:
         send = self._announced(number)
@@ -242,22 +289,21 @@ class Outgoing(Channel):
         staged: deque[_Batch | _Piece] = deque()
         written_bytes = 0
         try:
-            while True:
+            while not self.ended:
+                if self._is_stale(lane) or written_bytes > RENEW_BYTES:
+                    stream, written_bytes = self._renew(lane, stream), 0
                 while len(staged) < STAGED and (job := self._take(lane, source, wait=not staged)) is not None:
                     staged.append(job)
-                if not staged:
-                    return
-                if written_bytes > RENEW_BYTES:
-                    stream, written_bytes = self._renew(lane, stream), 0
-                job = staged.popleft()
-                written_bytes += self._put(stream, job)
-                self._written(job)
+                if staged:
+                    job = staged.popleft()
+                    written_bytes += self._put(stream, job)
+                    self._written(job)
         finally:
             source.finish()
             self.detach(stream)
 
     def _take(self, lane: int, source: PieceSource, wait: bool) -> _Batch | _Piece | None:
-        """The next thing to write; None when there is none and the caller does not wait, or at the end."""
+        """The next thing to write; None when there is none and the caller does not wait or has to renew the lane."""
         with self.books.lock:
             while not self.ended:
                 if lane == 0 and self._frames:
@@ -265,7 +311,7 @@ class Outgoing(Channel):
                 if self._pieces:
                     piece = self._piece()
                     break
-                if not wait:
+                if not wait or lane in self._stale:
                     return None
                 self._work.wait()
             else:
@@ -315,9 +361,23 @@ class Outgoing(Channel):
         del self._sends[send.number]
         self.books.end(send.operation)
 
+    def _is_stale(self, lane: int) -> bool:
+        with self.books.lock:
+            if lane not in self._stale:
+                return False
+            self._stale.discard(lane)
+            return True
+
     def _renew(self, lane: int, stream: TlsStream) -> TlsStream:
+        """The connection on which the lane goes on. Lane 0 renews the reply connection too."""
+        deadline_s = time.monotonic() + DIAL_TIMEOUT_S
+        if lane == 0:
+            fresh_replies = self._dial(REPLY_LANE, deadline_s)
+            with self.books.lock:
+                self._fresh = fresh_replies
+                self._work.notify_all()
         stream.write(Frame(Kind.RENEW, 0).pack())
-        fresh = self._dial(lane, time.monotonic() + DIAL_TIMEOUT_S)
+        fresh = self._dial(lane, deadline_s)
         fresh.wait_forever()
         self.detach(stream)
         return fresh
