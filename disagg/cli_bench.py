@@ -148,6 +148,31 @@ def swap(
 
 
 @app.command()
+def wire(
+    sizes: Annotated[
+        str, typer.Option("--sizes", help="Of a message, comma-separated, such as 64KiB.")
+    ] = "64KiB,1MiB,16MiB,64MiB",
+    lanes: Annotated[str, typer.Option("--lanes", help="Connections of TLS, comma-separated.")] = "1,2",
+    most: Annotated[str, typer.Option("--most", metavar="SIZE", help="Bytes of one measurement.")] = "512MiB",
+    repeats: RepeatsFlag = 5,
+    out: OutFlag = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """The data plane's backends in host memory, between two processes: TLS, UCX, and plain TCP as the ceiling."""
+    from disagg.bench.wire import WireBench, run
+
+    bench = WireBench(
+        tuple(parse_bytes(size.strip()) for size in sizes.split(",")),
+        _numbers("--lanes", lanes),
+        parse_bytes(most),
+        repeats,
+    )
+    with progress() as tell:
+        results = run(bench, tell)
+    _show("wire", "messages between two processes of this host, host memory", results, out, as_json)
+
+
+@app.command()
 def transfer(
     prefill_tp: Annotated[int, typer.Option("--prefill-tp", min=1, help="Ranks that send.")] = 1,
     decode_tp: Annotated[int, typer.Option("--decode-tp", min=1, help="Ranks that receive.")] = 1,

@@ -33,6 +33,7 @@ from transport.tls_stream import TlsStream
 
 FENCE_TIMEOUT_S = 10.0
 """How long `disconnect` waits for threads to leave the memory of a peer whose connections are shut."""
+_MOST_DEFAULT_LANES = 4
 UPKEEP_S = 1.0
 """Between two looks at the keys."""
 
@@ -46,16 +47,16 @@ class _Peer:
 class TlsTransport(Transport):
     """One rank's end; see `Transport`. Listens on `host` and a free port.
 
-    `keys` are the cluster's; `lanes` is the number of connections over which a large message is spread. Raises
-    `ConfigError` when `host` cannot be bound.
+    `keys` are the cluster's; `lanes` is the number of connections over which a large message is spread, 0 for
+    `default_lanes`. Raises `ConfigError` when `host` cannot be bound.
     """
 
     name: ClassVar[str] = "tls"
 
-    def __init__(self, host: str, keys: KeyRing, lanes: int = 1) -> None:
-        if not 1 <= lanes <= MAX_LANES:
-            raise ValueError(f"lanes {lanes}: expected 1 to {MAX_LANES}")
-        self._identities, self._lanes = Identities(keys), lanes
+    def __init__(self, host: str, keys: KeyRing, lanes: int = 0) -> None:
+        if not 0 <= lanes <= MAX_LANES:
+            raise ValueError(f"lanes {lanes}: expected 0 to {MAX_LANES}")
+        self._identities, self._lanes = Identities(keys), lanes or default_lanes()
         self._listener = Listener(host, self._identities, self._on_connection)
         self._books = Books()
         self._peers: dict[str, _Peer] = {}
@@ -278,6 +279,11 @@ class TlsTransport(Transport):
     def _ensure_open(self) -> None:
         if self._closed:
             raise ValueError("the TLS transport is closed")
+
+
+def default_lanes() -> int:
+    """Half of the cores of this process, from 1 to 4: a lane takes one on each side while it moves bytes."""
+    return min(_MOST_DEFAULT_LANES, max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 def _message_of(arrival: Arrival) -> Message:

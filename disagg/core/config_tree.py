@@ -248,9 +248,9 @@ class TransportConfig(Section, frozen=True):
     backend: TransportName = "auto"
     """auto: UCX over shared memory on one host (a loopback `control.host`). Between hosts: UCX over RDMA, else UCX
     over TCP on a trusted network, else tls. ucx: the same without tls. tls: always TLS over TCP."""
-    tls_lanes: int = 1
-    """Connections to each peer over which the TLS transport spreads a large message. Each takes a core while it
-    sends."""
+    tls_lanes: int = 0
+    """Connections to each peer over which the TLS transport spreads a large message; each takes a core while it
+    sends. 0: half of the process's cores, from 1 to 4."""
     trusted_network: bool = False
     """Allows UCX over TCP between hosts. UCX's TCP is neither authenticated nor encrypted: a machine that reaches
     its port can read and write the memory of the rank."""
@@ -259,7 +259,7 @@ class TransportConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         self._one_of("backend", TransportName)
-        self._needs(1 <= self.tls_lanes <= MAX_TLS_LANES, "tls_lanes", f"from 1 to {MAX_TLS_LANES}")
+        self._needs(0 <= self.tls_lanes <= MAX_TLS_LANES, "tls_lanes", f"from 0 to {MAX_TLS_LANES}")
 
 
 class ControlConfig(Section, frozen=True):

@@ -100,7 +100,7 @@ def move(a: Station, b: Station, nbytes: int, tag: int = 7, a_name: str = "a", b
 
 def dial(station: Station) -> socket.socket:
     """A stranger's connection."""
-    return socket.create_connection((HOST, station.where.port), 10)
+    return socket.create_connection((HOST, station.transport._listener.port), 10)
 
 
 def is_hung_up(connection: socket.socket) -> bool:
@@ -109,10 +109,10 @@ def is_hung_up(connection: socket.socket) -> bool:
     try:
         while connection.recv(1 << 16):
             pass
-    except ConnectionError:
-        return True
     except TimeoutError:
         return False
+    except OSError:  # a reset, or the alert of TLS
+        return True
     return True
 
 
@@ -148,9 +148,9 @@ class Intruder:
 
 
 @contextmanager
-def intruder(station: Station, contexts: Contexts) -> Iterator[Intruder]:
-    """A channel to the station, its lane 0 open."""
-    source = Address(HOST, 9, os.urandom(16)).pack()
+def intruder(station: Station, contexts: Contexts, source: bytes = b"") -> Iterator[Intruder]:
+    """A channel to the station, its lane 0 open. `source` is whose address it claims to have."""
+    source = source or Address(HOST, 9, os.urandom(16)).pack()
     channel = os.urandom(16)
     with ExitStack() as stack:
         opened = []
