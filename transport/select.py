@@ -32,7 +32,8 @@ def make_transport(
     """A transport of the backend `name`, owned by the calling thread. `transport.reach.choose` picks the backend.
 
     `rank_name` and `fabric` are for `inproc` (both needed). `gpu` (the bytes that move lie on GPUs), `reach` and
-    `interface` are for `ucx`. `host` (the address to listen on), `keys` (needed) and `tls_lanes` are for `tls`. Raises `ConfigError` for an unknown name or when the backend cannot be used here.
+    `interface` are for `ucx`. `host` (the address to listen on), `keys` (needed) and `tls_lanes` are for `tls`.
+    Raises `ConfigError` for an unknown name or when the backend cannot be used here.
     """
     if name == "ucx":
         from transport.ucx import UcxTransport
