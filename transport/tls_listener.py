@@ -164,7 +164,7 @@ class Listener:
                 return
             self._log_after_s = now_s + _LOG_INTERVAL_S
             refused = self.refused
-        log.warning("tls_refused", address=host, refused=refused, error=str(exc))
+        log.info("tls_refused", address=host, refused=refused, error=str(exc))
 
 
 def _listening(family: int, where: tuple[Any, ...]) -> socket.socket:

@@ -102,11 +102,6 @@ def test_too_small_shared_memory_is_one_error(tmp_path: Path, monkeypatch: pytes
     prepare_host(Reach.RDMA, {}, tmp_path)
 
 
-def test_tls_says_what_is_missing() -> None:
-    with pytest.raises(ConfigError, match=r"10\.1\.2\.3.*trusted_network"):
-        make_transport("tls", host=REMOTE)
-
-
 def test_inproc_ignores_reach() -> None:
     made = make_transport("inproc", rank_name="a", fabric=InprocFabric(), reach=Reach.TCP)
     made.close()

@@ -30,6 +30,7 @@ from tls_peers import (
 
 import transport.tls_listener
 from disagg.core.errors import PeerLostError, ProtocolError, TransportError
+from disagg.sockets.probe import Found, probe
 from transport.base import Arrival
 from transport.ledger import Ledger
 from transport.tls_address import MAX_ADDRESS_BYTES, Address, parse_address
@@ -105,6 +106,11 @@ def test_a_client_without_our_certificate_is_refused(certificate: Contexts | Non
             assert is_hung_up(client)
         pump_until(lambda: b.transport._listener.refused > 0, a, b)
         assert len(b.transport._incoming) == 1
+
+
+def test_the_list_of_sockets_knows_the_port() -> None:
+    with guarded() as [_, b]:
+        assert probe(HOST, b.where.port) == Found("tls", guarded=True)
 
 
 def test_older_versions_of_tls_are_refused() -> None:
