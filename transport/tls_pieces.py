@@ -25,7 +25,10 @@ class _Pinned:
 
     def __init__(self, device: torch.device) -> None:
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(STAGED)]
+        with torch.cuda.device(device):  # or the buffers would open a context on the first one
+            self._buffers = [
+                torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(STAGED)
+            ]
         self._events: list[Any] = [None] * STAGED
         self._turn = 0
 
