@@ -137,7 +137,7 @@ def test_the_wire_is_measured_at_start_and_said(ray_session: None, checkpoint: P
     assert line["path"] == "staging and ring, by ucx-shm"
     assert line["found"].startswith("measured: ")
     [key] = json.loads((cache / "disagg" / "wire.json").read_text())["wires"]
-    assert "cpu; ucx; 1." in key
+    assert "cpu; ucx-shm; 1." in key
 
 
 @pytest.mark.slow
