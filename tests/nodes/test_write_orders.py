@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 import torch
+from bit_flips import install
 from local_groups import small_config
 from simulated_groups import LOST, ROUTER, Simulation
 
@@ -150,3 +151,38 @@ def test_a_receiver_does_not_poll_for_a_request_that_is_over(order: Ordered) -> 
     order.deliver(ROUTER, D)
     assert agent.statistics().tickets == 1, "its pages are barred"
     assert agent.poll(order.now_s) > ARRIVAL_POLL_S
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_the_prefill_group_keeps_its_pages_until_all_is_verified(
+    order: Ordered, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Not only until all is written: a damaged segment is written once more, out of these pages."""
+    flips = install(monkeypatch, lambda incoming, segment, again: 5 if damaged and not again else None)
+    order.damages = True
+    order.reserve()
+    order.compute()
+
+    def run_device(name: str) -> None:
+        while order.devices[name].work:
+            order.devices[name].step()
+
+    def sending() -> int:
+        return order.ranks[P]._leader.statistics().sending
+
+    for _ in range(2 if damaged else 1):
+        run_device(P)
+        order.wire(P)  # the notice leaves
+        order.wire(D)
+        order.wire(D)  # and is read: the sum is launched
+        order.wire(P)
+        assert order.ranks[P]._agent._tickets.staged() == 0
+        assert sending() == 1, "all is written, nothing is verified"
+        run_device(D)
+        order.wire(D)
+        for _ in range(2):
+            order.wire(P)  # a letter comes
+    assert len(flips.struck) == damaged
+    assert sending() == 0
+    order.settle()
+    assert order.request.ended == "done"  # type: ignore[attr-defined]
