@@ -61,6 +61,11 @@ def start_timer(after_s: float, call: Callable[[], None]) -> None:
     timer.start()
 
 
+def _warn(event: str, **fields: Any) -> None:
+    """Looks the logger up when it writes: limits are made before the logs are configured."""
+    structlog.get_logger(__name__).warning(event, **fields)
+
+
 @dataclass(slots=True)
 class _Book:
     """One kind's lines in its present window."""
@@ -83,7 +88,7 @@ class LogLimits:
         start: StartTimer = start_timer,
     ) -> None:
         """`say(event, **fields)` writes the line about what was left out."""
-        self._say = say or structlog.get_logger(__name__).warning
+        self._say = say or _warn
         self._clock, self._start = clock, start
         self._lock = threading.Lock()
         self._books: dict[tuple[str, str], _Book] = {}

@@ -180,6 +180,24 @@ def test_configured_logs_are_limited(stream: io.StringIO) -> None:
     assert counts == {"bad_control_frame": PER_PEER_LINES, "request": PER_PEER_LINES, "serving": 1}
 
 
+def test_the_line_about_the_rest_is_as_configured() -> None:
+    stream, now_s = io.StringIO(), [0.0]
+    timers: list[Callable[[], None]] = []
+    limits = LogLimits(clock=lambda: now_s[0], start=lambda after_s, call: timers.append(call))
+    configure(LogConfig(format="json"), stream)
+    try:
+        for _ in range(PER_PEER_LINES):
+            limits(None, "warning", {"level": "warning", "event": "bad_control_frame", "peer": "p"})
+        with pytest.raises(structlog.DropEvent):
+            limits(None, "warning", {"level": "warning", "event": "bad_control_frame", "peer": "p"})
+        now_s[0] = WINDOW_S
+        timers.pop()()
+    finally:
+        structlog.reset_defaults()
+    [line] = stream.getvalue().splitlines()
+    assert json.loads(line)["event"] == "log_lines_left_out"
+
+
 def test_what_strangers_make_a_library_say_is_limited(stream: io.StringIO) -> None:
     for _ in range(1000):
         logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")

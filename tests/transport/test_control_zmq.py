@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -305,12 +305,18 @@ def test_one_forged_frame_does_nothing() -> None:
         with ExitStack() as stack:
             for theirs in strangers.values():
                 socket = stack.enter_context(raw(rank.address, theirs))
-                for source in (leader.address, rank.address, "tcp://127.0.0.1:9"):
-                    # As from the leader: a later stream, a reset of the one that is open, and a plan.
-                    socket.send(
-                        encode_envelope(Envelope(source, 1 << 61, 1, 1, 0, 0, 0, encode(Plan(1, b""))))
+                # As from the leader: a plan on a later stream, and a reset of the one that is open.
+                frames = [
+                    encode_envelope(envelope)
+                    for source in (leader.address, rank.address, "tcp://127.0.0.1:9")
+                    for envelope in (
+                        Envelope(source, 1 << 61, 1, 1, 0, 0, 0, encode(Plan(1, b""))),
+                        Envelope(source, 1 << 61, 0, 1, 0, 1, RESET),
                     )
-                    socket.send(encode_envelope(Envelope(source, 1 << 61, 0, 1, 0, 1, RESET)))
+                ]
+                with suppress(zmq.Again):  # turned away already
+                    for frame in frames:
+                        socket.send(frame, zmq.NOBLOCK)
             until(lambda: rank.statistics().clients_refused >= 1)  # the others do not get as far as their key
             for number in range(20):
                 message = Plan(number, b"real")
