@@ -79,7 +79,7 @@ FILE_MISTAKES = [
     (
         "a.toml",
         "[transport]\nzzzz = 1",
-        "unknown key zzzz in section transport; known: backend, trusted_network, peer_memory",
+        "unknown key zzzz in section transport; known: backend, tls_lanes, trusted_network, peer_memory",
     ),
     ("a.toml", "[prefill]\ntp = 0", "prefill.tp = 0 is not allowed; it must be at least 1"),
     ("a.toml", "[prefill]\ntp = '2'", "prefill.tp = '2' is not allowed; it must be a whole number"),
