@@ -14,7 +14,7 @@ from pathlib import Path
 from disagg.doctor import Finding
 from disagg.plan import describe_bytes
 
-REQUIRED = ("triton", "transformers", "pyzmq", "msgspec", "xxhash")
+REQUIRED = ("triton", "transformers", "pyzmq", "msgspec", "xxhash", "cryptography")
 """Distributions without which nothing runs; torch, ray and ucxx have probes of their own."""
 OUR_PACKAGES = ("kernels", "staging", "transport", "prefill_node", "decode_node")
 SHARED_MEMORY_BYTES = 1 << 30
