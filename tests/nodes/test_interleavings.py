@@ -280,7 +280,9 @@ def test_damaged_segments_in_many_orders(what: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "others"), [("nothing", set()), ("abort and fail", {"aborted", "transport"})], ids=str
+    ("what", "others"),
+    [("nothing", set()), ("abort and fail", {"aborted", "transport"})],
+    ids=["nothing", "abort and fail"],
 )
 def test_segments_that_are_damaged_twice_in_any_order(what: str, others: set[str]) -> None:
     ends = run_damaged(f"twice {what}", range(15))
