@@ -284,8 +284,9 @@ class PrefillHost(RankHost):
                 self._plan(1)
             if self._planned:
                 step = self._planned.popleft()
-                for group in self._agent.groups:
-                    self._agent.layers_ready(step, group, self._marker)
+                first = self._shard.layers.start
+                for group in self._agent.groups:  # of all layers up to there, as a real step says it
+                    self._agent.layers_ready(step, Span(first, group.stop), self._marker)
                 self._plan(1)
 
     def _to_leader(self, message: m.Message) -> None:
