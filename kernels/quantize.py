@@ -278,20 +278,17 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     values = tl.load(source + place[:, None] + element[None, :], mask=mask, other=0.0)
     found, scale = codes_of_rows(values, LIMIT, SMALLEST, FP8)
     found = found.to(codes.dtype.element_ty)
+    if _COMPILED and parts is not None and FP8 is not None:
+        # Four codes in a register, for both uses below: where codes are used one by one too, ptxas 12.8 takes some from
+        # a wrong register, or crashes.
+        found = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [found], tl.uint8, is_pure=True, pack=4)
     tl.store(scales + (target + 2 * DIM) // SCALE_BYTES + side, scale, mask=inside)
     tl.store(codes + (target + side * DIM)[:, None] + element[None, :], found, mask=mask)
     if parts is not None:
         keys = row_keys(first_plane + plane // 2 * 2, first_token + token)
         unit = first_unit + head * (HEAD_BYTES // 4)
         byte = side * DIM + element
-        code = found.to(tl.int32)
-        if _COMPILED and FP8 is not None:
-            # ptxas 12.8 takes bits for zero that a conversion to FP8 leaves behind, or crashes. Behind a move that it
-            # cannot see through, the mask stays.
-            code = tl.inline_asm_elementwise(
-                "mov.b32 $0, $1;", "=r,r", [code], tl.int32, is_pure=True, pack=1
-            )
-        code &= 0xFF
+        code = found.to(tl.int32) & 0xFF
         bits = (code << (byte % 4 * 8)[None, :].to(tl.int32)).to(tl.uint32, bitcast=True)
         unit_key = unit_keys(unit[:, None] + (byte // 4)[None, :])
         terms = tl.where(mask, bits, 0).to(tl.uint64) * (keys[:, None] ^ unit_key)
