@@ -104,7 +104,8 @@ class Landing:
             message, check = self._ring.view(item), None
             if self._sums is not None:
                 item.word = self._sums.take()
-                check = self._sums.check(segment, item.word.memory, less=trailer(message))
+                number = incoming.ticket.number
+                check = self._sums.check(segment, number, item.word.memory, less=trailer(message))
             with self._queue.use():
                 scatter(message[: segment.nbytes], pool, slots, *local(segment, self._shard), check)
             item.scattered = self._queue.mark()

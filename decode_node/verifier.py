@@ -56,7 +56,7 @@ class Verifier:
         word = self._sums.take()
         try:
             with self._queue.use():
-                check = self._sums.check(written.segment, word.memory)
+                check = self._sums.check(written.segment, incoming.ticket.number, word.memory)
                 sum_rows(self._place(incoming, written.segment), check)
             marker = self._queue.mark()
         except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other

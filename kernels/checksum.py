@@ -31,6 +31,7 @@ _COLUMN, _TOKEN, _PLANE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E37
 _COLUMN_KEY, _TOKEN_KEY, _PLANE_KEY = tl.constexpr(_COLUMN), tl.constexpr(_TOKEN), tl.constexpr(_PLANE)
 _PART_COUNT = tl.constexpr(_PARTS)
 _LOW = 0xFFFFFFFF
+_INT32_MAX = 2**31 - 1
 _CACHED_UNITS = 1 << 15
 _LOW_BITS = tl.constexpr(_LOW)
 _EVEN = tl.constexpr(0xFFFFFFFFFFFFFFFE)
@@ -54,21 +55,23 @@ class Summer:
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.zeros(_PARTS, dtype=torch.int64, device=device)
         """int64 `[_PARTS]`, zero between launches."""
-        self._compiled: dict[bool, Any] = {}
+        self._compiled: dict[tuple[bool, bool], Any] = {}
+        """By what Triton compiles apart for: whether something is subtracted, the width of the seed."""
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # zero before another stream adds to it
 
-    def finish(self, total: torch.Tensor, less: torch.Tensor | None) -> None:
-        """Queues: `total` becomes the sum of the parts, minus `less`; the parts become zero again."""
+    def finish(self, total: torch.Tensor, less: torch.Tensor | None, seed: int) -> None:
+        """Queues: `total` becomes the sum of the parts and `seed`, minus `less`; the parts become zero again."""
+        variant = (less is None, seed > _INT32_MAX)
         with on_device(self.parts):
-            compiled = self._compiled.get(less is None)
+            compiled = self._compiled.get(variant)
             if compiled is None:
-                self._compiled[less is None] = _finish_kernel[(1,)](
-                    self.parts, total, less, _PARTS, num_warps=8
+                self._compiled[variant] = _finish_kernel[(1,)](
+                    self.parts, total, less, seed, _PARTS, num_warps=8
                 )
             else:  # Triton's own launcher takes 17 us to find what it compiled before
                 address = None if less is None else less.data_ptr()
-                compiled[1, 1, 1](self.parts.data_ptr(), total.data_ptr(), address, _PARTS)
+                compiled[1, 1, 1](self.parts.data_ptr(), total.data_ptr(), address, seed, _PARTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,11 @@ class Check:
     summer: Summer
     origin: Origin
     total: torch.Tensor
-    """int64 `[1]`, on the copy's device or in pinned host memory: receives the sum, minus `less`."""
+    """int64 `[1]`, on the copy's device or in pinned host memory: receives the sum and `seed`, minus `less`."""
     less: torch.Tensor | None = None
     """int64 `[1]` on the copy's device."""
+    seed: int = 0
+    """Is added to the sum; from 0 to 2^63 - 1. So a message of zeros, or an earlier one, has another sum."""
 
     def __post_init__(self) -> None:
         for name, word in (("total", self.total), ("less", self.less)):
@@ -94,7 +99,7 @@ class Check:
 
     def finish(self) -> None:
         """Behind the launch that added to the parts."""
-        self.summer.finish(self.total, self.less)
+        self.summer.finish(self.total, self.less, self.seed)
 
     def sum_words(self, words: torch.Tensor, head_bytes: int) -> None:
         """Sets `total` from rows as words, contiguous `[layers, planes, tokens, words of a row]`, in plain torch."""
@@ -107,7 +112,7 @@ class Check:
         token = first_token + count(tokens)
         row = _mixed(token * _signed(_TOKEN) + plane[:, None] * _signed(_PLANE)) & ~1
         column = _mixed((first_unit + count(units.shape[1])) * _signed(_COLUMN)) | 1
-        found = _sum(units, (1 << 8 * unit) - 1, row.flatten(), column)
+        found = _sum(units, (1 << 8 * unit) - 1, row.flatten(), column) + self.seed
         self.total.copy_(found if self.less is None else found - self.less)
 
 
@@ -182,10 +187,12 @@ def add_tile(  # type: ignore[no-untyped-def]
     add_part(parts, words_sum(words, row_keys(plane, token), word, first_unit, UNIT_BYTES))
 
 
-@triton.jit(do_not_specialize_on_alignment=["total", "less"])  # type: ignore[untyped-decorator]
-def _finish_kernel(parts, total, less, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["seed"], do_not_specialize_on_alignment=["total", "less"]
+)
+def _finish_kernel(parts, total, less, seed, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     place = parts + tl.arange(0, PARTS)
-    found = tl.sum(tl.load(place))
+    found = tl.sum(tl.load(place)) + seed
     if less is not None:
         found -= tl.load(less)
     tl.store(place, tl.zeros((PARTS,), tl.int64))

@@ -148,7 +148,9 @@ class SegmentMover:
     def _gather(self, item: Item) -> None:
         place = local_place(self._pool, item.outgoing.slots, item.segment, self._shard)
         codes, message = codes_of(item.outgoing.link), self._space.view(item)
-        check = self._sums.check(item.segment, trailer(message)) if self._sums is not None else None
+        check = None
+        if self._sums is not None:
+            check = self._sums.check(item.segment, item.outgoing.ticket.number, trailer(message))
         out = message[: item.segment.nbytes]
         if codes is None:
             gather(*place, out, check)

@@ -118,7 +118,7 @@ class PeerPools:
             check = None
             if self._sums is not None:
                 item.word = self._sums.take()
-                check = self._sums.check(item.segment, item.word.memory)
+                check = self._sums.check(item.segment, outgoing.ticket.number, item.word.memory)
             item.write = pool.prepare(item.segment, outgoing.ticket, place, target, shard, check)
 
     def _open_pool(self, peer: str, offer: m.PoolOffer) -> None:

@@ -16,8 +16,11 @@ import torch
 
 from disagg.core.types import Segment
 from kernels.checksum import Check, Origin, Summer
+from transport.tags import pack
 
 _MADE_AT_ONCE = 64
+_SEED = 0x9E3779B97F4A7C15
+"""Odd: seeds of tags that differ in their lowest 62 bits differ."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,9 +66,20 @@ class Sums:
 
     def any_check(self, total: torch.Tensor, less: torch.Tensor | None = None) -> Check:
         """Asks a launch that moves nothing of a request for a checksum: kernels are compiled by it."""
-        return Check(self._summer, Origin(0, 0, 0), total, less)
+        return Check(self._summer, Origin(0, 0, 0), total, less, _seed(0, 0, 0))
 
-    def check(self, segment: Segment, total: torch.Tensor, less: torch.Tensor | None = None) -> Check:
-        """Asks a launch for the segment's checksum, minus `less`: `total` receives it, both int64 `[1]`."""
+    def check(
+        self, segment: Segment, ticket: int, total: torch.Tensor, less: torch.Tensor | None = None
+    ) -> Check:
+        """Asks a launch for the checksum of a ticket's segment, minus `less`: `total` receives it.
+
+        Both int64 `[1]`. The ticket is part of the checksum: a message that was never written does not fit, neither
+        zeros nor an earlier message in its place.
+        """
         origin = Origin(segment.layers.start, segment.tokens.start, segment.heads.start)
-        return Check(self._summer, origin, total, less)
+        return Check(self._summer, origin, total, less, _seed(ticket, segment.src_rank, segment.index))
+
+
+def _seed(ticket: int, src_rank: int, index: int) -> int:
+    """From 2^62 to 2^63 - 1, so always of one width: Triton compiles apart for others."""
+    return 1 << 62 | pack(ticket, src_rank, index) * _SEED & (1 << 62) - 1

@@ -199,6 +199,29 @@ def test_bytes_at_a_wrong_place_change_the_sum(device: str, sums: Sums) -> None:
     assert len(set(found)) == len(found)
 
 
+@pytest.mark.parametrize("seed", [5, 1 << 62 | 7], ids=["narrow", "wide"])
+def test_the_seed_is_added(device: str, sums: Sums, seed: int) -> None:
+    """Zeros with a total of 0, which nobody wrote, do not fit."""
+    slots, (_, pool) = SMALL.slots(device, generator()), SMALL.pool(device, generator())
+    out, sent = torch.zeros(SMALL.nbytes, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64)
+    sent = sent.to(device)
+    check = Check(sums.summer, ORIGIN, sums.check().total, sent, seed)
+    scatter(out, pool, slots, SMALL.layers, SMALL.heads, check)
+    place = Place(pool, slots, SMALL.layers, SMALL.heads)
+    for _ in range(2):  # compiled, and found
+        sum_rows(place, Check(sums.summer, ORIGIN, sums.check().total, None, seed))
+    gather(pool, slots, SMALL.layers, SMALL.heads, out, Check(sums.summer, ORIGIN, sent, None, seed))
+    scatter(
+        out,
+        pool,
+        slots,
+        SMALL.layers,
+        SMALL.heads,
+        Check(sums.summer, ORIGIN, sums.check().total, sent, seed),
+    )
+    assert sums.found() == [seed, seed, seed, 0]
+
+
 def test_without_bytes_the_total_is_left_alone(device: str, sums: Sums) -> None:
     slots, (_, pool) = SMALL.slots(device, generator()), SMALL.pool(device, generator())
     nothing = torch.empty(0, dtype=torch.uint8, device=device)

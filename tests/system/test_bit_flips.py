@@ -12,11 +12,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from architectures import HYBRIDS, save
 from bit_flips import Choose, FlippingTransport, Flips, first_sendings, install
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
-from decode_node.incoming import Incoming
+from decode_node.incoming import Incoming, Item
+from decode_node.landing import Landing
 from disagg.core.config import ModelConfig
 from disagg.core.errors import ChecksumError, HandshakeError, PeerLostError, TransportError
 from disagg.core.types import SamplingParams, Segment
@@ -148,6 +150,34 @@ def test_a_recurrent_state(
         answers = groups.answers(prompts, SamplingParams(max_tokens=8))
         check_all_healed(groups, flips)
     assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, 8) for p in prompts]
+
+
+@pytest.mark.parametrize("left", ["zeros", "an earlier message"])
+def test_a_message_that_was_not_written(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, left: str
+) -> None:
+    """The receive ends, but the ring holds what was there before, with a checksum that fits it."""
+    source, prompts = checkpoints.source(), random_prompts(70, 70, seed=8)
+    earlier: dict[Segment, torch.Tensor] = {}
+    struck: list[Segment] = []
+    scatter = Landing._scatter
+
+    def stale(self: Landing, item: Item) -> None:
+        message = self._ring.view(item)
+        found = earlier.setdefault(item.segment, message.clone())
+        if left == "zeros":
+            found = torch.zeros_like(message)
+        if not item.again and (left == "zeros" or not torch.equal(found, message)):
+            struck.append(item.segment)
+            message.copy_(found)
+        scatter(self, item)
+
+    monkeypatch.setattr(Landing, "_scatter", stale)
+    with local_groups(small_config(1, 1, chunk_tokens=16, peer_memory=False), source) as groups:
+        groups.damages = True
+        answers = [groups.answers([prompt], GREEDY)[0] for prompt in prompts]
+        assert mismatches(groups) == sent_again(groups) == len(struck) > 0
+    assert [a.tokens for a in answers] == [checkpoints.greedy(source, p, TOKENS) for p in prompts]
 
 
 def always_of(name: str, seed: int = 0) -> Choose:
