@@ -206,7 +206,8 @@ def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor
     """
     found = torch.zeros(1, dtype=torch.int64, device=units.device)
     step = max(1, _CACHED_UNITS // units.shape[1])
-    for part, key in zip(units.split(step), row.split(step), strict=True):
+    for first in range(0, len(units), step):
+        part, key = (each[first : first + step] for each in (units, row))
         terms = part.long().bitwise_and_(mask)
         found += terms.mul_(key[:, None] ^ column).sum()
     return found
