@@ -132,10 +132,11 @@ class SegmentMover:
 
     def _maybe_again(self, item: Item) -> None:
         """No deadlock: the destination still holds the lease, which is writable, or waits for nothing."""
-        if item.again or item.state is not State.SENT or item.outgoing.closing:
-            return
+        outgoing = item.outgoing
+        if item.again or item.state is not State.SENT or outgoing.closing or outgoing.finished:
+            return  # the pages of a finished one may be another request's
         item.again, item.started_s = True, None
-        item.outgoing.left += 1
+        outgoing.left += 1
         self.segments_sent_again += 1
         if item.write is None:
             item.state = State.STAGED

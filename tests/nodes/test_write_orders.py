@@ -186,3 +186,21 @@ def test_the_prefill_group_keeps_its_pages_until_all_is_verified(
     assert sending() == 0
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
+
+
+def test_pages_that_were_given_back_are_not_sent_again(order: Ordered) -> None:
+    """All was verified: what asks for a segment now is in error, and the pages may be another request's."""
+    order.reserve()
+    order.compute()
+    agent = order.ranks[P]._agent
+    (outgoing,) = agent._tickets.open.values()
+    while not outgoing.finished:
+        for name in (P, D):
+            while order.devices[name].work:
+                order.devices[name].step()
+            order.wire(name)
+    (item,) = outgoing.items.values()
+    agent._on_send_again(item.peer, m.SendAgain(outgoing.key, outgoing.ticket.number, 0, item.segment.index))
+    assert agent.statistics().segments_sent_again == 0
+    order.settle()
+    assert order.request.ended == "done"  # type: ignore[attr-defined]
