@@ -73,6 +73,7 @@ class Contexts:
     """TLS settings for `generations` of keys, one or more: all are accepted, the first one is presented."""
 
     def __init__(self, generations: Sequence[ControlKeys]) -> None:
+        self._generations = tuple(generations)
         identities = [derive(keys) for keys in generations]
         self.presented = identities[0].certificate
         """Our certificate, DER."""
@@ -85,6 +86,10 @@ class Contexts:
         """Raises `ssl.SSLError` unless the peer presented exactly a certificate of a valid generation."""
         if certificate not in self.trusted:
             raise ssl.SSLError("the peer's certificate is not the cluster's")
+
+    def presenting(self, certificate: bytes) -> Contexts:
+        """Contexts with the same trust that present the generation of `certificate`, one of `trusted`."""
+        return Contexts(sorted(self._generations, key=lambda keys: derive(keys).certificate != certificate))
 
 
 class Identities:

@@ -203,15 +203,27 @@ class Outgoing(Channel):
         return self._dial_once(lane, deadline_s)
 
     def _dial_once(self, lane: int, deadline_s: float) -> TlsStream:
+        contexts = self._identities.contexts
+        stream = self._authenticated(contexts, deadline_s)
+        for theirs in stream.certificates - {contexts.presented}:
+            # The peer may not have read its rotated key file yet: it trusts for certain what it presents.
+            self.detach(stream)
+            stream = self._authenticated(contexts.presenting(theirs), deadline_s)
+        try:
+            stream.write(self._hello(lane).pack())
+        except BaseException:
+            self.detach(stream)
+            raise
+        return stream
+
+    def _authenticated(self, contexts: Contexts, deadline_s: float) -> TlsStream:
         host, port, _ = self._address
         family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        contexts = self._identities.contexts
         stream = make_stream(socket.socket(family, socket.SOCK_STREAM), contexts, False)
         try:
             self.attach(stream)
             stream.connect(where, deadline_s)
             stream.authenticate(contexts, deadline_s)
-            stream.write(self._hello(lane).pack())
         except BaseException:
             self.detach(stream)
             raise

@@ -21,6 +21,7 @@ from transport.tls import TlsTransport
 from transport.tls_frames import EAGER_BYTES, PIECE_BYTES, WINDOW_BYTES, WINDOW_MESSAGES
 from transport.tls_identity import Contexts, derive
 from transport.tls_pieces import PieceSink, PieceSource
+from transport.tls_stream import TlsStream
 
 
 def test_every_process_derives_the_same_certificate() -> None:
@@ -193,6 +194,26 @@ class TestRotation:
                     pump_until(lambda: {derive(new).certificate} == certificates(a) == certificates(b), a, b)
             assert a.transport.statistics().sends_failed == b.transport.statistics().sends_failed == 0
 
+    def test_a_peer_that_reads_its_rotated_file_later_is_not_lost(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """`disagg keys --rotate --grace-s 0`: one side presents a generation that the other does not know yet."""
+        monkeypatch.setattr(transport.tls, "UPKEEP_S", 0.0)
+        monkeypatch.setattr(transport.tls_outgoing, "RENEW_INTERVAL_S", 0.05)
+        old, new = keys("old"), keys("new")
+        rings = [KeyRing(old), KeyRing(old)]
+        with stations(1, rings[0]) as [a], stations(1, rings[1]) as [b]:
+            link(a, b)
+            move(a, b, MIB)
+            before = connections(a)
+            rings[0].replace(KeySet(old, new, 1.0))
+            pump_until(lambda: not before & connections(a), a, b)  # renewed, with the old keys
+            move(a, b, 2 * MIB)
+            move(b, a, 100, 7, "b", "a")
+            rings[1].replace(KeySet(old, new, 1.0))
+            pump_until(lambda: {derive(new).certificate} == certificates(a) == certificates(b), a, b)
+            move(a, b, 2 * MIB)
+
     def test_a_connection_ends_with_its_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(transport.tls, "UPKEEP_S", 0.0)
         rings = [KeyRing(keys("old")), KeyRing(keys("old"))]
@@ -203,6 +224,13 @@ class TestRotation:
             pump_until(lambda: a.transport.send("b", 9, a.memory[:1]).error is not None, a, b)
             with pytest.raises(OSError, match=r"."):  # the old keys open nothing any more
                 authenticated(b, Contexts([keys("old")])).read_into(memoryview(bytearray(1)))
+
+
+def connections(station: Station) -> set[TlsStream]:
+    """Those that it dialled."""
+    transport = station.transport
+    with transport._books.lock:
+        return {stream for channel in transport._outgoing for stream in channel._streams}
 
 
 def certificates(station: Station) -> set[bytes]:
