@@ -255,6 +255,7 @@ class Outgoing(Channel):
         with self.books.lock:
             self._work.wait_for(lambda: self._fresh is not None or self.ended, DIAL_TIMEOUT_S)
             fresh, self._fresh = self._fresh, None
+            self._work.notify_all()
             if fresh is None or self.ended:
                 raise ProtocolError("a RENEW for which nobody asked")
             return fresh
@@ -382,14 +383,21 @@ class Outgoing(Channel):
 
     def _renew(self, lane: int, stream: TlsStream) -> TlsStream:
         """The connection on which the lane goes on. Lane 0 renews the reply connection too."""
-        deadline_s = time.monotonic() + DIAL_TIMEOUT_S
         if lane == 0:
-            fresh_replies = self._dial(REPLY_LANE, deadline_s)
-            with self.books.lock:
-                self._fresh = fresh_replies
-                self._work.notify_all()
+            self._renew_replies()
         stream.write(Frame(Kind.RENEW, 0).pack())
-        fresh = self._dial(lane, deadline_s)
+        fresh = self._dial(lane, time.monotonic() + DIAL_TIMEOUT_S)
         fresh.wait_forever()
         self.detach(stream)
         return fresh
+
+    def _renew_replies(self) -> None:
+        """One at a time: the peer would write replies to a connection that another one has replaced here."""
+        with self.books.lock:
+            self._work.wait_for(lambda: self._fresh is None or self.ended, DIAL_TIMEOUT_S)
+            if self._fresh is not None:
+                raise ProtocolError("the peer did not take the last renewal")
+        fresh = self._dial(REPLY_LANE, time.monotonic() + DIAL_TIMEOUT_S)
+        with self.books.lock:
+            self._fresh = fresh
+            self._work.notify_all()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ssl
 import subprocess
 import sys
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from transport.key_ring import KeyRing
 from transport.keys import KeySet
 from transport.select import make_transport
 from transport.tls import TlsTransport
-from transport.tls_frames import EAGER_BYTES, PIECE_BYTES, WINDOW_BYTES, WINDOW_MESSAGES
+from transport.tls_frames import EAGER_BYTES, PIECE_BYTES, REPLY_LANE, WINDOW_BYTES, WINDOW_MESSAGES
 from transport.tls_identity import Contexts, derive
 from transport.tls_pieces import PieceSink, PieceSource
 from transport.tls_stream import TlsStream
@@ -159,6 +161,35 @@ def test_lanes_are_renewed_before_a_key_has_encrypted_too_much(
             move(a, b, 100, tag)
         assert len(dialled) >= 2 * (1 + lanes) + 5
         assert a.transport.statistics().sends_failed == 0
+
+
+def test_a_renewal_waits_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else replies that the peer wrote to the connection in between would be lost."""
+    monkeypatch.setattr(transport.tls_outgoing, "RENEW_BYTES", 0)
+    outgoing = transport.tls_outgoing.Outgoing
+    take, dial = outgoing._take_fresh, outgoing._dial
+    may_take, too_early = threading.Event(), []
+
+    def take_later(channel: Any) -> Any:
+        may_take.wait(30)
+        return take(channel)
+
+    def note(channel: Any, lane: int, deadline_s: float) -> Any:
+        too_early.append(lane == REPLY_LANE and channel._fresh is not None)
+        return dial(channel, lane, deadline_s)
+
+    monkeypatch.setattr(outgoing, "_take_fresh", take_later)
+    monkeypatch.setattr(outgoing, "_dial", note)
+    with stations(2) as [a, b]:
+        link(a, b)
+        for tag in range(2):  # each is followed by a renewal
+            send = a.transport.send("b", tag, a.memory[:10])
+            pump_until(lambda send=send: send.ended, a, b)
+        [channel] = a.transport._outgoing
+        pump_until(lambda: bool(channel._work._waiters), a, b)  # the lane has no more to do
+        may_take.set()
+        move(a, b, MIB)
+        assert not any(too_early)
 
 
 def test_openssl_on_the_socket_moves_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
