@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import transport.tls
 import transport.tls_outgoing
 import transport.tls_stream
 from disagg.core.errors import ConfigError, PeerLostError, TransportError
+from transport.base import Operation
 from transport.key_ring import KeyRing
 from transport.keys import KeySet
 from transport.select import make_transport
@@ -184,7 +186,7 @@ def test_a_renewal_waits_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> No
         link(a, b)
         for tag in range(2):  # each is followed by a renewal
             send = a.transport.send("b", tag, a.memory[:10])
-            pump_until(lambda send=send: send.ended, a, b)
+            pump_until(partial(_ended, send), a, b)
         [channel] = a.transport._outgoing
         pump_until(lambda: bool(channel._work._waiters), a, b)  # the lane has no more to do
         may_take.set()
@@ -235,7 +237,9 @@ class TestRotation:
         rings = [KeyRing(old), KeyRing(old)]
         with stations(1, rings[0]) as [a], stations(1, rings[1]) as [b]:
             link(a, b)
-            move(a, b, MIB)
+            for tag in range(2):
+                move(a, b, MIB, tag)
+                move(b, a, MIB, tag, "b", "a")
             before = connections(a)
             rings[0].replace(KeySet(old, new, 1.0))
             pump_until(lambda: not before & connections(a), a, b)  # renewed, with the old keys
@@ -255,6 +259,10 @@ class TestRotation:
             pump_until(lambda: a.transport.send("b", 9, a.memory[:1]).error is not None, a, b)
             with pytest.raises(OSError, match=r"."):  # the old keys open nothing any more
                 authenticated(b, Contexts([keys("old")])).read_into(memoryview(bytearray(1)))
+
+
+def _ended(operation: Operation) -> bool:
+    return operation.ended
 
 
 def connections(station: Station) -> set[TlsStream]:
