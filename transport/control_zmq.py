@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterable
 from dataclasses import replace
@@ -35,7 +36,7 @@ RECEIVE_BATCH = 512
 MAX_STRAY_PEERS = 64
 """Connections kept to addresses that no stream is open with: we only told them that we do not know them."""
 _ADDRESS = re.compile(r"tcp://[^/:@;]+:\d{1,5}")
-_WILDCARDS = ("*", "0.0.0.0", "::", "[::]")
+_WILDCARDS = ("*", "", "::", "[::]")
 ENVELOPE_BYTES = 4096
 """Room for the envelope around the largest message."""
 UNSETTLED_S, SETTLED_S = 0.02, 0.25
@@ -60,7 +61,7 @@ class ZmqControl(ThreadedControl):
         options: ReliableOptions | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        if host in _WILDCARDS:
+        if host in _WILDCARDS or _is_any(host):
             raise ConfigError(f"control host {host!r} is no address that peers can reach; name one interface")
         self._keys = as_ring(keys)
         self._generations = self._keys.generations
@@ -197,6 +198,14 @@ class ZmqControl(ThreadedControl):
             self._wake_fd = -1
         self._doors.close()
         self._context.term()
+
+
+def _is_any(host: str) -> bool:
+    """Whether the system takes it for 0.0.0.0: `0` and `0x0` are spellings of it."""
+    try:
+        return socket.inet_aton(host) == bytes(4)
+    except OSError:
+        return False
 
 
 def make_control(config: ControlConfig, keys: AnyKeys, port: int = 0) -> ZmqControl:

@@ -7,6 +7,7 @@ were accepted: each of those is a fault of its own.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, MutableMapping
@@ -162,9 +163,11 @@ class LogLimits:
     def _plan_flush(self, now_s: float) -> None:
         """A flood may be the last thing that is logged: a timer says what was left out of it."""
         if not self._timer_runs:
-            self._timer_runs = True
             ends_s = min(book.ends_s for book in self._books.values() if book.left_out)
-            self._start(max(0.0, ends_s - now_s), self._on_timer)
+            # Without a thread left, the next limited line plans it again: a flood must not end who logs it.
+            with contextlib.suppress(RuntimeError):
+                self._start(max(0.0, ends_s - now_s), self._on_timer)
+                self._timer_runs = True
 
     def _on_timer(self) -> None:
         self.flush()

@@ -229,3 +229,22 @@ def test_the_table_is_of_lines_that_there_are() -> None:
     for level, event in LIMITED:
         assert {(level, event), ("", event)} & there, (level, event)
     assert {(level, event) for level, event, fields in lines if "peer" in fields} <= set(LIMITED)
+
+
+def test_no_thread_for_the_timer_ends_nobody() -> None:
+    threads: list[str] = []
+
+    def start(after_s: float, call: Callable[[], None]) -> None:
+        if not threads:
+            threads.append("none left")
+            raise RuntimeError("can't start new thread")
+        threads.append("started")
+
+    limits = LogLimits(start=start)
+    line = {"level": "info", "event": "tls_refused", "address": "a"}
+    for _ in range(PER_PEER_LINES):
+        limits(None, "info", dict(line))
+    for _ in range(2):
+        with pytest.raises(structlog.DropEvent):
+            limits(None, "info", dict(line))
+    assert threads == ["none left", "started"]

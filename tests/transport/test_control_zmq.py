@@ -252,7 +252,7 @@ def test_a_port_in_use() -> None:
             ZmqControl("127.0.0.1", port, keys=make_keys())
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "*"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "", "0", "0.0", "0x0"])
 def test_an_address_that_nobody_can_reach(host: str) -> None:
     with pytest.raises(ConfigError, match="no address that peers can reach"):
         ZmqControl(host, keys=make_keys())
