@@ -279,8 +279,8 @@ def _quantize_kernel(  # type: ignore[no-untyped-def]
     found, scale = codes_of_rows(values, LIMIT, SMALLEST, FP8)
     found = found.to(codes.dtype.element_ty)
     if _COMPILED and parts is not None and FP8 is not None:
-        # Four codes in a register, for both uses below: where codes are used one by one too, ptxas 12.8 takes some from
-        # a wrong register, or crashes.
+        # Four codes in a register, for both uses below: where codes are also used one by one, ptxas 12.8 takes some
+        # from a wrong register, or crashes.
         found = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [found], tl.uint8, is_pure=True, pack=4)
     tl.store(scales + (target + 2 * DIM) // SCALE_BYTES + side, scale, mask=inside)
     tl.store(codes + (target + side * DIM)[:, None] + element[None, :], found, mask=mask)
