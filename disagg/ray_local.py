@@ -30,6 +30,8 @@ LOOPBACK_ENV = {
     "DASHBOARD_METRIC_PORT": "-1",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Without tokens every user of this machine could run code in it.
+    "RAY_AUTH_MODE": "token",
 }
 """Of a Ray that is started here, not of one that is joined."""
 TOKEN_BYTES = 32
