@@ -27,6 +27,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 # For the test process and for every rank it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray reads it when it is imported, once for a process: as `disagg` sets it, whichever test imports Ray first.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
 @pytest.fixture(autouse=True)

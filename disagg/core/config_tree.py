@@ -189,8 +189,8 @@ class TransferConfig(Section, frozen=True):
     """Largest unit of transfer; 0: what the measured wire needs, at most `segment_limit_bytes`' default."""
     checksum: bool = True
     """Whether each segment carries a 64-bit checksum of its bytes. The decode rank compares it with what it copied
-    from its ring, or with its pages where they were written directly, before the prompt counts as landed. A damaged segment is sent once more; a second mismatch fails the request. All groups
-    must have it alike."""
+    from its ring, or with its pages where they were written directly, before the prompt counts as landed. A damaged
+    segment is sent once more; a second mismatch fails the request. All groups must have it alike."""
     spin_s: float = 0.005
     """A rank on a GPU polls for so long after the last traffic before it sleeps: to be woken takes up to 1 ms."""
     drain_timeout_s: float = 10.0

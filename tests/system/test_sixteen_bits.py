@@ -18,6 +18,7 @@ from disagg.core.types import SamplingParams, Span
 from disagg.model.rounding import Judged
 from disagg.reference import equal_tokens, reference_answers
 from disagg.verdict import judged_of, verdict, within
+from kernels.checksum import Check
 
 TOLD = SamplingParams(max_tokens=16, logprobs=MAX_LOGPROBS)
 PROMPTS = random_prompts(5, 61, 29, 90, 44, 17, seed=1)
@@ -59,9 +60,14 @@ def _without_a_head(real: Scatter) -> Scatter:
     """One KV head's values are lost on the way, in one layer."""
 
     def scatter(
-        source: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span
+        source: torch.Tensor,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        layers: Span,
+        heads: Span,
+        check: Check | None,
     ) -> None:
-        real(source, pool, slots, layers, heads)
+        real(source, pool, slots, layers, heads, check)
         pool[1, 1, slots.long(), 0] = 0
 
     return scatter
@@ -71,9 +77,14 @@ def _negated(real: Scatter) -> Scatter:
     """K of the first layer."""
 
     def scatter(
-        source: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span
+        source: torch.Tensor,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        layers: Span,
+        heads: Span,
+        check: Check | None,
     ) -> None:
-        real(source, pool, slots, layers, heads)
+        real(source, pool, slots, layers, heads, check)
         if layers.start == 0:
             own = pool[0, 0, :, heads.start : heads.stop]
             own[slots.long()] = -own[slots.long()]

@@ -13,13 +13,14 @@ from disagg.core.types import Segment, Span
 from transport.base import Operation, OperationState
 from transport.handles import MemoryHandle
 from transport.inproc import InprocFabric, InprocTransport
-from transport.notices import Notices
+from transport.notices import Notices, Written
 from transport.peer_memory import offer, open_memory
 from transport.slots import SLOT_BYTES
 from transport.tags import pack
 
 CPU = torch.device("cpu")
 SEGMENT = Segment(5, 1, 2, Span(0, 1 << 20), Span(3, 1 << 16), Span(7, 1 << 40), 1 << 62)
+WRITTEN = Written(SEGMENT, (1 << 63) - 1, again=True)
 
 
 def test_the_owner_s_process_gets_the_memory_itself() -> None:
@@ -70,10 +71,10 @@ def test_a_notice_tells_of_its_segment_and_slots_come_back() -> None:
     a, b = pair()
     sender, receiver = Notices(a), Notices(b)
     for turn in range(200):  # more than there are slots at first
-        sender.send("b", pack(7, 1, turn), SEGMENT, context=f"sent {turn}")
+        sender.send("b", pack(7, 1, turn), WRITTEN, context=f"sent {turn}")
         operation = received(b, receiver, f"came {turn}")
         assert receiver.ended(operation) == f"came {turn}"
-        assert receiver.segment(operation) == SEGMENT
+        assert receiver.read(operation) == WRITTEN
         [sent] = a.progress()
         assert sent.state is OperationState.DONE
         assert sender.ended(sent) == f"sent {turn}"
@@ -91,6 +92,6 @@ def test_a_notice_that_cannot_be_read_is_a_protocol_error() -> None:
     notices = Notices(b)
     operation = received(b, notices, "came")
     with pytest.raises(ProtocolError, match="a notice of 16 bytes cannot be read"):
-        notices.segment(operation)
+        notices.read(operation)
     a.close()
     b.close()
