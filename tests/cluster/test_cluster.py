@@ -194,7 +194,8 @@ def test_a_ring_too_small_is_refused_at_start_and_nothing_is_left(
     )
     before = set(ray_processes())
     config = msgspec.structs.replace(config, model=ModelConfig(path=str(wide)))
-    with pytest.raises(ConfigError, match="needs 8192"), running(config):
+    # 8192 bytes, and 8 of its checksum.
+    with pytest.raises(ConfigError, match="needs 8200"), running(config):
         pass
     after = {pid: name for pid, name in ray_processes().items() if pid not in before}
     assert not [name for name in after.values() if "Actor" in name]
