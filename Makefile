@@ -4,16 +4,16 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PACKAGES := disagg kernels staging transport prefill_node decode_node deploy
-SOURCES := $(PACKAGES) tests docs
+SOURCES := $(PACKAGES) tests docs .ci
 
 .PHONY: help venv demo test test-slow test-gpu check format clean
 
 help:
 	@echo "make demo       install, then run the demo: prefill on two ranks, decode on one"
-	@echo "make test       every test that needs neither a GPU nor more than a minute"
-	@echo "make test-slow  the long tests"
+	@echo "make test       every test without a GPU; of long sweeps a sample"
+	@echo "make test-slow  the rest of the sweeps, and tests longer than a minute"
 	@echo "make test-gpu   the tests that need CUDA devices"
-	@echo "make check      ruff, mypy, import-linter"
+	@echo "make check      ruff, mypy, import-linter, sizes of functions"
 	@echo "make format     ruff format and the fixes that are safe"
 	@echo "make venv       only install, into $(VENV)"
 	@echo "make clean      remove caches and output; keeps $(VENV)"
@@ -43,6 +43,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python .ci/shape.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,4 +1,4 @@
-"""The decode rank as a Ray actor: a shell, nothing else."""
+"""The decode rank as a Ray actor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from disagg.node.host import RankHost
 # As in prefill_node.actor: no restarts, and `park` in a thread of its own.
 @ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
 class DecodeActor(RankHost):
-    """See `disagg.node.host`."""
+    """Ray actor around a `DecodeRank`; see `disagg.node.host`."""
 
     node_class = DecodeRank
 

@@ -1,4 +1,4 @@
-"""Fence words: which ticket each row of this rank may be written for, read on the device by the writers' kernels."""
+"""Fence words: for each row of this rank the ticket that may be written; the writers' kernels read them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CLOSED = -1
 class FenceWords:
     """One int64 for each row. A write that begins after `close` has returned does nothing.
 
-    Owned by the transfer thread. On a queue of its own: a change never waits behind a scatter.
+    Owned by the transfer thread. Changes run on a queue of their own, and so never wait behind a scatter.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
@@ -22,16 +22,16 @@ class FenceWords:
             torch.cuda.synchronize(device)
 
     def open(self, row: int, ticket: int) -> None:
-        """Lets the ticket's writers in; returns when they would find it so."""
+        """Lets the ticket's writers write; returns when the device has the new value."""
         self._set(row, ticket)
 
     def close(self, row: int) -> None:
-        """Shuts them out; returns when no write can begin any more. One that has read its word before may go on."""
+        """Shuts all writers out; returns when the device has the new value. A write that has begun may go on."""
         self._set(row, CLOSED)
 
     def _set(self, row: int, value: int) -> None:
         with self._queue.use():
             self.words[row].fill_(value)
-        marker = self._queue.mark()
-        if marker is not None:
-            marker.synchronize()
+        event = self._queue.record_event()
+        if event is not None:
+            event.synchronize()

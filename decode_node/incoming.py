@@ -1,100 +1,135 @@
-"""The books of a receiver: one `Incoming` for each ticket, one `Item` for each segment. No behaviour beyond them."""
+"""State of a receiver: an `IncomingTransfer` for each ticket, an `IncomingSegment` for each segment in the ring."""
 
 from __future__ import annotations
 
-import enum
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
 
-from disagg.core.errors import ProtocolError
-from disagg.core.types import KVLayout, RequestKey, Segment, Shard, Span, Ticket
-from disagg.node.device import Marker
+from decode_node.coverage import Coverage
+from decode_node.receive_state import (
+    SEGMENT_TRANSITIONS,
+    SOURCE_TRANSITIONS,
+    TRANSFER_TRANSITIONS,
+    Action,
+    ReceiveState,
+    ReceiveTransferEvent,
+    ReceiveTransferState,
+    SegmentEvent,
+    SourceEvent,
+    SourceState,
+    StateMachine,
+)
+from decode_node.written import WrittenSegments
+from disagg.core.types import RequestKey, Segment, Shard, Ticket
+from disagg.kv.pool import KVPool
+from disagg.node.device import DeviceEvent
 from disagg.node.sums import Word
+from kernels.copy.rows import PoolSlice
 from staging.allocator import Lease
-from staging.routes import Route
-from transport.notices import Written
-
-
-class State(enum.Enum):
-    """Where a segment stands. Its lease is held until LANDED or DROPPED."""
-
-    LEASED = "leased"
-    """Ring space is granted; the bytes are not here."""
-    RECEIVING = "receiving"
-    """The transport writes the region."""
-    SCATTERING = "scattering"
-    """A kernel reads the region and writes pages."""
-    LANDED = "landed"
-    DROPPED = "dropped"
 
 
 @dataclass(slots=True, eq=False)
-class Item:
-    """One segment on its way."""
+class IncomingSegment:
+    """One segment that comes through the ring."""
 
-    incoming: Incoming
+    incoming: IncomingTransfer
     segment: Segment
     peer: str
-    """Control address of the source rank; its name for the transport too."""
+    """Control address of the source rank; its name in the transport."""
     lease: Lease
-    state: State = State.LEASED
     again: bool = False
-    """It arrived damaged and was asked for once more; `state` is of the second sending."""
-    scattered: Marker = None
+    """The first sending was damaged; `state` is of the second sending."""
+    scattered: DeviceEvent = None
     word: Word | None = None
     """Receives the checksum's difference while SCATTERING; None otherwise."""
     started_s: float = 0.0
     waits_since_s: float | None = None
-    """Since its lease was granted, while it could not be written yet."""
+    """Time of the grant, when the lease was not writable then; None otherwise."""
+    _machine: StateMachine[ReceiveState, SegmentEvent] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._machine = StateMachine(self.segment, ReceiveState.LEASED, SEGMENT_TRANSITIONS)
+
+    @property
+    def state(self) -> ReceiveState:
+        """The current state."""
+        return self._machine.state
+
+    def advance(self, event: SegmentEvent) -> tuple[Action, ...]:
+        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
+        return self._machine.advance(event)
 
     @property
     def holds_lease(self) -> bool:
         """True while its ring region may still be written or read."""
-        return self.state in (State.LEASED, State.RECEIVING, State.SCATTERING)
+        return self.state in (ReceiveState.LEASED, ReceiveState.RECEIVING, ReceiveState.SCATTERING)
 
 
 @dataclass(slots=True, eq=False)
-class Incoming:
+class SourceRank:
+    """One prefill rank's part in a transfer."""
+
+    rank: int
+    peer: str
+    """Control address."""
+    writes: bool
+    """It may write straight into the pool."""
+    landed_bytes: int = 0
+    _machine: StateMachine[SourceState, SourceEvent] = field(init=False)
+
+    def __post_init__(self) -> None:
+        subject = f"prefill rank {self.rank} ({self.peer})"
+        self._machine = StateMachine(subject, SourceState.SENDING, SOURCE_TRANSITIONS)
+
+    @property
+    def state(self) -> SourceState:
+        """The current state."""
+        return self._machine.state
+
+    def advance(self, event: SourceEvent) -> tuple[Action, ...]:
+        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
+        return self._machine.advance(event)
+
+    @property
+    def ended(self) -> bool:
+        """True when the source sends nothing more."""
+        return self.state in (SourceState.ENDED, SourceState.LOST)
+
+
+@dataclass(slots=True, eq=False)
+class IncomingTransfer:
     """One ticket's transfer into this rank."""
 
     ticket: Ticket
     slots: torch.Tensor
-    """Slot of each position that the ticket lacks, int32 `[len(ticket.tokens)]`, on the pool's device."""
+    """Slot of each position of `ticket.tokens`, int32 `[len(ticket.tokens)]`, on the pool's device."""
     coverage: Coverage
-    peers: dict[int, str]
-    """Control address of each source rank."""
-    items: dict[tuple[int, int], Item] = field(default_factory=dict)
-    """By (source rank, segment index)."""
-    ended: set[int] = field(default_factory=set)
-    """Source ranks that will send nothing more; what they sent before is in `expected`."""
-    lost: set[int] = field(default_factory=set)
-    """Source ranks that were given up: what they say afterwards is void."""
-    asked_to_stop: set[int] = field(default_factory=set)
-    writers: set[int] = field(default_factory=set)
-    """Source ranks that may write straight into the pool."""
-    writable: bool = False
-    """Its fence word is open."""
-    written: set[tuple[int, int]] = field(default_factory=set)
-    """(source rank, segment index) of what they wrote."""
-    repaired: dict[tuple[int, int], Segment] = field(default_factory=dict)
-    """Of these, what was found damaged, so that they were asked to write it once more."""
-    rewritten: set[tuple[int, int]] = field(default_factory=set)
-    """Of these, what they wrote a second time."""
-    early: list[Written] = field(default_factory=list)
-    """Written, but one before them is not yet known to be: its notice is late, or will never come."""
-    awaited: set[tuple[int, int, bool]] = field(default_factory=set)
-    """(source rank, segment index, whether for the second time) of what a source that has ended still writes."""
+    sources: dict[int, SourceRank]
+    """By rank."""
+    items: dict[tuple[int, int], IncomingSegment] = field(default_factory=dict)
+    """Segments with a lease, granted now or before, by (source rank, segment index)."""
+    written: WrittenSegments = field(default_factory=WrittenSegments)
+    """Segments that writers put straight into the pool."""
+    fence_open: bool = False
+    """The row's fence word names this ticket."""
     barred_until_s: float = 0.0
-    """A lost writer's last launch may still run until then; later ones find the fence closed."""
-    landed_from: Counter[int] = field(default_factory=Counter)
-    """Bytes, by source rank."""
+    """A lost writer's last launch may run until then; later launches find the fence closed."""
     landed_bytes: int = 0
-    landed: bool = False
-    closing: bool = False
-    failed: bool = False
+    _machine: StateMachine[ReceiveTransferState, ReceiveTransferEvent] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._machine = StateMachine(self.ticket.key, ReceiveTransferState.RECEIVING, TRANSFER_TRANSITIONS)
+
+    @property
+    def state(self) -> ReceiveTransferState:
+        """The current state."""
+        return self._machine.state
+
+    def advance(self, event: ReceiveTransferEvent) -> tuple[Action, ...]:
+        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
+        return self._machine.advance(event)
 
     @property
     def key(self) -> RequestKey:
@@ -103,70 +138,48 @@ class Incoming:
 
     @property
     def wanted(self) -> bool:
-        """KV is missing, and the request goes on."""
-        return not (self.landed or self.failed or self.closing)
+        """True while KV is missing and the request goes on."""
+        return self.state is ReceiveTransferState.RECEIVING
+
+    @property
+    def over(self) -> bool:
+        """True when the request has failed or ends: no further segment is accepted."""
+        return self.state not in (ReceiveTransferState.RECEIVING, ReceiveTransferState.LANDED)
 
     def unproven_writers(self) -> set[int]:
-        """Writers that neither have written all of theirs nor have said that they write no more."""
-        done = {src for src in self.writers if self.landed_from[src] == self.coverage.bytes_from(src)}
-        return self.writers - done - (self.ended - {src for src, *_ in self.awaited})
+        """Ranks of writers that may still write: not all of their segments landed, and they did not end.
 
-    def held(self, src_rank: int | None = None) -> Iterator[Item]:
-        """Items that hold a lease, of one source rank or of all."""
+        An ended writer that owes completion notifications counts too.
+        """
+        debtors = self.written.debtors()
+        return {
+            source.rank
+            for source in self.sources.values()
+            if source.writes
+            and source.landed_bytes != self.coverage.bytes_from(source.rank)
+            and (not source.ended or source.rank in debtors)
+        }
+
+    def add_landed(self, segment: Segment) -> bool:
+        """Adds a landed segment's bytes; returns True when no other is missing."""
+        self.landed_bytes += segment.nbytes
+        self.sources[segment.src_rank].landed_bytes += segment.nbytes
+        return self.landed_bytes == self.coverage.total_bytes
+
+    def leased(self, src_rank: int | None = None) -> Iterator[IncomingSegment]:
+        """Yields the segments that hold a lease, of one source rank or of all."""
         for item in self.items.values():
             if item.holds_lease and src_rank in (None, item.segment.src_rank):
                 yield item
 
 
-class Coverage:
-    """Which part of the ticket's KV has been asked for: proves that each cell is written exactly once.
-
-    Segments of one route and one layer must follow each other without gap or overlap, which is how the planner
-    cuts them; so one number for each (route, layer) says all.
-    """
-
-    def __init__(self, routes: tuple[Route, ...], tokens: Span, layout: KVLayout) -> None:
-        self._routes, self._tokens, self._layout = routes, tokens, layout
-        self._next = {route: [tokens.start] * len(route.layers) for route in routes}
-        self._from: Counter[int] = Counter()
-        for route in routes:
-            self._from[route.src_rank] += self._bytes(route.layers, route.heads, tokens)
-        self.total_bytes = self._from.total()
-
-    def bytes_from(self, src_rank: int) -> int:
-        """What one source rank has to bring."""
-        return self._from[src_rank]
-
-    def add(self, segment: Segment) -> None:
-        """Takes a segment in. Raises `ProtocolError`, changing nothing, when it is not the next of its route."""
-        route = self._route_of(segment)
-        if segment.nbytes != self._bytes(segment.layers, segment.heads, segment.tokens):
-            raise ProtocolError(f"{segment} has a wrong size")
-        rows = segment.layers.shift(-route.layers.start)
-        ahead = self._next[route]
-        if not self._tokens.covers(segment.tokens) or any(ahead[row] != segment.tokens.start for row in rows):
-            raise ProtocolError(f"{segment} overlaps an earlier one or leaves a gap")
-        for row in rows:
-            ahead[row] = segment.tokens.stop
-
-    def is_early(self, segment: Segment) -> bool:
-        """True when another one of its route must come first. Raises `ProtocolError` when it is on no route."""
-        route = self._route_of(segment)
-        ahead = self._next[route]
-        return any(ahead[row] < segment.tokens.start for row in segment.layers.shift(-route.layers.start))
-
-    def _route_of(self, segment: Segment) -> Route:
-        for route in self._routes:
-            same = route.src_rank == segment.src_rank and route.heads == segment.heads
-            if same and segment.layers and segment.tokens and route.layers.covers(segment.layers):
-                return route
-        raise ProtocolError(f"{segment} is on no route to this rank")
-
-    def _bytes(self, layers: Span, heads: Span, tokens: Span) -> int:
-        return len(layers) * len(heads) * len(tokens) * self._layout.class_of(layers).cell_bytes
-
-
-def local(segment: Segment, shard: Shard) -> tuple[Span, Span]:
-    """The segment's layers and heads as indices into its class's pool of the rank that owns `shard`."""
-    part = shard.parts[shard.part_of(segment.layers)]
-    return segment.layers.shift(-part.layers.start), segment.heads.shift(-part.heads.start)
+def pool_slice(segment: Segment, incoming: IncomingTransfer, shard: Shard, pool: KVPool) -> PoolSlice:
+    """Returns the segment's rows in `pool`, which belongs to the rank that owns `shard`."""
+    number = shard.part_of(segment.layers)
+    part, tokens = shard.parts[number], segment.tokens.shift(-incoming.ticket.tokens.start)
+    return PoolSlice(
+        pool.parts[number].buffer,
+        incoming.slots[tokens.start : tokens.stop],
+        segment.layers.shift(-part.layers.start),
+        segment.heads.shift(-part.heads.start),
+    )

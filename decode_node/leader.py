@@ -1,4 +1,4 @@
-"""The decode group's leader: makes tickets, joins requests whose KV has landed, plans steps, streams tokens."""
+"""The decode group's leader: admits requests, starts those whose KV has landed, plans steps, streams tokens."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from disagg.core.ports import Clock
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, ending_tokens
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
-from disagg.kv.journal import MarkJournal
-from disagg.model.beam_search import BeamSearch, Candidate, candidates_wanted
-from disagg.model.next_tokens import BeamStep, Chosen, likeliest, next_tokens
-from disagg.model.penalties import Row, history_of
-from disagg.model.spec import ModelSpec
+from disagg.kv.event_log import KVEventLog
+from disagg.model.sampling.beam_search import BeamSearch, Candidate, candidates_wanted
+from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_tokens
+from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
 from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request, finish_reason
 from disagg.node.plan import StepPlan
-from disagg.node.prefix_news import MUCH_NEWS
-from transport import messages as m
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 
 class DecodeLeader(Leader):
-    """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
+    """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
 
     _role = "decode"
     _scheduler: DecodeScheduler
@@ -59,7 +59,7 @@ class DecodeLeader(Leader):
         self._step_began_s = 0.0
 
     def join(self, group: GroupInfo) -> None:
-        """The group is complete: all of its ranks have as much host memory for preempted requests."""
+        """Joins the complete group: its host memory is the least that any of its ranks has."""
         super().join(group)
         with self._changed:
             self._scheduler.join(min(rank.swap_blocks for rank in group.ranks))
@@ -70,12 +70,12 @@ class DecodeLeader(Leader):
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
     def link(self, other: GroupInfo) -> None:
-        """Requests may come from this prefill group."""
+        """Accepts requests of this prefill group."""
         with self._changed:
             self._prefill_leaders[other.name] = other.leader.control_address
 
     def on_peer_lost(self, peer: str) -> None:
-        """Also: without its prefill group's leader, a request gets no first token."""
+        """Also fails requests without a first token when the leader of their prefill group is lost."""
         super().on_peer_lost(peer)
         with self._changed:
             for request in list(self._scheduler.requests.values()):
@@ -84,7 +84,7 @@ class DecodeLeader(Leader):
             self._changed.notify_all()
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """A step ended: chooses what comes next of every sequence that is computed to its end, and streams it.
+        """Ends a step: samples the next token of every sequence that has no token left to compute, and streams it.
 
         `logits`: float32 `[len(plan.work), vocab]`.
         """
@@ -93,35 +93,35 @@ class DecodeLeader(Leader):
             ended = [i for i, (_, one) in enumerate(stepped) if plan.work[i].span.stop == one.known_tokens]
         single = [i for i in ended if stepped[i][0].search is None]
         beams = {i: stepped[i][0] for i in ended if stepped[i][0].search is not None}
-        found = self._next_tokens(logits, [stepped[i][1] for i in single], single)
+        chosen = self._next_tokens(logits, [stepped[i][1] for i in single], single)
         searched = self._next_beams(logits, beams)
         with self._changed:
             generated = 0
-            for i, chosen in zip(single, found, strict=True):
-                generated += self._go_on(*stepped[i], chosen)
+            for i, token in zip(single, chosen, strict=True):
+                generated += self._go_on(*stepped[i], token)
             branches = {request: self._advance(request, best) for request, best in searched.items()}
             self._observe_step(plan)
             for request in self._scheduler.commit(plan):
                 if going := branches.get(request):
                     generated += len(going)
                     self._scheduler.branch(request, going)
-                self._tell_released(request)
+                self._confirm_release(request)
             self._reports.step_ended(generated)
-            self._tell_prefixes(MUCH_NEWS)
+            self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
 
     def _next_tokens(
         self, logits: torch.Tensor, sequences: Sequence[DecodeSequence], index: list[int]
     ) -> list[Chosen | RequestError]:
-        """One for each of `sequences`, whose logits are the rows `index`."""
-        rows = [Row(one.sampling, one.tokens, one.history) for one in sequences]
+        """Returns a token for each of `sequences`; `index`: their rows of `logits`."""
+        rows = [SamplingRow(one.sampling, one.tokens, one.history) for one in sequences]
         whole = len(index) == len(logits)
         return next_tokens(logits if whole else logits[index], rows, self._eos_ids) if rows else []
 
     def _next_beams(
         self, logits: torch.Tensor, beams: dict[int, DecodeRequest]
     ) -> dict[DecodeRequest, list[Candidate] | RequestError]:
-        """The likeliest continuations of each request; `beams` has the row of each of its beams."""
+        """Returns the likeliest continuations of each request; `beams`: the request of each row of `logits`."""
         rows: dict[DecodeRequest, list[int]] = {}
         for index, request in beams.items():
             rows.setdefault(request, []).append(index)
@@ -131,23 +131,23 @@ class DecodeLeader(Leader):
         ]
         if not steps:
             return {}
-        found = likeliest(logits[[i for each in rows.values() for i in each]], steps, self._eos_ids)
-        return dict(zip(rows, found, strict=True))
+        best = likeliest(logits[[i for each in rows.values() for i in each]], steps, self._eos_ids)
+        return dict(zip(rows, best, strict=True))
 
     def _go_on(self, request: DecodeRequest, sequence: DecodeSequence, chosen: Chosen | RequestError) -> bool:
-        """A sequence's next token. True when it has one more."""
+        """Appends and streams a sequence's next token. Returns False when there is none."""
         if request.closing or sequence.ended:
             return False
         if isinstance(chosen, RequestError):
             self._fail(request, chosen)
             return False
         sequence.tokens.append(chosen.token)
-        told = [] if chosen.logprobs is None else [chosen.logprobs]
-        self._emit(request, sequence, len(sequence.tokens) - 1, [chosen.token], told)
+        logprobs = [] if chosen.logprobs is None else [chosen.logprobs]
+        self._emit(request, sequence, len(sequence.tokens) - 1, [chosen.token], logprobs)
         return True
 
     def _advance(self, request: DecodeRequest, best: list[Candidate] | RequestError) -> list[Candidate]:
-        """A beam search's next step: the beams that go on; none when it is over."""
+        """Advances a beam search; returns the beams that go on, none when the search is over."""
         assert request.search is not None, "a beam search"
         if request.closing:
             return []
@@ -156,28 +156,28 @@ class DecodeLeader(Leader):
             return []
         going = request.search.advance(best)
         if request.search.over:
-            self._tell_answers(request, request.search)
+            self._send_answers(request, request.search)
         return going
 
-    def _tell_answers(self, request: DecodeRequest, search: BeamSearch) -> None:
+    def _send_answers(self, request: DecodeRequest, search: BeamSearch) -> None:
         for number, (_, tokens) in enumerate(search.answers()):
             finish = finish_reason(tokens, request.sampling, self._eos_ids)
             self._send(request.router, m.Tokens(request.key, 0, list(tokens), finish, answer=number))
         self._close(request.key, "the search is over")
 
     def statistics(self) -> DecodeStatistics:
-        """Counts at this moment."""
+        """Returns the counts at this moment."""
         with self._changed:
             return self._scheduler.statistics()
 
     def _scheduled(self) -> Scheduled:
-        found = self._scheduler.statistics()
-        preemptions = found.recomputed_total + found.swapped_total
-        running = found.receiving + found.running
-        return Scheduled(found.preempted, running, found.closing, found.memory, preemptions)
+        counts = self._scheduler.statistics()
+        preemptions = counts.recomputed_total + counts.swapped_total
+        running = counts.receiving + counts.running
+        return Scheduled(counts.preempted, running, counts.closing, counts.memory, preemptions)
 
-    def _journal(self) -> MarkJournal | None:
-        return self._scheduler.journal
+    def _kv_events(self) -> KVEventLog | None:
+        return self._scheduler.kv_events
 
     def _next_step(self) -> StepPlan | None:
         self._step_began_s = self._clock()
@@ -213,8 +213,8 @@ class DecodeLeader(Leader):
             case m.RankClosed():
                 if request := self._current(message.key, message.ticket):
                     self._scheduler.rank_closed(request, message.rank)
-                    self._tell_released(request)
-                    self._tell_prefixes(MUCH_NEWS)
+                    self._confirm_release(request)
+                    self._publish_kv_events(PUBLISH_AT_EVENTS)
             case _:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
 
@@ -252,40 +252,38 @@ class DecodeLeader(Leader):
             request.search = BeamSearch(message.sampling, ending_tokens(message.sampling, self._eos_ids))
         for sequence in request.sequences:
             sequence.history = history_of(message.prompt, message.sampling)
-        pages = request.sequences[0].holding.pages
+        pages = request.sequences[0].block_table.pages
         self._to_ranks(m.OpenReceive(request.ticket, pages, message.prefill_group))
 
     def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
         return self._prefix(message.prompt, message.cache_salt) if self._scheduler.caches_prefixes else None
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
-        """What it holds may be no good, so nobody else gets it."""
-        assert isinstance(request, DecodeRequest), "this leader's"
+        """Also keeps its pages out of the prefix cache: their KV may be wrong."""
+        assert isinstance(request, DecodeRequest), "requests of this leader"
         request.prefix = None
         super()._fail(request, error)
 
     def _swapped(self, request: DecodeRequest, message: m.Swapped) -> None:
-        pressure = self._scheduler.pressure
+        preemptor = self._scheduler.preemptor
         if message.error:
             self._fail(request, TransportError(f"{request.key} could not be preempted: {message.error}"))
         else:
-            pressure.rates = pressure.rates.copied(len(request.pages()), message.seconds)
+            preemptor.rates = preemptor.rates.copied(len(request.pages()), message.seconds)
         self._scheduler.swapped(request, message.rank)
-        self._tell_released(request)
+        self._confirm_release(request)
 
     def _observe_step(self, plan: StepPlan) -> None:
         tokens = sum(len(work.tokens) for work in plan.work if len(work.tokens) > 1)
-        pressure, seconds = self._scheduler.pressure, self._clock() - self._step_began_s
-        rates = pressure.rates
-        pressure.rates = rates.computed(tokens, seconds) if tokens else rates.stepped(seconds)
+        preemptor, seconds = self._scheduler.preemptor, self._clock() - self._step_began_s
+        rates = preemptor.rates
+        preemptor.rates = rates.computed(tokens, seconds) if tokens else rates.stepped(seconds)
 
     def _begin(self, request: DecodeRequest, first: m.FirstTokens) -> None:
-        """What the prefill group chose, of each answer; or the likeliest tokens, of a beam search."""
+        """Starts a request with its first tokens: one for each answer, or the candidates of a beam search."""
         request.begun = True
         if not self._sound(request, first):
-            error = (
-                f"{request.key} has first tokens {first.tokens} with scores {first.scores}: a peer's mistake"
-            )
+            error = f"{request.key}: the prefill group sent invalid tokens {first.tokens} with scores {first.scores}"
             self._fail(request, ProtocolError(error))
         elif request.search is not None:
             best = zip(first.scores, first.tokens, strict=True)
@@ -297,7 +295,7 @@ class DecodeLeader(Leader):
                 sequence.tokens.append(token)
 
     def _sound(self, request: DecodeRequest, first: m.FirstTokens) -> bool:
-        """As many as there must be, and of the vocabulary: others would end the group in its next step."""
+        """Returns True for the right number of tokens, all of the vocabulary. Others would break the next step."""
         wanted, scored = len(request.sequences), 0
         if request.search is not None:
             wanted = scored = candidates_wanted(
@@ -307,12 +305,12 @@ class DecodeLeader(Leader):
         return counts == (wanted, scored) and max(first.tokens) < self._spec.vocab_size
 
     def _maybe_start(self, request: DecodeRequest) -> None:
-        """All KV and the first tokens are here: the next step takes the request, unless it has ended already."""
+        """Streams the end of a request whose first tokens already end it, once all its KV is here."""
         if len(request.landed_ranks) < self._ranks or not request.begun or request.closing:
             return
         if request.search is not None:
             if request.search.over:
-                self._tell_answers(request, request.search)
+                self._send_answers(request, request.search)
             return
         for sequence in request.sequences:
             if finish_reason(sequence.tokens, request.sampling, self._eos_ids) is not None:
@@ -337,7 +335,7 @@ class DecodeLeader(Leader):
             return
         for sequence in request.sequences:
             if sequence.number == message.answer and self._scheduler.end(request, sequence):
-                self._close(message.key, "no more of it is wanted")
+                self._close(message.key, "the router ended its last answer")
 
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)

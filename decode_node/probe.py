@@ -1,7 +1,7 @@
-"""Lets a prefill rank time messages into the ring, while no request uses it. Runs on the transfer thread.
+"""Receives the messages with which a prefill rank measures the wire, into the ring while no request uses that.
 
-Nobody reads what comes. The region is free again when the prefill rank says so, is gone, or takes too long, and no
-receive into it can still land.
+The bytes are not read. The region is freed when the prefill rank has ended the probe, is lost or takes too long, and
+no receive into the region is under way.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from disagg.core.ports import Clock
 from staging.allocator import Lease, StagingAllocator
 from staging.buffer import StagingBuffer
 from staging.wire import PROBE_LIMIT_S
-from transport import messages as m
 from transport.base import Arrival, Operation, Transport
+from transport.control import messages as m
 from transport.tags import is_probe, probe_tag
 
 HELD_S = PROBE_LIMIT_S + 1.0
-"""The prefill rank has given up by then."""
+"""Longest life of a probe's lease; the prefill rank gives up before."""
 
 
 @dataclass(slots=True, eq=False)
-class _Probe:
-    """The context of its receives."""
+class _ProbeReceive:
+    """One probe: the context of its receives."""
 
     peer: str
     number: int
@@ -35,7 +35,7 @@ class _Probe:
 
 
 class ProbeReceiver:
-    """One probe at a time, and none beside requests. Owned by the transfer thread."""
+    """Receives one probe at a time, and none while requests use the ring. Owned by the transfer thread."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class ProbeReceiver:
         freed: Callable[[], None],
         clock: Clock,
     ) -> None:
-        """`send` sends a letter; `offered`: whether a peer may write to the pool; `freed` hears of free space."""
+        """`send` sends an active message; `offered(peer)`: the peer may write the pool; `freed` runs afterwards."""
         self._transport, self._buffer, self._ring, self._device = transport, buffer, ring, device
         self._send, self._offered, self._freed, self._clock = send, offered, freed, clock
-        self._probe: _Probe | None = None
+        self._probe: _ProbeReceive | None = None
 
     @property
     def lease(self) -> Lease | None:
@@ -59,29 +59,29 @@ class ProbeReceiver:
         return self._probe.lease if self._probe is not None else None
 
     def on_request(self, peer: str, request: m.ProbeRequest) -> None:
-        """Sets ring space aside, or says why not now. Repeated: answered again, nothing else happens."""
+        """Leases ring space, or answers with the reason for a refusal. A repeated request is answered again."""
         probe = self._probe
         refused = ""
         if probe is None or probe.over or (probe.peer, probe.number) != (peer, request.number):
-            refused = self._why_not(peer, request)
+            refused = self._refusal(peer, request)
             if not refused:
                 lease = self._ring.assign(request.nbytes, owner=("probe", request.number))
-                self._probe = _Probe(peer, request.number, lease, self._clock() + HELD_S)
+                self._probe = _ProbeReceive(peer, request.number, lease, self._clock() + HELD_S)
         self._send(peer, m.ProbeAnswer(request.number, socket.gethostname(), self._device, refused))
 
     def on_ended(self, peer: str, message: m.ProbeEnded) -> None:
-        """No more messages come."""
+        """Ends the probe: no more messages come."""
         probe = self._probe
         if probe is not None and (probe.peer, probe.number) == (peer, message.number):
             self._close(probe)
 
     def lost(self, peer: str) -> None:
-        """The peer is fenced: receives that were under way end failed."""
+        """Ends the probe of a fenced peer, whose receives under way fail."""
         if self._probe is not None and self._probe.peer == peer:
             self._close(self._probe)
 
     def arrived(self, arrival: Arrival) -> bool:
-        """Receives a probe's message, or drops one of a probe that is over; False for an arrival that is none."""
+        """Receives a probe's message, or discards a late one. Returns False for any other arrival."""
         if not is_probe(arrival.tag):
             return False
         probe = self._probe
@@ -93,16 +93,16 @@ class ProbeReceiver:
         ):
             self._transport.discard(None, arrival)
             return True
-        # One may come while another is received: both into the same bytes, which nobody reads.
+        # Two messages may be received at once, into the same bytes: these are not read.
         probe.receiving += 1
         view = self._buffer.view(self._ring.offset(probe.lease), arrival.nbytes)
         self._transport.receive(probe.peer, arrival, view, context=probe)
         return True
 
     def ended(self, operation: Operation) -> bool:
-        """A receive ended, however; False for an operation that is no probe's."""
+        """Handles the end of a probe's receive. Returns False for any other operation."""
         probe = operation.context
-        if not isinstance(probe, _Probe):
+        if not isinstance(probe, _ProbeReceive):
             return False
         probe.receiving -= 1
         if probe.over:
@@ -110,11 +110,11 @@ class ProbeReceiver:
         return True
 
     def poll(self, now_s: float) -> None:
-        """Ends a probe that takes too long. What still arrives is dropped."""
+        """Ends a probe that takes too long. Its later messages are discarded."""
         if self._probe is not None and now_s >= self._probe.ends_at_s:
             self._close(self._probe)
 
-    def _why_not(self, peer: str, request: m.ProbeRequest) -> str:
+    def _refusal(self, peer: str, request: m.ProbeRequest) -> str:
         if self._offered(peer):
             return "the decode rank's pool is offered for direct writes, and not refused"
         if self._ring.oldest() is not None:
@@ -123,11 +123,11 @@ class ProbeReceiver:
             return f"the decode rank's ring has {self._ring.size_bytes} bytes"
         return ""
 
-    def _close(self, probe: _Probe) -> None:
+    def _close(self, probe: _ProbeReceive) -> None:
         probe.over = True
         self._maybe_free(probe)
 
-    def _maybe_free(self, probe: _Probe) -> None:
+    def _maybe_free(self, probe: _ProbeReceive) -> None:
         if probe.receiving == 0:
             self._ring.free(probe.lease.id)
             self._probe = None

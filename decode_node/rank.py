@@ -7,28 +7,31 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from decode_node.costs import Rates
+from decode_node.build import build_receiver
+from decode_node.costs import CostEstimates
 from decode_node.leader import DecodeLeader
+from decode_node.options import ReceiverContext, ReceiverOptions
 from decode_node.receiver import SegmentReceiver
 from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.types import GroupInfo, RankInfo
-from disagg.node.device import mark
+from disagg.node.device import record_event
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode, aligned
 from disagg.node.swap import Swapper, block_pages, page_bytes, swap_bytes
-from transport import messages as m
 from transport.base import Transport
+from transport.control import messages as m
 from transport.tags import TICKET_NUMBERS
 
 
 class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
-    """See `disagg.node.rank`."""
+    """One decode rank; `disagg.node.rank` describes its threads."""
 
     role: ClassVar[str] = "decode"
 
     def __init__(self, **arguments: Any) -> None:
-        """As `RankNode`."""
+        """Takes the arguments of `RankNode`."""
         super().__init__(**arguments)
         group = self.group_config
         self._swapper = Swapper(
@@ -42,37 +45,31 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
 
     def _make_leader(self) -> DecodeLeader:
         group, spec = self.group_config, self.runner.spec
-        scheduler = DecodeScheduler(
-            self._ledger(),
+        options = SchedulerOptions(
             group=self.name,
             ranks=group.ranks,
             max_batch=group.max_batch,
-            max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
-            # Not from 0: what an earlier life of this group left on the wire must not match a new ticket.
+            max_context_tokens=group.context_limit(spec.context_tokens),
+            # Not from 0: messages of an earlier life of this group must not match a new ticket.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
             chunks=self._prompt_chunks(),
-            rates=Rates.of(page_bytes(spec.layout, group.ranks, group.page_size)),
+            rates=CostEstimates.of(page_bytes(spec.layout, group.ranks, group.page_size)),
             preemption=group.preemption,
             watermark=group.watermark,
             block_pages=self._block_pages(),
             state_tokens=spec.state_tokens,
             has_kv=spec.has_attention,
         )
+        scheduler = DecodeScheduler(self._kv_manager(), options)
         return DecodeLeader(scheduler, spec.eos_ids, spec, self.control.send, self._to_self, self.clock)
 
     def _make_agent(self, transport: Transport) -> SegmentReceiver:
-        transfer = self.config.transfer
-        return SegmentReceiver(
+        group = self.group_config
+        options = ReceiverOptions.of(self.config, page_size=group.page_size, rows=group.max_requests)
+        context = ReceiverContext(
             rank=self.rank,
             shard=self.runner.shard,
             pool=self.runner.pool,
-            page_size=self.group_config.page_size,
-            ring_bytes=self._ring_bytes(),
-            rows=self.group_config.max_requests if self.config.transport.peer_memory else 0,
-            checksum=transfer.checksum,
-            quarantine_s=2 * self.config.control.peer_timeout_s,
-            lease_timeout_s=transfer.lease_timeout_s,
-            watermark_interval_s=transfer.watermark_interval_s,
             transport=transport,
             address=self.control.address,
             lane=self.lane,
@@ -81,6 +78,7 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
             timeline=self.timeline,
             clock=self.clock,
         )
+        return build_receiver(options, context)
 
     def _make_link(self, other: GroupInfo) -> Link:
         return make_link(other, self.group)
@@ -105,9 +103,9 @@ class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
 
     def _step(self, plan: StepPlan) -> None:
         if plan.swaps:
-            marker = mark(self.runner.device)
+            event = record_event(self.runner.device)
             for swap in plan.swaps:
-                self._swapper.order(swap, marker)
+                self._swapper.order(swap, event)
         if plan.copies:
             self.runner.copy_pages(plan.copies)
         if plan.work:

@@ -1,54 +1,60 @@
-"""The transfer agent of a decode rank: takes segments in, through its ring or written by their sender.
+"""The transfer agent of a decode rank: receives segments through its ring, or written into its pool by their source.
 
-What it is told passes to its parts:
+The agent passes each event of the transfer thread to its parts; `decode_node.build` connects them:
 
-    Tickets      what is open, and how it ends
-    Ring         leases for segments, and word to those who wait for room
-    Landing      received into the ring, scattered into pages
-    PeerWrites   written into the pool by prefill ranks: offers, fences, notices
-    Verifier     summed up where it was written
-    Repairs      what arrived damaged
+    IncomingTickets   open transfers, and the reports of their ends
+    ReceiveRing       leases for segments, and watermarks
+    Landing           received into the ring, scattered into pages
+    PeerWrites        written into the pool by prefill ranks: offers, fences, completion notifications
+    Verifier          checksums of written segments
+    Repairs           damaged segments, requested again
+    ProbeReceiver     messages that measure the wire
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from functools import partial
 
-from decode_node.incoming import Coverage, Incoming, Item, State
+from decode_node.coverage import Coverage
+from decode_node.incoming import IncomingSegment, IncomingTransfer, SourceRank
 from decode_node.landing import Landing
+from decode_node.messages import ReceiverMessages
+from decode_node.options import ReceiverContext, ReceiverOptions
 from decode_node.probe import ProbeReceiver
+from decode_node.receive_state import (
+    Action,
+    ReceiveState,
+    ReceiveTransferEvent,
+    SegmentEvent,
+    SourceEvent,
+    SourceState,
+)
 from decode_node.repairs import Repairs
-from decode_node.ring import Ring
-from decode_node.tickets import Tickets
+from decode_node.ring import ReceiveRing
+from decode_node.tickets import IncomingTickets
 from decode_node.verifier import Verifier
 from decode_node.writes import PeerWrites
 from disagg.core.errors import InvariantError, PeerLostError, TransportError
-from disagg.core.ports import Clock
 from disagg.core.status import RankStatus
-from disagg.core.timeline import Timeline
-from disagg.core.types import Shard
 from disagg.kv.pages import slots_of
-from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
 from disagg.node.warm import warm_copies
-from transport import messages as m
-from transport.base import Arrival, Operation, Transport
-from transport.letters import Letters
+from transport.base import Arrival, Operation
+from transport.control import messages as m
 from transport.tags import unpack
 
 DEVICE_POLL_S = 0.0
 IDLE_S = 1.0
 ARRIVAL_POLL_S = 50e-6
-"""On a GPU, while a ticket waits for its KV: to be woken by what arrives takes longer."""
+"""Poll interval on a GPU while a ticket waits for its KV: a wake-up by the transport takes longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReceiverStatistics:
-    """The receiver as it stands, and counts since it was made."""
+    """State of the receiver, and counts since its construction."""
 
     tickets: int
     ring_in_use_bytes: int
@@ -59,99 +65,53 @@ class ReceiverStatistics:
     watermark_repeats: int
     """Watermarks sent again on the timer."""
     stale: int
-    """Messages and data of tickets that are not, or no longer, known; dropped."""
+    """Dropped messages and data of tickets that are unknown or closed."""
     leases_expired: int
     checksum_mismatches: int
     """Segments that arrived damaged, second sendings included."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReceiverParts:
+    """Parts of a receiver; `decode_node.build` constructs them."""
+
+    queue: DeviceQueue
+    sums: Sums | None
+    messages: ReceiverMessages
+    tickets: IncomingTickets
+    repairs: Repairs
+    ring: ReceiveRing
+    landing: Landing
+    verifier: Verifier
+    writes: PeerWrites
+    probes: ProbeReceiver
+
+
 class SegmentReceiver:
     """The transfer agent of a decode rank. Every method but the constructor runs on the transfer thread."""
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        shard: Shard,
-        pool: KVPool,
-        page_size: int,
-        ring_bytes: int,
-        rows: int,
-        checksum: bool,
-        quarantine_s: float,
-        lease_timeout_s: float,
-        watermark_interval_s: float,
-        transport: Transport,
-        address: str,
-        lane: str,
-        send: Callable[[str, m.Message], None],
-        to_leader: Callable[[m.Message], None],
-        timeline: Timeline,
-        clock: Clock,
-    ) -> None:
-        """`rows` fence words guard the pool against its writers; 0 offers it to nobody."""
-        self._rank, self._shard, self._pool, self._page_size = rank, shard, pool, page_size
-        self._transport, self._send, self._lane, self._clock = transport, send, lane, clock
-        device = pool.device
-        self._queue = DeviceQueue(device)
-        self._polls = device.type == "cuda"
+    def __init__(self, options: ReceiverOptions, context: ReceiverContext, parts: ReceiverParts) -> None:
+        self._options, self._context = options, context
+        self._rank, self._shard, self._pool = context.rank, context.shard, context.pool
+        self._transport, self._send = context.transport, context.send
+        self._queue, self._sums, self._messages = parts.queue, parts.sums, parts.messages
+        self._tickets, self._repairs, self._ring = parts.tickets, parts.repairs, parts.ring
+        self._landing, self._verifier = parts.landing, parts.verifier
+        self._writes, self._probes = parts.writes, parts.probes
+        self._polls = self._pool.device.type == "cuda"
         self._links: dict[str, Link] = {}
         self._stale = 0
-        sums = self._sums = Sums(device) if checksum else None
-        tickets = self._tickets = Tickets(rank, to_leader, self._send_letter if checksum else None, clock)
-        repairs = self._repairs = Repairs(rank, tickets, self._send_letter)
-        ring = self._ring = Ring(
-            rank,
-            ring_bytes,
-            device,
-            tickets,
-            checked=checksum,
-            send=send,
-            send_letter=self._send_letter,
-            lease_timeout_s=lease_timeout_s,
-            watermark_interval_s=watermark_interval_s,
-            clock=clock,
-        )
-        transport.register(ring.buffer.memory)
-        self._landing = Landing(
-            shard, pool, self._queue, sums, ring, tickets, repairs, transport, timeline, lane, clock
-        )
-        verifier = partial(Verifier, shard, pool, self._queue, sums, tickets, repairs)
-        writes = self._writes = PeerWrites(
-            rank, pool, rows, quarantine_s, tickets, verifier, transport, send, timeline, lane, clock
-        )
-        self._verifier = writes.verifier
-        self._probes = ProbeReceiver(
-            transport,
-            ring.buffer,
-            ring.allocator,
-            device_name(device),
-            send=self._send_letter,
-            offered=lambda peer: peer in writes.peers,
-            freed=ring.tell_writable,
-            clock=clock,
-        )
-        self._letters = Letters(
-            transport,
-            address,
-            {
-                m.LeaseRequest: self._ring.on_lease_request,
-                m.ProbeRequest: self._probes.on_request,
-                m.ProbeEnded: self._probes.on_ended,
-            },
-            self._undelivered,
-        )
 
     # --- set-up
 
     def adopt_thread(self) -> None:
-        """The calling thread is the transfer thread, and launches on this agent's queue only."""
+        """Makes this agent's queue the current one of the calling thread, which is the transfer thread."""
         self._queue.adopt()
 
     def link(self, link: Link) -> None:
         """Connects to the prefill ranks that send to this rank. Raises `TransportError`."""
         for peer in link.sources_of(self._rank):
-            self._letters.know(peer.control_address)
+            self._messages.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
         with self._queue.use():
             warm_copies(link.to_rank(self._rank), self._shard, self._pool, self._sums)
@@ -159,10 +119,10 @@ class SegmentReceiver:
         for peer in link.sources_of(self._rank):
             self._writes.offer(peer.control_address)
 
-    # --- what the leader says
+    # --- messages of the leader
 
     def open(self, message: m.OpenReceive) -> None:
-        """A ticket was made: segments may come from now on. Repeated: answered again, nothing else happens."""
+        """Opens a ticket: segments may come from now on. A repeated message is answered again."""
         ticket = message.ticket
         link = self._links.get(message.prefill_group)
         if link is None:
@@ -172,140 +132,144 @@ class SegmentReceiver:
         if ticket.number not in self._tickets.open:
             try:
                 incoming = self._make_incoming(message, link)
-                self._writes.open(incoming)
-            except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
+                self._writes.open_fence(incoming)
+            except Exception as exc:  # noqa: BLE001 - the error ends this request and no other
                 self._tickets.refuse(ticket, TransportError(f"cannot receive for {ticket.key}: {exc}"))
                 return
             self._tickets.open[ticket.number] = incoming
         self._tickets.opened(ticket)
 
-    def _make_incoming(self, message: m.OpenReceive, link: Link) -> Incoming:
+    def _make_incoming(self, message: m.OpenReceive, link: Link) -> IncomingTransfer:
         ticket = message.ticket
-        slots = self._queue.upload(slots_of(message.pages, self._page_size, ticket.tokens))
+        slots = self._queue.upload(slots_of(message.pages, self._options.page_size, ticket.tokens))
         coverage = Coverage(link.to_rank(self._rank), ticket.tokens, link.decode.layout)
-        peers = {rank.rank: rank.control_address for rank in link.sources_of(self._rank)}
-        return Incoming(ticket, slots, coverage, peers, writers=self._writes.writers(ticket, peers))
+        sources = {
+            source.rank: SourceRank(
+                source.rank, source.control_address, self._writes.may_write(ticket, source.control_address)
+            )
+            for source in link.sources_of(self._rank)
+        }
+        return IncomingTransfer(ticket, slots, coverage, sources)
 
     def close(self, message: m.CloseTransfer) -> None:
-        """The request is over: answers when nothing can be written for it any more."""
+        """Ends a request; `RankClosed` follows when nothing can be written for it any more."""
         incoming = self._tickets.open.get(message.ticket)
         if incoming is None:
             self._tickets.closed(message.key, message.ticket)
             return
-        incoming.closing = True
-        # Before anyone is asked: a writer that has not heard of the ticket yet may, after it has answered so.
-        self._writes.shut(incoming)
-        senders = {item.segment.src_rank for item in incoming.held()} | incoming.unproven_writers()
-        for src_rank in senders - incoming.ended - incoming.asked_to_stop:
-            incoming.asked_to_stop.add(src_rank)
-            stop = m.StopSending(incoming.key, incoming.ticket.number, message.reason)
-            self._send(incoming.peers[src_rank], stop)
+        self._tickets.advance(incoming, ReceiveTransferEvent.CLOSE)
+        # Close the fence first: a writer can receive the ticket after answering "unknown ticket".
+        self._writes.close_fence(incoming)
+        senders = {item.segment.src_rank for item in incoming.leased()} | incoming.unproven_writers()
+        for source in [incoming.sources[src_rank] for src_rank in senders]:
+            if Action.SEND_STOP in source.advance(SourceEvent.STOP):
+                stop = m.StopSending(incoming.key, incoming.ticket.number, message.reason)
+                self._send(source.peer, stop)
         self._tickets.maybe_closed(incoming)
 
-    # --- what prefill ranks say
+    # --- messages of prefill ranks
 
     def on_pool_refused(self, peer: str, message: m.PoolRefused) -> None:
-        """A peer cannot open the pool: tickets made from now on come through the ring."""
+        """Handles a peer that cannot open the pool: its KV comes through the ring, for tickets made from now on."""
         self._writes.on_refused(peer, message)
 
     def on_sender_ended(self, peer: str, message: m.SenderEnded) -> None:
-        """A source sends nothing more: what it did not send will never be written.
+        """Handles a source that sends nothing more: segments that it did not send are dropped.
 
-        Why it ended is for the prefill group to tell the router, which then releases the request here too.
+        The prefill group reports the reason to the router, which then releases the request here too.
         """
         incoming = self._tickets.open.get(message.ticket)
-        src_rank = message.src_rank
-        if incoming is None or incoming.peers.get(src_rank) != peer or src_rank in incoming.lost:
+        source = incoming.sources.get(message.src_rank) if incoming is not None else None
+        if incoming is None or source is None or source.peer != peer or source.state is SourceState.LOST:
             self._stale += 1
             return
-        self._source_ended(incoming, src_rank, set(message.sent), set(message.again))
+        source.advance(SourceEvent.END)
+        self._source_ended(incoming, source.rank, set(message.sent), set(message.again))
         self._tickets.maybe_closed(incoming)
 
     def on_peer_lost(self, peer: str) -> None:
-        """A prefill rank is gone: fences it, then frees what only it could have written."""
+        """Handles a lost prefill rank: fences it, then frees the regions that only it could have written."""
         for name, link in list(self._links.items()):
             if peer in {rank.control_address for rank in link.prefill.ranks}:
                 del self._links[name]
         self._writes.peers.discard(peer)
-        self._letters.forget(peer)
+        self._messages.forget(peer)
+        self._tickets.forget(peer)
         fence(self._transport, peer)
         self._probes.lost(peer)
         for incoming in list(self._tickets.open.values()):
-            for src_rank in [rank for rank, address in incoming.peers.items() if address == peer]:
-                self._writes.lost(incoming, src_rank)
-                incoming.lost.add(src_rank)
-                self._source_ended(incoming, src_rank, set(), set())
-                if not incoming.landed and not incoming.closing:
+            for source in [one for one in incoming.sources.values() if one.peer == peer]:
+                self._writes.lost(incoming, source.rank)
+                source.advance(SourceEvent.LOSE)
+                self._source_ended(incoming, source.rank, set(), set())
+                if incoming.wanted:
                     self._tickets.fail(incoming, PeerLostError(f"lost prefill rank {peer}"))
                 self._tickets.maybe_closed(incoming)
 
-    def _source_ended(self, incoming: Incoming, src_rank: int, sent: set[int], again: set[int]) -> None:
-        incoming.ended.add(src_rank)
+    def _source_ended(
+        self, incoming: IncomingTransfer, src_rank: int, sent: set[int], again: set[int]
+    ) -> None:
         self._writes.ended(incoming, src_rank, sent, again)
-        for item in list(incoming.held(src_rank)):
+        for item in list(incoming.leased(src_rank)):
             coming = item.segment.index in (again if item.again else sent)
-            if item.state is State.LEASED and not coming:
-                self._ring.drop(item)
+            if item.state is ReceiveState.LEASED and not coming:
+                self._ring.advance(item, SegmentEvent.CANCELLED)
 
     # --- TransferAgent
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """Data is here: received into its lease, or discarded when nothing (or not now) is expected under its tag."""
-        if self._letters.arrived(arrival) or self._probes.arrived(arrival):
+        """Receives data into its lease, or a completion notification. Discards data that is not expected."""
+        if self._messages.arrived(arrival) or self._probes.arrived(arrival):
             return
         tag = unpack(arrival.tag)
         incoming = self._tickets.open.get(tag.ticket)
         item = incoming.items.get((tag.writer, tag.segment)) if incoming else None
-        if incoming is not None and item is not None and item.state is State.LEASED:
+        if incoming is not None and item is not None and item.state is ReceiveState.LEASED:
             self._landing.arrived(incoming, item, arrival)
-        elif incoming is not None and item is None and tag.writer in incoming.writers:
-            self._writes.on_notice(incoming, incoming.peers[tag.writer], arrival)
+        elif incoming is not None and item is None and self._may_notify(incoming, tag.writer):
+            self._writes.on_notification(incoming, incoming.sources[tag.writer].peer, arrival)
         else:
             self._stale += 1
             self._transport.discard(item.peer if item else None, arrival)
 
+    def _may_notify(self, incoming: IncomingTransfer, src_rank: int) -> bool:
+        source = incoming.sources.get(src_rank)
+        return source is not None and source.writes
+
     def on_operation(self, operation: Operation) -> None:
-        """A receive of a segment or a notice, a letter or a probe's message has ended."""
-        if isinstance(operation.context, Item):
+        """Handles an operation that has ended: of a segment, a notification, an active message or a probe."""
+        if isinstance(operation.context, IncomingSegment):
             self._landing.ended(operation.context, operation)
-        elif not (self._letters.ended(operation) or self._probes.ended(operation)):
-            self._writes.notice_ended(operation)
+        elif not (self._messages.ended(operation) or self._probes.ended(operation)):
+            self._writes.notification_ended(operation)
 
     def poll(self, now_s: float) -> float:
-        """Lands what has been scattered; does what is due; returns in how many seconds to be called again."""
+        """Lands scattered and verified segments, and does what is due. Returns the seconds until the next call."""
         if self._landing.scattering or self._verifier.under_way:
             self._landing.poll()
             self._verifier.poll()
-            if self._landing.scattering or self._verifier.under_way:
-                return DEVICE_POLL_S
+        due_s = self._tickets.due_s
+        if due_s < math.inf and (now_s >= due_s or not self._tickets.expects_data):
+            self._tickets.send_verified()
+        if self._landing.scattering or self._verifier.under_way:
+            return DEVICE_POLL_S
         if now_s >= self._writes.due_s:
-            self._writes.give_up(now_s)
+            self._writes.expire(now_s)
         self._probes.poll(now_s)
         if now_s >= self._ring.due_s:
-            self._ring.look(now_s)
+            self._ring.maintain(now_s)
         if self._polls and self._expects_data():
             return ARRIVAL_POLL_S
-        return self._ring.due_s - now_s if self._ring.allocator.oldest() else IDLE_S
+        idle_s = self._ring.due_s - now_s if self._ring.allocator.oldest() else IDLE_S
+        return min(idle_s, self._tickets.due_s - now_s)
 
     def _expects_data(self) -> bool:
-        return self._probes.lease is not None or any(i.wanted for i in self._tickets.open.values())
+        return self._probes.lease is not None or self._tickets.expects_data
 
-    # --- letters
-
-    def _send_letter(self, peer: str, message: m.Message) -> None:
-        self._letters.send(peer, message)
-
-    def _undelivered(self, peer: str, message: m.Message, error: TransportError) -> None:
-        """A grant or a `SendAgain` did not reach its rank: no segment will come. A watermark is sent again."""
-        if isinstance(message, m.LeaseGrant | m.SendAgain):
-            incoming = self._tickets.open.get(message.ticket)
-            if incoming is not None:
-                self._tickets.fail(incoming, error)
-
-    # --- looking in
+    # --- state
 
     def statistics(self) -> ReceiverStatistics:
-        """Counts at this moment."""
+        """Returns the counts at this moment."""
         return ReceiverStatistics(
             tickets=len(self._tickets.open),
             ring_in_use_bytes=self._ring.allocator.statistics().in_use_bytes,
@@ -319,25 +283,25 @@ class SegmentReceiver:
         )
 
     def status(self) -> RankStatus:
-        """For metrics; cheap."""
+        """Returns the status for metrics; cheap."""
         ring = self._ring.allocator
         return RankStatus(
-            self._lane,
+            self._context.lane,
             self._rank,
             device_name(self._pool.device),
             ring_bytes=ring.size_bytes,
             ring_used_bytes=min(ring.in_use_bytes, ring.size_bytes),
             ring_waits_total=ring.waited,
-            ring_wait_s_total=self._ring.waits_s(self._clock()),
+            ring_wait_s_total=self._ring.waits_s(self._context.clock()),
             landed_bytes_total=self._tickets.bytes_landed,
             checksum_mismatches_total=self._repairs.mismatches,
             faults_total=self._tickets.failed,
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless the ring's leases are those of segments on their way and of a probe.
+        """Raises `InvariantError` unless each lease and each checksum word has its owner.
 
-        The same for words: each belongs to a scatter or a sum on the device.
+        Leases belong to segments under way and to a probe; words to launched scatters and sums.
         """
         self._ring.check(self._probes.lease)
         words = len(self._landing.scattering) + len(self._verifier.under_way)

@@ -1,54 +1,56 @@
-"""Damaged segments of a decode rank: counted, asked for once more; a second mismatch fails the request."""
+"""Damaged segments of a decode rank: counted, and requested once more; a second mismatch fails the request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import structlog
 
-from decode_node.incoming import Incoming
-from decode_node.tickets import Tickets
+from decode_node.incoming import IncomingTransfer
+from decode_node.options import ReceiverContext
+from decode_node.tickets import IncomingTickets
 from disagg.core.errors import ChecksumError
 from disagg.core.types import Segment
-from transport import messages as m
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 
 class Repairs:
-    """One decode rank's. Owned by the transfer thread."""
+    """Requests damaged segments again. Owned by the transfer thread."""
 
-    def __init__(self, rank: int, tickets: Tickets, send_letter: Callable[[str, m.Message], None]) -> None:
-        self._rank, self._tickets, self._send_letter = rank, tickets, send_letter
+    def __init__(self, context: ReceiverContext, tickets: IncomingTickets) -> None:
+        self._context, self._tickets = context, tickets
         self.mismatches = 0
-        """Segments whose checksum did not fit what had arrived, second sendings included."""
+        """Segments whose checksum did not match, second sendings included."""
 
-    def ask(self, incoming: Incoming, segment: Segment, again: bool, where: str) -> bool:
-        """A segment is damaged; `again`: a second time. True when it comes once more.
+    def request(self, incoming: IncomingTransfer, segment: Segment, again: bool, where: str) -> bool:
+        """Handles a damaged segment; `again`: the second sending was damaged. Returns True when it is sent again.
 
-        Else the request has failed or is ending, and what the segment holds is the caller's to free.
+        Otherwise the request has failed or is ending, and the caller frees what the segment holds.
         """
         self.mismatches += 1
-        peer = incoming.peers[segment.src_rank]
+        source = incoming.sources[segment.src_rank]
         log.warning(
             "checksum_mismatch",
             request=str(incoming.key),
             segment=str(segment),
-            source=peer,
-            destination=self._rank,
+            source=source.peer,
+            destination=self._context.rank,
             where=where,
             second_time=again,
         )
         if again:
-            self._tickets.fail(incoming, self._error(segment, peer, where))
-        # Why a source has ended is for its own group to report, which ends the request.
-        if not incoming.wanted or segment.src_rank in incoming.ended:
+            self._tickets.fail(incoming, self._error(segment, source.peer, where))
+        # The group of an ended source reports why it has ended, and that report ends the request.
+        if not incoming.wanted or source.ended:
             return False
-        self._send_letter(peer, m.SendAgain(incoming.key, incoming.ticket.number, self._rank, segment.index))
+        # Over the control channel: a lost message would end the request only at its deadline.
+        message = m.SendAgain(incoming.key, incoming.ticket.number, self._context.rank, segment.index)
+        self._context.send(source.peer, message)
         return True
 
     def _error(self, segment: Segment, peer: str, where: str) -> ChecksumError:
+        rank = self._context.rank
         return ChecksumError(
-            f"{segment} from prefill rank {segment.src_rank} ({peer}) to decode rank {self._rank} was damaged "
+            f"{segment} from prefill rank {segment.src_rank} ({peer}) to decode rank {rank} was damaged "
             f"twice ({where}): memory of one of these ranks, or the wire between them, is faulty"
         )

@@ -1,4 +1,4 @@
-"""One request on the decode side, and its sequences: the books that scheduler, pressure and leader share."""
+"""State of one request on the decode side, and of its sequences: scheduler, preemptor and leader share it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field
 
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import RequestKey, SamplingParams, Ticket
-from disagg.model.beam_search import BeamSearch
-from disagg.model.penalties import TokenHistory
-from disagg.node.ledger import Holding, Layout
+from disagg.model.sampling.beam_search import BeamSearch
+from disagg.model.sampling.penalties import TokenHistory
+from disagg.node.kv_manager import BlockTable, Layout
 
 
-class Place(enum.Enum):
+class Residency(enum.Enum):
     """Where the KV of a request is."""
 
     RESIDENT = "resident"
-    """In its pages, or on its way there from the prefill group; or being computed again."""
+    """In its pages, or on the way there from the prefill group; or being recomputed."""
     LEAVING = "leaving"
     """Still in its pages, which every rank is copying to host memory."""
     OUT = "out"
-    """In host memory; nowhere, when it has no blocks: it is computed again."""
+    """In host memory; without host blocks nowhere, and recomputed later."""
     RETURNING = "returning"
-    """In host memory, from where every rank is copying it to new pages."""
+    """In host memory; every rank is copying it to new pages."""
 
 
 def common_pages(one: list[int], other: list[int]) -> int:
-    """How many pages both begin with."""
+    """Returns the length of the longest common prefix of two page lists."""
     most = min(len(one), len(other))
     if one[:most] == other[:most]:
         return most
@@ -36,12 +36,12 @@ def common_pages(one: list[int], other: list[int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One answer that is being made, or one beam. The prompt's KV it shares with the request's other sequences."""
+    """One answer, or one beam. The sequences of a request share the prompt's pages."""
 
     number: int
-    """Which of the request's answers it is; means nothing of a beam."""
+    """Index of the answer; without meaning for a beam."""
     sampling: SamplingParams
-    holding: Holding
+    block_table: BlockTable
     prompt: array[int] = field(repr=False)
     """The request's."""
     computed_tokens: int
@@ -49,26 +49,26 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     """The answer so far; the first one comes from the prefill group."""
     score: float = 0.0
-    """Of a beam: the sum of its tokens' log-probabilities."""
+    """Sum of the log-probabilities of a beam's tokens."""
     history: TokenHistory | None = None
-    """For penalties; the compute thread's. None when the request has none."""
-    told_pages: list[int] = field(default_factory=list, repr=False)
-    """Its pages as the ranks have them in their request-to-token tables."""
+    """Token counts for penalties, used by the compute thread. None without penalties."""
+    published_pages: list[int] = field(default_factory=list, repr=False)
+    """Pages as the ranks have them in their request-to-token tables."""
     ended: bool = False
-    """It is not computed any more; what it holds is given back when nobody uses it."""
+    """True when no step computes it any more; its pages are freed once no step uses them."""
 
     @property
     def known_tokens(self) -> int:
-        """Tokens of prompt and answer."""
+        """Number of tokens of prompt and answer."""
         return len(self.prompt) + len(self.tokens)
 
     @property
     def left_tokens(self) -> int:
-        """Tokens to be computed before the next one can be chosen: 1, and more of one that is computed again."""
+        """Number of tokens to compute before the next one is sampled: 1, more during recomputation."""
         return len(self.prompt) + len(self.tokens) - self.computed_tokens
 
     def next_tokens(self, count: int) -> list[int]:
-        """The `count` tokens behind those that are computed."""
+        """Returns the `count` tokens behind the computed ones."""
         inside = len(self.prompt)
         start, end = self.computed_tokens, self.computed_tokens + count
         if start >= inside:
@@ -76,94 +76,94 @@ class Sequence:
         return [*self.prompt[start:end], *self.tokens[: max(0, end - inside)]]
 
     def begin_like(self, other: Sequence) -> bool:
-        """Whether its row, of which the ranks know nothing, can begin as a copy of `other`'s, and then does."""
-        if self.told_pages or other is self:
+        """Returns True when its new row begins as a copy of `other`'s, and publishes the common pages."""
+        if self.published_pages or other is self:
             return False
-        pages = self.holding.pages
-        self.told_pages = pages[: common_pages(pages, other.told_pages)]
-        return bool(self.told_pages)
+        pages = self.block_table.pages
+        self.published_pages = pages[: common_pages(pages, other.published_pages)]
+        return bool(self.published_pages)
 
-    def tell_pages(self) -> tuple[int, list[int]]:
-        """The first of its pages that the ranks do not know, or know otherwise, and all from there: now they do.
+    def publish_pages(self) -> tuple[int, list[int]]:
+        """Returns the pages that are new to the ranks, behind the index of the first one, and marks them published.
 
-        At most the last one that they know is another now: it was shared, and not full (copy on write).
+        At most the last published page can differ: it was shared and not full (copy on write).
         """
-        told, pages = self.told_pages, self.holding.sequence.pages
-        first = len(told)
-        if told and told[-1] != pages[first - 1]:
+        published, pages = self.published_pages, self.block_table.sequence.pages
+        first = len(published)
+        if published and published[-1] != pages[first - 1]:
             first -= 1
         elif first == len(pages):
             return first, []
-        untold = pages[first:]
-        told[first:] = untold
-        return first, untold
+        new = pages[first:]
+        published[first:] = new
+        return first, new
 
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """One request. Its sequences are preempted as one: all their pages are given up and taken together."""
+    """One request. Its sequences are preempted together."""
 
     key: RequestKey
     ticket: Ticket
     age: int
-    """Requests are numbered as they get their tickets: the smaller, the older."""
+    """Number of its ticket in the order of admission: smaller is older."""
     prompt: array[int]
-    """Kept to be computed again."""
+    """Kept for recomputation."""
     sampling: SamplingParams
     router: str
     prefill_group: str
     deadline_s: float
     """On the leader's clock."""
     sequences: list[Sequence]
-    """Those that hold something. One of them has the ticket's row, at first the first."""
+    """Sequences that hold pages. One of them has the ticket's row, at first the first one."""
     holds_state: bool
-    """Behind the prompt's pages lies a recurrent state, until the first step has read it."""
+    """True while a recurrent state lies behind the prompt's pages: until the first step has read it."""
     prefix: PrefixKey | None = None
-    """The prompt as the prefix cache knows it; None: nobody may have what becomes of it."""
+    """Key of the prompt in the prefix cache; None: its pages are not cached."""
     search: BeamSearch | None = None
     """None unless the request is a beam search."""
     begun: bool = False
-    """The first tokens have come from the prefill group."""
+    """True once the first tokens have come from the prefill group."""
     again: bool = False
-    """Some of what its pages are for is to be computed again, before its sequences can go on."""
+    """True during recomputation: until then no new token is computed."""
     some_ended: bool = False
-    """One or more of its sequences have ended, and hold something."""
-    place: Place = Place.RESIDENT
+    """True while an ended sequence holds pages."""
+    residency: Residency = Residency.RESIDENT
     blocks: list[int] = field(default_factory=list)
-    """Of host memory. Its own from when it is swapped out until it is back, or over."""
+    """Host blocks: from the copy out until the copy back has ended, or the request is settled."""
     layout: Layout | None = None
-    """Of one that is not resident: how the pages that it gave up hang together."""
+    """How its sequences shared the pages that they gave up; None unless it was preempted."""
     swapped_ranks: set[int] = field(default_factory=set)
-    """Those that have done with the copy under way."""
+    """Ranks that have ended the copy under way."""
     in_step: bool = False
-    """A step that computes it is running: nothing of it may be freed."""
+    """True while a step computes it: none of its pages may be freed."""
     closing: bool = False
     release_asked: bool = False
-    """The router waits to hear that nothing of it is left."""
+    """True when the router waits for `Released`."""
     opened_ranks: set[int] = field(default_factory=set)
     landed_ranks: set[int] = field(default_factory=set)
     closed_ranks: set[int] = field(default_factory=set)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
+        """Length of the prompt."""
         return len(self.prompt)
 
     @property
     def left_tokens(self) -> int:
-        """Tokens to be computed before all of its sequences can go on by one token: more than one of each at most."""
+        """Number of tokens to recompute, before each sequence computes its last known token."""
         return sum(sequence.left_tokens - 1 for sequence in self.sequences)
 
     @property
-    def holdings(self) -> list[Holding]:
-        """Of its sequences."""
-        return [sequence.holding for sequence in self.sequences]
+    def block_tables(self) -> list[BlockTable]:
+        """Block tables of its sequences."""
+        return [sequence.block_table for sequence in self.sequences]
 
     @property
     def copying(self) -> bool:
-        """Ranks read or write its pages and its blocks beside the steps: neither may be freed."""
-        return self.place in (Place.LEAVING, Place.RETURNING)
+        """True while ranks copy between its pages and its host blocks: neither may be freed."""
+        return self.residency in (Residency.LEAVING, Residency.RETURNING)
 
     def pages(self) -> list[int]:
-        """The different pages of its sequences, in the order in which `Layout` numbers them."""
-        return list(dict.fromkeys(page for one in self.sequences for page in one.holding.pages))
+        """Returns the distinct pages of its sequences, in the order in which `Layout` numbers them."""
+        return list(dict.fromkeys(page for one in self.sequences for page in one.block_table.pages))

@@ -1,90 +1,149 @@
-"""The tickets that a decode rank receives for, and how the receiving for each ends: all landed, failed, closed.
+"""The tickets that a decode rank receives for, and the reports when a transfer has landed, failed or closed.
 
-landed   every byte is in its page, and all checksums fit: the leader hears `Landed`, sources `TransferVerified`
-failed   before that: the leader hears `RankFailed`, once, and answers with `CloseTransfer`; meanwhile nothing
-         more is scattered
-closed   asked for by the leader, no ring region of it is held and no writer can write for it any more: the leader
-         hears `RankClosed`, and gives the pages to others
+landed   all bytes are in their pages and all checksums match: `Landed` to the leader, `TransferVerified` to sources
+failed   an error came first: `RankFailed` to the leader, once; it answers with `CloseTransfer`
+closed   the leader closed the transfer, no ring region is held and no writer can write: `RankClosed` to the leader,
+         which frees the pages
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 
 import structlog
 
-from decode_node.incoming import Incoming
-from disagg.core.errors import DisaggError
-from disagg.core.ports import Clock
+from decode_node.incoming import IncomingTransfer
+from decode_node.messages import ReceiverMessages
+from decode_node.options import ReceiverContext
+from decode_node.receive_state import Action, ReceiveTransferEvent, ReceiveTransferState, SourceState
+from disagg.core.errors import DisaggError, TransportError
 from disagg.core.types import RequestKey, Segment, Ticket
-from transport import messages as m
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
+VERIFIED_AT_ONCE = 4
+"""Tickets in one `TransferVerified`: an active message costs a prefill rank as much as the launch of a write."""
+VERIFIED_WAIT_S = 0.0005
+"""Longest wait of a verified ticket for others in one message; prefill ranks keep its pages until then."""
 
-class Tickets:
-    """One decode rank's. Owned by the transfer thread."""
 
-    def __init__(
-        self,
-        rank: int,
-        to_leader: Callable[[m.Message], None],
-        verified: Callable[[str, m.Message], None] | None,
-        clock: Clock,
-    ) -> None:
-        """`verified` sends a letter to a source; None where there are no checksums, and no source waits for it."""
-        self._rank, self._to_leader, self._verified, self._clock = rank, to_leader, verified, clock
-        self.open: dict[int, Incoming] = {}
-        """By the ticket's number; kept until it is closed."""
+class IncomingTickets:
+    """Open transfers by ticket. Owned by the transfer thread."""
+
+    def __init__(self, context: ReceiverContext, messages: ReceiverMessages, *, checksum: bool) -> None:
+        """Without `checksum` no source waits for `TransferVerified`, and none is sent."""
+        self._context, self._messages, self._checksum = context, messages, checksum
+        self.open: dict[int, IncomingTransfer] = {}
+        """By the ticket's number; kept until the transfer is closed."""
         self.segments_landed = self.bytes_landed = 0
         self.failed = 0
-        """Tickets that failed when they were open."""
+        """Open transfers that have failed."""
+        self._verified: dict[str, list[tuple[RequestKey, int]]] = {}
+        """Verified tickets to report, by source."""
+        self.due_s = math.inf
+        """Time at which `send_verified` must be called."""
 
     def opened(self, ticket: Ticket) -> None:
-        """Segments may come from now on: tells the leader."""
-        self._to_leader(m.RankOpened(ticket.key, ticket.number, self._rank))
+        """Reports to the leader that segments may come."""
+        self._context.to_leader(m.RankOpened(ticket.key, ticket.number, self._context.rank))
 
-    def count(self, incoming: Incoming, segment: Segment) -> None:
-        """A segment is in its pages."""
-        incoming.landed_bytes += segment.nbytes
-        incoming.landed_from[segment.src_rank] += segment.nbytes
+    def count(self, incoming: IncomingTransfer, segment: Segment) -> None:
+        """Counts a segment that is in its pages."""
         self.segments_landed += 1
         self.bytes_landed += segment.nbytes
-        if incoming.landed_bytes == incoming.coverage.total_bytes:
-            incoming.landed = True
-            self._to_leader(m.Landed(incoming.key, incoming.ticket.number, self._rank))
-            self._tell_verified(incoming)
+        if incoming.add_landed(segment):
+            self.advance(incoming, ReceiveTransferEvent.COMPLETED)
 
-    def _tell_verified(self, incoming: Incoming) -> None:
-        """The sources keep their pages until then. If the letter is lost, they do until the request's end."""
-        if self._verified is None:
-            return
-        for src_rank, peer in incoming.peers.items():
-            if src_rank not in incoming.lost:
-                self._verified(peer, m.TransferVerified(incoming.key, incoming.ticket.number, self._rank))
+    def advance(self, incoming: IncomingTransfer, event: ReceiveTransferEvent) -> None:
+        """Applies the event to the transfer, and performs the actions that follow."""
+        for action in incoming.advance(event):
+            match action:
+                case Action.REPORT_LANDED:
+                    message = m.Landed(incoming.key, incoming.ticket.number, self._context.rank)
+                    self._context.to_leader(message)
+                    if self._checksum:
+                        self._queue_verified(incoming)
+                case Action.REPORT_CLOSED:
+                    del self.open[incoming.ticket.number]
+                    self.closed(incoming.key, incoming.ticket.number)
 
-    def fail(self, incoming: Incoming, error: DisaggError) -> None:
-        """Ends the request. One that has failed, or is being closed: nothing happens."""
-        if incoming.failed or incoming.closing:
-            return
-        incoming.failed = True
-        log.warning("transfer_failed", request=str(incoming.key), error=str(error))
-        self.failed += 1
-        self.refuse(incoming.ticket, error)
+    def fail(self, incoming: IncomingTransfer, error: DisaggError) -> None:
+        """Ends the request with an error, unless it has failed or is closing."""
+        if Action.REPORT_FAILED in incoming.advance(ReceiveTransferEvent.FAIL):
+            log.warning("transfer_failed", request=str(incoming.key), error=str(error))
+            self.failed += 1
+            self.refuse(incoming.ticket, error)
 
     def refuse(self, ticket: Ticket, error: DisaggError) -> None:
-        """Tells the leader why a ticket's KV does not come."""
-        self._to_leader(m.RankFailed(ticket.key, ticket.number, self._rank, error.code, str(error)))
+        """Reports to the leader why a ticket's KV does not come."""
+        message = m.RankFailed(ticket.key, ticket.number, self._context.rank, error.code, str(error))
+        self._context.to_leader(message)
 
     def closed(self, key: RequestKey, number: int) -> None:
-        """Nothing of the ticket is left here, or ever was: tells the leader."""
-        self._to_leader(m.RankClosed(key, number, self._rank))
+        """Reports to the leader that this rank has nothing of the ticket."""
+        self._context.to_leader(m.RankClosed(key, number, self._context.rank))
 
-    def maybe_closed(self, incoming: Incoming) -> None:
-        """Closes the ticket, if that was asked for and nothing can be written for it any more."""
-        if not incoming.closing or any(incoming.held()) or incoming.unproven_writers():
+    def maybe_closed(self, incoming: IncomingTransfer) -> None:
+        """Closes a closing transfer once nothing can be written for it any more."""
+        if incoming.state is not ReceiveTransferState.CLOSING:
             return
-        if self._clock() < incoming.barred_until_s:
+        if any(incoming.leased()) or incoming.unproven_writers():
             return
-        if self.open.pop(incoming.ticket.number, None) is not None:
-            self.closed(incoming.key, incoming.ticket.number)
+        if self._context.clock() >= incoming.barred_until_s:
+            self.advance(incoming, ReceiveTransferEvent.DRAINED)
+
+    @property
+    def expects_data(self) -> bool:
+        """True while KV of a ticket is missing and its request goes on."""
+        return any(incoming.wanted for incoming in self.open.values())
+
+    # --- `TransferVerified`
+
+    def send_verified(self) -> None:
+        """Reports all verified tickets. Called when no data is expected, and at `due_s`."""
+        self.due_s = math.inf
+        for peer in list(self._verified):
+            self._send_verified(peer)
+
+    def forget(self, peer: str) -> None:
+        """Drops the reports to a lost source."""
+        self._verified.pop(peer, None)
+
+    def _queue_verified(self, incoming: IncomingTransfer) -> None:
+        for source in incoming.sources.values():
+            if source.state is not SourceState.LOST:
+                tickets = self._verified.setdefault(source.peer, [])
+                tickets.append((incoming.key, incoming.ticket.number))
+                if len(tickets) == VERIFIED_AT_ONCE:
+                    self._send_verified(source.peer)
+        if not self._verified:
+            self.due_s = math.inf
+        elif self.due_s == math.inf:
+            self.due_s = self._context.clock() + VERIFIED_WAIT_S
+
+    def _send_verified(self, peer: str) -> None:
+        """Lets the source free its pages."""
+        self._messages.send(peer, m.TransferVerified(self._verified.pop(peer), self._context.rank))
+
+    # --- active messages that could not be sent
+
+    def grant_failed(self, peer: str, message: m.LeaseGrant, error: TransportError) -> None:
+        """Fails the transfer: without the grant no segment comes."""
+        incoming = self.open.get(message.ticket)
+        if incoming is not None:
+            self.fail(incoming, error)
+
+    def verified_failed(self, peer: str, message: m.TransferVerified, error: TransportError) -> None:
+        """Sends the report over the control channel: without it a source keeps its pages until the request ends."""
+        tickets = [(key, number) for key, number in message.tickets if self._keeps_pages(peer, number)]
+        if tickets:
+            self._context.send(peer, m.TransferVerified(tickets, message.dst_rank))
+
+    def _keeps_pages(self, peer: str, ticket: int) -> bool:
+        """True while the source keeps the ticket's pages, as far as this rank knows. A lost one has freed them."""
+        incoming = self.open.get(ticket)
+        if incoming is None:
+            return False
+        lost = {source.peer for source in incoming.sources.values() if source.state is SourceState.LOST}
+        return peer not in lost

@@ -1,55 +1,51 @@
-"""Segments that prefill ranks have written into this rank's pool: summed up where they lie, compared, and counted."""
+"""Checksums of the segments that prefill ranks have written into this rank's pool: computed there, and compared."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from decode_node.incoming import Incoming, local
+from decode_node.incoming import IncomingTransfer, pool_slice
+from decode_node.options import ReceiverContext
 from decode_node.repairs import Repairs
-from decode_node.tickets import Tickets
+from decode_node.tickets import IncomingTickets
 from disagg.core.errors import TransportError
-from disagg.core.types import Segment, Shard
-from disagg.kv.pool import KVPool
-from disagg.node.device import DeviceQueue, Marker, is_done
+from disagg.core.types import Segment
+from disagg.node.device import DeviceEvent, DeviceQueue, is_done
 from disagg.node.sums import Sums, Word
-from kernels.rows import Place
-from kernels.sum_rows import sum_rows
-from transport.notices import Written
+from kernels.copy.sum_rows import sum_rows
+from transport.completion_notifications import Written
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Verified:
-    """A segment whose sum is being computed."""
+    """A segment whose checksum is being computed."""
 
-    incoming: Incoming
+    incoming: IncomingTransfer
     written: Written
     word: Word
-    marker: Marker
+    event: DeviceEvent
 
 
 class Verifier:
-    """One decode rank's. Owned by the transfer thread."""
+    """Verifies and counts written segments. Owned by the transfer thread."""
 
     def __init__(
         self,
-        shard: Shard,
-        pool: KVPool,
+        context: ReceiverContext,
         queue: DeviceQueue,
         sums: Sums | None,
-        tickets: Tickets,
+        tickets: IncomingTickets,
         repairs: Repairs,
-        landed: Callable[[Incoming, Segment], None],
     ) -> None:
-        """Without `sums` a segment has landed when its notice has come; `landed` hears of each."""
-        self._shard, self._pool, self._queue, self._sums = shard, pool, queue, sums
-        self._tickets, self._repairs, self._landed = tickets, repairs, landed
+        """Without `sums` a segment has landed when its completion notification has come."""
+        self._shard, self._pool, self._queue, self._sums = context.shard, context.pool, queue, sums
+        self._context, self._tickets, self._repairs = context, tickets, repairs
         self.under_way: deque[_Verified] = deque()
-        """Sums that are on the device, in the queue's order; each holds its word until it is done."""
+        """Launched sums, in the queue's order; each holds its word until it is done."""
 
-    def begin(self, incoming: Incoming, written: Written) -> None:
-        """A notice has come: the segment's bytes are in their pages, or what became of them."""
+    def begin(self, incoming: IncomingTransfer, written: Written) -> None:
+        """Launches the checksum of a segment whose completion notification has come."""
         if self._sums is None:
             self._landed(incoming, written.segment)
             return
@@ -57,35 +53,36 @@ class Verifier:
         try:
             with self._queue.use():
                 check = self._sums.check(written.segment, incoming.ticket.number, word.memory)
-                sum_rows(self._place(incoming, written.segment), check)
-            marker = self._queue.mark()
-        except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other
+                sum_rows(pool_slice(written.segment, incoming, self._shard, self._pool), check)
+            event = self._queue.record_event()
+        except Exception as exc:  # noqa: BLE001 - a failed launch ends this request and no other
             self._sums.give(word)
             error = TransportError(f"the checksum of {written.segment} could not be computed: {exc}")
             self._tickets.fail(incoming, error)
         else:
-            self.under_way.append(_Verified(incoming, written, word, marker))
+            self.under_way.append(_Verified(incoming, written, word, event))
 
     def poll(self) -> None:
-        """Counts what was found to be right. Needed only while something is `under_way`."""
-        while self.under_way and is_done(self.under_way[0].marker):
+        """Compares the checksums that are done. Needed only while something is `under_way`."""
+        while self.under_way and is_done(self.under_way[0].event):
             one = self.under_way.popleft()
-            assert self._sums is not None, "nothing is summed up without"
+            assert self._sums is not None, "sums are launched with checksums only"
             total = one.word.value
             self._sums.give(one.word)
             self._compared(one.incoming, one.written, total == one.written.total)
 
-    def _compared(self, incoming: Incoming, written: Written, equal: bool) -> None:
-        # The pages of a request that is ending may be another one's by now: then the sum says nothing.
+    def _compared(self, incoming: IncomingTransfer, written: Written, equal: bool) -> None:
+        # The pages of an ending request may belong to another one by now: its sums prove nothing.
         if not incoming.wanted:
             return
         segment = written.segment
         if equal:
             self._landed(incoming, segment)
-        elif self._repairs.ask(incoming, segment, written.again, "written to the pool"):
-            incoming.repaired[segment.src_rank, segment.index] = segment
+        elif self._repairs.request(incoming, segment, written.again, "written to the pool"):
+            incoming.written.await_repair(segment)
 
-    def _place(self, incoming: Incoming, segment: Segment) -> Place:
-        at = segment.tokens.shift(-incoming.ticket.tokens.start)
-        pool = self._pool.parts[self._shard.part_of(segment.layers)].buffer
-        return Place(pool, incoming.slots[at.start : at.stop], *local(segment, self._shard))
+    def _landed(self, incoming: IncomingTransfer, segment: Segment) -> None:
+        now_s = self._context.clock()
+        lane, key = self._context.lane, str(incoming.key)
+        self._context.timeline.record("land", lane, key, now_s, now_s, segment.nbytes)
+        self._tickets.count(incoming, segment)

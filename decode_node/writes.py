@@ -1,30 +1,28 @@
-"""Prefill ranks that write straight into this rank's pool: they are offered it, fenced off, and tell what they wrote.
+"""Prefill ranks that write straight into this rank's pool: offers, fences and completion notifications.
 
-Nothing here can cancel a write. So a ticket's pages are given back only when each of its writers has proven that it
-writes no more: all of its segments were written, or it has said which were and their notices have come, or it was
-waited for so long that whatever it launched has ended; and whatever it launches later finds the fence word shut.
+A write cannot be cancelled. A ticket's pages are therefore freed only when each of its writers is proven to write no
+more. The proof is one of three: all of its segments have landed; it has ended, and the notifications of all that it
+launched have come; or `quarantine_s` has passed, after which its launched writes have ended. Later launches find the
+fence word closed.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 
 import structlog
 
 from decode_node.fences import FenceWords
-from decode_node.incoming import Incoming
-from decode_node.tickets import Tickets
+from decode_node.incoming import IncomingTransfer
+from decode_node.options import ReceiverContext, ReceiverOptions
+from decode_node.tickets import IncomingTickets
 from decode_node.verifier import Verifier
 from disagg.core.errors import ProtocolError, TransportError
-from disagg.core.ports import Clock
-from disagg.core.timeline import Timeline
-from disagg.core.types import Segment, Ticket
-from disagg.kv.pool import KVPool
-from transport import messages as m
-from transport.base import Arrival, Operation, OperationState, Transport
-from transport.notices import NOTICE_BYTES, Notices, Written
+from disagg.core.types import Ticket
+from transport.base import Arrival, Operation, OperationState
+from transport.completion_notifications import NOTIFICATION_BYTES, CompletionNotifications, Written
+from transport.control import messages as m
 from transport.peer_memory import offer
 from transport.tags import Tag, unpack
 
@@ -32,40 +30,28 @@ log = structlog.get_logger(__name__)
 
 
 class PeerWrites:
-    """One decode rank's. Owned by the transfer thread."""
+    """Direct writes into one decode rank's pool. Owned by the transfer thread."""
 
     def __init__(
         self,
-        rank: int,
-        pool: KVPool,
-        rows: int,
-        quarantine_s: float,
-        tickets: Tickets,
-        make_verifier: Callable[[Callable[[Incoming, Segment], None]], Verifier],
-        transport: Transport,
-        send: Callable[[str, m.Message], None],
-        timeline: Timeline,
-        lane: str,
-        clock: Clock,
+        options: ReceiverOptions,
+        context: ReceiverContext,
+        tickets: IncomingTickets,
+        verifier: Verifier,
     ) -> None:
-        """`rows` fence words guard the pool; 0 offers it to nobody.
-
-        `quarantine_s`: a writer that we took for dead has noticed by then, and what it launched has ended.
-        """
-        self._rank, self._pool, self._quarantine_s, self._tickets = rank, pool, quarantine_s, tickets
-        self._transport, self._send = transport, send
-        self._timeline, self._lane, self._clock = timeline, lane, clock
-        self._fences = FenceWords(rows, pool.device) if rows else None
-        self._notices = Notices(transport)
+        self._context, self._tickets, self._verifier = context, tickets, verifier
+        self._rank, self._pool, self._clock = context.rank, context.pool, context.clock
+        self._transport, self._quarantine_s = context.transport, options.quarantine_s
+        self._fences = FenceWords(options.fence_rows, self._pool.device) if options.fence_rows else None
+        self._notifications = CompletionNotifications(context.transport)
         self.peers: set[str] = set()
-        """That the pool was offered to, and that did not refuse."""
-        self.verifier = make_verifier(self._landed)
-        self._overdue: deque[tuple[float, Incoming]] = deque()
-        """When to stop waiting for what a writer owes: by then it has written, or finds the fence shut."""
+        """Peers that were offered the pool, and did not refuse."""
+        self._overdue: deque[tuple[float, IncomingTransfer]] = deque()
+        """When a transfer's owed notifications expire: its writers have written by then, or find the fence closed."""
         self.due_s = math.inf
-        """When `give_up` has something to do."""
+        """Time at which `expire` must be called."""
 
-    # --- who may write
+    # --- offers and fences
 
     def offer(self, peer: str) -> None:
         """Lets a prefill rank write to the pool, for tickets made from now on."""
@@ -78,86 +64,83 @@ class PeerWrites:
             log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")
             return
         self.peers.add(peer)
-        self._send(peer, m.PoolOffer(self._rank, pools, words))
+        self._context.send(peer, m.PoolOffer(self._rank, pools, words))
+
+    def offered_to(self, peer: str) -> bool:
+        """True when the peer may write to the pool."""
+        return peer in self.peers
 
     def on_refused(self, peer: str, message: m.PoolRefused) -> None:
-        """A peer cannot open the pool: tickets made from now on come through the ring.
+        """Handles a peer that cannot open the pool: its KV comes through the ring, for tickets made from now on.
 
-        One that is open may be written all the same, by way of an earlier offer: it is waited for as before.
+        Open tickets stay as they are: an earlier offer may still be in use.
         """
         log.info("pool_refused", peer=peer, why=message.reason, how="KV comes through the ring")
         self.peers.discard(peer)
 
-    def writers(self, ticket: Ticket, peers: dict[int, str]) -> set[int]:
-        """Which of a new ticket's source ranks may write."""
-        return {rank for rank, peer in peers.items() if peer in self.peers and ticket.pages}
+    def may_write(self, ticket: Ticket, peer: str) -> bool:
+        """True when the peer may write for a new ticket."""
+        return peer in self.peers and bool(ticket.pages)
 
-    def open(self, incoming: Incoming) -> None:
-        """Lets the ticket's writers in, if it has any."""
-        if incoming.writers and self._fences is not None:
+    def open_fence(self, incoming: IncomingTransfer) -> None:
+        """Lets the ticket's writers write, if it has any."""
+        if self._fences is not None and any(source.writes for source in incoming.sources.values()):
             self._fences.open(incoming.ticket.row, incoming.ticket.number)
-            incoming.writable = True
+            incoming.fence_open = True
 
-    def shut(self, incoming: Incoming) -> None:
-        """Whatever is launched from now on writes nothing; what has begun still may."""
-        if incoming.writable and self._fences is not None:
+    def close_fence(self, incoming: IncomingTransfer) -> None:
+        """Makes later writes of the ticket void; writes that have begun may go on."""
+        if incoming.fence_open and self._fences is not None:
             self._fences.close(incoming.ticket.row)
-            incoming.writable = False
+            incoming.fence_open = False
 
-    # --- how writers end
+    # --- ends of writers
 
-    def lost(self, incoming: Incoming, src_rank: int) -> None:
-        """A source rank is gone: if it may have written, the ticket waits until its last launch has ended."""
+    def lost(self, incoming: IncomingTransfer, src_rank: int) -> None:
+        """Handles a lost source rank. If it may have written, the ticket waits until its last launch has ended."""
         if src_rank in incoming.unproven_writers():
-            self.shut(incoming)
+            self.close_fence(incoming)
             incoming.barred_until_s = self._clock() + self._quarantine_s
-            self._wait(incoming, incoming.barred_until_s)
+            self._expire_at(incoming, incoming.barred_until_s)
 
-    def ended(self, incoming: Incoming, src_rank: int, sent: set[int], again: set[int]) -> None:
-        """A source rank writes nothing more but what it has `sent`, and `again` what it has sent a second time.
+    def ended(self, incoming: IncomingTransfer, src_rank: int, sent: set[int], again: set[int]) -> None:
+        """Handles a source that ends: expects notifications of the writes that it has launched.
 
-        Notices of what is not known yet are awaited.
+        `sent` and `again`: indexes of the segments that it has sent once and twice, through the ring or by a write.
         """
-        if src_rank not in incoming.writers:
+        if not incoming.sources[src_rank].writes:
             return
         leased = {index for rank, index in incoming.items if rank == src_rank}
-        once, twice = (
-            {index for rank, index in known if rank == src_rank}
-            for known in (incoming.written, incoming.rewritten)
-        )
-        others = {name for name in incoming.awaited if name[0] != src_rank}
-        first = {(src_rank, index, False) for index in sent - leased - once}
-        second = {(src_rank, index, True) for index in again - leased - twice}
-        incoming.awaited = others | first | second
-        if incoming.awaited:
-            self._wait(incoming, self._clock() + self._quarantine_s)
+        if incoming.written.owe(src_rank, sent - leased, again - leased):
+            self._expire_at(incoming, self._clock() + self._quarantine_s)
 
-    def give_up(self, now_s: float) -> None:
-        """Waits no more for what is overdue."""
+    def expire(self, now_s: float) -> None:
+        """Forgets notifications that are overdue, and closes transfers that only waited for those."""
         while self._overdue and self._overdue[0][0] <= now_s:
             _, incoming = self._overdue.popleft()
-            incoming.awaited.clear()
+            incoming.written.forgive()
             self._tickets.maybe_closed(incoming)
         self.due_s = self._overdue[0][0] if self._overdue else math.inf
 
-    def _wait(self, incoming: Incoming, until_s: float) -> None:
+    def _expire_at(self, incoming: IncomingTransfer, until_s: float) -> None:
         self._overdue.append((until_s, incoming))
         self.due_s = self._overdue[0][0]
 
-    # --- what they wrote
+    # --- completion notifications
 
-    def on_notice(self, incoming: Incoming, peer: str, arrival: Arrival) -> None:
-        """A writer tells of a segment: to be read when its receive has ended."""
-        if 0 < arrival.nbytes <= NOTICE_BYTES:
-            self._notices.receive(peer, arrival, incoming)
+    def on_notification(self, incoming: IncomingTransfer, peer: str, arrival: Arrival) -> None:
+        """Receives a completion notification; `notification_ended` reads it."""
+        if 0 < arrival.nbytes <= NOTIFICATION_BYTES:
+            self._notifications.receive(peer, arrival, incoming)
             return
         self._transport.discard(peer, arrival)
-        self._tickets.fail(incoming, ProtocolError(f"a notice of {arrival.nbytes} bytes came"))
+        error = f"{peer} sent a completion notification of {arrival.nbytes} bytes, limit {NOTIFICATION_BYTES}"
+        self._tickets.fail(incoming, ProtocolError(error))
 
-    def notice_ended(self, operation: Operation) -> None:
-        """A writer has told of a segment, or cannot any more: either way it writes nothing of it from now on."""
-        incoming = self._notices.ended(operation)
-        if not isinstance(incoming, Incoming):
+    def notification_ended(self, operation: Operation) -> None:
+        """Handles a notification whose receive has ended. Failed or not, its writer writes no more of the segment."""
+        incoming = self._notifications.ended(operation)
+        if not isinstance(incoming, IncomingTransfer):
             return
         tag = unpack(operation.tag)
         name = (tag.writer, tag.segment)
@@ -166,15 +149,12 @@ class PeerWrites:
             written = self._read(operation, tag)
             again = written.again
         except (TransportError, ProtocolError) as exc:
-            error, again = exc, name in incoming.repaired
-        known = incoming.rewritten if again else incoming.written
-        first = name not in known
-        known.add(name)
-        incoming.awaited.discard((*name, again))
+            error, again = exc, incoming.written.repair_of(name) is not None
+        new = incoming.written.notified(name, again)
         try:
             if error is not None:
                 raise error
-            if first and incoming.wanted:
+            if new and incoming.wanted:
                 self._written(incoming, written)
         except (TransportError, ProtocolError) as exc:
             self._tickets.fail(incoming, exc)
@@ -182,28 +162,19 @@ class PeerWrites:
 
     def _read(self, operation: Operation, tag: Tag) -> Written:
         if operation.state is OperationState.FAILED:
-            raise operation.error or TransportError("a notice was not received")
-        written = self._notices.read(operation)
+            raise operation.error or TransportError("a completion notification was not received")
+        written = self._notifications.read(operation)
         segment = written.segment
         if (segment.src_rank, segment.index) != (tag.writer, tag.segment) or segment.dst_rank != self._rank:
-            raise ProtocolError(f"a notice of {tag} speaks of {segment}")
+            raise ProtocolError(f"a completion notification with tag {tag} names {segment}")
         return written
 
-    def _written(self, incoming: Incoming, written: Written) -> None:
+    def _written(self, incoming: IncomingTransfer, written: Written) -> None:
         if written.again:
             segment = written.segment
-            if incoming.repaired.get((segment.src_rank, segment.index)) != segment:
-                raise ProtocolError(f"{segment} was written again, and nobody asked for that")
-            self.verifier.begin(incoming, written)
+            if incoming.written.repair_of((segment.src_rank, segment.index)) != segment:
+                raise ProtocolError(f"{segment} was written a second time without a request")
+            self._verifier.begin(incoming, written)
             return
-        incoming.early.append(written)
-        while ready := [one for one in incoming.early if not incoming.coverage.is_early(one.segment)]:
-            for each in ready:
-                incoming.early.remove(each)
-                incoming.coverage.add(each.segment)
-                self.verifier.begin(incoming, each)
-
-    def _landed(self, incoming: Incoming, segment: Segment) -> None:
-        now_s = self._clock()
-        self._timeline.record("land", self._lane, str(incoming.key), now_s, now_s, segment.nbytes)
-        self._tickets.count(incoming, segment)
+        for each in incoming.written.in_order(written, incoming.coverage):
+            self._verifier.begin(incoming, each)

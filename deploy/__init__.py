@@ -1,1 +1,1 @@
-"""Ways to run disagg: the local demo script."""
+"""Deployment scripts: the local demo and the Ray job runner."""

@@ -1,9 +1,9 @@
-"""Runs a command as a job of a Ray cluster and stays with it until it ends.
+"""Runs a command as a job of a Ray cluster and follows the job until it ends.
 
     RAY_API_SERVER_ADDRESS=http://HEAD:8265 RAY_AUTH_MODE=token python -m deploy.submit --job NAME -- COMMAND...
 
-Whoever runs this may be replaced: where a job of that name runs already, it is followed, not submitted a second time.
-The exit code is 0 when the job succeeded, 1 when it failed or was stopped, or when the cluster is gone.
+This process may be restarted: it follows a running job of the same name instead of submitting a second one. The exit
+code is 0 when the job succeeded, 1 when it failed or was stopped, or when the cluster is unreachable.
 """
 
 from __future__ import annotations
@@ -17,43 +17,43 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 PATIENCE_S = 600.0
-"""How long a cluster that does not answer yet is waited for: its image may still be on the way."""
+"""Time for the cluster to answer; its image may still be loading."""
 POLL_S = 2.0
 
 
 class Status(Protocol):
-    """Ray's `JobStatus`, as far as it is used here."""
+    """The used part of Ray's `JobStatus`."""
 
     def is_terminal(self) -> bool:
-        """True when the job has ended."""
+        """Whether the job has ended."""
 
 
 class Jobs(Protocol):
-    """Ray's `JobSubmissionClient`, as far as it is used here. Raises `RuntimeError` for a job it does not know."""
+    """The used part of Ray's `JobSubmissionClient`. Raises `RuntimeError` for an unknown job."""
 
     def get_job_status(self, job_id: str) -> Status:
-        """How the job is."""
+        """Returns the job's status."""
 
     def delete_job(self, job_id: str) -> bool:
-        """Forgets a job that has ended, so that its name is free."""
+        """Deletes an ended job, which frees its name."""
 
     def submit_job(self, *, entrypoint: str, submission_id: str) -> str:
-        """Starts a command on the head."""
+        """Starts a command on the head node."""
 
     def tail_job_logs(self, job_id: str) -> AsyncIterator[str]:
-        """The job's output, until it ends or the connection does."""
+        """Yields the job's output until the job or the connection ends."""
 
 
 def run(
     jobs: Jobs, name: str, command: Sequence[str], write: Callable[[str], object] = sys.stdout.write
 ) -> int:
-    """Submits `command` as job `name` unless it runs, writes its output as it comes, and returns the exit code."""
+    """Submits `command` as job `name` unless it runs already, streams its output, and returns the exit code."""
     try:
         _submit_unless_running(jobs, name, command)
         asyncio.run(_follow(jobs, name, write))
         while not (status := jobs.get_job_status(name)).is_terminal():
             time.sleep(POLL_S)
-    except (RuntimeError, OSError) as exc:  # Ray's client raises these two, whatever is wrong
+    except (RuntimeError, OSError) as exc:  # the two errors of Ray's client
         print(f"job {name} cannot be followed: {exc}", file=sys.stderr)
         return 1
     print(f"job {name} has ended: {status}", file=sys.stderr)
@@ -61,7 +61,7 @@ def run(
 
 
 def connect(open_client: Callable[[], Jobs], patience_s: float) -> Jobs:
-    """A client of a cluster that answers. Raises `ConnectionError` when it has not within `patience_s`."""
+    """Returns a client when the cluster answers. Raises `ConnectionError` after `patience_s`."""
     until_s = time.monotonic() + patience_s
     while True:
         try:
@@ -76,7 +76,7 @@ def _submit_unless_running(jobs: Jobs, name: str, command: Sequence[str]) -> Non
     try:
         status = jobs.get_job_status(name)
     except RuntimeError:
-        pass  # not known: never submitted to this cluster
+        pass  # unknown: never submitted to this cluster
     else:
         if not status.is_terminal():
             print(f"job {name} runs already: following it", file=sys.stderr)
@@ -101,14 +101,12 @@ def _open_client() -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.submit", description="Runs a command as a Ray job."
     )
-    parser.add_argument(
-        "--job", required=True, metavar="NAME", help="the job's name, one of a kind in its cluster"
-    )
-    parser.add_argument("command", nargs="+", help="behind --")
+    parser.add_argument("--job", required=True, metavar="NAME", help="the job's name, unique in its cluster")
+    parser.add_argument("command", nargs="+", help="the command, after --")
     given = parser.parse_args(arguments)
     try:
         jobs = connect(_open_client, PATIENCE_S)

@@ -22,7 +22,7 @@ sys.path.append(str(ROOT / "tests" / "support"))
 
 from browser import Browser  # noqa: E402 - found by the line above
 
-DISAGG = (sys.executable, "-m", "disagg.cli")
+DISAGG = (sys.executable, "-m", "disagg")
 SERVE = (
     "serve --device cpu --prefill-tp 2 --decode-tp 1 --set decode.groups=2 --model-name tiny-llama --port 0"
 )

@@ -1,4 +1,4 @@
-"""Which implementation of a kernel runs: Triton on CUDA, torch on the CPU, or what `DISAGG_KERNELS` says."""
+"""Selects the implementation of a kernel: Triton on CUDA, torch on the CPU, or as set by `DISAGG_KERNELS`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ Backend = Literal["torch", "triton"]
 
 VARIABLE = "DISAGG_KERNELS"
 
-# `triton.jit` reads it when a kernel's module is imported; a later change would not be heeded.
+# `triton.jit` reads the variable when a kernel's module is imported; later changes have no effect.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
-"""Kernels run in Triton's interpreter, on the CPU."""
+"""Whether kernels run in Triton's interpreter, on the CPU."""
 
 
 def backend(device: torch.device) -> Backend:
-    """The implementation to use for tensors on `device`.
+    """Returns the implementation for tensors on `device`.
 
-    Raises ConfigError when `DISAGG_KERNELS` is neither `torch` nor `triton`, or asks for Triton on a device
-    that it cannot compile for (a CPU needs `TRITON_INTERPRET=1` in the environment from the start).
+    Raises ConfigError when `DISAGG_KERNELS` is neither `torch` nor `triton`. Also raises for `triton` on a
+    device without compiler support (a CPU needs `TRITON_INTERPRET=1` in the environment from the start).
     """
     wanted = os.environ.get(VARIABLE, "")
     if wanted == "":

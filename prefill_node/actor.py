@@ -1,4 +1,4 @@
-"""The prefill rank as a Ray actor: a shell, nothing else."""
+"""The prefill rank as a Ray actor; `PrefillRank` holds all logic."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from prefill_node.calibration import Calibration
 from prefill_node.rank import PrefillRank
 
 
-# No restarts: a rank that comes back alone is of no use to its group, and with restarts Ray tells of a death only
-# when the replacement is up. `park` waits in a thread of its own, so that it does not block the other methods.
+# No restarts: a restarted rank cannot rejoin its group, and with restarts Ray reports a death only when the
+# replacement is up. `park` blocks a thread of its own concurrency group, so the other methods can run.
 @ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
 class PrefillActor(RankHost):
     """See `disagg.node.host`."""

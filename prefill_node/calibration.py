@@ -1,6 +1,6 @@
-"""Once a prefill group is joined with a decode group: what their wire costs, and how segments are cut for it.
+"""Calibration of a new link: the cost of its wire, and the sizes of segments and layer groups that follow from it.
 
-Decides and tells; `prefill_node.probe` measures, on the transfer thread, and `staging.wire` calculates.
+This file decides and reports; `prefill_node.probe` measures on the transfer thread, and `staging.wire` calculates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from disagg.core.config import Config, TransferConfig
+from disagg.core.config.read import Config, TransferConfig
 from disagg.core.types import RankInfo
 from disagg.node.device import device_name
 from disagg.node.links import Link
@@ -25,10 +25,10 @@ from prefill_node.sender import SegmentSender
 from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
 
 _ANSWER_S = PROBE_LIMIT_S + 5.0
-"""The transfer thread gives a probe up before; if not, that thread is in trouble."""
+"""Longer than the transfer thread's own limit for a probe; reached only if that thread is blocked."""
 _COPIES_S = 80e-6
-"""What gathering and scattering add to one more segment on a GPU, the host's work for them included: what a segment
-costs in all (docs/performance.md) less what its message does. The wire's measurement does not see it."""
+"""Cost of a segment's gather and scatter on a GPU, host work included: the whole cost of a segment
+(docs/performance.md) less the cost of its message. The probe does not measure it."""
 OVERRIDE = (
     "set transfer.segment_overhead_s, wire_bytes_per_s, max_segment_bytes; or transfer.calibrate=off, always"
 )
@@ -36,25 +36,27 @@ OVERRIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was found for one link, in words: the fields of a line of the log."""
+    """Result for one link as text: the fields of a log line."""
 
     path: str
-    """How KV goes: peer memory, or staging and which transport."""
+    """Path of the KV: peer memory, or staging and the transport."""
     found: str
+    """The wire, and whether it was measured, cached or assumed."""
     chosen: str
+    """The layer groups and the largest segment."""
     failed: bool = False
-    """A measurement was begun and came to nothing."""
+    """A measurement was begun and failed."""
 
 
 @dataclass(frozen=True)
 class Calibrator:
-    """One prefill rank's. Called from any thread but the transfer thread, which does the measuring."""
+    """Calibrates the links of one prefill rank. For any thread but the transfer thread, which measures."""
 
     rank: int
-    asked: Config
+    configured: Config
     """As the user set it."""
     sized: TransferConfig
-    """With all choices made."""
+    """The transfer settings with every automatic value chosen."""
     device: torch.device
     chunk_tokens: int
     agent: SegmentSender
@@ -62,19 +64,19 @@ class Calibrator:
 
     @property
     def wanted(self) -> bool:
-        """Whether this rank measures at all: on a CPU only when it is told to."""
-        mode = self.asked.transfer.calibrate
+        """Whether this rank measures: on a CPU only with `transfer.calibrate=always`."""
+        mode = self.configured.transfer.calibrate
         return mode == "always" or (mode == "auto" and self.device.type == "cuda")
 
     def run(self, link: Link) -> Calibration:
-        """Measures, or looks up, the wire to one decode rank of the link, and cuts segments for it from now on."""
+        """Measures or looks up the wire to one decode rank of the link; later segments are cut for this wire."""
         probed = self._probe(link)
         if probed.wire is not None:
             self.loop.call(partial(self.agent.cutter.use_wire, link, *self._choose(probed.wire)))
         return self._in_words(link, probed)
 
     def _probe(self, link: Link) -> Probed:
-        transfer, probed = self.asked.transfer, Probed(why="this rank sends nothing to that group")
+        transfer, probed = self.configured.transfer, Probed(why="this rank sends nothing to that group")
         if (
             transfer.segment_overhead_s is not None
             and transfer.wire_bytes_per_s
@@ -111,22 +113,22 @@ class Calibrator:
         )
 
     def _key(self, transport: str, host: str, device: str) -> str:
-        """Whatever a wire's speed depends on and is known before it is measured."""
+        """Returns the cache key: everything known in advance that the speed of a wire depends on."""
         about = [f"{socket.gethostname()}, {device_name(self.device)} to {host}, {device}", transport]
         if transport.startswith("ucx-"):
-            from transport.ucx_library import settings, version
+            from transport.ucx.library import settings, version
 
             about += [version(), settings(os.environ)]
         return "; ".join(part for part in about if part)
 
     def _choose(self, wire: Wire) -> tuple[Wire, int]:
-        """What is set wins over what was measured."""
-        asked = self.asked.transfer
+        """Returns the wire and the largest segment. A setting takes precedence over its measured value."""
+        configured = self.configured.transfer
         whole_s = wire.overhead_s + (_COPIES_S if self.device.type == "cuda" else 0.0)
-        overhead_s = whole_s if asked.segment_overhead_s is None else asked.segment_overhead_s
+        overhead_s = whole_s if configured.segment_overhead_s is None else configured.segment_overhead_s
         best_bytes = best_segment_bytes(wire, self.sized.segment_limit_bytes)
-        used = Wire(overhead_s, asked.wire_bytes_per_s or wire.bytes_per_s)
-        return used, asked.max_segment_bytes or best_bytes
+        used = Wire(overhead_s, configured.wire_bytes_per_s or wire.bytes_per_s)
+        return used, configured.max_segment_bytes or best_bytes
 
     def _in_words(self, link: Link, probed: Probed) -> Calibration:
         sized = self.sized
@@ -138,7 +140,7 @@ class Calibrator:
             wire, segment = self._choose(probed.wire)
             found = f"{source}: {_words(how)}"
         else:
-            why = "no wire to measure, the decode pool is written to" if probed.writable else probed.why
+            why = "no wire to measure, the decode pool is written directly" if probed.writable else probed.why
             found = f"not measured ({why}): {_words(wire)} are assumed"
         groups = len(self.agent.cutter.groups_for(self.chunk_tokens, link))
         chosen = f"a chunk of {self.chunk_tokens} tokens leaves in {groups} layer group{'s' * (groups > 1)}"
@@ -155,5 +157,5 @@ def _words(wire: Wire) -> str:
 def _cache() -> WireCache | None:
     try:
         return WireCache(cache_path(os.environ))
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home directory
         return None

@@ -1,104 +1,139 @@
-"""Chunks on their way through the compute: cut into segments before, which move on as their layers are written."""
+"""Chunks in computation: cut into segments when planned, and copied layer group by layer group once computed."""
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from disagg.core.errors import TransportError
-from disagg.core.ports import Clock
-from disagg.core.types import RequestKey, Shard, Span
-from disagg.node.device import Marker
+from disagg.core.types import RankInfo, RequestKey, Segment, Span
+from disagg.node.device import DeviceEvent
 from prefill_node.cutter import Cutter
-from prefill_node.direct import NO_LIMIT, OpenPool
-from prefill_node.flows import Exposed, Flows
+from prefill_node.direct import NO_LIMIT
+from prefill_node.flows import Flows
 from prefill_node.leases import Leases
 from prefill_node.mover import SegmentMover
-from prefill_node.outgoing import Item, State
+from prefill_node.outgoing import OutgoingSegment, OutgoingTransfer
 from prefill_node.peer_pools import PeerPools
-from prefill_node.tickets import Tickets
+from prefill_node.send_state import SendState
+from prefill_node.tickets import OutgoingTickets
+from staging.planner import cut_tails
 from staging.trailer import message_bytes
+
+CHECKED_TAIL_BYTES = 64 << 20
+"""Largest segment at the end of a prompt that is written directly with checksums. The decode rank verifies a segment
+when all of it is written, and nothing overlaps the verification of the last one."""
+
+
+class Part(enum.Enum):
+    """Kind of KV that a step sends."""
+
+    CHUNK = "chunk"
+    """The positions that the step computes."""
+    CACHED = "cached"
+    """The positions before a prompt's first chunk, by a prefix cache hit."""
+    STATE = "state"
+    """The recurrent state behind a prompt's last position."""
+
+
+class StepPart(NamedTuple):
+    """What becomes ready together: one kind of KV of one step."""
+
+    step: int
+    part: Part
 
 
 class Chunks:
-    """One prefill rank's. Owned by the transfer thread."""
+    """Chunks of one prefill rank. Owned by the transfer thread."""
 
     def __init__(
         self,
         rank: int,
         cutter: Cutter,
-        tickets: Tickets,
+        tickets: OutgoingTickets,
         leases: Leases,
         pools: PeerPools,
         mover: SegmentMover,
         flows: Flows,
-        exposed: Exposed,
-        clock: Clock,
     ) -> None:
         self._rank, self._cutter, self._tickets, self._leases = rank, cutter, tickets, leases
-        self._pools, self._mover, self._flows, self._exposed = pools, mover, flows, exposed
-        self._clock = clock
-        self._steps: dict[int, list[Item]] = {}
-        """Segments whose layers are not computed, by the step that computes them."""
+        self._pools, self._mover, self._flows = pools, mover, flows
+        self._uncomputed: dict[StepPart, list[OutgoingSegment]] = {}
+        """Segments whose layers are not computed."""
 
-    def plan(self, step: int, key: RequestKey, chunk: Span) -> None:
-        """Cuts positions `chunk`, which step `step` is about to compute; asks for leases and prepares writes."""
+    def plan(self, part: StepPart, key: RequestKey, chunk: Span) -> None:
+        """Cuts positions `chunk`, which `part` makes ready; requests leases and prepares direct writes."""
         outgoing = self._tickets.open.get(key)
-        if outgoing is None or outgoing.closing:
+        if outgoing is None or outgoing.stopped:
             return
         tokens = chunk.intersect(outgoing.ticket.tokens)
-        peers = outgoing.link.destinations_of(self._rank)
-        unstaged = {p.rank: NO_LIMIT for p in peers if p.control_address in outgoing.direct}
-        segments = self._cutter.cut(outgoing.link, tokens, unstaged, first_index=len(outgoing.items))
+        segments = self._cut(outgoing, tokens)
         outgoing.planned_to = max(outgoing.planned_to, tokens.stop)
-        written: list[tuple[list[Item], OpenPool, Shard]] = []
-        for peer in peers:
-            name = peer.control_address
-            pool = outgoing.direct.get(name)
-            flow = self._flows.of(name, "staged" if pool is None else "peer")
-            checked = outgoing.link.checked
-            items = [
-                Item(outgoing, s, name, flow, message_bytes(s.nbytes, checked))
-                for s in segments
-                if s.dst_rank == peer.rank
-            ]
-            if items:
-                outgoing.add(peer.rank, items)
-                self._steps.setdefault(step, []).extend(items)
-                if pool is None:
-                    self._leases.ask(outgoing, name, items)
-                    if outgoing.closing:  # they could not be asked for
-                        return
-                else:
-                    written.append((items, pool, peer.shard))
-        for each in written:  # behind the letters, whose answers take their time
-            if not outgoing.closing:
-                self._prepare(*each)
-        self._tickets.maybe_sent(outgoing)
+        written: list[tuple[list[OutgoingSegment], RankInfo]] = []
+        for peer in outgoing.link.destinations_of(self._rank):
+            items = self._items(outgoing, peer, segments)
+            if not items:
+                continue
+            outgoing.add(peer.rank, items)
+            self._uncomputed.setdefault(part, []).extend(items)
+            if peer.control_address in outgoing.direct:
+                written.append((items, peer))
+            else:
+                self._leases.request(outgoing, peer.control_address, items)
+                if outgoing.stopped:  # the request could not be sent
+                    return
+        for items, peer in written:  # after the lease requests, whose answers take time
+            if not outgoing.stopped:
+                self._prepare(items, peer)
+        self._tickets.report_if_sent(outgoing)
 
-    def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
-        """The KV of `layers` (global) of step `step` is written once `marker` is done on the device.
+    def layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent) -> None:
+        """Moves the segments of `layers` (global), whose KV is written once `event` is done on the device.
 
-        They begin with the first of a class: its layers are computed in order, and this is said again as they are.
+        `layers` begins with the first layer of a class, and grows from call to call as the layers are computed.
         """
-        waiting: list[Item] = []
-        ready: list[Item] = []
-        for item in self._steps.pop(step, []):
+        waiting: list[OutgoingSegment] = []
+        ready: list[OutgoingSegment] = []
+        for item in self._uncomputed.pop(part, []):
             (ready if layers.covers(item.segment.layers) else waiting).append(item)
         for item in ready:
-            item.computed, item.after = True, marker
+            item.computed, item.after = True, event
             item.outgoing.uncomputed -= 1
-        self._exposed.computed({item.outgoing for item in ready}, marker, self._clock())
+        self._tickets.computed({item.outgoing for item in ready}, event)
         for item in ready:
             if item.write is None:
                 self._leases.computed(item)
-            elif item.state is State.PLANNED:
+            elif item.state is SendState.PLANNED:
                 self._mover.launch(item)
         if waiting:
-            self._steps[step] = waiting
+            self._uncomputed[part] = waiting
         self._mover.pump()
 
-    def _prepare(self, items: list[Item], pool: OpenPool, shard: Shard) -> None:
+    def _cut(self, outgoing: OutgoingTransfer, tokens: Span) -> Sequence[Segment]:
+        link = outgoing.link
+        peers = link.destinations_of(self._rank)
+        unstaged = {peer.rank: NO_LIMIT for peer in peers if peer.control_address in outgoing.direct}
+        segments = self._cutter.cut(link, tokens, unstaged, first_index=len(outgoing.items))
+        if link.checked and unstaged and tokens.stop == outgoing.ticket.tokens.stop:
+            return cut_tails(segments, unstaged, CHECKED_TAIL_BYTES)
+        return segments
+
+    def _items(
+        self, outgoing: OutgoingTransfer, peer: RankInfo, segments: Sequence[Segment]
+    ) -> list[OutgoingSegment]:
+        name, checked = peer.control_address, outgoing.link.checked
+        flow = self._flows.of(name, "peer" if name in outgoing.direct else "staged")
+        return [
+            OutgoingSegment(outgoing, segment, name, flow, message_bytes(segment.nbytes, checked))
+            for segment in segments
+            if segment.dst_rank == peer.rank
+        ]
+
+    def _prepare(self, items: Sequence[OutgoingSegment], peer: RankInfo) -> None:
+        outgoing = items[0].outgoing
         try:
-            self._pools.prepare(items, pool, shard)
+            self._pools.prepare(items, outgoing.direct[peer.control_address], peer.shard)
         except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
-            outgoing = items[0].outgoing
             error = TransportError(f"the write of {outgoing.key} cannot be prepared: {exc}")
             self._tickets.abort(outgoing, error)

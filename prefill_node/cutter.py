@@ -1,4 +1,4 @@
-"""Cuts chunks into segments: in how many groups of layers, and how large, for the wire to each decode group."""
+"""Cuts chunks into segments; the wire to each decode group determines the number of layer groups and the size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from staging.wire import Wire
 
 
 class Cutter:
-    """One prefill rank's. Owned by the transfer thread; `groups` and `groups_for` are for any."""
+    """Cutter of a prefill rank. Owned by the transfer thread; any thread may read `groups` and call `groups_for`."""
 
     def __init__(
         self,
@@ -20,20 +20,21 @@ class Cutter:
         segment_bytes: int,
         wire: Wire,
     ) -> None:
-        """`wire` is what one is taken for until it is known, `segment_bytes` the largest segment then."""
+        """`wire` and `segment_bytes` (the largest segment) are assumed for a link until `use_wire`."""
         self._rank, self._shard = rank, shard
         self._staging_bytes, self._segment_bytes = staging_bytes, segment_bytes
         self.groups: tuple[Span, ...] = shard_groups(shard, groups)
-        """The finest that chunks are sent in."""
+        """The finest layer groups of a chunk."""
         self._most = max(min(groups, len(part.layers)) for part in shard.parts)
+        self._groups_of = tuple(shard_groups(shard, count) for count in range(1, self._most + 1))
         self._wire = wire
         self._wires: dict[str, Wire] = {}
-        """Of groups whose wire is not taken to be like that."""
+        """Wires of the decode groups that `use_wire` was called for."""
         self._limits: dict[str, dict[int, int]] = {}
-        """Bytes of the largest segment, by decode group and rank."""
+        """Bytes of the largest segment, by decode group and destination rank."""
 
     def link(self, link: Link) -> None:
-        """Chunks will go to this decode group. What is known of the wire to it stays.
+        """Adds a decode group as a destination of chunks; keeps its measured wire.
 
         Raises `ConfigError` when staging is too small for one token of one layer.
         """
@@ -43,23 +44,23 @@ class Cutter:
             )
 
     def use_wire(self, link: Link, wire: Wire, segment_bytes: int) -> None:
-        """From the next chunk on, what goes to the link's decode group is cut for this wire."""
+        """Cuts later chunks for the link's decode group by this wire."""
         self._wires[link.decode.name] = wire
         self._limits[link.decode.name] = segment_limits(link, self._rank, segment_bytes, self._staging_bytes)
 
     def groups_for(self, tokens: int, link: Link) -> tuple[Span, ...]:
-        """The groups of layers in which a chunk of so many tokens leaves for the link's decode group."""
+        """Returns the layer groups in which a chunk of `tokens` tokens is sent to the link's decode group."""
         nbytes = tokens * link.decode.layout.token_bytes_of(self._shard)
         wire = self._wires.get(link.decode.name, self._wire)
         count = group_count(nbytes, self._most, wire.overhead_s, wire.bytes_per_s)
-        return shard_groups(self._shard, count)
+        return self._groups_of[count - 1]
 
     def cut(
         self, link: Link, tokens: Span, unstaged: dict[int, int], first_index: int
     ) -> tuple[Segment, ...]:
-        """The segments of positions `tokens` from this rank, numbered from `first_index`.
+        """Returns the segments of positions `tokens` from this rank, numbered from `first_index`.
 
-        `unstaged`: limits, in bytes, of the decode ranks that need no staging.
+        `unstaged`: largest segment, in bytes, of each decode rank that needs no staging.
         """
         return plan_segments(
             link.from_rank(self._rank),

@@ -1,4 +1,4 @@
-"""Writes straight into the pools of decode ranks that this rank can open: no staging, no ring, no receive."""
+"""Direct writes into the pools of decode ranks that this rank can map: no staging, no ring, no receive."""
 
 from __future__ import annotations
 
@@ -13,49 +13,49 @@ from disagg.core.types import KVLayout, Segment, Shard, Span, Ticket
 from disagg.kv.pages import pages_for, slots_of
 from disagg.kv.pool import KVPool
 from disagg.node.sums import Sums
-from kernels.checksum import Check
-from kernels.move import prepare_move
-from kernels.quantize import prepare_move_codes
-from kernels.rows import Place
+from kernels.copy.checksum import Check
+from kernels.copy.move import prepare_move
+from kernels.copy.quantize import prepare_quantized_move
+from kernels.copy.rows import PoolSlice
 from staging.routes import Route
 
 if TYPE_CHECKING:
     from disagg.node.links import Link
 
 NO_TICKETS = (-2, 1 << 62)
-"""Stand in no fence word; narrow and wide, which Triton compiles apart."""
+"""Ticket numbers that no fence word holds; narrow and wide, because Triton compiles a kernel for each."""
 NO_LIMIT = 1 << 62
-"""Bytes of a segment that needs no staging."""
+"""Largest segment, in bytes, where no staging is needed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenPool:
-    """A decode rank's pool in this process. The mapping lives as long as anyone holds this."""
+    """A decode rank's pool, mapped into this process. The mapping lives as long as this object."""
 
     pools: tuple[torch.Tensor, ...]
-    """`[layers, planes, slots, heads, head_dim]`, of each class of layers."""
+    """`[layers, planes, slots, heads, head_dim]`, one for each class of layers."""
     fences: torch.Tensor
     """int64 `[rows]`."""
-    codes: torch.dtype | None = None
-    """What its codes encode in, where this rank's pool has none: then KV is quantized as it is written."""
+    quantized: torch.dtype | None = None
+    """Dtype of the pool's quantized values where this rank's pool is not quantized; None where both are alike."""
 
     def prepare(
         self,
         segment: Segment,
         ticket: Ticket,
-        source: Place,
+        source: PoolSlice,
         target_slots: torch.Tensor,
         shard: Shard,
         check: Check | None,
     ) -> Callable[[], None]:
-        """What launches the write of `segment`, whose local place is `source`; `shard` is the decode rank's."""
-        target = _place(self.pools, target_slots, segment, shard)
+        """Returns the launch of the write of `segment` from `source`; `shard` is the decode rank's."""
+        target = _slice(self.pools, target_slots, segment, shard)
         fence = self.fences[ticket.row : ticket.row + 1]
-        return _prepare(source, target, self.codes, fence, ticket.number, check)
+        return _prepare(source, target, self.quantized, fence, ticket.number, check)
 
 
 def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
-    """Raises `ProtocolError` when a ticket names rows or pages that the pools do not have: no kernel would notice."""
+    """Raises `ProtocolError` when a ticket names rows or pages that the pools lack; the kernels do not check them."""
     page_size = link.decode.page_size
     if len(ticket.pages) < pages_for(ticket.tokens.stop, page_size) - ticket.tokens.start // page_size:
         raise ProtocolError(f"ticket {ticket.number}: {len(ticket.pages)} pages do not hold its tokens")
@@ -68,17 +68,17 @@ def check_ticket(ticket: Ticket, link: Link, pools: list[OpenPool]) -> None:
 
 
 def target_slots(ticket: Ticket, page_size: int) -> torch.Tensor:
-    """Slot of each of the ticket's positions in the decode ranks' pools, int32 `[len(ticket.tokens)]`, on the CPU."""
+    """Returns the slot of each position in the decode ranks' pools, int32 `[len(ticket.tokens)]`, on the CPU."""
     first_page = ticket.tokens.start // page_size
     return slots_of(ticket.pages, page_size, ticket.tokens.shift(-first_page * page_size))
 
 
-def codes_of(link: Link) -> torch.dtype | None:
-    """What KV is quantized to on its way to the link's decode group; None where it goes as it is."""
+def quantized_dtype(link: Link) -> torch.dtype | None:
+    """Returns the dtype that KV is quantized to for the link's decode group; None where KV is sent unchanged."""
     if not link.quantizes:
         return None
-    found: torch.dtype = getattr(torch, link.decode.layout.dtype)
-    return found
+    dtype: torch.dtype = getattr(torch, link.decode.layout.dtype)
+    return dtype
 
 
 def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dtype) -> None:
@@ -92,17 +92,17 @@ def check_pool(opened: OpenPool, layout: KVLayout, shard: Shard, dtype: torch.dt
             raise TransportError(f"its pool is {list(shape)} of {pool.dtype}, not {expected} of {dtype}")
 
 
-def local_place(pool: KVPool, slots: torch.Tensor, segment: Segment, shard: Shard) -> Place:
-    """Where a segment lies in this rank's own pool."""
+def local_slice(pool: KVPool, slots: torch.Tensor, segment: Segment, shard: Shard) -> PoolSlice:
+    """Returns the slice of this rank's own pool that holds a segment."""
     tokens: Span = segment.tokens
     buffers = [part.buffer for part in pool.parts]
-    return _place(buffers, slots[tokens.start : tokens.stop], segment, shard)
+    return _slice(buffers, slots[tokens.start : tokens.stop], segment, shard)
 
 
-def _place(buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segment, shard: Shard) -> Place:
+def _slice(buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segment, shard: Shard) -> PoolSlice:
     number = shard.part_of(segment.layers)
     part = shard.parts[number]
-    return Place(
+    return PoolSlice(
         buffers[number],
         slots,
         segment.layers.shift(-part.layers.start),
@@ -111,24 +111,24 @@ def _place(buffers: Sequence[torch.Tensor], slots: torch.Tensor, segment: Segmen
 
 
 def _prepare(
-    source: Place,
-    target: Place,
-    codes: torch.dtype | None,
+    source: PoolSlice,
+    target: PoolSlice,
+    quantized: torch.dtype | None,
     fence: torch.Tensor,
     ticket: int,
     check: Check | None,
 ) -> Callable[[], None]:
-    if codes is None:
+    if quantized is None:
         return prepare_move(source, target, fence, ticket, check)
-    return prepare_move_codes(source, target, codes, fence, ticket, check)
+    return prepare_quantized_move(source, target, quantized, fence, ticket, check)
 
 
 def warm(
     routes: tuple[Route, ...], target: Shard, pool: KVPool, source: Shard, link: Link, sums: Sums | None
 ) -> None:
-    """Compiles the writes to a rank that owns `target`, for every width of row that the routes have.
+    """Compiles the writes to a rank that owns `target`, for every row width of the routes. Writes nothing.
 
-    Before its pool is open: else the first requests would wait for the compiler. Writes nothing.
+    Called before the pool is open: otherwise the first requests would wait for the compiler.
     """
     if pool.device.type != "cuda":
         return
@@ -136,7 +136,7 @@ def warm(
         pool.parts, target.parts, source.parts, link.decode.layout.classes, strict=True
     ):
         heads = {route.heads for route in routes if mine.layers.covers(route.layers)}
-        _warm(heads, its, own.buffer, mine, one, codes_of(link), sums)
+        _warm(heads, its, own.buffer, mine, one, quantized_dtype(link), sums)
     torch.cuda.synchronize(pool.device)
 
 
@@ -146,11 +146,10 @@ def _warm(
     pool: torch.Tensor,
     source: Shard,
     layout: KVLayout,
-    codes: torch.dtype | None,
+    quantized: torch.dtype | None,
     sums: Sums | None,
 ) -> None:
-    """Of one class of layers."""
-    stored = pool.dtype if codes is None else torch.uint8
+    stored = pool.dtype if quantized is None else torch.uint8
     like = pool.new_empty(
         (1, layout.planes, 1, len(target.heads), layout.head_bytes // stored.itemsize), dtype=stored
     )
@@ -158,7 +157,7 @@ def _warm(
     shut = torch.zeros(1, dtype=torch.int64, device=pool.device)
     check = sums.any_check(torch.zeros_like(shut)) if sums is not None else None
     for heads in rows:
-        mine = Place(pool, slots, Span(0, 1), heads.shift(-source.heads.start))
-        theirs = Place(like, slots, Span(0, 1), heads.shift(-target.heads.start))
+        mine = PoolSlice(pool, slots, Span(0, 1), heads.shift(-source.heads.start))
+        theirs = PoolSlice(like, slots, Span(0, 1), heads.shift(-target.heads.start))
         for ticket in NO_TICKETS:
-            _prepare(mine, theirs, codes, shut, ticket, check)()
+            _prepare(mine, theirs, quantized, shut, ticket, check)()

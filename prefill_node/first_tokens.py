@@ -1,4 +1,4 @@
-"""The first token of each answer to a prompt, from the logits at its last position."""
+"""Samples the first token of each sequence of a prompt, from the logits at the prompt's last position."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from disagg.core.errors import RequestError
 from disagg.core.sampling import sampling_of
 from disagg.core.types import RequestKey, TokenLogprobs
-from disagg.model.next_tokens import BeamStep, Chosen, likeliest, next_tokens
-from disagg.model.penalties import Row, history_of
+from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_tokens
+from disagg.model.sampling.penalties import SamplingRow, history_of
 from prefill_node.scheduler import PrefillRequest
 
 ROWS = 32
-"""First tokens chosen at one time: each takes some copies of a row of logits, which no memory is set aside for, and
-prompts with many answers each may end in one step."""
+"""First tokens sampled in one call. Each needs several copies of a row of logits, for which no memory is reserved,
+and several prompts with many sequences each may end in one step."""
 
 
 class First(NamedTuple):
-    """See `transport.messages.FirstTokens`."""
+    """See `transport.control.messages.FirstTokens`."""
 
     tokens: list[int]
     scores: list[float]
     logprobs: list[TokenLogprobs]
-    """Of each token, where the request asked for them."""
+    """One for each token, where the request has `logprobs`."""
 
 
 def first_tokens(
     logits: torch.Tensor, requests: Mapping[int, PrefillRequest], eos_ids: Sequence[int]
 ) -> dict[RequestKey, First | RequestError]:
-    """Of each of `requests`, whose prompt ends at a row of `logits` (float32 `[rows, vocab]`)."""
+    """Returns the first tokens of each request; its key is the row of `logits` (float32 `[rows, vocab]`)."""
     searches = {row: request for row, request in requests.items() if request.sampling.beams}
     others = {row: request for row, request in requests.items() if not request.sampling.beams}
     return _searches(logits, searches, eos_ids) | _others(logits, others, eos_ids)
@@ -42,16 +42,18 @@ def _others(
 ) -> dict[RequestKey, First | RequestError]:
     index, rows = [], []
     for row, request in requests.items():
-        history = history_of(request.prompt, request.sampling)  # of all answers: none has a token yet
+        history = history_of(
+            request.prompt, request.sampling
+        )  # shared by all sequences: none has a token yet
         for number in range(request.sampling.n):
             index.append(row)
-            rows.append(Row(sampling_of(request.sampling, number), (), history))
+            rows.append(SamplingRow(sampling_of(request.sampling, number), (), history))
     chosen: list[Chosen | RequestError] = []
     for at in range(0, len(rows), ROWS):
         part = slice(at, at + ROWS)
         chosen += next_tokens(logits[index[part]], rows[part], eos_ids)
-    found = iter(chosen)
-    return {r.key: _first([next(found) for _ in range(r.sampling.n)]) for r in requests.values()}
+    tokens = iter(chosen)
+    return {r.key: _first([next(tokens) for _ in range(r.sampling.n)]) for r in requests.values()}
 
 
 def _first(chosen: Sequence[Chosen | RequestError]) -> First | RequestError:
@@ -68,10 +70,10 @@ def _searches(
     if not requests:
         return {}
     steps = [BeamStep(request.sampling, (), [0.0]) for request in requests.values()]
-    found = likeliest(logits[list(requests)], steps, eos_ids)
+    chosen = likeliest(logits[list(requests)], steps, eos_ids)
     return {
         request.key: best
         if isinstance(best, RequestError)
         else First([one.token for one in best], [one.score for one in best], [])
-        for request, best in zip(requests.values(), found, strict=True)
+        for request, best in zip(requests.values(), chosen, strict=True)
     }

@@ -1,4 +1,4 @@
-"""The prefill group's leader: takes prompts, plans chunks, samples first tokens, hands requests over."""
+"""The prefill group's leader: accepts prompts, plans chunks, samples first tokens, starts the decode side."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
-from disagg.kv.journal import MarkJournal
-from disagg.model.spec import ModelSpec
+from disagg.kv.event_log import KVEventLog
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
 from disagg.node.leader import Leader, Scheduled, Send, check_request
 from disagg.node.plan import StepPlan
-from disagg.node.prefix_news import MUCH_NEWS
 from prefill_node.first_tokens import First, first_tokens
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
-from transport import messages as m
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 
 class PrefillLeader(Leader):
-    """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
+    """Message handlers and scheduler of rank 0; see `disagg.node.leader` for its threads."""
 
     _role = "prefill"
     _scheduler: PrefillScheduler
@@ -41,12 +41,12 @@ class PrefillLeader(Leader):
         self._decode_leaders: dict[str, str] = {}
 
     def link(self, other: GroupInfo) -> None:
-        """Requests may be handed to this decode group."""
+        """Accepts requests for this decode group."""
         with self._changed:
             self._decode_leaders[other.name] = other.leader.control_address
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """A step ended: samples the first token of every prompt that is now whole, and hands it over.
+        """Ends a step: samples the first tokens of the completed prompts and sends them to the decode leader.
 
         `logits`: float32 `[len(plan.work), vocab]`.
         """
@@ -54,32 +54,32 @@ class PrefillLeader(Leader):
             requests = [self._scheduler.requests[work.key] for work in plan.work]
         whole = [i for i, work in enumerate(plan.work) if work.span.stop == len(requests[i].prompt)]
         first = first_tokens(logits, {i: requests[i] for i in whole}, self._spec.eos_ids)
-        wrong = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
+        failed = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
         with self._changed:
-            for request in self._scheduler.commit(plan, wrong):
+            for request in self._scheduler.commit(plan, failed):
                 chosen = first[request.key]
                 if isinstance(chosen, RequestError):
                     self._fail(request, chosen)
                 else:
                     self._hand_over(request, chosen)
             for request in requests:
-                self._tell_released(request)
+                self._confirm_release(request)
             self._admit()
             self._reports.step_ended(sum(len(work.tokens) for work in plan.work))
-            self._tell_prefixes(MUCH_NEWS)
+            self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
 
     def statistics(self) -> PrefillStatistics:
-        """Counts at this moment."""
+        """Returns the counts at this moment."""
         with self._changed:
             return self._scheduler.statistics()
 
     def _scheduled(self) -> Scheduled:
-        found = self._scheduler.statistics()
-        return Scheduled(found.waiting, found.computing + found.sending, found.closing, found.memory)
+        counts = self._scheduler.statistics()
+        return Scheduled(counts.waiting, counts.computing + counts.sending, counts.closing, counts.memory)
 
-    def _journal(self) -> MarkJournal | None:
-        return self._scheduler.journal
+    def _kv_events(self) -> KVEventLog | None:
+        return self._scheduler.kv_events
 
     def _next_step(self) -> StepPlan | None:
         return self._scheduler.next_step()
@@ -131,8 +131,8 @@ class PrefillLeader(Leader):
 
     def _admit(self) -> None:
         for request in self._scheduler.admit():
-            assert request.holding is not None, "an admitted request holds its memory"
-            self._to_ranks(m.OpenSend(request.key, request.ticket, request.holding.pages))
+            assert request.block_table is not None, "an admitted request holds its memory"
+            self._to_ranks(m.OpenSend(request.key, request.ticket, request.block_table.pages))
 
     def _hand_over(self, request: PrefillRequest, first: First) -> None:
         settled = [] if first.scores else first.tokens
@@ -164,7 +164,7 @@ class PrefillLeader(Leader):
         request = self._current(message.key, message.ticket)
         if request is not None:
             self._scheduler.rank_closed(request, message.rank)
-            self._tell_released(request)
+            self._confirm_release(request)
 
     def _current(self, key: RequestKey, ticket: int) -> PrefillRequest | None:
         request = self._scheduler.requests.get(key)

@@ -1,4 +1,4 @@
-"""What a prefill rank asks of the decode ranks' rings, what they grant, and which segments they can take now."""
+"""Leases of decode ranks' rings: requests, grants, watermarks, and the segments that a ring can receive now."""
 
 from __future__ import annotations
 
@@ -10,100 +10,100 @@ from collections.abc import Callable
 
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.ports import Clock
-from prefill_node.outgoing import Item, Outgoing, State
-from prefill_node.tickets import Tickets
+from prefill_node.outgoing import OutgoingSegment, OutgoingTransfer
+from prefill_node.send_state import SendState
+from prefill_node.tickets import OutgoingTickets
 from staging.allocator import is_writable
-from transport import messages as m
+from transport.control import messages as m
 
 
-class Ring:
-    """A decode rank's ring as this rank last heard of it, and what waits for it."""
+class PeerRing:
+    """A decode rank's ring by its latest watermark, and the segments that wait for the ring."""
 
     def __init__(self) -> None:
         self.watermark = 0
         self.ring_bytes = 0
-        self._waiting: list[tuple[int, int, Item]] = []
+        self._waiting: list[tuple[int, int, OutgoingSegment]] = []
         self._order = itertools.count()
 
-    def hear(self, watermark: int, ring_bytes: int) -> None:
-        """Takes in a watermark; an older one changes nothing."""
+    def update(self, watermark: int, ring_bytes: int) -> None:
+        """Applies a watermark; an older one changes nothing."""
         self.watermark = max(self.watermark, watermark)
         self.ring_bytes = ring_bytes
 
-    def add(self, item: Item) -> None:
-        """A segment is leased and computed."""
+    def add(self, item: OutgoingSegment) -> None:
+        """Adds a segment that is leased and computed."""
         assert item.ring_start is not None, "only leased segments wait for the watermark"
         heapq.heappush(self._waiting, (item.ring_start, next(self._order), item))
 
-    def pop_writable(self) -> Item | None:
-        """The segment with the oldest lease, if the ring can take it now and its request still wants it."""
+    def pop_writable(self) -> OutgoingSegment | None:
+        """Returns the segment with the oldest lease if the ring can receive it now. Forgets dropped segments."""
         while self._waiting:
             start, _, item = self._waiting[0]
-            if item.state is State.PLANNED and not is_writable(
-                start + item.message_bytes, self.watermark, self.ring_bytes
-            ):
+            planned = item.state is SendState.PLANNED
+            if planned and not is_writable(start + item.message_bytes, self.watermark, self.ring_bytes):
                 return None
             heapq.heappop(self._waiting)
-            if item.state is State.PLANNED:
+            if planned:
                 return item
         return None
 
 
 class Leases:
-    """One prefill rank's. Owned by the transfer thread.
+    """Leases of one prefill rank. Owned by the transfer thread.
 
-    The ring space behind a lease is the decode rank's, which frees it. A request for leases is a letter, which may be
-    lost: what is not granted in time ends its request.
+    The decode rank frees the ring space behind a lease. A lease request is an active message, which may be lost:
+    a lease that is not granted in time fails its request.
     """
 
     def __init__(
         self,
         rank: int,
-        tickets: Tickets,
-        send_letter: Callable[[str, m.Message], None],
+        tickets: OutgoingTickets,
+        send_active_message: Callable[[str, m.Message], None],
         timeout_s: float,
         clock: Clock,
     ) -> None:
-        self._rank, self._tickets, self._send_letter = rank, tickets, send_letter
+        self._rank, self._tickets, self._send_active_message = rank, tickets, send_active_message
         self._timeout_s, self._clock = timeout_s, clock
-        self.rings: dict[str, Ring] = {}
-        """Of the decode ranks that this rank is connected with, by their control address."""
-        self._unanswered: deque[tuple[float, list[Item]]] = deque()
-        """Segments that leases were asked for, with the time by which they must have them."""
+        self.rings: dict[str, PeerRing] = {}
+        """Rings of the connected decode ranks, by control address."""
+        self._unanswered: deque[tuple[float, list[OutgoingSegment]]] = deque()
+        """Deadline and segments of each lease request."""
         self.due_s = math.inf
-        """When `expire` has something to do, at the earliest."""
+        """The earliest time at which `expire` has work."""
         self.stale = 0
-        """Messages of ranks, or for tickets and segments, that are not, or no longer, known; dropped."""
+        """Dropped messages of unknown ranks, or for unknown tickets and segments."""
 
-    def ask(self, outgoing: Outgoing, peer: str, items: list[Item]) -> None:
-        """Asks a decode rank for ring space, for segments of a chunk that is about to be computed.
+    def request(self, outgoing: OutgoingTransfer, peer: str, items: list[OutgoingSegment]) -> None:
+        """Requests ring space for segments of a chunk that is about to be computed.
 
-        What is more than a letter holds ends the ticket.
+        A lease request too large for one message fails the transfer.
         """
         outgoing.messages += 1
         self._unanswered.append((self._clock() + self._timeout_s, items))
         self.due_s = self._unanswered[0][0]
         segments = [item.segment for item in items]
         try:
-            self._send_letter(
+            self._send_active_message(
                 peer, m.LeaseRequest(outgoing.key, outgoing.ticket.number, self._rank, segments)
             )
         except ProtocolError as exc:
             self._tickets.abort(outgoing, exc)
 
-    def computed(self, item: Item) -> None:
-        """The segment's KV is queued on the device: once it has its lease too, it waits for the watermark."""
+    def computed(self, item: OutgoingSegment) -> None:
+        """Queues a segment for its ring's watermark once its KV is queued on the device and its lease is granted."""
         ring = self.rings.get(item.peer)
         if item.ring_start is not None and ring is not None:
             ring.add(item)
 
     def on_grant(self, peer: str, grant: m.LeaseGrant) -> None:
-        """Leases came. A repeated grant changes nothing."""
+        """Applies granted leases. A repeated grant changes nothing."""
         ring, outgoing = self.rings.get(peer), self._tickets.find(grant.key, grant.ticket)
         if ring is None or outgoing is None:
             self.stale += 1
             return
-        ring.hear(grant.watermark, grant.ring_bytes)
+        ring.update(grant.watermark, grant.ring_bytes)
         for index, start in grant.starts:
             item = outgoing.items.get((grant.dst_rank, index))
             if item is None or item.ring_start is not None:
@@ -115,26 +115,26 @@ class Leases:
         self._forget_answered()
 
     def on_watermark(self, peer: str, message: m.Watermark) -> None:
-        """A decode rank's ring was freed up to there."""
+        """Applies the watermark of a decode rank's ring."""
         ring = self.rings.get(peer)
         if ring is None:
             self.stale += 1
         else:
-            ring.hear(message.watermark, message.ring_bytes)
+            ring.update(message.watermark, message.ring_bytes)
 
     def undelivered(self, message: m.Message, error: TransportError) -> None:
-        """A letter did not reach its rank. Had it asked for leases, no grant will come."""
+        """Fails the transfer of a lease request that could not be delivered."""
         outgoing = self._tickets.open.get(message.key) if isinstance(message, m.LeaseRequest) else None
-        if outgoing is not None and not outgoing.closing:
+        if outgoing is not None and not outgoing.stopped:
             self._tickets.abort(outgoing, error)
 
     def expire(self, now_s: float) -> None:
-        """Leases are granted at once: one that does not come for so long never will, for a letter is lost."""
+        """Fails transfers whose lease did not arrive in time: a rank grants at once, so a message was lost."""
         self._forget_answered()
         while self._unanswered and self._unanswered[0][0] <= now_s:
             items = self._unanswered.popleft()[1]
             item = next((item for item in items if item.waits_for_lease), None)
-            if item is not None and not item.outgoing.closing:
+            if item is not None and not item.outgoing.stopped:
                 limit = f"{self._timeout_s:g} s (transfer.lease_timeout_s)"
                 error = TransportError(f"{item.peer} granted no lease for {item.segment} within {limit}")
                 self._tickets.abort(item.outgoing, error)

@@ -6,17 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from disagg.core.types import GroupInfo, RankInfo, Span
-from disagg.node.device import mark
+from disagg.core.types import GroupInfo, RankInfo, RequestKey, Span
+from disagg.node.device import record_event
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Work
-from disagg.node.rank import RankNode, aligned
+from disagg.node.rank import RankNode
 from prefill_node.calibration import Calibration, Calibrator
+from prefill_node.chunks import Part, StepPart
 from prefill_node.leader import PrefillLeader
+from prefill_node.options import SenderContext, SenderOptions
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender import SegmentSender
-from transport import messages as m
 from transport.base import Transport
+from transport.control import messages as m
 
 MAX_WAITING = 1024
 
@@ -25,17 +27,17 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
     """See `disagg.node.rank`."""
 
     role: ClassVar[str] = "prefill"
-    # Its first chunk follows: until then the interpreter is for the compute thread, which begins the step.
-    _unhurried: ClassVar[tuple[type[m.Message], ...]] = (m.OpenSend,)
+    # The ticket's first chunk follows at once; until then the compute thread needs the interpreter to begin the step.
+    _deferrable: ClassVar[tuple[type[m.Message], ...]] = (m.OpenSend,)
 
     def calibrate(self, other: GroupInfo) -> Calibration | None:
-        """Measures the wire to a group that both sides are linked with; None when that is not wanted here.
+        """Measures the wire to a linked decode group; returns None when `transfer.calibrate` is off for this device.
 
-        Takes a moment, 2 s for each decode rank at most. While the ring is used by requests nothing is measured.
+        Takes at most 2 s for each decode rank. Measures nothing while requests use the ring.
         """
         calibrator = Calibrator(
             self.rank,
-            self.asked,
+            self.user_config,
             self.config.transfer,
             self.runner.device,
             self.group_config.chunk_tokens,
@@ -47,38 +49,27 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
     def _make_leader(self) -> PrefillLeader:
         group = self.group_config
         scheduler = PrefillScheduler(
-            self._ledger(),
+            self._kv_manager(),
             ranks=group.ranks,
             chunks=self._prompt_chunks(),
-            max_context_tokens=min(group.max_context_tokens, self.runner.spec.context_tokens),
+            max_context_tokens=group.context_limit(self.runner.spec.context_tokens),
             max_waiting=MAX_WAITING,
         )
         return PrefillLeader(scheduler, self.runner.spec, self.control.send, self._to_self, self.clock)
 
     def _make_agent(self, transport: Transport) -> SegmentSender:
-        transfer = self.config.transfer
-        return SegmentSender(
-            rank=self.rank,
-            shard=self.runner.shard,
-            pool=self.runner.pool,
-            page_size=self.group_config.page_size,
-            staging_bytes=aligned(transfer.staging_bytes),
-            segment_bytes=transfer.segment_limit_bytes,
-            groups=transfer.layer_groups,
-            peer_memory=self.config.transport.peer_memory,
-            checksum=transfer.checksum,
-            segment_overhead_s=transfer.segment_overhead_s or 0.0,
-            wire_bytes_per_s=transfer.wire_bytes_per_s,
-            quarantine_s=2 * self.config.control.peer_timeout_s,
-            lease_timeout_s=transfer.lease_timeout_s,
-            transport=transport,
-            address=self.control.address,
-            lane=self.lane,
-            send=self.control.send,
-            to_leader=self._to_leader,
-            timeline=self.timeline,
-            clock=self.clock,
+        context = SenderContext(
+            self.rank,
+            self.runner.shard,
+            self.runner.pool,
+            transport,
+            self.control,
+            self._to_leader,
+            self.lane,
+            self.timeline,
+            self.clock,
         )
+        return SegmentSender(SenderOptions.of(self.config, self.group_config.page_size), context)
 
     def _make_link(self, other: GroupInfo) -> Link:
         return make_link(self.group, other)
@@ -94,56 +85,65 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
                 return partial(self._agent.close, message)
             case m.StopSending():
                 return partial(self._agent.on_stop_sending, peer, message)
+            case m.SendAgain():
+                return partial(self._agent.on_send_again, peer, message)
+            case m.TransferVerified():
+                return partial(self._agent.on_verified, peer, message)
             case m.PoolOffer():
                 return partial(self._agent.on_pool_offer, peer, message)
         return None
 
     def _step(self, plan: StepPlan) -> None:
-        """Leases are asked for before the step, so that they are there when the first layers are.
+        """Computes a plan. Leases are requested before the step, to be granted when the first layers are computed.
 
-        What leaves beside the chunks has a step number of its own, below 0: a cached beginning goes before a prompt's
-        first chunk, at once; a recurrent state, of a model that caches none, follows the last.
+        Cached positions are sent before their prompt's first chunk. The recurrent state, of a model that caches no
+        prefixes, follows the last chunk.
         """
         self._send_cached(plan)
         state_tokens = self.runner.spec.state_tokens
         ended = [work for work in plan.work if state_tokens and work.span.stop == work.prompt_tokens]
+        chunk, state = StepPart(plan.step, Part.CHUNK), StepPart(plan.step, Part.STATE)
         for work in plan.work:
-            self._loop.post(partial(self._agent.plan_chunk, plan.step, work.key, work.span))
+            self._plan_chunk(chunk, work.key, work.span)
         for work in ended:
-            state = Span(work.prompt_tokens, work.prompt_tokens + state_tokens)
-            self._loop.post(partial(self._agent.plan_chunk, -plan.step, work.key, state))
+            self._plan_chunk(state, work.key, Span(work.prompt_tokens, work.prompt_tokens + state_tokens))
         parts, ends = self.runner.shard.parts, {group.stop for group in self._agent.groups}
 
         def on_layer(layer: int) -> None:
             stop = parts[0].layers.start + layer + 1
             if stop in ends:
                 first = next(part.layers.start for part in parts if stop <= part.layers.stop)
-                marker = mark(self.runner.device)
-                self._loop.post(partial(self._agent.layers_ready, plan.step, Span(first, stop), marker))
+                self._layers_ready(chunk, Span(first, stop))
 
         with self.timeline.span("compute", self.lane):
             logits = self._forward(plan, on_layer)
             if ended:
-                self._send_states(plan.step, ended)
+                self._store_states(ended)
+                self._layers_ready(state, self._all_layers)
             if self._leader is not None:
                 self._leader.commit(plan, logits)
 
     def _send_cached(self, plan: StepPlan) -> None:
-        """Behind the earlier steps on the device, which wrote it."""
+        """Sends the cached positions of the plan's prompts, behind the steps on the device that computed them."""
         cached = [work for work in plan.work if work.pages and work.start]
         if not cached:
             return
+        part = StepPart(plan.step, Part.CACHED)
         for work in cached:
-            self._loop.post(partial(self._agent.plan_chunk, -plan.step, work.key, Span(0, work.start)))
-        marker = mark(self.runner.device)
-        self._loop.post(partial(self._agent.layers_ready, -plan.step, self._all_layers, marker))
+            self._plan_chunk(part, work.key, Span(0, work.start))
+        self._layers_ready(part, self._all_layers)
 
-    def _send_states(self, step: int, ended: Sequence[Work]) -> None:
+    def _store_states(self, ended: Sequence[Work]) -> None:
         assert self.runner.states is not None, "a model with state tokens has states"
         for work in ended:
             self.runner.states.store(work.row, work.prompt_tokens)
-        marker = mark(self.runner.device)
-        self._loop.post(partial(self._agent.layers_ready, -step, self._all_layers, marker))
+
+    def _plan_chunk(self, part: StepPart, key: RequestKey, positions: Span) -> None:
+        self._loop.post(partial(self._agent.plan_chunk, part, key, positions))
+
+    def _layers_ready(self, part: StepPart, layers: Span) -> None:
+        event = record_event(self.runner.device)
+        self._loop.post(partial(self._agent.layers_ready, part, layers, event))
 
     @property
     def _all_layers(self) -> Span:

@@ -1,141 +1,102 @@
 """The transfer agent of a prefill rank: sends its KV, segment by segment, while the prompt is still being computed.
 
-What it is told passes to its parts:
-
-    Tickets        what is open, and how it ends
-    Chunks         what is being computed, cut into segments by the Cutter
-    Leases         what decode ranks' rings grant, and can take now
-    PeerPools      which decode ranks are written to instead
-    SegmentMover   gather and send, or write, of what is computed
-    StagingSpace   who holds staging
+OutgoingTickets   open tickets and their endings
+Chunks            chunks in computation, cut into segments by the Cutter
+Leases            leases of decode ranks' rings, and their watermarks
+PeerPools         pools of decode ranks that are written directly
+SegmentMover      gather and send, or direct write, of computed segments
+StagingSpace      the holders of staging
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from disagg.core.errors import PeerLostError, TransportError
-from disagg.core.ports import Clock
 from disagg.core.status import Path, RankStatus
-from disagg.core.timeline import Timeline
-from disagg.core.types import RequestKey, Shard, Span
+from disagg.core.types import RequestKey, Span
 from disagg.kv.pages import slots_of
-from disagg.kv.pool import KVPool
-from disagg.node.device import DeviceQueue, Marker, device_name
+from disagg.node.device import DeviceEvent, DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
 from disagg.node.warm import warm_copies
-from prefill_node.chunks import Chunks
+from prefill_node.chunks import Chunks, StepPart
 from prefill_node.cutter import Cutter
-from prefill_node.direct import codes_of
-from prefill_node.flows import Exposed, Flows, SenderStatistics
-from prefill_node.leases import Leases, Ring
-from prefill_node.mover import SegmentMover
-from prefill_node.outgoing import Item, Outgoing
+from prefill_node.direct import quantized_dtype
+from prefill_node.exposed import Exposed
+from prefill_node.flows import Flows, SenderStatistics
+from prefill_node.leases import Leases, PeerRing
+from prefill_node.mover import CopyQueue, SegmentMover
+from prefill_node.options import SenderContext, SenderOptions
+from prefill_node.outgoing import OutgoingSegment, OutgoingTransfer
 from prefill_node.peer_pools import PeerPools
 from prefill_node.probe import Prober
 from prefill_node.staging_space import StagingSpace
-from prefill_node.tickets import Tickets
-from staging.wire import Wire
-from transport import messages as m
-from transport.base import Arrival, Operation, Transport
-from transport.letters import Letters
+from prefill_node.tickets import OutgoingTickets
+from transport.active_messages import ActiveMessages
+from transport.base import Arrival, Operation
+from transport.control import messages as m
 
 DEVICE_POLL_S = 0.0
 IDLE_S = 1.0
 
 
 class SegmentSender:
-    """The transfer agent of a prefill rank. Every method but the constructor runs on the transfer thread."""
+    """The transfer agent of a prefill rank. Every method but the constructor runs on the transfer thread.
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        shard: Shard,
-        pool: KVPool,
-        page_size: int,
-        staging_bytes: int,
-        segment_bytes: int,
-        groups: int,
-        peer_memory: bool,
-        checksum: bool,
-        segment_overhead_s: float,
-        wire_bytes_per_s: float,
-        quarantine_s: float,
-        lease_timeout_s: float,
-        transport: Transport,
-        address: str,
-        lane: str,
-        send: Callable[[str, m.Message], None],
-        to_leader: Callable[[m.Message], None],
-        timeline: Timeline,
-        clock: Clock,
-    ) -> None:
-        self._rank, self._shard, self._pool, self._page_size = rank, shard, pool, page_size
-        self._transport, self._lane, self._clock = transport, lane, clock
-        device = pool.device
+    A method that may free staging or ring space ends with `pump`, which launches the copies that waited for either.
+    """
+
+    def __init__(self, options: SenderOptions, context: SenderContext) -> None:
+        """Registers staging with the transport."""
+        self._context, self._page_size = context, options.page_size
+        self._rank, self._transport = context.rank, context.transport
+        device, clock = context.pool.device, context.clock
         self._queue = DeviceQueue(device)
-        self._sums = Sums(device) if checksum else None
+        self._sums = Sums(device) if options.checksum else None
         self._links: dict[str, Link] = {}
         self._stale = 0
-        flows, exposed = Flows(), Exposed()
-        self._flows, self._exposed = flows, exposed
-        wire = Wire(segment_overhead_s, wire_bytes_per_s)
-        self.cutter = Cutter(rank, shard, groups, staging_bytes, segment_bytes, wire)
-        """For `prefill_node.calibration`, on the transfer thread; like `prober`."""
-        self.groups = self.cutter.groups
-        """The finest that chunks are sent in: after each, the device's progress is marked."""
-        space = self._space = StagingSpace(staging_bytes, device, quarantine_s, clock)
-        transport.register(space.buffer.memory)
-        tickets = self._tickets = Tickets(
-            rank,
-            space,
-            exposed,
-            self._sums,
-            send=send,
-            to_leader=to_leader,
-            freed=lambda: self._mover.pump(),
-            clock=clock,
-        )
-        leases = self._leases = Leases(rank, tickets, self._send_letter, lease_timeout_s, clock)
-        mover = self._mover = SegmentMover(
-            rank,
-            shard,
-            pool,
-            self._queue,
-            self._sums,
-            space,
-            leases,
-            tickets,
-            transport,
-            timeline,
-            lane,
-            clock,
-        )
-        why_not = "" if peer_memory else "peer memory is switched off here"
-        pools = self._pools = PeerPools(rank, shard, pool, self._sums, self._links, send, why_not)
-        self._chunks = Chunks(rank, self.cutter, tickets, leases, pools, mover, flows, exposed, clock)
-        self.prober = Prober(
-            transport,
-            space.buffer,
-            space.allocator,
-            send=self._send_letter,
-            writable=lambda peer: pools.of(peer) is not None,
-            freed=mover.pump,
-            clock=clock,
-        )
-        self._letters = Letters(
-            transport,
-            address,
+        self._active_messages = ActiveMessages(
+            context.transport,
+            context.control.address,
             {
                 m.LeaseGrant: self._on_grant,
                 m.Watermark: self._on_watermark,
-                m.SendAgain: self._on_send_again,
-                m.TransferVerified: tickets.on_verified,
-                m.ProbeAnswer: self.prober.on_answer,
+                m.TransferVerified: self.on_verified,
+                m.ProbeAnswer: self._on_probe_answer,
             },
             self._undelivered,
+        )
+        self._flows, self._exposed = Flows(), Exposed()
+        self._space = StagingSpace(options.staging_bytes, device, options.quarantine_s, clock)
+        context.transport.register(self._space.buffer.memory)
+        self.cutter = Cutter(
+            context.rank,
+            context.shard,
+            options.groups,
+            options.staging_bytes,
+            options.segment_bytes,
+            options.wire,
+        )
+        """Used by `prefill_node.calibration` on the transfer thread, as `prober` is."""
+        self.groups = self.cutter.groups
+        """The finest layer groups of a chunk; the compute thread records an event after each."""
+        self._tickets = OutgoingTickets(context, self._space, self._exposed, self._sums)
+        send = self._active_messages.send
+        self._leases = Leases(context.rank, self._tickets, send, options.lease_timeout_s, clock)
+        copies = CopyQueue(self._queue, self._sums)
+        self._mover = SegmentMover(context, copies, self._space, self._leases, self._tickets)
+        disabled_reason = "" if options.peer_memory else "transport.peer_memory is off on the prefill rank"
+        self._pools = PeerPools(context, self._sums, self._links, disabled_reason)
+        self._chunks = Chunks(
+            context.rank, self.cutter, self._tickets, self._leases, self._pools, self._mover, self._flows
+        )
+        self.prober = Prober(
+            context.transport,
+            self._space.buffer,
+            self._space.allocator,
+            send=send,
+            writable=self._pools.is_open,
+            freed=self._mover.pump,
+            clock=clock,
         )
 
     # --- set-up
@@ -147,24 +108,25 @@ class SegmentSender:
     def link(self, link: Link) -> None:
         """Connects to the decode ranks that this rank sends to. Raises `ConfigError`, `TransportError`.
 
-        Again, after one of them was lost and is back: what is known of the wire, and of the others, stays.
+        A second call, after a lost rank has come back, keeps the measured wire and the other ranks' rings.
         """
         self.cutter.link(link)
         for peer in link.destinations_of(self._rank):
-            self._letters.know(peer.control_address)
+            self._active_messages.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
-            self._leases.rings.setdefault(peer.control_address, Ring())
+            self._leases.rings.setdefault(peer.control_address, PeerRing())
             self._flows.link(peer.control_address, f"{link.decode.name} r{peer.rank}")
         with self._queue.use():
-            warm_copies(link.from_rank(self._rank), self._shard, self._pool, self._sums, codes_of(link))
+            routes = link.from_rank(self._rank)
+            warm_copies(routes, self._context.shard, self._context.pool, self._sums, quantized_dtype(link))
             self._pools.warm(link)
         self._links[link.decode.name] = link
         self._pools.linked(link)
 
-    # --- what the leader and the compute thread say
+    # --- calls of the leader and the compute thread
 
     def open(self, message: m.OpenSend) -> None:
-        """A request was admitted: its KV will be written to `pages`. Repeated: nothing happens."""
+        """Opens the ticket of an admitted request, whose KV will be written to `pages`. A repeat changes nothing."""
         if message.key in self._tickets.open:
             return
         ticket = message.ticket
@@ -177,7 +139,7 @@ class SegmentSender:
         try:
             slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
             uploaded = self._queue.upload(slots)
-            outgoing = Outgoing(message.key, ticket, link, uploaded, planned_to=ticket.tokens.start)
+            outgoing = OutgoingTransfer(message.key, ticket, link, uploaded, planned_to=ticket.tokens.start)
             self._pools.aim(outgoing, self._queue)
         except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
             self._tickets.refuse(
@@ -186,37 +148,56 @@ class SegmentSender:
         else:
             self._tickets.open[message.key] = outgoing
 
-    def plan_chunk(self, step: int, key: RequestKey, chunk: Span) -> None:
-        """Step `step` is about to compute positions `chunk`: cuts them into segments and asks for leases."""
-        self._chunks.plan(step, key, chunk)
+    def plan_chunk(self, part: StepPart, key: RequestKey, chunk: Span) -> None:
+        """Cuts positions `chunk`, which `part` is about to make ready, and requests their leases."""
+        self._chunks.plan(part, key, chunk)
+        self._mover.pump()
 
-    def layers_ready(self, step: int, layers: Span, marker: Marker) -> None:
-        """The KV of `layers` (global) of step `step` is written once `marker` is done on the device."""
-        self._chunks.layers_ready(step, layers, marker)
+    def layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent) -> None:
+        """Sends `layers` (global) of `part`, whose KV is written once `event` is done on the device."""
+        self._chunks.layers_ready(part, layers, event)
 
     def close(self, message: m.CloseTransfer) -> None:
-        """The request is over: sends nothing more, and answers when nothing of it is read here any more."""
+        """Ends the transfer of a finished request: `RankClosed` follows when nothing of it is read any more."""
         self._tickets.close(message)
+        self._mover.pump()
 
-    # --- what decode ranks say
+    # --- messages of decode ranks
 
     def on_pool_offer(self, peer: str, offer: m.PoolOffer) -> None:
-        """A decode rank lets its pool be written to: tickets opened from now on are, if this rank can open it."""
+        """Opens a decode rank's pool for the direct writes of later tickets, if this rank can map the pool."""
         if peer in self._leases.rings:
             self._pools.take(peer, offer)
         else:
             self._pools.keep(peer, offer)
 
     def on_stop_sending(self, peer: str, message: m.StopSending) -> None:
-        """The decode side gave the ticket up, and tells the router why; `Release` follows."""
+        """Stops a ticket that the decode side gave up; the peer always receives `SenderEnded`."""
         self._tickets.on_stop_sending(peer, message)
+        self._mover.pump()
+
+    def on_send_again(self, peer: str, message: m.SendAgain) -> None:
+        """Sends a segment that arrived damaged again. A repeated request changes nothing."""
+        outgoing = self._tickets.find(message.key, message.ticket)
+        item = outgoing.items.get((message.dst_rank, message.segment)) if outgoing is not None else None
+        if item is None or item.peer != peer or item.damaged:
+            self._stale += 1
+        else:
+            self._mover.on_damaged(item)
+
+    def on_verified(self, peer: str, message: m.TransferVerified) -> None:
+        """Marks the peer's part of tickets as verified. Arrives as an active message or by the control channel.
+
+        Both may arrive: the second one changes nothing.
+        """
+        self._tickets.on_verified(peer, message)
 
     def on_peer_lost(self, peer: str) -> None:
-        """A decode rank is gone: fences it; its tickets fail, their sends end failed on the next turn."""
+        """Fences a lost decode rank: its tickets fail, and the next `progress` ends its sends as failed."""
         self._pools.forget(peer)
         if self._leases.rings.pop(peer, None) is None:
             return
-        self._letters.forget(peer)
+        self._active_messages.forget(peer)
         self._flows.forget(peer)
         for name, link in list(self._links.items()):
             if peer in {rank.control_address for rank in link.decode.ranks}:
@@ -224,6 +205,7 @@ class SegmentSender:
         fence(self._transport, peer)
         self.prober.lost(peer)
         self._tickets.on_peer_lost(peer)
+        self._mover.pump()
 
     def _on_grant(self, peer: str, grant: m.LeaseGrant) -> None:
         self._leases.on_grant(peer, grant)
@@ -233,32 +215,32 @@ class SegmentSender:
         self._leases.on_watermark(peer, message)
         self._mover.pump()
 
-    def _on_send_again(self, peer: str, message: m.SendAgain) -> None:
-        outgoing = self._tickets.find(message.key, message.ticket)
-        item = outgoing.items.get((message.dst_rank, message.segment)) if outgoing is not None else None
-        if item is None or item.peer != peer or item.damaged:
-            self._stale += 1
-        else:
-            self._mover.damaged(item)
+    def _on_probe_answer(self, peer: str, message: m.ProbeAnswer) -> None:
+        self.prober.on_answer(peer, message)
+
+    def _undelivered(self, peer: str, message: m.Message, error: TransportError) -> None:
+        self.prober.undelivered(message, error)
+        self._leases.undelivered(message, error)
+        self._mover.pump()
 
     # --- TransferAgent
 
     def on_operation(self, operation: Operation) -> None:
-        """A segment or its notice, a letter or a probe's message has left, or failed."""
-        if isinstance(operation.context, Item):
-            self._mover.ended(operation.context, operation)
-        elif not (self._letters.ended(operation) or self.prober.ended(operation)):
-            self._mover.notice_ended(operation)
+        """Handles the end of a send: of a segment, a completion notification, an active message or a probe."""
+        if isinstance(operation.context, OutgoingSegment):
+            self._mover.on_send_ended(operation.context, operation)
+        elif not (self._active_messages.ended(operation) or self.prober.ended(operation)):
+            self._mover.on_notification_ended(operation)
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """Takes letters. Nobody sends data to a prefill rank: consumed and counted."""
-        if not self._letters.arrived(arrival):
+        """Receives active messages. Other arrivals are discarded and counted: a prefill rank receives no data."""
+        if not self._active_messages.arrived(arrival):
             self._stale += 1
             self._transport.discard(None, arrival)
 
     def poll(self, now_s: float) -> float:
-        """Moves on what the device has done, or what is due; asks to be called again soon meanwhile."""
-        self._exposed.look(now_s)
+        """Advances copies that the device has done, and timeouts. Returns the seconds until the next call."""
+        self._exposed.poll(now_s)
         if self._mover.copying:
             self._mover.poll(now_s)
         if now_s >= self._space.due_s:
@@ -266,22 +248,14 @@ class SegmentSender:
             self._mover.pump()
         if now_s >= self._leases.due_s:
             self._leases.expire(now_s)
+            self._mover.pump()
         probe_s = self.prober.poll(now_s)
         return DEVICE_POLL_S if self._mover.copying or self._exposed else min(IDLE_S, probe_s)
 
-    # --- inside
-
-    def _send_letter(self, peer: str, message: m.Message) -> None:
-        self._letters.send(peer, message)
-
-    def _undelivered(self, peer: str, message: m.Message, error: TransportError) -> None:
-        self.prober.undelivered(message, error)
-        self._leases.undelivered(message, error)
-
-    # --- looking in
+    # --- statistics
 
     def statistics(self) -> SenderStatistics:
-        """Counts at this moment."""
+        """Returns the counts at this moment."""
         return SenderStatistics(
             tickets=len(self._tickets.open),
             under_way=self._tickets.staged(),
@@ -297,21 +271,21 @@ class SegmentSender:
         )
 
     def status(self) -> RankStatus:
-        """For metrics; cheap."""
-        space = self._space.allocator
+        """Returns the status for metrics; cheap."""
+        space, context = self._space.allocator, self._context
         return RankStatus(
-            self._lane,
+            context.lane,
             self._rank,
-            device_name(self._pool.device),
+            device_name(context.pool.device),
             staging_bytes=space.size_bytes,
             staging_used_bytes=min(space.in_use_bytes, space.size_bytes),
-            routes=self._flows.statuses(self._clock(), self._path_to),
+            routes=self._flows.statuses(context.clock(), self._path_to),
             exposed_s_total=self._exposed.total_s,
             faults_total=self._tickets.failed,
         )
 
     def _path_to(self, peer: str) -> Path:
-        return "staged" if self._pools.of(peer) is None else "peer"
+        return "peer" if self._pools.is_open(peer) else "staged"
 
     def check(self) -> None:
         """Raises `InvariantError` unless staging is held by exactly the segments under way and a probe."""

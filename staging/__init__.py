@@ -1,1 +1,1 @@
-"""How KV is cut, routed and staged: shards, routes, segments, the ring's integers and its memory."""
+"""Division, routing and staging of KV: shards, routes, segments, ring positions and ring memory."""

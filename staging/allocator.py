@@ -1,15 +1,16 @@
-"""The watermarked, overcommitting ring, on integers alone: who may use which staging bytes, and when.
+"""The allocator of a staging ring with watermark and overcommit. It works on integers only and touches no
+memory.
 
-Positions are byte counters that only grow (64 bits on the wire); `position % size_bytes` is the place in
-memory. A lease `[start, end)` never wraps: it skips to the next multiple of the size instead. Leases are
-granted beyond what is free (overcommit), so `assign` never waits; a lease may be *written* once
-`end <= watermark + size`, where the watermark is the start of the oldest unfreed lease, or the head when
-there is none.
+Positions are byte counters that only grow (64 bits on the wire); `position % size_bytes` is the memory
+offset. A lease `[start, end)` never wraps: it skips to the next multiple of the size instead. Leases are
+granted beyond the free space (overcommit), so `assign` never blocks. A lease may be *written* once `end <=
+watermark + size`. The watermark is the start of the oldest unfreed lease, or the head when there is none.
 
-Why no byte has two owners: an older unfreed lease starts at `s >= watermark`, so the byte at its position `p`
-is reused first at `p + size >= watermark + size`, which is at or past the end of every writable lease.
-Why the ring never stalls: for the oldest lease `watermark + size - end = size - nbytes >= 0`. Skipped bytes
-belong to no lease, so the watermark jumps over them together with the lease before them.
+Why no byte has two owners: an older unfreed lease starts at `s >= watermark`. The byte at its position `p` is
+therefore reused first at `p + size >= watermark + size`, which is at or past the end of every writable lease.
+
+Why the ring never stalls: for the oldest lease, `watermark + size - end = size - nbytes >= 0`. Skipped bytes
+belong to no lease, so the watermark passes over them together with the lease before them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from dataclasses import dataclass
 from disagg.core.errors import InvariantError
 
 ALIGNMENT_BYTES = 256
-"""Leases start at its multiples; rings and staging buffers are whole multiples of it."""
+"""Alignment of lease starts; sizes of rings and staging buffers are multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """Ring positions `[start, end)` granted to `owner`; held until freed."""
+    """Ring positions `[start, end)` granted to `owner`, until freed."""
 
     id: int
     start: int
@@ -41,32 +42,32 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class RingStatistics:
-    """A moment of the ring, for metrics and tests."""
+    """A snapshot of the ring, for metrics and tests."""
 
     size_bytes: int
-    """Bytes of memory."""
+    """Size of the ring memory."""
     head: int
-    """Position at which the last assigned lease ended."""
+    """End position of the last assigned lease."""
     watermark: int
     """Start of the oldest unfreed lease, or the head."""
     in_use_bytes: int
     """Bytes of unfreed leases; more than `size_bytes` when overcommitted."""
     peak_in_use_bytes: int
-    """The most `in_use_bytes` ever was."""
+    """Peak of `in_use_bytes`."""
     leases: int
-    """Unfreed leases."""
+    """Number of unfreed leases."""
     assigned: int
-    """Leases ever assigned."""
+    """Number of leases assigned so far."""
     waited: int
-    """Leases that could not be written at once when they were assigned."""
+    """Number of leases that were not writable when assigned."""
     skipped_bytes: int
-    """Bytes passed over so that no lease wraps; alignment not counted."""
+    """Bytes skipped so that no lease wraps, without alignment."""
 
 
 def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
-    """The ring's one rule, for both sides: whether a lease that ends at `end` may be written.
+    """Whether a lease that ends at `end` may be written: the ring's one rule, for both sides.
 
-    A stale watermark is safe: it is smaller, so the answer can only be a late yes.
+    A stale watermark is safe: it is smaller, so the lease only becomes writable later.
     """
     return end <= watermark + size_bytes
 
@@ -88,7 +89,7 @@ class StagingAllocator:
         self.alignment_bytes = alignment_bytes
         self._head = 0
         self._next_id = 0
-        self._order: deque[Lease] = deque()  # as assigned; freed ones are dropped when they reach the front
+        self._order: deque[Lease] = deque()  # by assignment; freed leases are dropped at the front
         self._leases: dict[int, Lease] = {}  # unfreed
         self._by_owner: dict[Hashable, dict[int, None]] = {}  # ids of unfreed leases, oldest first
         self._in_use_bytes = 0
@@ -98,7 +99,7 @@ class StagingAllocator:
 
     @property
     def watermark(self) -> int:
-        """Start of the oldest unfreed lease, or the head when there is none. Never falls."""
+        """Start of the oldest unfreed lease, or the head when there is none. It never decreases."""
         return self._order[0].start if self._order else self._head
 
     @property
@@ -108,11 +109,12 @@ class StagingAllocator:
 
     @property
     def waited(self) -> int:
-        """Leases that could not be written at once when they were assigned."""
+        """Number of leases that were not writable when assigned."""
         return self._waited
 
     def assign(self, nbytes: int, owner: Hashable) -> Lease:
-        """Grants `nbytes` to `owner`, who frees them; the lease may have to wait until it is `writable`.
+        """Grants `nbytes` to `owner`, which frees the lease. The lease may be written once `writable` returns
+        True.
 
         Raises ValueError when `nbytes` is below 1 or exceeds the ring: the planner cuts such a segment.
         """
@@ -139,13 +141,13 @@ class StagingAllocator:
         return is_writable(lease.end, self.watermark, self.size_bytes)
 
     def offset(self, lease: Lease) -> int:
-        """Where `lease` begins in memory, in bytes."""
+        """Returns the memory offset of `lease`, in bytes."""
         return lease.start % self.size_bytes
 
     def free(self, lease_id: int) -> Lease:
-        """Takes a lease back, in any order. The caller guarantees that nothing can still write to it.
+        """Frees a lease, in any order. The caller guarantees that no write to it can still happen.
 
-        Raises ValueError when no such lease is held (never assigned, or freed before).
+        Raises ValueError for an unknown lease (never assigned, or already freed).
         """
         lease = self._leases.pop(lease_id, None)
         if lease is None:
@@ -160,19 +162,20 @@ class StagingAllocator:
         return lease
 
     def free_owner(self, owner: Hashable) -> tuple[Lease, ...]:
-        """Frees all leases of `owner` and returns them; none is no error. The guarantee of `free` applies."""
+        """Frees and returns all leases of `owner`, possibly none. The caller gives the same guarantee as for
+        `free`."""
         return tuple(self.free(lease_id) for lease_id in list(self._by_owner.get(owner, ())))
 
     def oldest(self) -> Lease | None:
-        """The unfreed lease that holds the watermark; always writable."""
+        """Returns the unfreed lease at the watermark, which is always writable; None when there is none."""
         return self._order[0] if self._order else None
 
     def outstanding(self) -> tuple[Lease, ...]:
-        """All unfreed leases, oldest first."""
+        """Returns all unfreed leases, oldest first."""
         return tuple(self._leases.values())
 
     def statistics(self) -> RingStatistics:
-        """The ring at this moment."""
+        """Returns a snapshot of the ring."""
         return RingStatistics(
             size_bytes=self.size_bytes,
             head=self._head,

@@ -1,4 +1,4 @@
-"""How much each of several replicas sends, so that the busiest sender sends as little as it can."""
+"""Distribution of KV cells over replicas that can all send them, with the least load on the busiest sender."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Mapping, Sequence
 Holders = tuple[int, ...]
 Quotas = dict[Holders, dict[int, int]]
 Step = tuple[int, Holders]
-"""Of a chain: the rank that gives, and the demand of which it gives."""
+"""A link of a chain: the rank that gives cells, and the demand from which it gives."""
 
 
 def balanced_quotas(demands: Mapping[Holders, int], load: Mapping[int, int]) -> Quotas:
-    """Of each demand, cells that any one of its holders can send, how many each holder sends.
+    """Returns, for each demand, the number of cells that each of its holders sends.
 
-    `load` is what each rank sends besides. The largest sum is the least possible, and given that the second largest,
-    and so on: cells are jobs of one unit, and an assignment is optimal when no chain of moves takes a unit from a
-    rank to another that has two less (semi-matchings; Harvey, Ladner, Lovász and Tamir, 2003). Depends on the
-    arguments only, not on their order.
+    A demand is a number of cells that any one of its holders can send; `load` is the number of other cells
+    that each rank sends. The result minimizes the largest total, then the second largest, and so on.
+
+    Cells are unit jobs: an assignment is optimal when no chain of moves takes a unit from a rank to another
+    with at least two fewer (semi-matchings; Harvey, Ladner, Lovász and Tamir, 2003). The result does not
+    depend on the order of the arguments.
     """
     total = dict(load)
     quotas: Quotas = {}
@@ -30,7 +32,7 @@ def balanced_quotas(demands: Mapping[Holders, int], load: Mapping[int, int]) -> 
 
 
 def _pour(loads: Sequence[int], amount: int) -> list[int]:
-    """How much each of `loads` gets when `amount` is poured over them so that the lowest rise together."""
+    """Returns the share of each of `loads` when `amount` fills up the lowest loads to a common level."""
     order = sorted(range(len(loads)), key=lambda i: loads[i])
     total = amount
     for count, i in enumerate(order, 1):
@@ -45,7 +47,7 @@ def _pour(loads: Sequence[int], amount: int) -> list[int]:
 
 
 def _even_out(quotas: Quotas, total: dict[int, int]) -> None:
-    """Moves cells along chains of demands, until nobody can give to a rank that has two less."""
+    """Moves cells along chains of demands until no rank can give to a rank with at least two fewer."""
     demands_of: dict[int, list[Holders]] = {}
     for holders in quotas:
         for rank in holders:
@@ -60,14 +62,14 @@ def _even_out(quotas: Quotas, total: dict[int, int]) -> None:
             moved = _move(taking, surplus, steps, quotas)
             total[giving] -= moved
             total[taking] += moved
-        else:  # those that it reaches can give to each other only, and have as much or one less
+        else:  # the ranks within reach exchange cells only with each other, and their totals differ by at most one
             unsettled = [rank for rank in unsettled if rank not in steps]
 
 
 def _reach(
     giving: int, quotas: Quotas, demands_of: Mapping[int, Sequence[Holders]]
 ) -> dict[int, Step | None]:
-    """The ranks to which cells of `giving` can move, each with the last step of a shortest chain to it."""
+    """Returns the ranks that cells of `giving` can reach, each with the last link of a shortest chain to it."""
     steps: dict[int, Step | None] = {giving: None}
     queue = [giving]
     for rank in queue:
@@ -80,7 +82,8 @@ def _reach(
 
 
 def _move(taking: int, most: int, steps: Mapping[int, Step | None], quotas: Quotas) -> int:
-    """Moves up to `most` cells along the chain to `taking`; returns how many: as all ranks between can pass on."""
+    """Moves up to `most` cells along the chain to `taking`, limited by the ranks between; returns the number
+    moved."""
     chain: list[tuple[int, int, Holders]] = []
     at = taking
     while (step := steps[at]) is not None:

@@ -8,11 +8,11 @@ PAGE_BYTES = 4096
 
 
 class StagingBuffer:
-    """`size_bytes` of memory on `device`, allocated once, beginning at a page boundary.
+    """`size_bytes` of memory on `device`, allocated once, aligned to a page.
 
-    `pin` page-locks host memory (needs CUDA). `poison` fills it with that byte, so that a test sees what
-    was never written. Raises ValueError when `size_bytes` is below 1, `pin` is asked of device memory, or
-    `poison` is no byte.
+    `pin` page-locks host memory (needs CUDA). `poison` fills the memory with that byte, which lets a test
+    detect unwritten bytes. Raises ValueError when `size_bytes` is below 1, when `pin` is set for device
+    memory, or when `poison` is not a byte.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class StagingBuffer:
             raise ValueError(f"pin is for host memory; the buffer is on {device}")
         if poison is not None and not 0 <= poison <= 255:
             raise ValueError(f"poison must be a byte, 0 to 255; got {poison}")
-        # No allocator promises a page boundary, so one page more is taken and the start moved up.
+        # No allocator guarantees page alignment, so allocate one page more and shift the start.
         memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device=device, pin_memory=pin)
         shift = -memory.data_ptr() % PAGE_BYTES
         self._memory: torch.Tensor | None = memory[shift : shift + size_bytes]
@@ -35,20 +35,21 @@ class StagingBuffer:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it: uint8 `[size_bytes]`. Raises ValueError after `close`."""
+        """The whole memory: uint8 `[size_bytes]`. Raises ValueError after `close`."""
         if self._memory is None:
             raise ValueError("the staging buffer is closed")
         return self._memory
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """The uint8 `[nbytes]` at `offset`, not a copy. Raises ValueError outside it or after `close`."""
+        """Returns a view, uint8 `[nbytes]`, at `offset`. Raises ValueError for a range outside, or after
+        `close`."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
             raise ValueError(f"[{offset}, {offset + nbytes}) is outside the buffer's {self.size_bytes} bytes")
         return self.memory[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Lets go of the memory, which is freed when the last view is gone. May be repeated.
+        """Drops the reference to the memory, which is freed with its last view. A second call has no effect.
 
-        The caller first ends every transfer and kernel that uses it.
+        The caller first ends every transfer and kernel that uses the memory.
         """
         self._memory = None

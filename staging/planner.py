@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
+
+import msgspec
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import KVLayout, Segment, Shard, Span
@@ -13,7 +15,8 @@ from staging.shards import split
 
 
 def layer_groups(layers: Span, count: int) -> tuple[Span, ...]:
-    """Cuts `layers` into `count` groups of nearly equal size, or one per layer when there are fewer layers.
+    """Cuts `layers` into `count` groups of nearly equal size, or into single layers when there are fewer
+    layers.
 
     Raises ConfigError when `count` is below 1.
     """
@@ -23,15 +26,15 @@ def layer_groups(layers: Span, count: int) -> tuple[Span, ...]:
 
 
 def shard_groups(shard: Shard, count: int) -> tuple[Span, ...]:
-    """`layer_groups` of each class of the shard's layers, one class after the other."""
+    """Returns the `layer_groups` of each class of the shard's layers, one class after the other."""
     return tuple(group for part in shard.parts for group in layer_groups(part.layers, count))
 
 
 def group_count(nbytes: int, most: int, overhead_s: float, bytes_per_s: float) -> int:
-    """In how many layer groups, of at most `most`, a chunk of `nbytes` to one destination is best sent.
+    """Returns the best number of layer groups (at most `most`) for a chunk of `nbytes` to one destination.
 
-    What is exposed is the last group's time on the wire, `nbytes / bytes_per_s / count`; each group costs
-    `overhead_s` more. Their sum is least at the root of the quotient: small chunks go in one piece.
+    The exposed time is that of the last group on the wire, `nbytes / bytes_per_s / count`; each group adds
+    `overhead_s`. The sum is smallest at the square root of their quotient, so small chunks use one group.
     """
     if overhead_s <= 0:
         return most
@@ -39,7 +42,7 @@ def group_count(nbytes: int, most: int, overhead_s: float, bytes_per_s: float) -
 
 
 def smallest_ring_bytes(layout: KVLayout, routes: Sequence[Route]) -> int:
-    """The least a ring must hold to receive all `routes`: one token of one layer of the widest."""
+    """Returns the smallest ring that can receive all `routes`: one token of one layer of the widest route."""
     return max((_cell_bytes(layout, route) for route in routes), default=0)
 
 
@@ -51,14 +54,16 @@ def plan_segments(
     max_segment_bytes: Mapping[int, int],
     first_index: int = 0,
 ) -> tuple[Segment, ...]:
-    """Segments that cover every route, for `tokens`, exactly once.
+    """Returns segments that cover every route, for `tokens`, exactly once.
 
     `groups` (see `layer_groups`) are ascending spans of global layers that together cover every route's
-    layers; `max_segment_bytes` maps each destination rank to the most bytes of one segment (its ring's size,
-    or less). A route's part of a group is cut along the tokens, and along the layers only when one token of
-    all of them is too large. The order is by group, then by token, so that early layers leave first; `index`
-    counts up from `first_index`. Raises ConfigError when one token of one layer exceeds a destination's
-    limit, ValueError when the groups overlap or leave out a layer.
+    layers. `max_segment_bytes` maps each destination rank to its segment limit: its ring's size, or less. A
+    route's part of a group is cut along the tokens; it is cut along the layers only when one token of all its
+    layers is too large.
+
+    The order is by group, then by token, so that early layers are sent first; `index` counts up from
+    `first_index`. Raises ConfigError when one token of one layer exceeds a destination's limit. Raises
+    ValueError when the groups overlap or omit a layer.
     """
     _check_groups(routes, groups)
     cuts: list[tuple[Route, Span, Span]] = []
@@ -83,6 +88,26 @@ def plan_segments(
     )
 
 
+def cut_tails(
+    segments: Sequence[Segment], dst_ranks: Collection[int], tail_bytes: int
+) -> tuple[Segment, ...]:
+    """Cuts a tail of about `tail_bytes` off the last segment to each of `dst_ranks`, if it has at least three
+    times as many.
+
+    A tail directly follows its segment; later indices shift. A segment of one token stays whole.
+    """
+    last = {segment.dst_rank: segment.index for segment in segments if segment.dst_rank in dst_ranks}
+    found: list[Segment] = []
+    for segment in segments:
+        pieces = [segment]
+        if last.get(segment.dst_rank) == segment.index and segment.nbytes >= 3 * tail_bytes:
+            pieces = _without_tail(segment, tail_bytes)
+        for piece in pieces:
+            index = segments[0].index + len(found)
+            found.append(piece if piece.index == index else msgspec.structs.replace(piece, index=index))
+    return tuple(found)
+
+
 def segment_count_bound(
     routes: Sequence[Route],
     layout: KVLayout,
@@ -90,10 +115,10 @@ def segment_count_bound(
     groups: Sequence[Span],
     max_segment_bytes: Mapping[int, int],
 ) -> int:
-    """Upper bound of the number of segments: one for each route in each group, plus `3 * bytes / limit`.
+    """Returns an upper bound of the number of segments: one per route and group, plus `3 * bytes / limit`.
 
-    A cut leaves parts at least half full, or, when it goes through layers as well, a third; so the number of
-    messages follows routes x groups x chunks, and never tokens, pages or heads.
+    A cut leaves parts at least half full, or a third when it also divides layers. The number of messages
+    therefore depends on routes x groups x chunks, not on tokens, pages or heads.
     """
     bound = 0
     for group in groups:
@@ -105,14 +130,14 @@ def segment_count_bound(
 
 
 def _cell_bytes(layout: KVLayout, route: Route) -> int:
-    """K and V of one token in one layer, the route's heads."""
+    """Returns the bytes of K and V for one token, one layer and the route's heads."""
     return len(route.heads) * layout.class_of(route.layers).cell_bytes
 
 
 def _cut(
     route: Route, layers: Span, tokens: Span, layout: KVLayout, limit_bytes: int
 ) -> Iterator[tuple[Span, Span]]:
-    """Cuts `layers` x `tokens` of a route into as few parts of at most `limit_bytes` as even cuts allow."""
+    """Cuts `layers` x `tokens` of a route evenly into the fewest parts of at most `limit_bytes`."""
     if not layers or not tokens:
         return
     cells = limit_bytes // _cell_bytes(layout, route)
@@ -124,6 +149,16 @@ def _cut(
     for part in split(layers, _ceil_div(len(layers), cells)):
         step_tokens = cells // len(part)
         yield from ((part, piece) for piece in split(tokens, _ceil_div(len(tokens), step_tokens)))
+
+
+def _without_tail(segment: Segment, tail_bytes: int) -> list[Segment]:
+    token_bytes, tokens = segment.nbytes // len(segment.tokens), segment.tokens
+    cut = tokens.stop - min(len(tokens) - 1, _ceil_div(tail_bytes, token_bytes))
+    return [
+        msgspec.structs.replace(segment, tokens=part, nbytes=len(part) * token_bytes)
+        for part in (Span(tokens.start, cut), Span(cut, tokens.stop))
+        if part
+    ]
 
 
 def _check_groups(routes: Sequence[Route], groups: Sequence[Span]) -> None:

@@ -1,8 +1,8 @@
-"""Who sends which layers and heads to whom: the intersection of two groups' shards.
+"""Routes between two groups: which source rank sends which layers and heads to which destination rank.
 
-Each destination shard is cut along the source shards' bounds into *pieces*, which a source holds as a whole
-or not at all. A piece that one source holds is settled; pieces that several hold alike are dealt out so that
-the busiest source sends as little as it can. Nothing here needs one size to divide another.
+Each destination shard is cut along the source shards' bounds into *pieces*; a source holds a piece as a whole
+or not at all. A piece with one holder is sent by that holder. Pieces with several holders are distributed to
+minimize the load of the busiest source. No size has to divide another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Route(msgspec.Struct, frozen=True, order=True):
     heads: Span
 
 
-class _Piece(NamedTuple):
+class _ShardPiece(NamedTuple):
     """Part of a destination shard that all of `holders` hold."""
 
     dst_rank: int
@@ -37,21 +37,23 @@ class _Piece(NamedTuple):
 
     @property
     def cells(self) -> int:
-        """(layer, head) pairs."""
+        """Number of (layer, head) pairs."""
         return len(self.layers) * len(self.heads)
 
 
 def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]:
-    """Routes that write every (layer, head) of every destination shard exactly once. Each is of one class of layers.
+    """Returns routes that write every (layer, head) of every destination shard exactly once.
 
-    Of several sources that hold a cell alike, one is chosen, so that the busiest source sends the fewest cells that
-    are possible; see `balanced_quotas`. The choice is made in runs of layers (a replica more costs few segments more)
-    and depends on the arguments only. Where several sources hold more than one head alike, as no groups of tensor and
-    pipeline parallelism do, each run is rounded to whole layers: a source may then send so many heads more for each
-    such set of sources that it is in.
+    A route covers one class of layers. Among several sources that hold the same cell, the choice minimizes
+    the number of cells of the busiest source (`balanced_quotas`). The choice is made in runs of layers, so
+    that another replica adds few segments, and depends on the arguments only.
 
-    Sorted by (source, destination, layers, heads). Raises HandshakeError when a destination's cell is held by no
-    source, ValueError when a rank appears twice on one side.
+    Sources that share more than one head do not occur with tensor and pipeline parallelism. For them each run
+    is rounded to whole layers: a source may exceed the minimum by that many heads, once for each set of
+    sources it belongs to.
+
+    Sorted by (source, destination, layers, heads). Raises HandshakeError when no source holds a destination's
+    cell, ValueError when a rank appears twice on one side.
     """
     for side, shards in (("source", src), ("destination", dst)):
         if len({shard.rank for shard in shards}) != len(shards):
@@ -64,9 +66,9 @@ def plan_routes(src: Sequence[Shard], dst: Sequence[Shard]) -> tuple[Route, ...]
 
 
 def _plan_class(src: Sequence[Shard], dst: Sequence[Shard], load: dict[int, int]) -> list[Route]:
-    """Routes of one class of layers; `load`, the cells that each source sends, is added to."""
+    """Returns the routes of one class of layers, and adds the cells that each source sends to `load`."""
     routes: list[Route] = []
-    shared: dict[tuple[int, ...], list[_Piece]] = {}
+    shared: dict[tuple[int, ...], list[_ShardPiece]] = {}
     for piece in _cut(src, dst):
         if len(piece.holders) > 1:
             shared.setdefault(piece.holders, []).append(piece)
@@ -81,7 +83,7 @@ def _plan_class(src: Sequence[Shard], dst: Sequence[Shard], load: dict[int, int]
     return _merge(routes)
 
 
-def _cut(src: Sequence[Shard], dst: Sequence[Shard]) -> Iterator[_Piece]:
+def _cut(src: Sequence[Shard], dst: Sequence[Shard]) -> Iterator[_ShardPiece]:
     """Cuts the destination shards along the source shards' bounds."""
     layer_bounds = sorted({bound for shard in src for bound in (shard.layers.start, shard.layers.stop)})
     head_bounds = sorted({bound for shard in src for bound in (shard.heads.start, shard.heads.stop)})
@@ -99,11 +101,11 @@ def _cut(src: Sequence[Shard], dst: Sequence[Shard]) -> Iterator[_Piece]:
                         f"destination rank {shard.rank} needs layers {layers}, KV heads {heads}, which no "
                         f"source rank holds; sources: {_describe(src)}"
                     )
-                yield _Piece(shard.rank, layers, heads, tuple(found))
+                yield _ShardPiece(shard.rank, layers, heads, tuple(found))
 
 
 def _pieces(span: Span, bounds: Sequence[int]) -> Iterator[tuple[int, Span]]:
-    """The parts of `span` between sorted `bounds`, with the number of the gap each lies in."""
+    """Yields the parts of `span` between sorted `bounds`, each with the index of its gap."""
     start = span.start
     while start < span.stop:
         gap = bisect_left(bounds, start + 1)
@@ -112,8 +114,9 @@ def _pieces(span: Span, bounds: Sequence[int]) -> Iterator[tuple[int, Span]]:
         start = stop
 
 
-def _deal(quota_of: Mapping[int, int], pieces: list[_Piece], routes: list[Route]) -> None:
-    """Deals pieces that all ranks of `quota_of` hold: laid end to end and cut so that each fills its quota."""
+def _deal(quota_of: Mapping[int, int], pieces: list[_ShardPiece], routes: list[Route]) -> None:
+    """Distributes pieces over the ranks of `quota_of`, which all hold them: laid end to end and cut at the
+    quotas."""
     holders, quotas = list(quota_of), list(quota_of.values())
     turn, last = 0, len(holders) - 1
     for piece in pieces:
@@ -124,18 +127,18 @@ def _deal(quota_of: Mapping[int, int], pieces: list[_Piece], routes: list[Route]
             _send(routes, holders[turn], piece, Span(layer, layer + rows))
             layer += rows
             quotas[turn] -= rows * heads
-            if turn < last and 2 * quotas[turn] < heads:  # less than half a row is due
-                quotas[turn + 1] += quotas[turn]  # rounding is made good by the next holder
+            if turn < last and 2 * quotas[turn] < heads:  # less than half a row is left
+                quotas[turn + 1] += quotas[turn]  # the next holder compensates the rounding
                 turn += 1
 
 
-def _send(routes: list[Route], src_rank: int, piece: _Piece, layers: Span) -> None:
+def _send(routes: list[Route], src_rank: int, piece: _ShardPiece, layers: Span) -> None:
     if layers:
         routes.append(Route(src_rank, piece.dst_rank, layers, piece.heads))
 
 
 def _merge(routes: list[Route]) -> list[Route]:
-    """Joins routes of one pair of ranks that touch: first along the heads, then along the layers."""
+    """Joins adjacent routes of one pair of ranks: first along the heads, then along the layers."""
     by_heads: list[Route] = []
     for route in sorted(routes, key=lambda r: (r.src_rank, r.dst_rank, r.layers, r.heads)):
         last = by_heads[-1] if by_heads else None

@@ -1,12 +1,12 @@
 """The contract of the data plane: moving bytes from one rank's staging memory into another's.
 
-Receives are *matched on arrival*. A receiver never asks for a message before it is there: it polls
-`arrivals()`, decides from the tag where the bytes belong, and only then calls `receive` (or `discard` for
-what is stale). So nothing ever waits for a message that may not come, and nothing has to be cancelled.
+Receives are *matched on arrival*. A receiver polls `arrivals()`, derives the destination from the tag, and
+then calls `receive`, or `discard` for a stale message. No receive is posted for a message that may never
+come, so none has to be cancelled.
 
-Every operation ends exactly once, `done` or `failed`, and is handed out once by `progress()`. What a peer or
-the network can cause ends an operation; only the caller's own mistakes (a wrong tensor, a tag out of range, a
-closed transport) raise `ValueError`.
+Every operation ends exactly once, `done` or `failed`, and `progress()` returns it once. An error of a peer or
+the network ends an operation. A mistake of the caller (a wrong tensor, a tag out of range, a closed
+transport) raises `ValueError`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OperationKind = Literal["send", "receive", "discard"]
 
 
 class OperationState(enum.Enum):
-    """Where an operation stands."""
+    """State of an operation."""
 
     PENDING = "pending"
     DONE = "done"
@@ -33,47 +33,48 @@ class OperationState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Operation:
-    """One send, receive or discard. Made and changed by the transport only; others read it."""
+    """One send, receive or discard. Only the transport creates and changes operations."""
 
     kind: OperationKind
     peer: str | None
-    """Name given to `connect`; None for a discard whose sender is not known."""
+    """Peer name given to `connect`; None for a discard whose sender is unknown."""
     tag: int
     nbytes: int
     context: object = None
-    """The caller's, untouched."""
+    """The caller's object, returned unchanged."""
     state: OperationState = OperationState.PENDING
     error: TransportError | None = None
-    """Why it failed; None otherwise."""
+    """Error of a failed operation; None otherwise."""
 
     @property
     def ended(self) -> bool:
-        """True once done or failed: from then on the transport does not touch its memory."""
+        """True once the operation is done or failed: the transport no longer touches its memory."""
         return self.state is not OperationState.PENDING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arrival:
-    """A message that is here (eager) or announced (rendezvous). Ends with one `receive` or one `discard`."""
+    """A message that has arrived (eager) or is announced (rendezvous). One `receive` or one `discard`
+    consumes it."""
 
     tag: int
     nbytes: int
     handle: object = field(repr=False)
-    """The backend's; opaque."""
+    """The backend's own object."""
 
 
 @dataclass(frozen=True, slots=True)
 class TransportStatistics:
-    """Counts since the transport was made."""
+    """Counts since the transport was created."""
 
     peers: int
-    """Connected now (lost ones that were not yet disconnected included)."""
+    """Peers connected now, including lost peers that were not yet disconnected."""
     pending: int
-    """Operations that have not ended now."""
+    """Operations pending now."""
     registered_bytes: int
     """Memory registered now."""
     arrivals: int
-    """Messages handed out by `arrivals()`."""
+    """Messages returned by `arrivals()`."""
     sends_done: int
     sends_failed: int
     receives_done: int
@@ -81,30 +82,30 @@ class TransportStatistics:
     discards_done: int
     discards_failed: int
     sent_bytes: int
-    """Of sends that are done."""
+    """Bytes of completed sends."""
     received_bytes: int
-    """Of receives that are done."""
+    """Bytes of completed receives."""
 
 
 class Transport(ABC):
-    """Moves bytes between ranks. Owned by ONE thread, the transfer thread; only `wake` and `address` are for
-    any.
+    """Moves bytes between ranks. One thread, the transfer thread, owns it; any thread may call `wake` and
+    read `address`.
 
     All tensors are contiguous, one-dimensional, uint8, of at least one byte, and lie inside memory given to
-    `register`. The caller keeps them alive and a send's bytes unchanged until the operation has ended.
+    `register`. The caller keeps them alive, and a send's bytes unchanged, until the operation has ended.
     """
 
     name: ClassVar[str]
-    """Word by which `make_transport` and the handshake know the backend."""
+    """Name of the backend in `make_transport` and in the handshake."""
 
     @property
     @abstractmethod
     def address(self) -> bytes:
-        """What a peer passes to its `connect`. Opaque."""
+        """Opaque address that a peer passes to its `connect`."""
 
     @abstractmethod
     def connect(self, peer: str, address: bytes) -> None:
-        """Makes `peer` known under that name. Again with the same address: nothing happens.
+        """Connects to `peer`. A second call with the same address has no effect.
 
         Both sides connect to each other before bytes flow. Raises `TransportError` when the address cannot be
         used, or when `peer` is already connected with another address (disconnect it first).
@@ -112,51 +113,58 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Fences `peer`: when this returns, no operation with it touches our memory any more.
+        """Fences `peer`: after the return, no operation with `peer` touches this rank's memory.
 
-        Its pending operations have ended with `PeerLostError` (the next `progress` hands them out). An
-        unknown name is accepted. Raises `TransportError` when the fence cannot be proven; the memory of the
+        Its pending operations have ended with `PeerLostError`; the next `progress` returns them. An unknown
+        name is accepted. Raises `TransportError` when the fence cannot be proven; the memory of the
         operations still pending must then never be used again.
 
-        The peer is not told: its operations with us end when it disconnects us in turn, or when this process
-        ends. A peer that was reading our memory may even end its receive done, with bytes that we have
-        overwritten since: tell it over the control channel that what it has not confirmed is void.
+        The peer is not notified: its operations with this rank end when the peer disconnects in turn, or when
+        this process ends. A peer's receive from this rank may even end `done` with bytes overwritten since.
+        The caller therefore sends a control message that invalidates every segment the peer has not
+        confirmed.
+        """
+
+    @abstractmethod
+    def lost_peers(self) -> list[str]:
+        """Returns the peers whose connection broke. Operations with them fail until `disconnect` and a new
+        `connect`.
+
+        A connection may break on one side only.
         """
 
     @abstractmethod
     def register(self, memory: torch.Tensor) -> None:
-        """Declares a whole buffer from which views are sent or into which they are received. Once per
-        buffer.
-        """
+        """Registers a whole buffer whose views are sent or received into. Once per buffer."""
 
     @abstractmethod
     def deregister(self, memory: torch.Tensor) -> None:
-        """Takes back `register`. Raises `ValueError` for unknown memory or while a pending operation uses
-        it.
-        """
+        """Reverts `register`. Raises `ValueError` for unknown memory, or while a pending operation uses the
+        memory."""
 
     @abstractmethod
     def send(self, peer: str, tag: int, view: torch.Tensor, context: object = None) -> Operation:
-        """Starts sending `view`, uint8 `[nbytes]`. To a peer that is not connected or lost it ends failed.
+        """Starts sending `view`, uint8 `[nbytes]`. The operation fails if the peer is not connected or is
+        lost.
 
         `done` means that the bytes may be overwritten; it does not mean that they are in the peer's memory.
         """
 
     @abstractmethod
     def arrivals(self) -> list[Arrival]:
-        """Messages that came since the last call, each handed out once, in order of arrival."""
+        """Returns the messages that arrived since the last call, each once, in order of arrival."""
 
     @abstractmethod
     def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
-        """Starts moving the bytes into `into`, uint8 `[arrival.nbytes]`. Consumes the arrival even if it
-        fails.
+        """Starts moving the bytes into `into`, uint8 `[arrival.nbytes]`. Consumes the arrival even on
+        failure.
 
-        `peer` is the sender (the caller knows it from the tag): `disconnect(peer)` ends this operation.
+        `peer` is the sender, which the caller derives from the tag: `disconnect(peer)` ends this operation.
         """
 
     @abstractmethod
     def discard(self, peer: str | None, arrival: Arrival) -> Operation:
-        """Consumes a stale message without keeping its bytes, so that its sender's send ends."""
+        """Consumes a stale message and drops its bytes, which completes the sender's send."""
 
     @abstractmethod
     def progress(self) -> list[Operation]:
@@ -164,23 +172,24 @@ class Transport(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:
-        """Blocks until `progress` or `arrivals` may have news, `wake` was called, or `timeout_s` passed.
+        """Blocks until `progress` or `arrivals` may return something, `wake` is called, or `timeout_s` has
+        passed.
 
-        May return early for no reason; never sleeps through news.
+        May return early without reason; never blocks while an ended operation or an arrival is available.
         """
 
     @abstractmethod
     def wake(self) -> None:
-        """Ends the current or the next `wait`. For any thread, at any time, also after `close`."""
+        """Ends the current or the next `wait`. Any thread may call it at any time, also after `close`."""
 
     @abstractmethod
     def statistics(self) -> TransportStatistics:
-        """Counts; see `TransportStatistics`."""
+        """Returns counts since the transport was created."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises `InvariantError`, with a dump, when the transport's own books do not agree."""
+        """Raises `InvariantError`, with a dump, when the transport's internal state is inconsistent."""
 
     @abstractmethod
     def close(self) -> None:
-        """Fences every peer and frees everything. Pending operations end failed. Again: nothing happens."""
+        """Fences every peer and frees everything. Pending operations fail. A second call has no effect."""

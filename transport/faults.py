@@ -1,4 +1,4 @@
-"""Faults that a test asks the in-process transport to make, at an exact message."""
+"""Faults that a test injects into the in-process transport at an exact message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-Action = Literal["fail", "hold", "duplicate", "truncate", "flip", "kill"]
+Action = Literal["fail", "hold", "duplicate", "truncate", "flip", "kill", "sever"]
 When = Callable[[str, str, int], bool]
 """`when(source, destination, tag)`: whether a rule counts this send."""
 
@@ -18,52 +18,57 @@ def always(source: str, destination: str, tag: int) -> bool:
 
 @dataclass(slots=True)
 class Rule:
-    """One fault: at the `nth` (from 0) send that `when` counts."""
+    """One fault, applied to the `nth` (from 0) send that `when` counts."""
 
     action: Action
     nth: int
     when: When
     nbytes: int = 0
-    """For `truncate`: what arrives."""
+    """For `truncate`: number of bytes that arrive."""
     bit: int = 0
-    """For `flip`: which bit of the message is inverted, counted from its first byte's lowest; modulo their number."""
+    """For `flip`: index of the inverted bit, from the lowest bit of the first byte, modulo the number of
+    bits."""
     victim: str = ""
-    """For `kill`: which transport dies just before the send."""
+    """For `kill`: name of the transport that dies just before the send."""
     seen: int = 0
 
 
 @dataclass(slots=True)
 class Faults:
-    """The rules of one fabric. Add them before the sends that they concern."""
+    """The fault rules of one fabric. Add a rule before the sends that it should affect."""
 
     rules: list[Rule] = field(default_factory=list)
 
     def fail_send(self, nth: int = 0, when: When = always) -> None:
-        """The send ends failed; nothing arrives."""
+        """Fails the send; nothing arrives."""
         self.rules.append(Rule("fail", nth, when))
 
     def hold(self, nth: int = 0, when: When = always) -> None:
-        """The message stays on the wire until `InprocFabric.release`."""
+        """Keeps the message on the wire until `InprocFabric.release`."""
         self.rules.append(Rule("hold", nth, when))
 
     def duplicate(self, nth: int = 0, when: When = always) -> None:
-        """The message arrives twice."""
+        """Delivers the message twice."""
         self.rules.append(Rule("duplicate", nth, when))
 
     def truncate(self, nbytes: int, nth: int = 0, when: When = always) -> None:
-        """Only the first `nbytes` (at least 1) bytes arrive."""
+        """Delivers only the first `nbytes` (at least 1) bytes."""
         self.rules.append(Rule("truncate", nth, when, nbytes=nbytes))
 
     def flip(self, bit: int, nth: int = 0, when: When = always) -> None:
-        """The message arrives with one bit inverted."""
+        """Inverts one bit of the message."""
         self.rules.append(Rule("flip", nth, when, bit=bit))
 
     def kill(self, victim: str, nth: int = 0, when: When = always) -> None:
-        """The transport `victim` dies just before the send."""
+        """Kills the transport `victim` just before the send."""
         self.rules.append(Rule("kill", nth, when, victim=victim))
 
+    def sever(self, nth: int = 0, when: When = always) -> None:
+        """Breaks the sender's connection to the destination just before the send; both ranks live on."""
+        self.rules.append(Rule("sever", nth, when))
+
     def take(self, source: str, destination: str, tag: int) -> list[Rule]:
-        """Counts one send; the rules that strike it."""
+        """Counts one send and returns the rules that apply to it."""
         struck = []
         for rule in self.rules:
             if rule.when(source, destination, tag):

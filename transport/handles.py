@@ -1,4 +1,5 @@
-"""Names of memory that another rank may open; see `transport.peer_memory`. No torch here: messages carry them."""
+"""Handles of memory that another rank may open (`transport.peer_memory`). Free of torch, because messages
+carry them."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import msgspec
 
 
 class IpcHandle(msgspec.Struct, frozen=True):
-    """What `torch.multiprocessing` needs to open an allocation; its own words."""
+    """Arguments that `torch.multiprocessing` needs to open a CUDA allocation, under its own names."""
 
     storage_handle: bytes
     storage_bytes: int
@@ -18,7 +19,8 @@ class IpcHandle(msgspec.Struct, frozen=True):
 
 
 class MemoryHandle(msgspec.Struct, frozen=True):
-    """A tensor that another rank may open, once. It is worth as much as the memory: it travels encrypted."""
+    """A tensor that another rank may open once. A handle gives access to the memory, so it travels encrypted
+    only."""
 
     host: str
     process: int
@@ -26,4 +28,4 @@ class MemoryHandle(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     ipc: IpcHandle | None
-    """None for host memory, which only its own process can open."""
+    """None for host memory, which only the owning process can open."""

@@ -1,4 +1,4 @@
-"""Whether two groups can exchange KV. Decided once, before the first request; never approximated later."""
+"""Checks whether two groups can exchange KV. The check runs once, before the first request."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from disagg.core.types import GroupInfo
 
 
 def check_compatible(ours: GroupInfo, theirs: GroupInfo) -> None:
-    """Raises `HandshakeError`, naming every difference with both sides' values, unless KV can move from `ours` to
-    `theirs`.
+    """Raises `HandshakeError`, with all differing values, unless KV can move from `ours` to `theirs`.
 
     Compared: protocol version, model fingerprint, number of layers, KV heads, head size (of each class of
-    layers), element type, transport, `model.deterministic`, `transfer.checksum`. Page sizes and numbers of ranks
-    may differ: segments are per token and per head.
-    So may element types where `theirs` are codes and `ours` are not: KV is quantized on its way.
+    layers), element type, transport, `model.deterministic`, `transfer.checksum`. Page sizes and numbers of
+    ranks may differ: segments are per token and per head. Element types may differ when only `theirs` is
+    quantized: KV is then quantized during the transfer.
     """
     differences = [
         f"{what}: {ours.name} has {mine!r}, {theirs.name} has {other!r}"

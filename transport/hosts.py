@@ -1,4 +1,4 @@
-"""Addresses of hosts: which one is ours, and which are seen from this host only."""
+"""Host addresses: the address of this host, its interfaces, and whether an address is loopback."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from disagg.core.errors import ConfigError
 AUTO = "auto"
 LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("192.0.2.1", 9)
-"""An address for documentation (RFC 5737): nobody has it, and nothing is sent to it."""
+"""An address reserved for documentation (RFC 5737), where nothing listens. No packet is sent."""
 
 
 def own_host(configured: str) -> str:
-    """`configured`, or for `auto` the IPv4 address from which this host reaches others.
+    """Returns `configured`, or for `auto` the IPv4 address from which this host reaches others.
 
-    To connect a UDP socket sends nothing but chooses the interface, and so the address. Without any: loopback.
+    Connecting a UDP socket sends no packet but selects the interface and its address. Falls back to loopback.
     """
     if configured != AUTO:
         return configured
@@ -31,7 +31,7 @@ def own_host(configured: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only processes of its own host reach this address."""
+    """Whether only processes on the same host can reach this address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -39,7 +39,8 @@ def is_loopback(host: str) -> bool:
 
 
 def interface_of(host: str) -> str:
-    """The network interface of this host that has the address `host`. Raises `ConfigError` when none has it."""
+    """Returns the network interface of this host with the address `host`. Raises `ConfigError` when there is
+    none."""
     try:
         wanted = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
     except OSError as exc:
@@ -48,5 +49,5 @@ def interface_of(host: str) -> str:
         if wanted & {address.address for address in addresses}:
             return name.partition(":")[0]  # eth0:1 is a second address of eth0
     raise ConfigError(
-        f"control.host = {host} is no address of this host; set control.host to auto or to one of its addresses"
+        f"control.host = {host} is not an address of this host; set control.host to auto or to one of its addresses"
     )

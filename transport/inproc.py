@@ -1,9 +1,8 @@
-"""The data plane inside one process: deterministic, with faults on demand. For tests and for ranks as
-threads.
+"""An in-process data plane for tests and for ranks that run as threads: deterministic, with injected faults.
 
-Bytes are copied once, by the receiver, straight from the sender's view, when the receiver calls `progress`:
-as on a real wire, nothing has moved yet when `receive` returns, and a sender that reuses its view too early
-corrupts. One lock per fabric guards everything, the copies included, so a fence holds by construction.
+The receiver copies the bytes once, from the sender's view, in `progress`. As on a real wire, no byte has
+moved when `receive` returns, and a sender that reuses its view too early corrupts the message. One lock per
+fabric guards everything, including the copies, so a fence holds by construction.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ import torch
 from disagg.core.errors import InvariantError, PeerLostError, TransportError
 from transport.base import Arrival, Operation, Transport, TransportStatistics
 from transport.faults import Faults
-from transport.ledger import Ledger
+from transport.operation_tracker import OperationTracker
 from transport.tags import unpack
 
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """One message between `send` and its end. `sender` is None for a duplicate: it owns its bytes."""
+    """One message from `send` until its end. `sender` is None for a duplicate, which owns its bytes."""
 
     source: str
     destination: str
@@ -33,11 +32,11 @@ class _Message:
     data: torch.Tensor
     sender: Operation | None
     void: bool = False
-    """Set when the sender has fenced the receiver: the bytes must not be read any more."""
+    """Set when the sender has fenced the receiver: the bytes must not be read."""
 
 
 class InprocFabric:
-    """The wire between in-process transports, and the place to break it."""
+    """The wire between in-process transports; injects the faults."""
 
     def __init__(self, faults: Faults | None = None) -> None:
         self.faults = faults or Faults()
@@ -47,25 +46,33 @@ class InprocFabric:
         self._observers: list[Callable[[str, str, int, torch.Tensor], None]] = []
 
     def observe(self, callback: Callable[[str, str, int, torch.Tensor], None]) -> None:
-        """Calls back with source, destination, tag and bytes of every message that arrives."""
+        """Registers a callback that receives source, destination, tag and bytes of every arriving message."""
         self._observers.append(callback)
 
     def release(self) -> None:
-        """Lets every held message go on, in the order of their sends."""
+        """Delivers all held messages, in the order of their sends."""
         with self.lock:
             held, self.held = self.held, []
             for message in held:
                 self.deliver(message)
 
     def kill(self, name: str) -> None:
-        """A rank's sudden death: its operations and those with it end with `PeerLostError`."""
+        """Kills a rank: its operations, and those of others with it, end with `PeerLostError`."""
         with self.lock:
             victim = self.transports.get(name)
             if victim is not None:
                 victim.die()
 
+    def sever(self, name: str, other: str) -> None:
+        """Breaks the connection of the transport `name` to `other`, on the side of `name` only. Both ranks
+        live on."""
+        with self.lock:
+            victim = self.transports.get(name)
+            if victim is not None:
+                victim.lose(other, f"the connection to {other} broke")
+
     def deliver(self, message: _Message) -> None:
-        """Puts a message in its destination's mailbox; without a destination its send fails."""
+        """Puts a message in its destination's mailbox; without a destination, the send fails."""
         for observer in self._observers:
             observer(message.source, message.destination, message.tag, message.data)
         destination = self.transports.get(message.destination)
@@ -75,7 +82,7 @@ class InprocFabric:
             self.end_send(message, PeerLostError(f"{message.destination} is gone"))
 
     def end_send(self, message: _Message, error: TransportError | None = None) -> None:
-        """Ends the send behind a message, if it has not ended yet."""
+        """Ends the send of a message, unless it has already ended."""
         if message.sender is not None and not message.sender.ended:
             source = self.transports.get(message.source)
             assert source is not None, "a transport ends its own sends before it leaves the fabric"
@@ -83,19 +90,19 @@ class InprocFabric:
 
 
 class InprocTransport(Transport):
-    """One rank's end of an `InprocFabric`; see `Transport`. `name_on_fabric` is unique there."""
+    """One rank's end of an `InprocFabric`; see `Transport`. `name_on_fabric` is unique on the fabric."""
 
     name: ClassVar[str] = "inproc"
 
     def __init__(self, fabric: InprocFabric, name_on_fabric: str) -> None:
         self._fabric = fabric
         self._name = name_on_fabric
-        self._ledger = Ledger()
+        self._tracker = OperationTracker()
         self._peers: dict[str, str] = {}
         self._lost: set[str] = set()
         self._mailbox: deque[_Message] = deque()
         self._wire: list[_Message] = []
-        """Messages we sent that may still be read."""
+        """Messages sent by this transport whose memory may still be read."""
         self._receives: deque[tuple[Operation, _Message]] = deque()
         self._news = threading.Event()
         self._closed = False
@@ -130,21 +137,25 @@ class InprocTransport(Transport):
             self._lost.discard(peer)
             self._part(peer, name, PeerLostError(f"{peer} was disconnected"))
 
+    def lost_peers(self) -> list[str]:
+        with self._fabric.lock:
+            return sorted(self._lost)
+
     def register(self, memory: torch.Tensor) -> None:
         with self._fabric.lock:
             self._ensure_open()
-            self._ledger.register(memory)
+            self._tracker.register(memory)
 
     def deregister(self, memory: torch.Tensor) -> None:
         with self._fabric.lock:
-            self._ledger.deregister(memory)
+            self._tracker.deregister(memory)
 
     def send(self, peer: str, tag: int, view: torch.Tensor, context: object = None) -> Operation:
         with self._fabric.lock:
             self._ensure_open()
             unpack(tag)
-            self._ledger.check_view("send", view)
-            operation = self._ledger.start("send", peer, tag, view.numel(), context, view)
+            self._tracker.check_view("send", view)
+            operation = self._tracker.start("send", peer, tag, view.numel(), context, view)
             if not self._unusable(operation):
                 self._transmit(_Message(self._name, self._peers[peer], tag, view, operation))
             return operation
@@ -153,22 +164,22 @@ class InprocTransport(Transport):
         with self._fabric.lock:
             found = [Arrival(message.tag, message.data.numel(), message) for message in self._mailbox]
             self._mailbox.clear()
-            self._ledger.hand_out(found)
+            self._tracker.hand_out(found)
             return found
 
     def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
         with self._fabric.lock:
             self._ensure_open()
-            self._ledger.check_view("receive", into, arrival.nbytes)
-            self._ledger.consume(arrival)
-            operation = self._ledger.start("receive", peer, arrival.tag, arrival.nbytes, context, into)
+            self._tracker.check_view("receive", into, arrival.nbytes)
+            self._tracker.consume(arrival)
+            operation = self._tracker.start("receive", peer, arrival.tag, arrival.nbytes, context, into)
             return self._consume(operation, arrival)
 
     def discard(self, peer: str | None, arrival: Arrival) -> Operation:
         with self._fabric.lock:
             self._ensure_open()
-            self._ledger.consume(arrival)
-            operation = self._ledger.start("discard", peer, arrival.tag, arrival.nbytes)
+            self._tracker.consume(arrival)
+            operation = self._tracker.start("discard", peer, arrival.tag, arrival.nbytes)
             return self._consume(operation, arrival)
 
     def progress(self) -> list[Operation]:
@@ -176,19 +187,18 @@ class InprocTransport(Transport):
             pending, self._receives = self._receives, deque()
             for operation, message in pending:
                 if operation.kind == "receive" and message.void:
-                    # The sender withdrew its memory; only our own disconnect ends this, as on a real wire.
+                    # The sender withdrew its memory. As on a real wire, only a disconnect by this rank ends
+                    # the receive.
                     self._receives.append((operation, message))
                     continue
-                into = self._ledger.view(operation)
+                into = self._tracker.view(operation)
                 if into is not None:
                     into.copy_(message.data)
-                    if (
-                        into.is_cuda
-                    ):  # ended means that the bytes are there, on whatever stream they are read next
+                    if into.is_cuda:  # an ended receive is visible to every stream that reads the bytes next
                         torch.cuda.current_stream(into.device).synchronize()
                 self.end(operation)
                 self._fabric.end_send(message)
-            return self._ledger.take_ended()
+            return self._tracker.take_ended()
 
     def wait(self, timeout_s: float) -> None:
         self._news.wait(timeout_s)
@@ -199,43 +209,43 @@ class InprocTransport(Transport):
 
     def statistics(self) -> TransportStatistics:
         with self._fabric.lock:
-            return self._ledger.statistics(len(self._peers))
+            return self._tracker.statistics(len(self._peers))
 
     def check(self) -> None:
         with self._fabric.lock:
-            self._ledger.check()
+            self._tracker.check()
             waiting = {operation for operation, _ in self._receives}
             sending = {message.sender for message in self._wire}
-            for operation in self._ledger.pending():
+            for operation in self._tracker.pending():
                 if operation not in (sending if operation.kind == "send" else waiting):
-                    raise InvariantError(f"inproc {self._name}: nothing will ever end {operation}")
+                    raise InvariantError(f"inproc {self._name}: {operation} can never end")
 
     def close(self) -> None:
         with self._fabric.lock:
             if not self._closed:
                 self._fabric.kill(self._name)
 
-    # What follows is called by the fabric and by other transports, under the fabric's lock.
+    # The fabric and other transports call the following methods, under the fabric's lock.
 
     def accept(self, message: _Message) -> None:
-        """A message arrives."""
+        """Accepts a message delivered by the fabric."""
         self._mailbox.append(message)
         self._news.set()
 
     def end(self, operation: Operation, error: TransportError | None = None) -> None:
-        """Ends an operation of ours."""
-        self._ledger.end(operation, error)
+        """Ends an operation of this transport."""
+        self._tracker.end(operation, error)
         self._wire = [message for message in self._wire if message.sender is not operation]
         self._news.set()
 
     def lose(self, name: str, why: str) -> None:
-        """The transport `name` is gone; until it is connected anew, operations with it fail."""
+        """Marks the transport `name` as lost: operations with it fail until it is connected again."""
         for peer in [peer for peer, address in self._peers.items() if address == name]:
             self._lost.add(peer)
             self._part(peer, name, PeerLostError(why))
 
     def die(self) -> None:
-        """Leaves the fabric: ends everything here, and at every peer what it had with us."""
+        """Leaves the fabric: ends all own operations, and those that peers have with this transport."""
         self._closed = True
         for peer, name in list(self._peers.items()):
             self._part(peer, name, PeerLostError(f"{self._name} was closed"))
@@ -245,7 +255,7 @@ class InprocTransport(Transport):
             self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
         for message in self._mailbox:
             self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
-        for arrival in self._ledger.take_arrivals():
+        for arrival in self._tracker.take_arrivals():
             self._fabric.end_send(_message_of(arrival), PeerLostError(f"{self._name} is gone"))
         self._mailbox.clear()
         self._peers.clear()
@@ -259,8 +269,10 @@ class InprocTransport(Transport):
         for rule in rules:
             if rule.action == "kill":
                 self._fabric.kill(rule.victim)
+            elif rule.action == "sever":
+                self._fabric.sever(message.source, message.destination)
             elif rule.action == "fail":
-                self._fabric.end_send(message, TransportError(f"tag {message.tag:#x}: failed on demand"))
+                self._fabric.end_send(message, TransportError(f"tag {message.tag:#x}: injected failure"))
             elif rule.action == "truncate":
                 message.data = message.data[: rule.nbytes]
             elif rule.action == "flip":
@@ -292,9 +304,10 @@ class InprocTransport(Transport):
         return True
 
     def _part(self, peer: str, name: str, error: PeerLostError) -> None:
-        """Ends what we have with `peer`, so that neither side reads or writes the other's memory any more.
+        """Ends all operations with `peer`, so that neither side accesses the other's memory afterwards.
 
-        The other side is not told: its operations with us end when it disconnects us in turn, or when we die.
+        The peer is not notified: its own operations end when it disconnects in turn, or when this transport
+        dies.
         """
         for message in [message for message in self._wire if message.destination == name]:
             message.void = True
@@ -316,5 +329,5 @@ def _flipped(data: torch.Tensor, bit: int) -> torch.Tensor:
 
 
 def _message_of(arrival: Arrival) -> _Message:
-    assert isinstance(arrival.handle, _Message), "the ledger lets only our own arrivals through"
+    assert isinstance(arrival.handle, _Message), "the tracker accepts only arrivals of this transport"
     return arrival.handle

@@ -1,7 +1,7 @@
-"""Memory of another rank, opened in this process: by CUDA IPC between processes of one host, as it is within one.
+"""Memory of another rank, opened in this process: through CUDA IPC, or directly within one process.
 
-What is opened is written by kernels of ours, over NVLink or PCIe, with no message and no receive on the other
-side. CUDA keeps the mapping valid for as long as the opened tensor lives, also when the owner has ended.
+Kernels of this rank write opened memory over NVLink or PCIe, without a message or a receive on the other
+side. CUDA keeps the mapping valid for the life of the opened tensor, even after the owner process ends.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from transport.handles import IpcHandle, MemoryHandle
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _own: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-"""What this process has offered, by address: CUDA IPC does not open memory in the process that owns it."""
+"""Tensors offered by this process, by address. CUDA IPC cannot open memory in the process that owns it."""
 
 
 def offer(tensor: torch.Tensor) -> MemoryHandle:
-    """A handle of a contiguous tensor for ONE other rank; its memory lives until that rank has closed it too.
+    """Returns a handle of a contiguous tensor for ONE other rank. The memory lives until that rank has closed
+    it too.
 
     Raises `TransportError` when the memory cannot be shared.
     """
@@ -34,29 +35,31 @@ def offer(tensor: torch.Tensor) -> MemoryHandle:
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
-    """The tensor behind a handle, to be used by kernels of `device`. Raises `TransportError`, saying why not."""
+    """Returns the tensor of a handle, for kernels on `device`. Raises `TransportError` with the reason."""
     if handle.host != _host():
-        raise TransportError("it is on another host")
+        raise TransportError("the memory is on another host")
     if handle.process == os.getpid():
         return _own_tensor(handle, device)
     if handle.ipc is None or device.type != "cuda":
-        raise TransportError("host memory belongs to one process")
+        raise TransportError("host memory cannot be opened from another process")
     return _import(handle, handle.ipc, device)
 
 
 def _own_tensor(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
     tensor = _own.get(handle.address)
     if tensor is None or tensor.device.type != device.type:
-        raise TransportError("no such memory in this process")
+        raise TransportError("this process offers no such memory")
     if tensor.is_cuda and tensor.device != device:
-        raise TransportError(f"{device} and {tensor.device} of one process: peer access is not set up")
+        raise TransportError(
+            f"{device} and {tensor.device} belong to one process, where peer access is not set up"
+        )
     return tensor
 
 
 def _export(tensor: torch.Tensor) -> IpcHandle:
     from torch.multiprocessing.reductions import reduce_tensor
 
-    assert tensor.storage_offset() == 0, "whole allocations are offered"
+    assert tensor.storage_offset() == 0, "only whole allocations can be offered"
     reduce: Any = reduce_tensor
     try:
         _, arguments = reduce(tensor)
@@ -76,7 +79,7 @@ def _import(handle: MemoryHandle, ipc: IpcHandle, device: torch.device) -> torch
     strides = torch.empty(handle.shape, device="meta").stride()
     rebuild: Any = rebuild_cuda_tensor
     try:
-        # On our own device: CUDA maps the memory of GPUs that this process does not even see.
+        # Map on this rank's own device: CUDA can map memory of GPUs that are not visible to this process.
         tensor: torch.Tensor = rebuild(
             torch.Tensor,
             handle.shape,
@@ -95,11 +98,11 @@ def _import(handle: MemoryHandle, ipc: IpcHandle, device: torch.device) -> torch
             ipc.event_sync_required,
         )
     except RuntimeError as exc:
-        raise TransportError(f"CUDA cannot open it: {str(exc).splitlines()[0]}") from exc
+        raise TransportError(f"CUDA cannot open the memory: {str(exc).splitlines()[0]}") from exc
     return tensor
 
 
 @cache
 def _host() -> str:
-    """Equal for processes that run under one kernel."""
+    """Returns an identifier equal for all processes that run under one kernel."""
     return _BOOT_ID.read_text().strip()

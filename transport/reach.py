@@ -1,20 +1,20 @@
-"""Which backend a rank uses, and over which kind of link, decided from the configuration and the rank's host.
+"""Chooses a rank's transport backend and its kind of link, from the configuration and the rank's host.
 
-The decision is a matter of security: UCX's TCP transport has no authentication and executes memory writes for its
-peers. Only `Reach.TCP` opens a TCP port for UCX, and only `transport.trusted_network` leads to it.
+The choice matters for security: UCX's TCP transport has no authentication and executes memory writes for its
+peers. Only `Reach.TCP` opens a TCP port for UCX, and it requires `transport.trusted_network`.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from disagg.core.config_tree import TransportConfig
+from disagg.core.config.tree import TransportConfig
 from disagg.core.errors import ConfigError
 from transport.hosts import interface_of, is_loopback
+from transport.ucx.reach import Reach
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _DANGER = (
@@ -22,49 +22,38 @@ _DANGER = (
 )
 
 
-class Reach(enum.Enum):
-    """The links that UCX may use."""
-
-    ONE_HOST = "shm"
-    """Shared memory and CUDA IPC, between processes of one user on one host. No TCP port."""
-    RDMA = "rdma"
-    """RDMA devices and CUDA IPC. No TCP port."""
-    TCP = "tcp"
-    """TCP on one interface, and CUDA IPC. For a trusted network."""
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A backend for one rank; `make_transport` takes it apart."""
+    """The backend of one rank: arguments of `make_transport`."""
 
     backend: Literal["ucx", "tls", "inproc"]
     reason: str
-    """Why, as the end of a sentence, for logs and `disagg doctor`."""
+    """Reason of the choice, for logs and `disagg doctor`."""
     reach: Reach = Reach.ONE_HOST
     """For `ucx` only."""
     interface: str = ""
-    """Network interface that `Reach.TCP` is limited to."""
+    """Network interface of `Reach.TCP`."""
 
     @property
     def name(self) -> str:
-        """Word for the handshake: two groups exchange KV only if it is the same for both."""
+        """Name in the handshake. Two groups exchange KV only if their names are equal."""
         return f"ucx-{self.reach.value}" if self.backend == "ucx" else self.backend
 
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """What the decision asks of the machine; tests put answers here."""
+    """Queries of the machine that the choice depends on; tests replace them."""
 
     rdma: Callable[[], str]
-    """Why UCX cannot use RDMA here; empty if it can."""
+    """Returns why UCX cannot use RDMA on this host; empty if it can."""
     one_host: Callable[[], str]
-    """Why UCX cannot use shared memory here; empty if it can."""
+    """Returns why UCX cannot use shared memory on this host; empty if it can."""
 
 
 def choose(config: TransportConfig, host: str, probes: Probes | None = None) -> Choice:
-    """The backend for a rank whose control channel listens on `host` (resolved, not `auto`).
+    """Returns the backend for a rank whose control channel listens on `host` (resolved, not `auto`).
 
-    Raises `ConfigError` when `transport.backend` cannot be used there safely, with the settings that mend it.
+    Raises `ConfigError`, which names the settings to change, when `transport.backend` is not safe there.
     """
     if config.backend == "inproc":
         return Choice("inproc", "transport.backend is inproc")
@@ -82,7 +71,7 @@ def why_no_rdma() -> str:
     names = sorted(entry.name for entry in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
     if not names:
         return "this host has no RDMA device"
-    from transport.ucx_library import offers
+    from transport.ucx.library import offers
 
     if not offers("ib"):
         return f"the UCX library has no transport for the RDMA devices of this host ({', '.join(names)})"
@@ -91,7 +80,7 @@ def why_no_rdma() -> str:
 
 def why_no_shared_memory() -> str:
     """Why UCX cannot use shared memory on this host; empty if it can."""
-    from transport.ucx_library import offers
+    from transport.ucx.library import offers
 
     if not offers("cma"):
         return (

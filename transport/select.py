@@ -1,20 +1,32 @@
-"""Choice of a data plane by name. Backends are imported only when chosen."""
+"""Creates a data-plane transport by name. A backend is imported only when chosen."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from disagg.core.errors import ConfigError
 from transport.base import Transport
-from transport.reach import Reach
+from transport.ucx.reach import Reach
 
 if TYPE_CHECKING:
     from transport.inproc import InprocFabric
-    from transport.key_ring import KeyRing
+    from transport.keys.ring import KeyRing
 
 TRANSPORTS = ("inproc", "ucx", "tls")
-"""Names that `make_transport` knows."""
+"""Names accepted by `make_transport`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TLSOptions:
+    """Arguments of the `tls` backend."""
+
+    keys: KeyRing
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    lanes: int = 0
+    """See `transport.tls_lanes` of the configuration."""
 
 
 def make_transport(
@@ -25,19 +37,19 @@ def make_transport(
     gpu: bool = False,
     reach: Reach = Reach.ONE_HOST,
     interface: str = "",
-    host: str = "127.0.0.1",
-    keys: KeyRing | None = None,
-    tls_lanes: int = 0,
+    tls: TLSOptions | None = None,
 ) -> Transport:
-    """A transport of the backend `name`, owned by the calling thread. `transport.reach.choose` picks the backend.
+    """Creates a transport of the backend `name`, owned by the calling thread. `transport.reach.choose` picks
+    the backend.
 
-    `rank_name` and `fabric` are for `inproc` (both needed). `gpu` (the bytes that move lie on GPUs), `reach` and
-    `interface` are for `ucx`. `host` (the address to listen on), `keys` (needed) and `tls_lanes` are for `tls`.
-    Raises `ConfigError` for an unknown name or when the backend cannot be used here.
+    `inproc` needs `rank_name` and `fabric`; `tls` needs `tls`. `gpu` (whether the transferred bytes lie on GPUs),
+    `reach` and `interface` are for `ucx`.
+
+    Raises `ConfigError` for an unknown name, or when the backend cannot be used here.
     """
     if name == "ucx":
-        from transport.ucx import UcxTransport
-        from transport.ucx_options import options, prepare_host
+        from transport.ucx.options import options, prepare_host
+        from transport.ucx.transport import UcxTransport
 
         prepare_host(reach, os.environ)
         return UcxTransport(options(reach, gpu=gpu, interface=interface))
@@ -48,9 +60,9 @@ def make_transport(
 
         return InprocTransport(fabric, rank_name)
     if name == "tls":
-        if keys is None:
+        if tls is None:
             raise ConfigError("transport tls needs the cluster's keys; make them with `disagg keys`")
-        from transport.tls import TlsTransport
+        from transport.tls.transport import TlsTransport
 
-        return TlsTransport(host, keys, tls_lanes)
+        return TlsTransport(tls.host, tls.keys, tls.lanes)
     raise ConfigError(f"unknown transport {name!r}; choose one of {', '.join(TRANSPORTS)}")

@@ -1,4 +1,4 @@
-"""Host memory for small messages, registered with the transport once and used again and again."""
+"""A pool of registered host memory for small messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from transport.base import Transport
 
 SLOT_BYTES = 512
-"""Most messages fit; a larger one gets memory of its own."""
+"""Size of a pooled slot; a larger message gets its own allocation."""
 _MADE_AT_ONCE = 64
 
 
@@ -19,34 +19,35 @@ class Slot:
     """Memory of one message, from `take` to `give`."""
 
     memory: torch.Tensor
-    """uint8, `SLOT_BYTES` or more."""
+    """uint8, at least `SLOT_BYTES`."""
     array: Any
-    """The same as numpy array, which is quick to fill."""
+    """The same memory as a numpy array, which is faster to fill."""
     nbytes: int = 0
 
     @property
     def view(self) -> torch.Tensor:
-        """uint8 `[nbytes]`."""
+        """The message's bytes: uint8 `[nbytes]`."""
         return self.memory[: self.nbytes]
 
     def write(self, body: bytes) -> None:
-        """Puts a message of `nbytes` in."""
+        """Copies a message of `nbytes` into the slot."""
         memoryview(self.array)[: self.nbytes] = body
 
     def read(self) -> bytes:
-        """The message."""
+        """Returns a copy of the message."""
         return bytes(memoryview(self.array)[: self.nbytes])
 
 
 class Slots:
-    """Owned by the transfer thread. Whoever takes a slot gives it back when its operation has ended."""
+    """A pool of slots, owned by the transfer thread. The caller of `take` returns the slot after its
+    operation ended."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._free: list[Slot] = []
 
     def take(self, nbytes: int) -> Slot:
-        """A slot for a message of `nbytes`."""
+        """Returns a slot for a message of `nbytes`; the caller frees it with `give`."""
         if nbytes > SLOT_BYTES:
             slot = self._slot(self._registered(nbytes))
         else:
@@ -57,7 +58,7 @@ class Slots:
         return slot
 
     def give(self, slot: Slot) -> None:
-        """Nothing reads or writes the slot any more."""
+        """Frees a slot. Nothing may read or write it any more."""
         if slot.nbytes > SLOT_BYTES:
             self._transport.deregister(slot.memory)
         else:

@@ -1,12 +1,12 @@
-"""The 64-bit tag on every data message: which reservation, which writer, which segment.
+"""The 64-bit tag of every data message: ticket, writer, and segment.
 
     bit 63 ........ 32 | 31 ..... 20 | 19 ....... 0
     ticket number (32) | writer (12) | segment (20)
 
-The ticket number is unique for the life of a decode group, so what a sender still had on the wire for an
-earlier try never matches a current reservation: it is recognised by its tag alone and discarded. The two largest
-numbers are no tickets': under one come *letters*, with 32 bits of their sender's name (`transport.letters`), under
-the other the messages by which the wire is measured, with their probe's number.
+The ticket number is unique for the life of a decode group. A message still in flight from an earlier attempt
+therefore never matches a current reservation, and is discarded by its tag. The two largest numbers are
+reserved: one for active messages, with 32 bits of their sender's name (`transport.active_messages`), the
+other for wire probes, with the probe's number.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 TICKET_BITS, WRITER_BITS, SEGMENT_BITS = 32, 12, 20
 TICKET_NUMBERS = (1 << TICKET_BITS) - 2
-"""Tickets are numbered below it."""
-_LETTERS, _PROBES = TICKET_NUMBERS, TICKET_NUMBERS + 1
+"""Upper bound (exclusive) of ticket numbers."""
+_ACTIVE_MESSAGES, _PROBES = TICKET_NUMBERS, TICKET_NUMBERS + 1
 
 
 class Tag(NamedTuple):
-    """A tag's three numbers."""
+    """The three numbers in a tag."""
 
     ticket: int
     """`Ticket.number`, below 2**32."""
@@ -31,9 +31,7 @@ class Tag(NamedTuple):
 
 
 def pack(ticket: int, writer: int, segment: int) -> int:
-    """The tag as one unsigned 64-bit integer. Raises `ValueError` for a number that does not fit its
-    field.
-    """
+    """Returns the tag as an unsigned 64-bit integer. Raises `ValueError` for a number that exceeds its field."""
     _fits("ticket", ticket, TICKET_BITS)
     _fits("writer", writer, WRITER_BITS)
     _fits("segment", segment, SEGMENT_BITS)
@@ -41,7 +39,8 @@ def pack(ticket: int, writer: int, segment: int) -> int:
 
 
 def unpack(tag: int) -> Tag:
-    """The inverse of `pack`. Raises `ValueError` unless `0 <= tag < 2**64`."""
+    """Returns the three numbers of a tag; the inverse of `pack`. Raises `ValueError` unless `0 <= tag <
+    2**64`."""
     _fits("tag", tag, 64)
     return Tag(
         ticket=tag >> (WRITER_BITS + SEGMENT_BITS),
@@ -50,25 +49,26 @@ def unpack(tag: int) -> Tag:
     )
 
 
-def letter_tag(sender: int) -> int:
-    """The tag of letters from `sender`, a number of 32 bits. Raises `ValueError` for one that is larger."""
+def active_message_tag(sender: int) -> int:
+    """Returns the tag of active messages from `sender`, a 32-bit number. Raises `ValueError` for a larger
+    number."""
     _fits("sender", sender, WRITER_BITS + SEGMENT_BITS)
-    return _LETTERS << (WRITER_BITS + SEGMENT_BITS) | sender
+    return _ACTIVE_MESSAGES << (WRITER_BITS + SEGMENT_BITS) | sender
 
 
-def is_letter(tag: int) -> bool:
-    """Whether a letter came under `tag`."""
-    return tag >> (WRITER_BITS + SEGMENT_BITS) == _LETTERS
+def is_active_message(tag: int) -> bool:
+    """Whether `tag` is that of an active message."""
+    return tag >> (WRITER_BITS + SEGMENT_BITS) == _ACTIVE_MESSAGES
 
 
 def probe_tag(number: int) -> int:
-    """The tag of a probe's messages, by its number of 32 bits. Raises `ValueError` for one that is larger."""
+    """Returns the tag of a probe's messages, by its 32-bit number. Raises `ValueError` for a larger number."""
     _fits("probe", number, WRITER_BITS + SEGMENT_BITS)
     return _PROBES << (WRITER_BITS + SEGMENT_BITS) | number
 
 
 def is_probe(tag: int) -> bool:
-    """Whether a probe's message came under `tag`."""
+    """Whether `tag` is that of a probe's message."""
     return tag >> (WRITER_BITS + SEGMENT_BITS) == _PROBES
 
 

@@ -1,1 +1,1 @@
-"""The HTTP API: OpenAI's shapes in, `Router.generate` inside, tokens out. `app.py` lists the routes."""
+"""The HTTP API in OpenAI's shapes, on top of `Router.generate`. `app.py` lists the routes."""

@@ -1,4 +1,4 @@
-"""How many answers may run and wait. Decides at once; only a turn is waited for."""
+"""Admission control: bounds running and queued answers. Decisions are immediate; only `turn` waits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ RETRY_AFTER_S = 1.0
 
 
 class Admission:
-    """Up to `max_running` answers run, `max_queued` wait in the order of their arrival. Lives on one event loop.
+    """Runs up to `max_running` requests and queues up to `max_queued` answers, first come, first served.
 
-    Answers to one prompt that are computed together have one turn.
+    Answers to one prompt that are computed together are admitted together. Used on one event loop.
     """
 
     def __init__(
@@ -30,23 +30,23 @@ class Admission:
         pace: Pace | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`pace` may allow fewer of them."""
+        """`pace` may lower the limit."""
         self._limit, self._pace, self._clock = max_running + max_queued, pace, clock
         self._inside = 0
         self._turns = asyncio.Semaphore(max_running)
         self._waiting: set[asyncio.Timeout] = set()
-        """Of those that may be turned away while they wait."""
+        """Timeouts of queued requests that an overload may reject."""
         self._metrics = metrics
 
     @property
     def limit(self) -> int:
-        """Answers that can be inside at one time."""
+        """Largest number of running and queued answers."""
         return self._limit
 
-    def knock(self) -> None:
-        """Somebody asks for one answer, or more. Raises `BusyError` when not even one would be let in.
+    def check_capacity(self) -> None:
+        """Counts an arriving request. Raises `BusyError` if not even one answer would be admitted.
 
-        Before anything is read: who is refused must cost nothing, or nobody is served under overload.
+        Called before the body is read: under overload a rejection must be cheap.
         """
         if self._pace is not None:
             self._pace.came(self._inside, self._clock())
@@ -58,25 +58,25 @@ class Admission:
             raise
 
     def enter(self, answers: int) -> None:
-        """Takes places for all of `answers`; each must `leave`. Raises `BusyError`, and takes none, when full."""
+        """Admits `answers` answers, each of which must `leave`. Raises `BusyError`, admitting none, if full."""
         self._check(answers)
         self._inside += answers
 
     def ended(self, report: SessionReport, inside: int, answers: int = 1) -> None:
-        """So many answers came whole, made together; `inside` were there when they had their turn."""
+        """Records `answers` complete answers, computed together; `inside` is the number admitted at their start."""
         if self._pace is not None:
             most = max(inside, self._inside)
-            steps = max(map(len, report.answers), default=0)  # the longest one takes as long as all of them
+            steps = max(map(len, report.answers), default=0)  # the longest answer sets the duration
             self._pace.ended(steps, report.ttft_s, report.ended_s, most, self._clock(), answers)
 
     @property
     def inside(self) -> int:
-        """Answers that run or wait."""
+        """Running and queued answers."""
         return self._inside
 
     def _check(self, answers: int) -> None:
         pace = self._pace.limit(self._clock()) if self._pace is not None else None
-        # A request for many answers is let in alone, whatever the pace: else it would be refused for ever.
+        # An empty server admits a request of many answers at any pace; otherwise it would never run.
         limit = self._limit if pace is None else min(self._limit, max(pace, answers))
         if self._inside + answers > limit:
             raise self._busy(limit)
@@ -88,20 +88,20 @@ class Admission:
         )
 
     def _turn_away(self) -> None:
-        """Those that wait and may be: an overload has begun, and they would wait for nothing good."""
+        """Rejects the queued requests at the start of an overload."""
         while self._waiting:
             self._waiting.pop().reschedule(asyncio.get_running_loop().time())
 
     def leave(self, answers: int = 1) -> None:
-        """Gives their places back."""
+        """Ends `answers` admitted answers."""
         self._inside -= answers
         assert self._inside >= 0, "more answers left than entered"
 
     @asynccontextmanager
     async def turn(self, deadline_s: float, alone: bool = True) -> AsyncIterator[None]:
-        """Waits until one may run, on `time.monotonic`'s clock. Raises `RequestTimeoutError`.
+        """Waits for a slot to run; `deadline_s` is on `time.monotonic`'s clock. Raises `RequestTimeoutError`.
 
-        `alone`: no other answer belongs to the same request, so this one may still be refused: then `BusyError`.
+        `alone`: the only part of its request, which an overload may still reject with `BusyError`.
         """
         with self._metrics.queued.track_inprogress():
             await self._acquire(deadline_s, alone)
@@ -124,4 +124,4 @@ class Admission:
         except TimeoutError as exc:
             if away:
                 raise self._busy(self._inside - 1) from exc
-            raise RequestTimeoutError("the request did not have its turn in time") from exc
+            raise RequestTimeoutError("the request reached its deadline in the queue") from exc

@@ -1,7 +1,7 @@
-"""The answers to one HTTP request: tasks for one or more of them, one stream of (answer, output) out of all.
+"""The answers to one HTTP request: merges the outputs of several tasks into one stream of (answer, output).
 
-Each task drives one session of the router, and lives until the session has released what it held, also when nobody
-waits for it any more. So leaving is never waiting: `abort` cancels the tasks and returns.
+Each task drives one session of the router and lives until the session has released its memory, also after the client
+has gone. `abort` therefore only cancels the tasks and does not wait.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ Item = tuple[int, Output] | Exception
 
 
 class Answers:
-    """An async iterator over `(answer, output)` in the order in which they come; ends when all answers have.
+    """An async iterator over `(answer, output)` in order of arrival; ends after all answers.
 
-    Raises the first error of any. What is not taken waits here: at most `max_tokens` outputs for each answer.
+    Raises the first error of any answer. Buffers at most `max_tokens` outputs per answer.
     """
 
     def __init__(self) -> None:
@@ -34,20 +34,20 @@ class Answers:
         return task
 
     def put(self, answer: int, output: Output) -> None:
-        """Some more of an answer; `finish` of all of a task: it must not be cancelled, its session is releasing."""
+        """Adds an output. After the last one of an answer, `abort` no longer cancels its task, which is releasing."""
         if output.finish is not None:
             self._unfinished.pop(answer, None)
         self._items.put_nowait((answer, output))
 
     def fail(self, answers: Iterable[int], error: DisaggError) -> None:
-        """These have ended without their text, and with them the whole request: their siblings are aborted."""
+        """Ends `answers` with an error, which fails the whole request and aborts its other answers."""
         for answer in answers:
             self._unfinished.pop(answer, None)
         self._items.put_nowait(error)
         self._cancel()
 
     def abort(self, error: Exception | None = None) -> None:
-        """Aborts what is unfinished; whoever iterates gets `error` (that the client is gone). Again: nothing."""
+        """Aborts unfinished answers; the iterator raises `error`, by default `ClientGoneError`. Idempotent."""
         if self._unfinished:
             self._items.put_nowait(error or ClientGoneError())
         self._cancel()

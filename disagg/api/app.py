@@ -1,4 +1,4 @@
-"""The routes. Bodies are msgspec's, never pydantic's: FastAPI only dispatches here."""
+"""The routes. FastAPI only dispatches; msgspec decodes and encodes the bodies."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from disagg.api.asked import Asked, check_model, conversation, parse_chat, parse_completion
 from disagg.api.body import decode_object, to_struct
 from disagg.api.edge import Edge
 from disagg.api.errors import ApiError, api_error, bad
 from disagg.api.exchange import exchange_of, read_body
 from disagg.api.fields import DetokenizeBody, TokenizeBody
+from disagg.api.generation_request import (
+    GenerationRequest,
+    check_model,
+    conversation,
+    parse_chat,
+    parse_completion,
+)
 from disagg.api.page import page_response
 from disagg.api.responses import EventStream, error_response, whole_reply
 from disagg.api.service import Service
@@ -25,7 +31,7 @@ from disagg.core.errors import DisaggError
 
 
 def make_app(service: Service, keys: tuple[bytes, ...], tracing: Tracing | None = None) -> ASGIApp:
-    """The whole API as an ASGI application. Who made `tracing` closes it."""
+    """Returns the API as an ASGI application. The caller closes `tracing`."""
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
     for path, method, handler in _routes(service):
         app.router.add_route(path, handler, methods=[method])
@@ -33,7 +39,7 @@ def make_app(service: Service, keys: tuple[bytes, ...], tracing: Tracing | None 
     app.add_exception_handler(DisaggError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_bug)
-    return Edge(app, service.config, keys, service.metrics, tracing, service.knock)
+    return Edge(app, service.config, keys, service.metrics, tracing, service.check_capacity)
 
 
 def _routes(service: Service) -> list[tuple[str, str, Any]]:
@@ -54,36 +60,36 @@ def _routes(service: Service) -> list[tuple[str, str, Any]]:
 
 
 class _Routes:
-    """A method for each route."""
+    """Handlers of the routes."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._model = service, service.model
 
     async def page(self, request: Request) -> Response:
-        """For a browser."""
+        """Returns the live page."""
         return page_response()
 
     async def completions(self, request: Request) -> Response:
-        """Text after a prompt."""
-        asked = await parse_completion(await self._body(request), self._model, self._service.config)
-        return await self._answer(request, asked, CompletionWriter)
+        """Completes a prompt."""
+        generation = await parse_completion(await self._body(request), self._model, self._service.config)
+        return await self._answer(request, generation, CompletionWriter)
 
     async def chat(self, request: Request) -> Response:
-        """The next turn of a conversation."""
-        asked = await parse_chat(await self._body(request), self._model, self._service.config)
-        return await self._answer(request, asked, ChatWriter)
+        """Returns the next message of a conversation."""
+        generation = await parse_chat(await self._body(request), self._model, self._service.config)
+        return await self._answer(request, generation, ChatWriter)
 
     async def models(self, request: Request) -> Response:
-        """The one model."""
+        """Returns the list of models, which has one."""
         return _json({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
-        """One model by name."""
+        """Returns a model by name."""
         check_model(request.path_params["name"], self._model)
         return _json(self._card())
 
     async def tokenize(self, request: Request) -> Response:
-        """Tokens of a text, or of a conversation in the model's template."""
+        """Returns the tokens of a text, or of a conversation in the model's chat template."""
         body = to_struct(decode_object(await self._body(request)), TokenizeBody, {})
         check_model(body.model, self._model)
         if (body.prompt is None) == (body.messages is None):
@@ -96,33 +102,35 @@ class _Routes:
         return _json({"count": len(tokens), "max_model_len": limit, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
-        """Text of tokens, special ones spelled out."""
+        """Returns the text of tokens, including special tokens."""
         body = to_struct(decode_object(await self._body(request)), DetokenizeBody, {})
         check_model(body.model, self._model)
         return _json({"prompt": self._model.spell(self._model.check_tokens(body.tokens, "tokens"))})
 
     async def health(self, request: Request) -> Response:
-        """The process lives."""
+        """Returns 200 while the process lives."""
         return _json({"status": "alive"})
 
     async def ready(self, request: Request) -> Response:
-        """Requests are taken."""
+        """Returns 200 if requests are served, else 503 with the reason."""
         why = self._service.why_not_ready()
         return _json({"status": why or "ready"}, 503 if why else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """For Prometheus."""
+        """Returns metrics in Prometheus' text format."""
         return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
     async def status(self, request: Request) -> Response:
-        """The server and its groups as they stand, with the last answers."""
+        """Returns the status of the server and its groups, with the latest answers."""
         return _json(self._service.status())
 
-    async def _answer(self, request: Request, asked: Asked, writer_class: type[Writer]) -> Response:
+    async def _answer(
+        self, request: Request, generation: GenerationRequest, writer_class: type[Writer]
+    ) -> Response:
         exchange = exchange_of(request)
-        writer = writer_class(asked, self._model, exchange.key)
-        answers = self._service.start(asked, exchange)
-        if asked.stream:
+        writer = writer_class(generation, self._model, exchange.key)
+        answers = self._service.start(generation, exchange)
+        if generation.stream:
             return EventStream(answers, writer, exchange)
         return await whole_reply(answers, writer, exchange, request.receive)
 
@@ -156,8 +164,8 @@ async def _on_error(request: Request, exc: Exception) -> Response:
 
 async def _on_http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException), "registered for that class"
-    what = f"{request.method} {request.url.path}"
-    message = f"there is no {what} here" if exc.status_code in (404, 405) else str(exc.detail)
+    route = f"{request.method} {request.url.path}"
+    message = f"there is no route {route}" if exc.status_code in (404, 405) else str(exc.detail)
     code = {404: "not_found", 405: "method_not_allowed"}.get(exc.status_code)
     return error_response(ApiError(exc.status_code, message, code=code, headers=dict(exc.headers or {})))
 

@@ -1,4 +1,4 @@
-"""From a body's bytes to a struct; every refusal is a 400 that names the field."""
+"""Decodes request bodies to structs; each error is a 400 that names the field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHERE = re.compile(r"(?P<what>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", 
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in `body`."""
+    """Returns the JSON object in `body`. Raises a 400."""
     try:
         values = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as exc:
@@ -26,7 +26,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 
 
 def to_struct(values: Mapping[str, Any], cls: type[T], off: Mapping[str, tuple[Any, ...]], at: str = "") -> T:
-    """`values` as `cls`. Null is a field left out. A field of `off` with another value than those is refused."""
+    """Converts `values` to `cls`; null means absent. Fields of `off` are accepted with the listed values only."""
     given = {name: value for name, value in values.items() if value is not None}
     known = cls.__struct_encode_fields__
     tag = cls.__struct_config__.tag_field

@@ -1,6 +1,6 @@
-"""Which connections are open, from which addresses, and which of them wait for a request.
+"""The table of open HTTP connections: their client addresses, and which connections are idle.
 
-The table only decides; `connections.py` closes what it names.
+The table only decides which connection to close; `connections.py` closes it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ _IPV6_PREFIX = 64
 
 
 class Connection(Protocol):
-    """What the table needs to know of a connection; hashed by identity."""
+    """A connection as the table uses it; hashed by identity."""
 
     def flushed(self) -> bool:
         """Whether the client has taken every byte that was written."""
 
 
-class Admission(NamedTuple):
+class ConnectionDecision(NamedTuple):
     """The decision about a new connection."""
 
     held: bool
     """False: the connection is not in the table and must be closed at once."""
     evicted: Connection | None = None
-    """Left the table to make room; the caller closes it."""
+    """The connection that was removed from the table to make room; the caller closes it."""
     refused: str = ""
-    """Why requests of the connection are refused (503); empty if they are served."""
+    """Reason for which requests of the connection are refused (503); empty if they are served."""
 
 
 class ConnectionStatistics(msgspec.Struct, frozen=True):
@@ -44,16 +44,16 @@ class ConnectionStatistics(msgspec.Struct, frozen=True):
     open: int
     """Connections in the table."""
     waiting: int
-    """Those without a request in progress."""
+    """Idle connections: without a request in progress."""
     addresses: int
-    """Addresses that hold at least one."""
+    """Client addresses with at least one connection."""
 
 
 class ConnectionTable:
-    """Bounds the connections in all and for each address. One event loop uses it; no lock.
+    """Limits the connections, in total and for each client address. One event loop uses the table; it has no lock.
 
-    A full table drops the connection that has waited longest for a request: of the same address when that address
-    is full, else of all. Connections with a request in progress are never dropped.
+    A full table evicts the connection that has been idle longest. When the address limit is reached, the eviction is
+    limited to connections of that address. A connection with a request in progress is never evicted.
     """
 
     def __init__(self, limit: int, address_limit: int) -> None:
@@ -63,19 +63,19 @@ class ConnectionTable:
         self._waiting: OrderedDict[Connection, None] = OrderedDict()
         self._waiting_of: dict[str, OrderedDict[Connection, None]] = {}
 
-    def admit(self, connection: Connection, address: str) -> Admission:
+    def admit(self, connection: Connection, address: str) -> ConnectionDecision:
         """Enters a new connection, which waits for its first request."""
         waiting, why = self._room(address)
         if not why:
             self._enter(connection, address)
-            return Admission(held=True)
+            return ConnectionDecision(held=True)
         evicted = next((one for one in waiting if one.flushed()), None)
         if evicted is not None:
             self.remove(evicted)
         elif len(self._open) >= self._limit + SPARE:
-            return Admission(held=False, refused=why)
+            return ConnectionDecision(held=False, refused=why)
         self._enter(connection, address)
-        return Admission(held=True, evicted=evicted, refused="" if evicted is not None else why)
+        return ConnectionDecision(held=True, evicted=evicted, refused="" if evicted is not None else why)
 
     def begin(self, connection: Connection) -> None:
         """A request of the connection has begun. No effect on a connection that left the table."""
@@ -119,7 +119,7 @@ class ConnectionTable:
             raise InvariantError(f"connections: {self.statistics()}, {self._counts}, {self._open}")
 
     def _room(self, address: str) -> tuple[Iterable[Connection], str]:
-        """The connections of which one may be dropped, and why that is needed; '' if there is room."""
+        """Returns the candidates for eviction, and the limit that was reached; '' if there is room."""
         if self._counts[address] >= self._address_limit:
             why = f"this address has {self._address_limit} connections (api.max_connections_per_address), all in use"
             return self._waiting_of.get(address, ()), why
@@ -142,7 +142,7 @@ class ConnectionTable:
 
 
 def address_of(host: str) -> str:
-    """What counts as one client: an IPv4 address, mapped ones too, or an IPv6 network of 64 bits."""
+    """Returns the address that identifies a client: an IPv4 address (also IPv4-mapped), or an IPv6 /64 network."""
     try:
         found = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,4 +1,4 @@
-"""Connections within bounds: how many, how large and slow a request's head is, how slowly a client reads."""
+"""HTTP connections with limits on their number, on the size and time of heads, and on slow readers."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from disagg.api.connection_table import SPARE, ConnectionTable, address_of
 from disagg.api.edge import OPEN, head_too_large
 from disagg.api.errors import ApiError, retry_after
 from disagg.api.metrics import Metrics
-from disagg.core.config import ApiConfig
+from disagg.core.config.read import ApiConfig
 
 log = structlog.get_logger(__name__)
 
 PHRASES = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 OTHER_FILES = 256
-"""Descriptors that a server needs beside its connections: libraries, Ray, control channels."""
+"""File descriptors for libraries, Ray and control channels."""
 MAX_PIPELINED = 32
-"""Requests of one connection that wait behind the one that is answered; each holds its head in memory."""
+"""Largest number of pipelined requests of one connection, whose heads stay in memory."""
 MIN_SEND_BYTES_PER_S = 1024
-"""A client that reads a full buffer more slowly than this is given up."""
+"""Lowest rate at which a client must read a full buffer; slower connections are aborted."""
 
 
 def bounded_http(config: ApiConfig, metrics: Metrics) -> type[asyncio.Protocol]:
-    """uvicorn's protocol within the bounds of `config`; the connections of one server.
+    """Returns uvicorn's protocol with the limits of `config`, for the connections of one server.
 
-    - uvicorn would keep an unfinished head for ever: `header_timeout_s` bounds it.
+    - uvicorn has no time limit for a head: `header_timeout_s` adds one.
     - `ConnectionTable` chooses the connection that is closed when too many are open. A connection for which no room
       can be made gets its 503 after its first head; health probes on it are answered.
-    - uvicorn does not watch clients that do not read. The kernel gives up those that acknowledge nothing for
-      `idle_timeout_s`, `_check_progress` those that read too slowly.
+    - uvicorn does not detect clients that do not read. The kernel closes connections without acknowledgements for
+      `idle_timeout_s`; `_check_progress` aborts slow readers.
     """
 
     class Bounded(_BoundedHttp):
@@ -58,9 +58,9 @@ class _BoundedHttp(HttpToolsProtocol):
     _late: asyncio.TimerHandle | None = None
     _watch: asyncio.TimerHandle | None = None
     _running: RequestResponseCycle | None = None
-    """The request that is answered now, or was last."""
+    """The current or latest request."""
     _unsent_bytes: int | None = None
-    """Unsent bytes of a stuck connection at the last look; None if it was not stuck."""
+    """Unsent bytes of a stuck connection at the last check; None if not stuck."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -88,7 +88,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self._count()
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
-            # uvicorn tells only the newest request; this one may be an older one, with others behind it.
+            # uvicorn notifies only the newest request; the running one may be older.
             self._running.disconnected = True
             self._running.message_event.set()
 
@@ -98,7 +98,7 @@ class _BoundedHttp(HttpToolsProtocol):
         if self._in_head and self._head_bytes > self.api.max_header_bytes:
             self._refuse(head_too_large("the request's head", self.api.max_header_bytes))
         elif self._late is None and self._answered():
-            # The body of a refused request, or line breaks before a head: they stopped uvicorn's own clock.
+            # The body of a refused request, or line breaks before a head, stopped uvicorn's own timer.
             self._late = self.loop.call_later(self.api.header_timeout_s, self.transport.close)
 
     def on_message_begin(self) -> None:
@@ -177,7 +177,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self.counts.connections.set(self.table.statistics().open)
 
     def _check_progress(self) -> None:
-        """Aborts a connection that can write no more, or is closing, and sent next to nothing since the last look."""
+        """Aborts a blocked or closing connection that sent too little since the last check."""
         interval_s = self.api.idle_timeout_s
         if not (self.transport.is_closing() or self.flow.write_paused):
             self._unsent_bytes = None
@@ -191,7 +191,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
 
 def check_file_limit(config: ApiConfig) -> None:
-    """Raises this process' limit of open files as far as it may; warns when that is too low for `max_connections`."""
+    """Raises the process' limit of open files; warns if the hard limit is too low for `max_connections`."""
     needed = config.max_connections + SPARE + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
@@ -202,13 +202,13 @@ def check_file_limit(config: ApiConfig) -> None:
             "open_files_limit",
             limit=hard,
             needed=needed,
-            means="connections will be turned away before api.max_connections is reached",
+            means="connections are refused before api.max_connections is reached",
             how=f"ulimit -n {needed}, or a lower api.max_connections",
         )
 
 
 def _whole(error: ApiError) -> bytes:
-    """The error as a response of its own, after which the connection is closed."""
+    """Returns the bytes of an error response that closes the connection."""
     body = error.body()
     lines = [b"HTTP/1.1 %d %s" % (error.status, PHRASES[error.status]), b"content-type: application/json"]
     lines += [b"%s: %s" % (name.lower().encode(), value.encode()) for name, value in error.headers.items()]

@@ -1,8 +1,7 @@
-"""What every request passes first: ids, limits of its head, API keys, and whether there is room for it; and what is
-logged and counted at its end.
+"""ASGI middleware before the routes: request ids, limits of heads, API keys, admission, logs and counts.
 
-Under overload most requests get no further, and all that is spent on them is taken from the others: they are turned
-away before routing, before their body is read, with one line in the log for all of a second.
+Under overload most requests end here and must cost little: they are rejected before routing and before their body is
+read, with one log line per second.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from disagg.api.keys import check_key
 from disagg.api.metrics import Metrics
 from disagg.api.responses import error_response
 from disagg.api.tracing import Tracing
-from disagg.core.config import ApiConfig
+from disagg.core.config.read import ApiConfig
 from disagg.core.errors import BusyError
 
 log = structlog.get_logger(__name__)
 
 OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
-"""Asked by machines, or a browser, that hold no key."""
+"""Paths that need no API key."""
 OFTEN = OPEN | {"/status"}
-"""Asked again and again: their lines in the log are for debugging."""
+"""Frequently polled paths, logged at level debug."""
 ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})
 REFUSALS_S = 1.0
-"""Between two lines in the log that say how many were turned away."""
+"""Interval of log lines with the number of rejected requests."""
 OUTCOMES = {CLIENT_GONE: "aborted", 408: "timeout", 429: "busy", 503: "unavailable", 504: "timeout"}
 
 
@@ -44,11 +43,11 @@ class Edge:
         keys: tuple[bytes, ...],
         metrics: Metrics,
         tracing: Tracing | None,
-        knock: Callable[[], None],
+        check_capacity: Callable[[], None],
     ) -> None:
-        """`knock` raises `ApiError` or `BusyError` when no answer can be had now."""
+        """`check_capacity` raises `ApiError` or `BusyError` if no request can be admitted now."""
         self._app, self._config, self._keys, self._metrics = app, config, keys, metrics
-        self._tracing, self._knock = tracing, knock
+        self._tracing, self._check_capacity = tracing, check_capacity
         self._refused, self._said_s = 0, 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,28 +58,28 @@ class Edge:
             exchange.trace = self._tracing.begin(headers, scope["path"], exchange.request_id)
         status = 0
 
-        async def send_marked(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                mark = (b"x-request-id", exchange.request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), mark]}
+                header = (b"x-request-id", exchange.request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), header]}
             await send(message)
 
         try:
             self._check_head(scope)
             if scope["path"] not in OPEN:
                 check_key(self._keys, headers.get(b"authorization"))
-            # Behind the keys: strangers learn nothing of the load, and do not count as any.
+            # After the key check: requests without a key must not reveal or affect the load.
             if scope["path"] in ANSWERING and scope["method"] == "POST":
-                self._knock()
+                self._check_capacity()
             exchange.timeout_s = timeout_s(headers.get(TIMEOUT.encode()), exchange.timeout_s)
             exchange.session = session_id(headers.get(SESSION.encode()))
-            await self._app(scope, receive, send_marked)
+            await self._app(scope, receive, send_with_id)
         except ApiError as error:
-            await error_response(error)(scope, receive, send_marked)
+            await error_response(error)(scope, receive, send_with_id)
         except BusyError as error:
-            await error_response(api_error(error))(scope, receive, send_marked)
+            await error_response(api_error(error))(scope, receive, send_with_id)
         except Exception:
             log.exception("request_failed", request_id=exchange.request_id, path=scope["path"])
         finally:
@@ -119,7 +118,7 @@ class Edge:
         )
 
     def _say_refused(self) -> None:
-        """A line for each of hundreds a second would be a cost of its own."""
+        """Logs the number of rejected requests, at most once per `REFUSALS_S`."""
         self._refused += 1
         now_s = time.monotonic()
         if now_s - self._said_s >= REFUSALS_S:
@@ -128,7 +127,7 @@ class Edge:
 
 
 def _client(scope: Scope) -> str:
-    """The address from which a request came: its log lines are limited by it."""
+    """Returns the client's address, by which log lines are limited."""
     client = scope.get("client")
     return str(client[0]) if client else "unknown"
 
@@ -140,10 +139,10 @@ def _outcome(status: int) -> str:
 
 
 def head_too_large(what: str, limit_bytes: int) -> ApiError:
-    """A 431."""
+    """Returns a 431."""
     return ApiError(
         431,
-        f"{what} is larger than the {limit_bytes} bytes that this server takes",
+        f"{what} is larger than the limit of {limit_bytes} bytes",
         code="headers_too_large",
         headers={"Connection": "close"},
     )

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong, in OpenAI's shape: `{"error": {message, type, param, code}}`."""
+"""Error responses in OpenAI's shape: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from disagg.core.errors import (
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLIENT_GONE = 499
-"""nginx' status for a client that left before its answer; no client ever sees it."""
+"""nginx' status for a client that disconnected before its reply; never sent."""
 
 
 class ApiError(Exception):
-    """An HTTP status and what stands in the body. `param` names the field at fault."""
+    """An error with HTTP status and body fields. `param` names the field at fault."""
 
     def __init__(
         self,
@@ -43,13 +43,13 @@ class ApiError(Exception):
 
     @property
     def type(self) -> str:
-        """OpenAI's word for the kind of error, which follows from the status."""
+        """OpenAI's error type, derived from the status."""
         if self.status == 429:
             return "rate_limit_error"
         return INVALID if self.status < 500 else SERVER
 
     def body(self) -> bytes:
-        """The JSON that says it."""
+        """Returns the JSON body."""
         return msgspec.json.encode({"error": self._fields()})
 
     def _fields(self) -> dict[str, Any]:
@@ -57,21 +57,21 @@ class ApiError(Exception):
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """A 400 that names the field."""
+    """Returns a 400 that names the field."""
     return ApiError(400, message, param=param, code=code)
 
 
 def retry_after(seconds: float) -> dict[str, str]:
-    """The header of that name: whole seconds, 1 at least."""
+    """Returns the Retry-After header: whole seconds, at least 1."""
     return {"Retry-After": str(max(1, math.ceil(seconds)))}
 
 
 def api_error(error: DisaggError) -> ApiError:
-    """What a client hears of an error of ours."""
+    """Converts an error of this project to an error response."""
     message = str(error)
     match error:
         case BusyError():
@@ -82,7 +82,9 @@ def api_error(error: DisaggError) -> ApiError:
             return bad(None, message, code="context_length_exceeded")
         case RequestInUseError():
             return ApiError(409, message, code=error.code)
-        case ConfigError() | InvalidRequestError():
+        case InvalidRequestError():
+            return bad(error.param, message, code=error.code)
+        case ConfigError():
             return bad(None, message, code=error.code)
         case RequestTimeoutError():
             return ApiError(504, message, code=error.code)

@@ -1,4 +1,4 @@
-"""One HTTP request on its way through the server: its id, its times, and what the log says of it."""
+"""Per-request state of the HTTP server: id, times, log fields; and reading of the body."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope
 
 from disagg.api.errors import CLIENT_GONE, ApiError, bad
 from disagg.api.tracing import RequestTrace
-from disagg.core.config import ApiConfig
+from disagg.core.config.read import ApiConfig
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 STATE = "exchange"
@@ -24,69 +24,69 @@ SESSION = "x-session-id"
 
 @dataclass(slots=True)
 class Exchange:
-    """Made by `edge.Edge`; the routes add what they learn."""
+    """State of one HTTP request, created by `edge.Edge` and filled by the routes."""
 
     request_id: str
-    """The client's `x-request-id` where it is harmless, else ours."""
+    """The client's `x-request-id` if valid, else a new id."""
     timeout_s: float
     arrived_s: float = field(default_factory=time.monotonic)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
-    """Names the request's sessions and its answer; unique whatever the client sent."""
+    """Unique name of the request's sessions and reply, independent of the client."""
     ended: int = 0
-    """The status that says how it ended, where the one that was sent does not: a stream that broke."""
+    """Status for logs and metrics if the sent status does not apply, as for a broken stream; 0: the sent one."""
     session: str = ""
-    """The client's name for the conversation; empty when it gave none."""
+    """The client's name for the conversation; empty without one."""
     trace: RequestTrace | None = None
-    """Its span, where requests are traced."""
+    """The request's trace, if tracing is on."""
     words: dict[str, object] = field(default_factory=dict)
-    """More for its line in the log."""
+    """Further fields of the request's log line."""
 
     @property
     def deadline_s(self) -> float:
-        """When the whole request must have ended, on `time.monotonic`'s clock."""
+        """Deadline of the whole request, on `time.monotonic`'s clock."""
         return self.arrived_s + self.timeout_s
 
 
 def exchange_of(request: Request) -> Exchange:
-    """The exchange of a request that came through the edge."""
+    """Returns the exchange of a request."""
     exchange = request.scope["state"][STATE]
     assert isinstance(exchange, Exchange), "every request comes through the edge"
     return exchange
 
 
 def request_id(given: bytes | None) -> str:
-    """`given` when it can be echoed and logged, else a new one."""
+    """Returns `given` if it is safe to echo and log, else a new id."""
     return given.decode() if given and _ID.fullmatch(given) else uuid.uuid4().hex
 
 
 def session_id(given: bytes | None) -> str:
-    """The client's name for a conversation, from `SESSION`; empty without one."""
+    """Returns the client's name for a conversation, the header `SESSION`; empty without one. Raises a 400."""
     if given is not None and not _ID.fullmatch(given):
         raise bad(SESSION, f"{SESSION} must be 1 to 128 letters, digits or any of . _ : -")
     return given.decode() if given else ""
 
 
 def timeout_s(given: bytes | None, most_s: float) -> float:
-    """The time that a client asks for in `TIMEOUT`, and never more than `most_s`."""
+    """Returns the time limit of the header `TIMEOUT`, at most `most_s`. Raises a 400."""
     if given is None:
         return most_s
     try:
-        asked_s = float(given)
+        requested_s = float(given)
     except ValueError:
-        asked_s = 0.0
-    if not asked_s > 0:
+        requested_s = 0.0
+    if not requested_s > 0:
         raise bad(
             "x-request-timeout-s",
             f"x-request-timeout-s: {given.decode('latin-1')!r} is not a number of seconds above 0",
         )
-    return min(asked_s, most_s)
+    return min(requested_s, most_s)
 
 
 async def read_body(scope: Scope, receive: Receive, config: ApiConfig, exchange: Exchange) -> bytes:
-    """The whole body. Raises a 413 as early as the size is known, and a 408 for a body that comes too slowly.
+    """Returns the whole body. Raises a 413 as soon as the size exceeds the limit, and a 408 for a slow body.
 
-    The time is `body_timeout_s` from the request's arrival and a second for each `min_body_bytes_per_s` received, but
-    never beyond the request's own deadline.
+    The time limit is `body_timeout_s` from the request's arrival, plus a second per `min_body_bytes_per_s` received,
+    at most the request's own deadline.
     """
     loop = asyncio.get_running_loop()
     arrived_s = loop.time() - (time.monotonic() - exchange.arrived_s)
@@ -112,7 +112,7 @@ async def _pieces(scope: Scope, receive: Receive, limit_bytes: int) -> AsyncIter
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(
-                CLIENT_GONE, "the client went away before its request was complete", code="client_gone"
+                CLIENT_GONE, "the client disconnected before its request was complete", code="client_gone"
             )
         piece: bytes = message.get("body", b"")
         total_bytes += len(piece)
@@ -135,7 +135,7 @@ def _too_slow(config: ApiConfig) -> ApiError:
 def _too_large(limit_bytes: int) -> ApiError:
     return ApiError(
         413,
-        f"the body is larger than the {limit_bytes} bytes that this server takes",
+        f"the body is larger than the limit of {limit_bytes} bytes (api.max_body_bytes)",
         code="body_too_large",
-        headers={"Connection": "close"},  # or the rest of it would have to be read
+        headers={"Connection": "close"},  # otherwise the rest of the body would have to be read
     )

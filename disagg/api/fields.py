@@ -1,4 +1,4 @@
-"""Bodies of requests, as OpenAI's API names their fields; defaults are OpenAI's too."""
+"""Bodies of requests, with the field names and defaults of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base: what is not named is refused."""
+    """Base of bodies; unknown fields are refused."""
 
 
 class StreamOptions(Body, frozen=True, kw_only=True):
@@ -18,12 +18,12 @@ class StreamOptions(Body, frozen=True, kw_only=True):
 
 
 class AnswerBody(Body, frozen=True, kw_only=True):
-    """What completions and chat completions share. The last group is not OpenAI's, but common among servers."""
+    """Common fields of completions and chat completions. The last group extends OpenAI's API, as in vLLM."""
 
     model: str
     max_tokens: int | None = None
     temperature: float | None = None
-    """1, or 0 for a beam search."""
+    """Default: 1, or 0 for a beam search."""
     top_p: float = 1.0
     n: int = 1
     seed: int | None = None
@@ -44,7 +44,7 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     cache_salt: str = ""
     best_of: int | None = None
-    """So many answers are made, and the `n` best given; of a beam search how many beams it has."""
+    """Answers to generate, of which the `n` best are returned; for a beam search the number of beams."""
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
@@ -56,7 +56,7 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     return_tokens_as_token_ids: bool = False
-    """vLLM's: tokens of `logprobs` are named `token_id:ID`, since texts of different tokens may be the same."""
+    """Name tokens of `logprobs` as `token_id:ID`, as in vLLM: different tokens may have the same text."""
 
 
 class ChatBody(AnswerBody, frozen=True, kw_only=True):
@@ -68,17 +68,17 @@ class ChatBody(AnswerBody, frozen=True, kw_only=True):
     top_logprobs: int | None = None
 
 
-class Part(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
-    """A piece of a message's content; text is the only kind that the models here take."""
+class ContentPart(Body, frozen=True, kw_only=True, tag_field="type", tag="text"):
+    """A part of a message's content; only text is supported."""
 
     text: str
 
 
-class Message(Body, frozen=True, kw_only=True):
+class PromptMessage(Body, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
 
 
@@ -117,7 +117,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-"""Fields of OpenAI's that are not supported, and the values (beside null) that ask for nothing."""
+"""Unsupported fields of OpenAI's API, and their accepted values (besides null) without effect."""
 
 MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
@@ -127,4 +127,4 @@ MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "refusal": ("",),
     "tool_calls": ([],),
 }
-"""The same in a message: clients send answers back as they got them."""
+"""The same for messages: clients send replies back unchanged."""

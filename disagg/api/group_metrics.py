@@ -11,7 +11,7 @@ from typing import NamedTuple
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from disagg.core.config import Role
+from disagg.core.config.read import Role
 from disagg.core.status import GroupStatus, RankStatus, RouteStatus
 
 Family = CounterMetricFamily | GaugeMetricFamily
@@ -96,7 +96,7 @@ class GroupCollector(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Families without samples are left out."""
-        groups = [group for group in self._groups() if group.ranks]  # the others have told nothing yet
+        groups = [group for group in self._groups() if group.ranks]  # the others have not reported yet yet
         ranks = [(group, rank) for group in groups for rank in group.ranks]
         routes = [(rank, route) for _, rank in ranks for route in rank.routes]
         found = [

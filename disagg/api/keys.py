@@ -32,11 +32,11 @@ def load_api_keys(file: str | None, env: MutableMapping[str, str]) -> tuple[byte
 
 
 def check_key(keys: tuple[bytes, ...], header: bytes | None) -> None:
-    """Raises a 401 unless `header`, the value of Authorization, carries one of `keys`; () lets everybody in."""
+    """Raises a 401 unless `header`, the value of Authorization, carries one of `keys`; () needs no key."""
     if not keys:
         return
     scheme, _, given = (header or b"").partition(b" ")
-    # All keys are compared, always: how long it takes says nothing about which one was close.
+    # Compare all keys: the duration must not depend on the matching one.
     matches = [hmac.compare_digest(key, given.strip()) for key in keys]
     if scheme.lower() != b"bearer" or not any(matches):
         said = "is not one of this server's" if given else "is missing: send 'Authorization: Bearer KEY'"

@@ -1,4 +1,4 @@
-"""How single tokens are spelled where their log-probabilities are reported."""
+"""Text of single tokens in replies with log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Speller:
         self._model = model
 
     def text(self, token: int) -> str:
-        """The token's text; U+FFFD where it is half a character."""
+        """Returns the token's text, with U+FFFD for a partial character."""
         return self._model.spell([token])
 
     def chat(self, logprobs: TokenLogprobs) -> r.ChatLogprob:
-        """One token in the shape of chat answers."""
+        """Returns one token's log-probabilities in the shape of chat replies."""
         top = [r.TopLogprob(self.text(token), logprob, self._bytes(token)) for token, logprob in logprobs.top]
         return r.ChatLogprob(self.text(logprobs.token), logprobs.logprob, self._bytes(logprobs.token), top)
 

@@ -1,4 +1,4 @@
-"""What `/metrics` shows. A registry of its own: two servers in one process (tests) do not share counts."""
+"""Prometheus metrics of a server, in a separate registry: several servers in one process (tests) share no counts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIRE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 
 
 class Metrics:
-    """Counts and times. An *answer* is one choice, an engine's request; seconds unless the name says otherwise."""
+    """Counts and times, in seconds unless the name has another unit. An *answer* is one choice."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -71,14 +71,14 @@ class Metrics:
         )
 
     def transferred(self, report: SessionReport) -> None:
-        """Counts a session's transfer, if its KV went over."""
+        """Counts a session's KV transfer, if any."""
         if report.segments:
             self.transfer_bytes.inc(report.nbytes)
             self.transfer_seconds.observe(report.transfer_s)
 
     @staticmethod
     def total(metric: Counter | Gauge, **labels: str) -> float:
-        """The sum of a metric's samples that have these labels."""
+        """Returns the sum of a metric's samples with these labels."""
         samples = (sample for family in metric.collect() for sample in family.samples)
         wanted = (
             s for s in samples if not s.name.endswith("_created") and labels.items() <= s.labels.items()
@@ -86,5 +86,5 @@ class Metrics:
         return sum(sample.value for sample in wanted)
 
     def exposition(self) -> bytes:
-        """Prometheus' text format."""
+        """Returns the metrics in Prometheus' text format."""
         return generate_latest(self.registry)

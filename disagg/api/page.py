@@ -1,4 +1,4 @@
-"""The live page at `/`: one file of HTML with its style and script, which loads nothing and asks only `/status`."""
+"""The live page at `/`: one HTML file with style and script, which requests only `/status`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 
 def page_response() -> Response:
-    """The page. It holds no data: what it shows it asks for, with the key that its user gives."""
+    """Returns the page, which has no data: its script requests them with the user's key."""
     body, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -25,7 +25,7 @@ def page_response() -> Response:
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """The file, and the policy that lets its own script and style run and nothing else."""
+    """Returns the file and a content security policy that allows only its own script and style."""
     html = files("disagg.api").joinpath("page.html").read_text(encoding="utf-8")
     rules = {
         "default-src": "'none'",
@@ -41,6 +41,6 @@ def _page() -> tuple[bytes, str]:
 
 
 def _hash(html: str, tag: str) -> str:
-    """What stands between `<tag>` and its end, as CSP names it."""
+    """Returns the CSP hash of the content of `<tag>`."""
     [content] = re.findall(f"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""Quantiles of the last minute in bounded memory, however many values there are: counts in buckets of 5 %."""
+"""Quantiles of the last minute in bounded memory: counts in buckets of 5 % width."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 WIDTH = math.log(1.05)
-"""Of a bucket, in the logarithm: a quantile is off by 2.5 % at most."""
+"""Logarithmic width of a bucket; the error of a quantile is at most 2.5 %."""
 SPAN_S = 60
 LEAST_S, MOST_S = 1e-6, 1e5
-"""What is outside counts as these: so there are at most 520 buckets a second."""
+"""Range of values, which are clamped to it: at most 520 buckets per second."""
 
 
 class RollingQuantiles:
@@ -22,7 +22,7 @@ class RollingQuantiles:
         self._seconds: deque[tuple[int, Counter[int]]] = deque(maxlen=SPAN_S)
 
     def add(self, value_s: float) -> None:
-        """A value, in seconds."""
+        """Adds a value in seconds."""
         second = int(self._clock())
         if not self._seconds or self._seconds[-1][0] != second:
             self._seconds.append((second, Counter()))
@@ -30,7 +30,7 @@ class RollingQuantiles:
         self._seconds[-1][1][bucket] += 1
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
-        """The least values, in seconds, that so large shares of the last minute's do not exceed; 0 without any."""
+        """Returns the quantiles `shares` of the last minute's values, in seconds; 0 without values."""
         oldest = int(self._clock()) - SPAN_S
         counts: Counter[int] = Counter()
         for second, found in self._seconds:

@@ -1,4 +1,4 @@
-"""The last answers, running ones included: what `/status` shows of them."""
+"""The latest answers, including running ones, for `/status`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEPT = 64
 
 @dataclass(slots=True, eq=False)
 class Track:
-    """One answer on its way; filled by who drives it. Moments are `time.monotonic`'s, 0 for what has not happened."""
+    """Timing of one answer. Times are `time.monotonic`'s, 0 for future events."""
 
     id: str
     arrived_s: float
@@ -30,12 +30,12 @@ class Track:
         self.arrived_unix_s = time.time() - (time.monotonic() - self.arrived_s)
 
     def ended(self, ending: Ending, error: str = "") -> None:
-        """It has ended. What is said first stands."""
+        """Records the end; only the first call counts."""
         if not self.ended_s:
             self.ended_s, self.ending, self.error = time.monotonic(), ending, error
 
-    def told(self) -> RecentAnswer:
-        """As it stands."""
+    def status(self) -> RecentAnswer:
+        """Returns the answer's status."""
         report = self.report
         return RecentAnswer(
             self.id,
@@ -59,17 +59,17 @@ class Track:
 
 
 class Recent:
-    """The last `KEPT` that began."""
+    """The latest `KEPT` answers."""
 
     def __init__(self) -> None:
         self._tracks: deque[Track] = deque(maxlen=KEPT)
 
     def begin(self, answer_id: str, arrived_s: float) -> Track:
-        """An answer is asked for."""
+        """Adds a new answer."""
         track = Track(answer_id, arrived_s)
         self._tracks.appendleft(track)
         return track
 
-    def told(self) -> tuple[RecentAnswer, ...]:
-        """All of them, newest first."""
-        return tuple(track.told() for track in self._tracks)
+    def statuses(self) -> tuple[RecentAnswer, ...]:
+        """Returns all answers, newest first."""
+        return tuple(track.status() for track in self._tracks)

@@ -1,4 +1,4 @@
-"""What is answered, in OpenAI's shapes. What is encoded for each token is a msgspec struct."""
+"""Reply bodies in OpenAI's shapes, as msgspec structs for fast encoding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
-    """A token that could have stood there."""
+    """One of the most probable tokens at a position."""
 
     token: str
     logprob: float
@@ -58,7 +58,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What came to an answer."""
+    """New content of an answer."""
 
     role: str | None = None
     content: str | None = None
@@ -91,7 +91,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 
 
-class Reply(msgspec.Struct, frozen=True):
+class ReplyEnvelope(msgspec.Struct, frozen=True):
     """The envelope of all of them. `usage` is left out of chunks unless it was asked for, and null in all but one."""
 
     id: str

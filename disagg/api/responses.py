@@ -1,4 +1,4 @@
-"""How answers leave: one JSON object, or server-sent events. A client that goes away aborts what it asked for."""
+"""HTTP responses: one JSON object, or server-sent events. A client's disconnect aborts its request."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from disagg.core.errors import DisaggError
 from disagg.router.session import Output
 
 SEND_GRACE_S = 5.0
-"""How long after its deadline a stream may still be sending: to a client that does not read, for ever."""
+"""Time after its deadline that a stream has to send the rest to a slow client."""
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
 def error_response(error: ApiError) -> Response:
-    """An error as a whole response."""
+    """Returns the response of an error."""
     return Response(error.body(), error.status, error.headers, media_type="application/json")
 
 
 async def whole_reply(answers: Answers, writer: Writer, exchange: Exchange, receive: Receive) -> Response:
-    """Waits for all answers. Raises what ended them."""
+    """Waits for all answers and returns the reply. Raises the error that ended them."""
     try:
         async with _aborted_when_gone(answers, receive):
             async for index, output in answers:
@@ -42,7 +42,7 @@ async def whole_reply(answers: Answers, writer: Writer, exchange: Exchange, rece
 
 
 class EventStream(Response):
-    """Answers as they come. The status is sent with the first of them, so what fails before that has its own."""
+    """Streams answers. The status is sent with the first output, so an earlier failure has its own status."""
 
     media_type = "text/event-stream"
 
@@ -52,7 +52,7 @@ class EventStream(Response):
         self._answers, self._writer, self._exchange = answers, writer, exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises what ended the answers before the first piece of them came."""
+        """Raises the error that ended the answers before the first output."""
         left_s = max(0.0, self._exchange.deadline_s - time.monotonic())
         try:
             async with _aborted_when_gone(self._answers, receive), asyncio.timeout(left_s + SEND_GRACE_S):
@@ -82,7 +82,7 @@ class EventStream(Response):
 
 @asynccontextmanager
 async def _aborted_when_gone(answers: Answers, receive: Receive) -> AsyncIterator[None]:
-    """Within the block, the client's leaving aborts `answers`. The request's body has been read before."""
+    """Within the block, the client's disconnect aborts `answers`. The request's body must have been read."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn on a socket of ours, stopped when we say so and not by its own signal handlers."""
+"""The HTTP server: uvicorn on a given socket, stopped by the caller instead of uvicorn's signal handlers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from disagg.api.connections import bounded_http, check_file_limit
 from disagg.api.service import Service
-from disagg.core.config import ApiConfig
+from disagg.core.config.read import ApiConfig
 from disagg.core.errors import ConfigError
 
 log = structlog.get_logger(__name__)
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 BACKLOG = 4096
 """Connections that the kernel accepts before the event loop does; `net.core.somaxconn` caps it."""
 LAST_BYTES_S = 5
-"""How long responses that have ended may take to leave, before their connections are closed."""
+"""Time to send finished responses before their connections are closed."""
 
 
 def bind(config: ApiConfig) -> socket.socket:
@@ -54,12 +54,12 @@ async def serve(
     service: Service,
     listener: socket.socket,
     stop: asyncio.Event,
-    hurry: asyncio.Event,
+    stop_now: asyncio.Event,
     on_listening: Callable[[str], None],
 ) -> None:
     """Serves until `stop` is set; then refuses new requests, lets running answers end, and returns.
 
-    They have `api.drain_timeout_s`, or until `hurry` is set. `on_listening` is told the URL. Closes `listener`.
+    They have `api.drain_timeout_s`, or until `stop_now` is set. `on_listening` receives the URL. Closes `listener`.
     """
     config = service.config
     check_file_limit(config)
@@ -69,14 +69,14 @@ async def serve(
     service.stopping = True
     if not serving.done():
         log.info("stopping", drain_timeout_s=config.drain_timeout_s)
-        await _drain(service, hurry)
+        await _drain(service, stop_now)
     server.should_exit = True
     await serving
 
 
-async def _drain(service: Service, hurry: asyncio.Event) -> None:
+async def _drain(service: Service, stop_now: asyncio.Event) -> None:
     draining = asyncio.create_task(service.drain(service.config.drain_timeout_s))
-    await _first(draining, hurry.wait())
+    await _first(draining, stop_now.wait())
     if not draining.done():
         draining.cancel()
         await asyncio.wait([draining])
@@ -86,7 +86,7 @@ async def _drain(service: Service, hurry: asyncio.Event) -> None:
 
 
 async def _first(task: asyncio.Task[Any], other: Any) -> None:
-    """Waits until `task` is done or `other` returns; `task` goes on."""
+    """Waits until `task` is done or `other` returns; does not cancel `task`."""
     waiter = asyncio.create_task(other)
     await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)
     waiter.cancel()

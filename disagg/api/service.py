@@ -1,4 +1,4 @@
-"""Runs what was asked for: admission, a session of the router for each answer, measurements, and the stop."""
+"""Runs generation requests: admission, router sessions, measurements, and shutdown."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import structlog
 from disagg import __version__
 from disagg.api.admission import Admission
 from disagg.api.answers import Answers
-from disagg.api.asked import Asked, Part
 from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
+from disagg.api.generation_request import EngineRequest, GenerationRequest
 from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import Metrics
 from disagg.api.model import ServedModel
@@ -24,30 +24,31 @@ from disagg.api.pace import Pace
 from disagg.api.quantiles import RollingQuantiles
 from disagg.api.recent import Recent, Track
 from disagg.api.tracing import RequestTrace
-from disagg.core.config import ApiConfig
+from disagg.core.config.read import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
 from disagg.core.status import GroupStatus, ServiceStatus
 from disagg.core.types import SamplingParams
-from disagg.router.session import RELEASE_TIMEOUT_S, Output, SessionReport
+from disagg.router.session import Output, SessionReport
+from disagg.router.session_driver import RELEASE_TIMEOUT_S
 from disagg.router.text import Decode
 
 log = structlog.get_logger(__name__)
 
 
 class Generator(Protocol):
-    """What the API needs of `disagg.router.router.Router`."""
+    """Interface of `disagg.router.router.Router` for the API."""
 
     def missing(self) -> list[str]:
-        """Roles (`prefill`, `decode`; `colocated`) of which no group is up."""
+        """Returns the roles (`prefill`, `decode`; `colocated`) without a living group."""
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Most answers to such a request, or beams, that are computed side by side."""
+        """Returns the number of answers or beams of such a request that are computed together."""
 
     def groups(self) -> tuple[GroupStatus, ...]:
-        """What each group said last."""
+        """Returns the latest status of each group."""
 
     def draining(self) -> tuple[str, ...]:
-        """Names of the groups that are given nothing new."""
+        """Returns the names of draining groups."""
 
     def generate(
         self,
@@ -61,17 +62,17 @@ class Generator(Protocol):
         cache_salt: str = "",
         session: str = "",
     ) -> AsyncGenerator[Output, None]:
-        """Streams an answer; closing the iterator aborts it."""
+        """Streams the answers; an early `aclose` aborts the request."""
 
 
 class Service:
-    """The engine as the routes see it. Lives on one event loop."""
+    """Interface of the engine for the routes. Used on one event loop."""
 
     def __init__(self, generator: Generator, model: ServedModel, config: ApiConfig) -> None:
         self.model, self.config, self.metrics = model, config, Metrics()
         self._generator = generator
-        pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
-        self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
+        pace = Pace(config.running_limit, config.max_queue_s, config.max_slowdown)
+        self._admission = Admission(config.running_limit, config.max_queued, self.metrics, pace)
         self.metrics.registry.register(GroupCollector(generator.groups))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
@@ -79,22 +80,22 @@ class Service:
         self._idle = asyncio.Event()
         self._idle.set()
         self.stopping = False
-        """Set once, for good: new requests are refused, running ones go on."""
+        """True during shutdown: new requests are refused, running ones continue."""
 
     def why_not_ready(self) -> str | None:
-        """Why no request is taken now; None when one is."""
+        """Returns why requests are refused now; None if they are served."""
         if self.stopping:
             return "the server is stopping"
         missing = self._generator.missing()
         return f"no {' and no '.join(missing)} group is up" if missing else None
 
     def check_ready(self) -> None:
-        """Raises a 503 when no request is taken now."""
+        """Raises a 503 if requests are refused now."""
         if why := self.why_not_ready():
             raise ApiError(503, f"{why}: try again later", code="unavailable", headers=retry_after(1))
 
     def status(self) -> ServiceStatus:
-        """This router with its groups, now."""
+        """Returns the status of this router and its groups."""
         metrics, total = self.metrics, self.metrics.total
         ttft_p50_s, ttft_p99_s = self._ttft.quantiles((0.5, 0.99))
         itl_p50_s, itl_p99_s = self._itl.quantiles((0.5, 0.99))
@@ -106,7 +107,7 @@ class Service:
             ready=self.why_not_ready() or "ready",
             requests_running=int(total(metrics.running)),
             requests_queued=int(total(metrics.queued)),
-            max_running=self.config.max_running,
+            max_running=self.config.running_limit,
             max_queued=self.config.max_queued,
             prompt_tokens_total=int(total(metrics.prompt_tokens)),
             generated_tokens_total=int(total(metrics.generated_tokens)),
@@ -119,29 +120,29 @@ class Service:
             itl_p99_s=itl_p99_s,
             groups=self._generator.groups(),
             draining=self._generator.draining(),
-            recent=self._recent.told(),
+            recent=self._recent.statuses(),
         )
 
-    def knock(self) -> None:
-        """Before a request is read. Raises a 503 when none is taken now, and `BusyError` when full."""
+    def check_capacity(self) -> None:
+        """Checks before a body is read: raises a 503 if requests are refused, and `BusyError` if full."""
         self.check_ready()
-        self._admission.knock()
+        self._admission.check_capacity()
 
-    def start(self, asked: Asked, exchange: Exchange) -> Answers:
-        """Starts all the answers to the request. Raises `ApiError`, and `BusyError` when full."""
+    def start(self, request: GenerationRequest, exchange: Exchange) -> Answers:
+        """Starts all answers to the request. Raises `ApiError`, and `BusyError` if full."""
         self.check_ready()
-        parts = asked.parts(self._generator.max_sequences)
-        if asked.sequences > self._admission.limit:
+        parts = request.parts(self._generator.max_sequences)
+        if request.sequences > self._admission.limit:
             raise bad(
-                "n", f"{asked.sequences} answers in one request; this server runs {self._admission.limit}"
+                "n", f"{request.sequences} answers in one request; this server runs {self._admission.limit}"
             )
-        self._admission.enter(asked.sequences)
+        self._admission.enter(request.sequences)
         answers = Answers()
         alone = len(parts) == 1
         for part in parts:
             track = self._recent.begin(f"{exchange.key}-{part.first}", exchange.arrived_s)
             track.report.prompt_tokens = len(part.prompt)
-            work = self._answer(answers, part, alone, asked, track, exchange)
+            work = self._answer(answers, part, alone, request, track, exchange)
             task = answers.start(part.answers, work)
             self._tasks[task] = answers
             self._idle.clear()
@@ -150,11 +151,11 @@ class Service:
         return answers
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits for running answers, then aborts them; False when it had to. Set `stopping` before."""
+        """Waits for running answers, then aborts the rest; returns whether none was aborted. Set `stopping` first."""
         if await self._wait_idle(timeout_s):
             return True
         for answers in set(self._tasks.values()):
-            answers.abort(AbortedError("the server is stopping: ask again, elsewhere or later"))
+            answers.abort(AbortedError("the server is stopping: retry later or on another server"))
         await self._wait_idle(RELEASE_TIMEOUT_S + 1.0)
         return False
 
@@ -180,14 +181,20 @@ class Service:
             self._idle.set()
 
     async def _answer(
-        self, answers: Answers, part: Part, alone: bool, asked: Asked, track: Track, exchange: Exchange
+        self,
+        answers: Answers,
+        part: EngineRequest,
+        alone: bool,
+        request: GenerationRequest,
+        track: Track,
+        exchange: Exchange,
     ) -> None:
         report, metrics = track.report, self.metrics
         try:
             async with self._admission.turn(exchange.deadline_s, alone):
                 track.turn_s, inside = time.monotonic(), self._admission.inside
                 try:
-                    await self._session(answers, part, asked, track, exchange)
+                    await self._session(answers, part, request, track, exchange)
                     self._admission.ended(report, inside, part.sampling.sequences)
                 finally:
                     if report.reserved_s:
@@ -204,7 +211,12 @@ class Service:
             answers.fail(part.answers, DisaggError("internal error; the server's log has its details"))
 
     async def _session(
-        self, answers: Answers, part: Part, asked: Asked, track: Track, exchange: Exchange
+        self,
+        answers: Answers,
+        part: EngineRequest,
+        request: GenerationRequest,
+        track: Track,
+        exchange: Exchange,
     ) -> None:
         meter = self._meter(track, part.sampling.n)
         self.metrics.prompt_tokens.inc(len(part.prompt))
@@ -216,8 +228,8 @@ class Service:
             timeout_s=left_s,
             decode=self.model.decode,
             report=track.report,
-            cache_salt=asked.cache_salt,
-            session=asked.session or exchange.session,
+            cache_salt=request.cache_salt,
+            session=request.session or exchange.session,
         )
         async with aclosing(stream) as outputs:
             async for output in outputs:
@@ -225,7 +237,7 @@ class Service:
                 answers.put(part.first + output.answer, output)
 
     def _meter(self, track: Track, answers: int) -> Callable[[Output], None]:
-        """Counts the outputs of `answers` answers as they come."""
+        """Returns a callback that counts the outputs of `answers` answers."""
         last_s: dict[int, float] = {}
         left = answers
 

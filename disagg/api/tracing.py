@@ -4,7 +4,7 @@ request                              the HTTP request; its parent is the client'
   queue | reserve | prefill | decode   of each answer, one after the other, as far as it came
   transfer                             while its KV was under way: beside them
 
-Made when they have ended, of moments that are kept anyway: a request that is traced costs no more on its way.
+Spans are created at the end from recorded times, so tracing does not slow a running request.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 
 from disagg import __version__
 from disagg.api.recent import Track
-from disagg.core.config import MetricsConfig
+from disagg.core.config.read import MetricsConfig
 from disagg.core.errors import ConfigError
 
 TRACES = "/v1/traces"
 """Where a collector takes spans, by the protocol."""
 
 
-class Phase(NamedTuple):
-    """A part of an answer's way; moments on `time.monotonic`'s clock."""
+class SpanPhase(NamedTuple):
+    """A phase of an answer; times on `time.monotonic`'s clock."""
 
     name: str
     begin_s: float
     end_s: float
 
 
-def phases(track: Track) -> Iterator[Phase]:
-    """The parts that an answer came through before it ended, in order; then its transfer, if that was told."""
+def phases(track: Track) -> Iterator[SpanPhase]:
+    """Yields the phases of an answer in order, then its transfer, if reported."""
     report, begin_s = track.report, track.arrived_s
     moments = {
         "queue": track.turn_s,
@@ -41,13 +41,13 @@ def phases(track: Track) -> Iterator[Phase]:
     }
     for name, moment_s in moments.items():
         end_s = max(begin_s, moment_s or track.ended_s)
-        yield Phase(name, begin_s, end_s)
+        yield SpanPhase(name, begin_s, end_s)
         if not moment_s:
             break
         begin_s = end_s
     if report.transferred_s:
         end_s = track.turn_s + report.transferred_s
-        yield Phase("transfer", end_s - report.transfer_s, end_s)
+        yield SpanPhase("transfer", end_s - report.transfer_s, end_s)
 
 
 class RequestTrace:
@@ -114,7 +114,7 @@ class Tracing:
         return RequestTrace(self._tracer, span)
 
     def close(self) -> None:
-        """Blocks until what is left was sent, or could not be."""
+        """Blocks until the remaining spans are sent or have failed."""
         self._provider.shutdown()
 
 

@@ -1,4 +1,4 @@
-"""Outputs of sessions to what clients read: a whole reply, or the chunks of a stream in the order they expect."""
+"""Converts session outputs to a whole reply or to the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from disagg.api import replies as r
-from disagg.api.asked import Asked
+from disagg.api.generation_request import GenerationRequest
 from disagg.api.logprobs import Speller
 from disagg.api.model import ServedModel
 from disagg.core.types import TokenLogprobs
@@ -21,7 +21,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def event(value: object) -> bytes:
-    """A server-sent event."""
+    """Returns the encoding of a server-sent event."""
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
@@ -32,44 +32,44 @@ class Writer(ABC):
     chunk_kind: str
     prefix: str
 
-    def __init__(self, asked: Asked, model: ServedModel, request_id: str) -> None:
-        self._asked, self._model = asked, model
+    def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
+        self._request, self._model = request, model
         self._id = f"{self.prefix}-{request_id}"
         self._created_s = int(time.time())
         self._speller = Speller(model)
-        self._texts = [""] * asked.answers
-        self._finish: list[str | None] = [None] * asked.answers
-        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(asked.answers)]
+        self._texts = [""] * request.answers
+        self._finish: list[str | None] = [None] * request.answers
+        self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.answers)]
         self.completion_tokens = 0
 
     @property
     def prompt_tokens(self) -> int:
-        """Each prompt once."""
-        return sum(len(prompt) for prompt in self._asked.prompts)
+        """Tokens of all prompts, each counted once."""
+        return sum(len(prompt) for prompt in self._request.prompts)
 
     def add(self, index: int, output: Output) -> None:
-        """Takes some more of a choice into the whole reply."""
+        """Adds an output to the whole reply."""
         self.completion_tokens += len(output.tokens)
         self._texts[index] += output.text
         self._finish[index] = output.finish
         self._logprobs[index].extend(output.logprobs)
 
     def whole(self) -> bytes:
-        """The reply's JSON."""
+        """Returns the reply's JSON."""
         choices = [self._choice(choice, answer) for choice, answer in enumerate(self._best())]
         return _ENCODER.encode(
-            r.Reply(self._id, self.kind, self._created_s, self._model.name, choices, self._usage())
+            r.ReplyEnvelope(self._id, self.kind, self._created_s, self._model.name, choices, self._usage())
         )
 
     def _best(self) -> list[int]:
-        """Of each prompt's answers the `n` whose tokens are the likeliest on average, the likeliest first.
+        """Returns the `n` answers of each prompt with the highest mean log-probability, best first.
 
-        Where no more were made than are given: all, in their order.
+        Returns all answers in order if `best_of` is not above `n`.
         """
-        n, made = self._asked.n, self._asked.made
+        n, made = self._request.n, self._request.made
         if n == made:
-            return list(range(self._asked.answers))
-        firsts = range(0, self._asked.answers, made)
+            return list(range(self._request.answers))
+        firsts = range(0, self._request.answers, made)
         return [one for at in firsts for one in sorted(range(at, at + made), key=self._unlikely)[:n]]
 
     def _unlikely(self, answer: int) -> float:
@@ -77,17 +77,19 @@ class Writer(ABC):
         return -sum(logprobs) / len(logprobs)
 
     def chunks(self, index: int, output: Output) -> list[bytes]:
-        """The events that say it, in order."""
+        """Returns the events of an output, in order."""
         self.completion_tokens += len(output.tokens)
-        usage = None if self._asked.usage else UNSET
+        usage = None if self._request.usage else UNSET
         return [self._event([choice], usage) for choice in self._pieces(index, output)]
 
     def tail(self) -> list[bytes]:
-        """What ends a stream: the counts if asked for, and the mark."""
-        return ([self._event([], self._usage())] if self._asked.usage else []) + [DONE]
+        """Returns the last events of a stream: usage if requested, and `[DONE]`."""
+        return ([self._event([], self._usage())] if self._request.usage else []) + [DONE]
 
     def _event(self, choices: Sequence[object], usage: r.Usage | msgspec.UnsetType | None) -> bytes:
-        reply = r.Reply(self._id, self.chunk_kind, self._created_s, self._model.name, list(choices), usage)
+        reply = r.ReplyEnvelope(
+            self._id, self.chunk_kind, self._created_s, self._model.name, list(choices), usage
+        )
         return event(reply)
 
     def _usage(self) -> r.Usage:
@@ -102,16 +104,16 @@ class Writer(ABC):
 
 
 class ChatWriter(Writer):
-    """`/v1/chat/completions`: the role, then text, then `finish_reason` alone."""
+    """Writer of `/v1/chat/completions`: chunks with the role, then text, then `finish_reason`."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, asked: Asked, model: ServedModel, request_id: str) -> None:
-        super().__init__(asked, model, request_id)
+    def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
+        super().__init__(request, model, request_id)
         self._begun: set[int] = set()
 
     def _choice(self, index: int, answer: int) -> object:
-        logprobs = self._chat_logprobs(self._logprobs[answer]) if self._asked.logprobs else None
+        logprobs = self._chat_logprobs(self._logprobs[answer]) if self._request.logprobs else None
         return r.ChatChoice(index, r.ChatMessage(self._texts[answer]), logprobs, self._finish[answer])
 
     def _pieces(self, index: int, output: Output) -> list[object]:
@@ -131,18 +133,18 @@ class ChatWriter(Writer):
 
 
 class CompletionWriter(Writer):
-    """`/v1/completions`: text, the last piece with its `finish_reason`."""
+    """Writer of `/v1/completions`: text chunks, the last one with `finish_reason`."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, asked: Asked, model: ServedModel, request_id: str) -> None:
-        super().__init__(asked, model, request_id)
-        self._offsets = [0] * asked.answers
-        """Characters of the tokens whose log-probabilities were written, for each choice."""
+    def __init__(self, request: GenerationRequest, model: ServedModel, request_id: str) -> None:
+        super().__init__(request, model, request_id)
+        self._offsets = [0] * request.answers
+        """Text offset of the next token with log-probabilities, for each choice."""
 
     def _choice(self, index: int, answer: int) -> object:
         logprobs = None
-        if self._asked.logprobs:
+        if self._request.logprobs:
             logprobs = self._completion_logprobs(answer, self._logprobs[answer])
         return r.CompletionChoice(index, self._texts[answer], logprobs, self._finish[answer])
 
@@ -162,4 +164,4 @@ class CompletionWriter(Writer):
         return r.CompletionLogprobs(tokens, [one.logprob for one in logprobs], top, offsets)
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self._asked.token_ids else self._speller.text(token)
+        return f"token_id:{token}" if self._request.token_ids else self._speller.text(token)

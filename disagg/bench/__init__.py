@@ -1,1 +1,1 @@
-"""Benchmarks: each checks the bytes it moved, and measures its ceiling in the same run."""
+"""Benchmarks: each checks the moved bytes, and measures its ceiling in the same run."""

@@ -1,4 +1,4 @@
-"""The colocated rank as a Ray actor: a shell, nothing else."""
+"""The colocated rank as a Ray actor, a thin shell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from disagg.colocated.rank import ColocatedRank
 from disagg.node.host import RankHost
 
 
-# As in prefill_node.actor: no restarts, and `park` in a thread of its own.
+# As in prefill_node.actor: no restarts, and a separate thread for `park`.
 @ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
 class ColocatedActor(RankHost):
     """See `disagg.node.host`."""

@@ -1,4 +1,4 @@
-"""A colocated group's leader: it is to the router what the leaders of a prefill and a decode group are together."""
+"""Leader of a colocated group: handles the messages of a prefill and of a decode leader."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from disagg.core.errors import (
 )
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
-from disagg.kv.journal import MarkJournal
-from disagg.model.next_tokens import Chosen, next_tokens
-from disagg.model.penalties import Row, history_of
-from disagg.model.spec import ModelSpec
+from disagg.kv.event_log import KVEventLog
+from disagg.model.sampling.next_tokens import Chosen, next_tokens
+from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
 from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request, finish_reason
 from disagg.node.plan import StepPlan
-from disagg.node.prefix_news import MUCH_NEWS
-from transport import messages as m
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 
 class ColocatedLeader(Leader):
-    """Rank 0's mail and scheduler; see `disagg.node.leader` for its threads."""
+    """Connects rank 0's scheduler to the control channel; see `disagg.node.leader` for its threads."""
 
     _role = "colocated"
     _scheduler: ColocatedScheduler
@@ -48,11 +48,11 @@ class ColocatedLeader(Leader):
         self._scheduler = scheduler
 
     def link(self, other: GroupInfo) -> None:
-        """Raises `HandshakeError`: requests stay here."""
-        raise HandshakeError(f"a colocated group is linked with no other, and not with {other.name}")
+        """Raises `HandshakeError`: a colocated group has no links."""
+        raise HandshakeError(f"a colocated group cannot be linked with another group ({other.name})")
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """A step ended: samples a token of each answer, the first one where a prompt is now whole, and streams it.
+        """Commits a finished step: samples and streams a token of each answer whose prompt is computed.
 
         `logits`: float32 `[len(plan.work), vocab]`.
         """
@@ -60,19 +60,19 @@ class ColocatedLeader(Leader):
             requests = [self._scheduler.requests[work.key] for work in plan.work]
         whole = [i for i, work in enumerate(plan.work) if work.span.stop >= work.prompt_tokens]
         answering = [requests[i] for i in whole]
-        rows = [Row(request.sampling, request.tokens, request.history) for request in answering]
+        rows = [SamplingRow(request.sampling, request.tokens, request.history) for request in answering]
         wanted = logits if len(whole) == len(requests) else logits[whole]
-        found = next_tokens(wanted, rows, self._spec.eos_ids) if rows else []
+        tokens = next_tokens(wanted, rows, self._spec.eos_ids) if rows else []
         prompt_tokens = sum(len(work.tokens) for work in plan.work if work.start < work.prompt_tokens)
         with self._changed:
             generated = sum(
-                self._answer(request, chosen) for request, chosen in zip(answering, found, strict=True)
+                self._answer(request, chosen) for request, chosen in zip(answering, tokens, strict=True)
             )
             self._scheduler.commit(plan)
             self._reports.step_ended(prompt_tokens + generated)
             for request in requests:
-                self._tell_released(request)
-            self._tell_prefixes(MUCH_NEWS)
+                self._confirm_release(request)
+            self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
 
     def statistics(self) -> ColocatedStatistics:
@@ -81,15 +81,15 @@ class ColocatedLeader(Leader):
             return self._scheduler.statistics()
 
     def _scheduled(self) -> Scheduled:
-        found = self._scheduler.statistics()
-        running = found.reserved + found.prefilling + found.decoding
-        return Scheduled(0, running, found.closing, found.memory)
+        counts = self._scheduler.statistics()
+        running = counts.reserved + counts.prefilling + counts.decoding
+        return Scheduled(0, running, counts.closing, counts.memory)
 
-    def _journal(self) -> MarkJournal | None:
-        return self._scheduler.journal
+    def _kv_events(self) -> KVEventLog | None:
+        return self._scheduler.kv_events
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
-        """What it holds may be no good, so nobody else gets it."""
+        """Fails the request without caching its pages, whose KV may be wrong."""
         assert isinstance(request, ColocatedRequest), "this leader's"
         request.prefix = None
         super()._fail(request, error)
@@ -121,7 +121,7 @@ class ColocatedLeader(Leader):
             check_request(message.prompt, message.sampling, self._spec)
             if message.sampling.sequences > 1 or message.sampling.beams:
                 raise InvalidRequestError(
-                    "a colocated group gives one answer to a request: ask for each by itself"
+                    "a colocated group computes one answer per request: send one request for each answer"
                 )
             deadline_s = self._clock() + message.deadline_s
             caches = self._scheduler.caches_prefixes
@@ -140,13 +140,13 @@ class ColocatedLeader(Leader):
         self._send(router, m.Reserved(request.key, request.ticket))
 
     def _start(self, router: str, message: m.Prefill) -> None:
-        """The prompt was told with the reservation. Of a ticket that is void nothing is computed."""
+        """Starts a reserved request, whose prompt came with `Reserve`; ignores an outdated ticket."""
         request = self._scheduler.requests.get(message.key)
         if request and request.router == router and request.ticket.number == message.ticket.number:
             request.started = True
 
     def _answer(self, request: ColocatedRequest, chosen: Chosen | RequestError) -> bool:
-        """Tells the router. True when it was told a token."""
+        """Sends a token, or the error, to the router; returns whether a token was sent."""
         if request.closing:
             return False
         if isinstance(chosen, RequestError):
@@ -155,13 +155,13 @@ class ColocatedLeader(Leader):
         index = len(request.tokens)
         request.tokens.append(chosen.token)
         finish = finish_reason(request.tokens, request.sampling, self._spec.eos_ids)
-        told = [] if chosen.logprobs is None else [chosen.logprobs]
+        logprobs = [] if chosen.logprobs is None else [chosen.logprobs]
         if index == 0:
-            self._send(request.router, m.Prefilled(request.key, [chosen.token], told))
+            self._send(request.router, m.Prefilled(request.key, [chosen.token], logprobs))
             if finish is not None:
                 self._send(request.router, m.Tokens(request.key, 1, [], finish))
         else:
-            self._send(request.router, m.Tokens(request.key, index, [chosen.token], finish, told))
+            self._send(request.router, m.Tokens(request.key, index, [chosen.token], finish, logprobs))
         if finish is not None:
             self._close(request.key, finish)
         return True

@@ -1,4 +1,4 @@
-"""One rank of a colocated group: computes its part of prompts and answers alike."""
+"""One rank of a colocated group, which computes prompts and answers."""
 
 from __future__ import annotations
 
@@ -19,69 +19,69 @@ from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
 from disagg.node.transfer_loop import IDLE_WAIT_S
-from transport import messages as m
 from transport.base import Arrival, Operation, Transport
+from transport.control import messages as m
 from transport.tags import TICKET_NUMBERS
 
 
 @dataclass(frozen=True, slots=True)
 class NoTransferStatistics:
-    """As those of a sender or a receiver."""
+    """Statistics of an agent without transfers."""
 
     tickets: int = 0
 
 
 class NoTransfers:
-    """The transfer agent of a rank that sends and receives no KV. See `disagg.node.rank.Agent`."""
+    """Transfer agent of a rank that sends and receives no KV. See `disagg.node.rank.Agent`."""
 
     def __init__(self, rank: int, lane: str, device: torch.device) -> None:
         self._status = RankStatus(lane, rank, device_name(device))
 
     def on_operation(self, operation: Operation) -> None:
-        """There are none."""
+        """Never called."""
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """There are none."""
+        """Never called."""
 
     def poll(self, now_s: float) -> float:
-        """Nothing ever waits."""
+        """Returns the idle interval."""
         return IDLE_WAIT_S
 
     def adopt_thread(self) -> None:
-        """It has no device queue."""
+        """No effect: the agent has no device queue."""
 
     def link(self, link: Link) -> None:
-        """Not reached: `ColocatedRank._make_link` raises."""
+        """Never called: `ColocatedRank._make_link` raises."""
 
     def on_peer_lost(self, peer: str) -> None:
-        """It has no peers."""
+        """No effect: the agent has no peers."""
 
     def statistics(self) -> NoTransferStatistics:
-        """Nothing is under way."""
+        """Returns zero counts."""
         return NoTransferStatistics()
 
     def status(self) -> RankStatus:
-        """Who it is."""
+        """Returns the rank's name and device."""
         return self._status
 
     def check(self) -> None:
-        """It keeps no books."""
+        """No effect: the agent has no state."""
 
 
 class ColocatedRank(RankNode[ColocatedLeader, NoTransfers]):
-    """See `disagg.node.rank`. It is linked with no other group."""
+    """See `disagg.node.rank`. A colocated rank has no links."""
 
     role: ClassVar[str] = "colocated"
 
     def _make_leader(self) -> ColocatedLeader:
         group, spec = self.group_config, self.runner.spec
         scheduler = ColocatedScheduler(
-            self._ledger(),
+            self._kv_manager(),
             group=self.name,
             chunks=self._prompt_chunks(),
             max_batch=group.max_batch,
-            max_context_tokens=min(group.max_context_tokens, spec.context_tokens),
-            # Not from 0: a message to an earlier life of this group must not start a new request.
+            max_context_tokens=group.context_limit(spec.context_tokens),
+            # A random start: a message to a former group of this name must not start a new request.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
         )
         return ColocatedLeader(scheduler, spec, self.control.send, self._to_self, self.clock)
@@ -90,9 +90,7 @@ class ColocatedRank(RankNode[ColocatedLeader, NoTransfers]):
         return NoTransfers(self.rank, self.lane, self.runner.device)
 
     def _make_link(self, other: GroupInfo) -> Link:
-        raise HandshakeError(
-            f"{self.name} is colocated: it exchanges KV with no group, and not with {other.name}"
-        )
+        raise HandshakeError(f"{self.name} is colocated and cannot exchange KV with {other.name}")
 
     def _data_peers(self, link: Link) -> tuple[RankInfo, ...]:
         return ()

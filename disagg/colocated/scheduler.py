@@ -1,16 +1,14 @@
-"""Decides what a colocated group computes next. Pure: no threads, no clocks, no I/O.
+"""Scheduler of a colocated group. Pure: no threads, no clocks, no I/O.
 
-Each step takes a token of every request that decodes, and what is left of the step's token budget goes to prompts, in
-chunks: answers never stand still for a prompt (chunked prefill with stall-free batching, Sarathi-Serve, Agrawal et
-al., 2024).
+Each step decodes a token of every running answer. The rest of the step's token budget goes to prompt chunks, so
+prompts never stall answers (chunked prefill with stall-free batching, Sarathi-Serve, Agrawal et al., 2024).
 
-Who owns a request's row and pages (its holding), and who frees them:
+Owner of a request's row and pages (its block table), and who frees them:
 
-    [reserve, settled)     the request; the pages that it found cached, others and the cache too
-    settled                `_settle` frees: the request is closing, and no step that computes it is running. Ranks
-                           need not be asked: they touch pages in steps only, in the order of their plans
-    [computed, evicted)    the prefix cache, where there is one, full pages of prompts and answers; see
-                           `disagg.node.ledger`
+    [reserve, settled)     the request; cached pages also belong to the cache and to other requests
+    settled                `_settle` frees, once the request is closing and no running step computes it. Ranks need
+                           not confirm: they use pages in steps only, in the order of plans
+    [computed, evicted)    the prefix cache owns full pages of prompts and answers; see `disagg.node.kv_manager`
 """
 
 from __future__ import annotations
@@ -22,10 +20,10 @@ from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TOKEN_BYTES, TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
-from disagg.kv.journal import MarkJournal
+from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
-from disagg.model.penalties import TokenHistory
-from disagg.node.ledger import Holding, Ledger, LedgerStatistics
+from disagg.model.sampling.penalties import TokenHistory
+from disagg.node.kv_manager import BlockTable, KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan, Work
 from transport.tags import TICKET_NUMBERS
 
@@ -41,43 +39,43 @@ class ColocatedRequest:
     router: str
     deadline_s: float
     """On the leader's clock."""
-    holding: Holding | None
+    block_table: BlockTable | None
     """None once freed."""
     prefix: PrefixKey | None = None
-    """The prompt as the prefix cache knows it; None: nobody may have what becomes of it."""
+    """The prefix cache's key of the prompt; None: the KV must not be cached."""
     started: bool = False
-    """The router wants it computed."""
+    """The router has sent `Prefill`."""
     planned_tokens: int = 0
-    """Of the prompt, computed or in the step that runs."""
+    """Prompt tokens that are computed or part of the running step."""
     tokens: list[int] = field(default_factory=list)
-    """The answer so far."""
+    """Tokens of the answer."""
     history: TokenHistory | None = None
-    """For penalties; the compute thread's. None when the request has none."""
+    """Token counts for penalties, owned by the compute thread; None without penalties."""
     in_step: bool = False
-    """A step that computes it is running: nothing of it may be freed."""
+    """A running step computes the request: its memory must not be freed."""
     closing: bool = False
     release_asked: bool = False
-    """The router waits to hear that nothing of it is left."""
+    """The router waits for `Released`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColocatedStatistics:
-    """The scheduler as it stands."""
+    """Counts of the scheduler at one moment."""
 
     reserved: int
-    """The router has not started them yet."""
+    """Requests without `Prefill` yet."""
     prefilling: int
     decoding: int
     closing: int
-    memory: LedgerStatistics
+    memory: KVManagerStatistics
 
 
 class ColocatedScheduler:
-    """Continuous batching of answers and prompt chunks; prompts first come, first served. One step at a time."""
+    """Continuous batching of answers and prompt chunks; prompts are first come, first served."""
 
     def __init__(
         self,
-        ledger: Ledger,
+        kv_manager: KVManager,
         *,
         group: str,
         chunks: PromptChunks,
@@ -85,15 +83,15 @@ class ColocatedScheduler:
         max_context_tokens: int,
         first_ticket: int,
     ) -> None:
-        """`chunks.chunk_tokens` in one step, of prompts and answers; `max_batch` of them of answers at most.
+        """`chunks.chunk_tokens`: token budget of a step; `max_batch`: largest number of answers in a step.
 
-        Where answers take all of it, the smallest chunk of a prompt goes along all the same: prompts never starve.
+        If answers use the whole budget, the step still has the smallest prompt chunk, so prompts never starve.
         """
-        self._ledger = ledger
+        self._kv_manager = kv_manager
         self._group = group
         self._chunks = chunks
         self._max_batch = max_batch
-        self._max_tokens = min(max_context_tokens, ledger.capacity_tokens)
+        self._max_tokens = min(max_context_tokens, kv_manager.capacity_tokens)
         self._numbers = itertools.count(first_ticket)
         self._step = 0
         self.requests: dict[RequestKey, ColocatedRequest] = {}
@@ -108,11 +106,9 @@ class ColocatedScheduler:
         deadline_s: float,
         prefix: PrefixKey | None = None,
     ) -> ColocatedRequest:
-        """Sets a row and every page aside that prompt and answer can need, behind what is cached of `prefix`.
+        """Reserves a row and all pages of prompt and answer, behind the prefix cache hit of `prefix`.
 
-        Raises `PromptTooLongError`, `BusyError`.
-
-        The whole answer is reserved too: a request that was admitted can never run out of pages while it decodes.
+        An admitted request can therefore never run out of pages. Raises `PromptTooLongError`, `BusyError`.
         """
         total = len(prompt) + sampling.max_tokens
         if total > self._max_tokens:
@@ -121,23 +117,24 @@ class ColocatedScheduler:
                 f"which takes {self._max_tokens} in all: raise colocated.max_context_tokens or "
                 f"colocated.pool_tokens, or shorten them"
             )
-        holding = self._ledger.reserve(total, prefix)
-        if holding is None:
-            memory = self._ledger.statistics()
+        block_table = self._kv_manager.reserve(total, prefix)
+        if block_table is None:
+            memory = self._kv_manager.statistics()
             raise BusyError(
                 f"the group has no room for {total} tokens now ({memory.pages.free_pages} pages and "
                 f"{memory.free_rows} rows are free)"
             )
         number = next(self._numbers) % TICKET_NUMBERS
-        # No tokens: nothing is to be sent anywhere.
-        ticket = Ticket(key, number, self._group, Span(0, 0), holding.row)
-        request = ColocatedRequest(key, ticket, prompt, sampling, router, deadline_s, holding, prefix)
-        request.planned_tokens = holding.cached_tokens
+        # An empty span: no KV is transferred.
+        ticket = Ticket(key, number, self._group, Span(0, 0), block_table.row)
+        request = ColocatedRequest(key, ticket, prompt, sampling, router, deadline_s, block_table, prefix)
+        request.planned_tokens = block_table.cached_tokens
         self.requests[key] = request
         return request
 
     def next_step(self) -> StepPlan | None:
-        """A token of each running answer, then chunks of prompts up to the budget; None when there is nothing."""
+        """Plans the next step: a token of each running answer, then prompt chunks up to the budget; None without
+        work."""
         decodes = itertools.islice(filter(self._decodes, self.requests.values()), self._max_batch)
         work = [self._next_token(request) for request in decodes]
         work += self._prompts(self._chunks.chunk_tokens - len(work))
@@ -147,31 +144,33 @@ class ColocatedScheduler:
         return StepPlan(self._step, work)
 
     def commit(self, plan: StepPlan) -> None:
-        """A step ended, and the tokens that it chose were noted."""
+        """Commits a finished step, after the leader has stored the sampled tokens."""
         for work in plan.work:
             request = self.requests[work.key]
             request.in_step = False
-            if work.span.stop == len(request.prompt):  # others that begin alike need not wait for its end
+            if work.span.stop == len(
+                request.prompt
+            ):  # cache the prompt early, for requests with the same prefix
                 self._keep(request)
             if work.start >= len(request.prompt):
-                # Behind the others, so that with more answers than `max_batch` each has its turn.
+                # To the end of the order: with more answers than `max_batch`, all make progress.
                 self.requests[request.key] = self.requests.pop(request.key)
             self._settle(request)
 
     def close(self, request: ColocatedRequest) -> None:
-        """Ends a request; while a step computes it, at that step's end. Again: nothing happens."""
+        """Closes a request, at the end of a step that computes the request. Idempotent."""
         request.closing = True
         self._settle(request)
 
     @property
     def caches_prefixes(self) -> bool:
-        """Whether a request's `prefix` is looked at."""
-        return self._ledger.caches
+        """Whether the group has a prefix cache."""
+        return self._kv_manager.caches
 
     @property
-    def journal(self) -> MarkJournal | None:
-        """See `Ledger`."""
-        return self._ledger.journal
+    def kv_events(self) -> KVEventLog | None:
+        """KV events of the prefix cache; see `KVManager`."""
+        return self._kv_manager.kv_events
 
     def statistics(self) -> ColocatedStatistics:
         """Counts at this moment."""
@@ -181,12 +180,12 @@ class ColocatedScheduler:
             prefilling=sum(r.started and not r.tokens for r in live),
             decoding=sum(bool(r.tokens) for r in live),
             closing=len(self.requests) - len(live),
-            memory=self._ledger.statistics(),
+            memory=self._kv_manager.statistics(),
         )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless rows and pages are owned by exactly the requests that hold them."""
-        self._ledger.check([[r.holding] for r in self.requests.values() if r.holding is not None])
+        """Raises `InvariantError` unless each used row and page belongs to one request."""
+        self._kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
 
     def _decodes(self, request: ColocatedRequest) -> bool:
         return bool(request.tokens) and not request.closing
@@ -210,24 +209,26 @@ class ColocatedScheduler:
         return work
 
     def _work(self, request: ColocatedRequest, start: int, tokens: list[int]) -> Work:
-        assert request.holding is not None, "a request that is not closing holds its memory"
+        assert request.block_table is not None, "a request owns memory until it closes"
         request.in_step = True
-        pages = request.holding.pages if start == request.holding.cached_tokens else []
-        number, row = request.ticket.number, request.holding.row
+        pages = request.block_table.pages if start == request.block_table.cached_tokens else []
+        number, row = request.ticket.number, request.block_table.row
         return Work(request.key, number, row, start, tokens, len(request.prompt), pages)
 
     def _settle(self, request: ColocatedRequest) -> None:
-        if not request.closing or request.in_step or request.holding is None:
+        if not request.closing or request.in_step or request.block_table is None:
             return
         self._keep(request)
-        self._ledger.release(request.holding)
-        request.holding = None
+        self._kv_manager.release(request.block_table)
+        request.block_table = None
         del self.requests[request.key]
 
     def _keep(self, request: ColocatedRequest) -> None:
-        """Others may read what has been computed of it; of the token that was chosen last, nothing has."""
-        if request.prefix is None or request.holding is None:
+        """Caches the computed KV of the request; the latest token has no KV yet."""
+        if request.prefix is None or request.block_table is None:
             return
         computed = request.planned_tokens + max(0, len(request.tokens) - 1)
         data = request.prefix.data + PrefixKey.of(request.tokens).data
-        self._ledger.keep(request.holding, PrefixKey(data[: computed * TOKEN_BYTES], request.prefix.salt))
+        self._kv_manager.keep(
+            request.block_table, PrefixKey(data[: computed * TOKEN_BYTES], request.prefix.salt)
+        )

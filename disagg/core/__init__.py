@@ -1,1 +1,1 @@
-"""Types, configuration, errors and ports. Imports nothing else of ours."""
+"""Types, configuration, errors and ports. Imports no other package of this project."""

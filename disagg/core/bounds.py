@@ -1,4 +1,4 @@
-"""Bounds of what peers tell, checked when a message is decoded."""
+"""Types of message fields with bounds that the decoder checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tells the time: apart from the other protocols, which name torch."""
+"""Protocol of a clock; a separate module, because `disagg.core.ports` names torch types."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Monotonic seconds; tests drive it by hand."""
+    """Monotonic clock in seconds; tests pass a manual one."""
 
     def __call__(self) -> float:
-        """Now."""
+        """Returns the current time."""

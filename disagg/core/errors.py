@@ -1,8 +1,8 @@
-"""The error tree. Every error says what went wrong, where, and how to mend it.
+"""The error tree. Every message names the fault, its place and the remedy.
 
-`retryable` tells the router whether the same request may succeed elsewhere or later. `exit_code` is what the
-command line ends with: 2 when the user's input is at fault, 1 otherwise. `code` is the stable word that
-crosses the wire (`transport.messages.Failed`), so that a client can act on it without reading prose.
+`retryable`: the same request may succeed on another group or later. `exit_code`: the exit status of the command
+line, 2 for the user's input, 1 otherwise. `code`: the stable name that crosses the wire
+(`transport.control.messages.Failed`) and that clients may rely on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 
 class DisaggError(Exception):
-    """Root of every error this project raises on purpose."""
+    """Root of all errors of this project."""
 
     code: ClassVar[str] = "internal"
     retryable: ClassVar[bool] = False
@@ -19,20 +19,20 @@ class DisaggError(Exception):
 
 
 class ConfigError(DisaggError, ValueError):
-    """The user's input (flags, file, environment, model, prompt) cannot be used."""
+    """Invalid user input: flags, file, environment, model or prompt."""
 
     code = "config"
     exit_code = 2
 
 
 class UnsupportedModelError(ConfigError):
-    """The checkpoint, or its split over the asked number of ranks, is not supported."""
+    """The checkpoint, or its split over the configured number of ranks, is not supported."""
 
     code = "unsupported_model"
 
 
 class PromptTooLongError(ConfigError):
-    """The prompt and its answer do not fit the model's context or the pool."""
+    """The prompt and its answer exceed the model's context or the KV pool."""
 
     code = "prompt_too_long"
 
@@ -45,13 +45,13 @@ class HandshakeError(DisaggError):
 
 
 class MismatchError(DisaggError):
-    """An answer differs from the one that it was compared with: wrong bytes were moved, or computed on."""
+    """An answer differs from its reference: wrong bytes were transferred or computed on."""
 
     code = "mismatch"
 
 
 class BusyError(DisaggError):
-    """No room for another request now."""
+    """No capacity for another request now."""
 
     code = "busy"
     retryable = True
@@ -62,26 +62,31 @@ class BusyError(DisaggError):
 
 
 class RequestError(DisaggError):
-    """One request ended without its answer; others go on."""
+    """One request ended without its answer; other requests continue."""
 
     code = "request"
 
 
 class InvalidRequestError(RequestError):
-    """A request asks for what cannot be: its prompt or its sampling parameters are at fault."""
+    """The prompt or the sampling parameters of a request are invalid."""
 
     code = "invalid_request"
     exit_code = 2
 
+    def __init__(self, message: str, param: str | None = None) -> None:
+        """`param` names the field at fault, None if the fault has no single field."""
+        super().__init__(message)
+        self.param = param
+
 
 class RequestInUseError(InvalidRequestError):
-    """A request has the id of another one that is under way."""
+    """A running request has the same id."""
 
     code = "request_in_use"
 
 
 class AbortedError(RequestError):
-    """The request was aborted by its client or by an operator."""
+    """The client or an operator aborted the request."""
 
     code = "aborted"
 
@@ -101,31 +106,31 @@ class TransportError(RequestError):
 
 
 class PeerLostError(TransportError):
-    """The other side of a transfer or a hand-over is gone."""
+    """The peer of a transfer or of a request is lost."""
 
     code = "peer_lost"
 
 
 class ChecksumError(TransportError):
-    """A segment arrived damaged twice: memory or the wire between two ranks is damaged."""
+    """A segment arrived damaged twice: memory or the network between two ranks is faulty."""
 
     code = "checksum"
 
 
 class ProtocolError(RequestError):
-    """A peer sent what the protocol does not allow; only the request it names is ended."""
+    """A peer violated the protocol; only the request named by the message ends."""
 
     code = "protocol"
 
 
 class InvariantError(DisaggError, AssertionError):
-    """A structure's `check()` found its own state broken: a bug of ours. The message dumps the state."""
+    """A structure's `check()` found an inconsistent state: a bug. The message dumps the state."""
 
     code = "invariant"
 
 
 def error_classes() -> dict[str, type[DisaggError]]:
-    """Maps each `code` to its class, for turning a `Failed` message back into an exception."""
+    """Returns the class of each `code`: converts a `Failed` message back into an exception."""
     found: dict[str, type[DisaggError]] = {}
     pending: list[type[DisaggError]] = [DisaggError]
     while pending:
@@ -136,5 +141,5 @@ def error_classes() -> dict[str, type[DisaggError]]:
 
 
 def error_from_code(code: str, message: str) -> DisaggError:
-    """The exception that a peer meant by `code`; unknown codes become `RequestError`."""
+    """Returns the exception that a peer reported as `code`; `RequestError` for an unknown code."""
     return error_classes().get(code, RequestError)(message)

@@ -1,30 +1,30 @@
-"""Folders and files that a user names for output, and private folders for temporary files."""
+"""Output folders, private temporary folders, and atomic writes of files."""
 
 from __future__ import annotations
 
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from disagg.core.errors import ConfigError
 
 _BASE_BYTES = 20
-"""The longest path of a folder in which Ray's sockets, the longest of all, still have paths that can be bound."""
+"""Longest base folder in which the paths of Ray's sockets, the longest ones, can be bound."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """`disagg` in `XDG_CACHE_HOME`, or in `~/.cache` where that is not an absolute path (as XDG wants).
+    """Returns `disagg` in `XDG_CACHE_HOME` if that is an absolute path, else in `~/.cache`.
 
-    Raises `RuntimeError` when the user has no home.
+    Raises `RuntimeError` if the user has no home folder.
     """
     named = Path(environment.get("XDG_CACHE_HOME", ""))
     return (named if named.is_absolute() else Path.home() / ".cache") / "disagg"
 
 
 def make_folder(path: Path) -> None:
-    """Makes the folder and those above it, unless it is there. Raises `ConfigError` if it takes no files."""
+    """Creates the folder and its parents if missing. Raises `ConfigError` if the folder is not writable."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as exc:
@@ -37,20 +37,20 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Within the block a file that the user named with `flag` is written: a full disk, say, is one `ConfigError`."""
+    """Converts an `OSError` of the block, which writes the file of `flag`, to `ConfigError`."""
     try:
         yield
     except OSError as exc:
         raise ConfigError(
-            f"{flag} {path}: cannot be written: {exc.strerror or exc}; free some space, or name another place"
+            f"{flag} {path}: cannot be written: {exc.strerror or exc}; free some space, or choose another path"
         ) from exc
 
 
 def private_folder(name: str) -> Path:
-    """A new folder for temporary files that only this user can enter; the caller removes it.
+    """Creates a temporary folder that only this user can enter; the caller removes the folder.
 
-    Its path leaves room for a unix socket's name, which ends after 107 bytes: it lies in `/tmp` when the usual folder
-    (`TMPDIR`) has a long path. Raises `ConfigError` where no folder can be made.
+    The folder is in `/tmp` if the path of `TMPDIR` is long: a unix socket's path has at most 107 bytes. Raises
+    `ConfigError` if no folder can be created.
     """
     usual = tempfile.gettempdir()
     base = usual if len(os.fsencode(usual)) <= _BASE_BYTES else "/tmp"
@@ -60,3 +60,36 @@ def private_folder(name: str) -> Path:
         raise ConfigError(
             f"cannot make a folder for temporary files in {base}: {exc.strerror}; set TMPDIR to one that is writable"
         ) from exc
+
+
+def replace_file(path: Path, body: bytes, mode: int = 0o600, *, durable: bool = False) -> None:
+    """Writes or replaces a file atomically: a reader sees the old or the new content, never a part.
+
+    `durable`: syncs the content to disk before the replacement. Raises `OSError` and keeps the old file.
+    """
+    with _written_beside(path, body, mode, durable) as new:
+        new.replace(path)
+
+
+def create_file(path: Path, body: bytes, mode: int = 0o600) -> None:
+    """Writes a new file atomically. Raises `FileExistsError`, or another `OSError`."""
+    with _written_beside(path, body, mode, durable=False) as new:
+        path.hardlink_to(new)
+
+
+@contextmanager
+def _written_beside(path: Path, body: bytes, mode: int, durable: bool) -> Iterator[Path]:
+    """Writes a temporary file in the same folder; removes the file after the block unless the block renamed it."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
+    new = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, mode)
+            file.write(body)
+            file.flush()
+            if durable:
+                os.fsync(descriptor)
+        yield new
+    finally:
+        with suppress(OSError):  # keeps the error of the block
+            new.unlink(missing_ok=True)

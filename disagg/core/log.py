@@ -1,7 +1,7 @@
 """Structured logs: `configure` once per process, then `get_logger(__name__).info("event", key=value)`.
 
-Once configured, everything goes to stderr, so a command's own output stays clean. `plain` is for people,
-`json` (one object a line) for collectors. `disagg.core.log_limits` bounds the lines that peers can cause.
+All lines go to stderr and leave stdout to the command. Format `plain` is for people, `json` (one object per line) for
+collectors. `disagg.core.log_limits` limits the lines that peers can cause.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any, TextIO
 
 import structlog
 
-from disagg.core.config_tree import LogConfig
+from disagg.core.config.tree import LogConfig
 from disagg.core.log_libraries import forward_libraries
 from disagg.core.log_limits import LogLimits
 
 
 def configure(config: LogConfig, stream: TextIO | None = None) -> None:
-    """Sets level and format for the whole process. `stream` defaults to `sys.stderr`."""
+    """Sets level and format of the process's logs. `stream` defaults to `sys.stderr`."""
     output = stream or sys.stderr
     forward_libraries()
     structlog.configure(
@@ -32,7 +32,7 @@ def configure(config: LogConfig, stream: TextIO | None = None) -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, config.level.upper())),
         logger_factory=structlog.WriteLoggerFactory(file=output),
-        # A logger kept from before a second `configure` (tests) must see the new settings.
+        # A logger created before a second `configure` (tests) must use the new settings.
         cache_logger_on_first_use=False,
     )
 
@@ -47,9 +47,9 @@ def _renderers(format_name: str, *, colors: bool) -> list[Any]:
 
 
 def _escape(logger: object, method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """What strangers named, such as a request's path, must not steer the terminal that shows it, nor turn its text.
+    """Escapes control characters in values that a client chose, such as a path: a terminal must not execute them.
 
-    White space is left to structlog, which quotes it.
+    structlog quotes white space itself.
     """
     for key, value in event.items():
         if isinstance(value, str) and not value.isprintable():
@@ -58,6 +58,6 @@ def _escape(logger: object, method: str, event: MutableMapping[str, Any]) -> Mut
 
 
 def get_logger(component: str, **context: Any) -> structlog.typing.FilteringBoundLogger:
-    """A logger whose every line carries `component` and `context` (request, rank, ...)."""
+    """Returns a logger that adds `component` and `context` (request, rank, ...) to each line."""
     logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(component=component, **context)
     return logger

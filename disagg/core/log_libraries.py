@@ -1,4 +1,4 @@
-"""What libraries log by Python's own means, as lines of ours: in one format, and limited where peers cause them."""
+"""Forwards library logs (Python's `logging`) to structlog: one format, and the limits of `log_limits`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIBRARIES = ("uvicorn.error", "zmq.auth")
 
 
 class _Forward(logging.Handler):
-    """`said` is the library's text: a client that repeats a mistake repeats it."""
+    """Forwards records; the field `said` has the library's text, by which the lines are limited."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR:
@@ -22,7 +22,7 @@ class _Forward(logging.Handler):
 
 
 def forward_libraries() -> None:
-    """Warnings and errors of `LIBRARIES` become lines of ours. Again: nothing changes."""
+    """Forwards warnings and errors of `LIBRARIES`. Idempotent."""
     for name in LIBRARIES:
         logger = logging.getLogger(name)
         logger.propagate = False

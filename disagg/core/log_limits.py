@@ -1,8 +1,7 @@
-"""Limits of log lines that peers can cause: so many a minute for each kind and peer, then one line with the rest.
+"""Rate limits for log lines that peers can cause: a number per minute, event and peer, then one summary line.
 
-Limited are the lines of `LIMITED`: what a peer, a client or a stranger causes by sending something wrong, again and
-again. Never limited are lines about the own process, its groups and its start, and errors of single requests that
-were accepted: each of those is a fault of its own.
+`LIMITED` lists the limited events: a peer or a client can cause them repeatedly by invalid input. Events of the own
+process and its groups, and errors of accepted requests, are never limited.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from disagg.core.errors import InvariantError
 
 WINDOW_S = 60.0
 PER_PEER_LINES = 20
-"""Of one kind and peer in a window."""
+"""Lines per window of one event and peer."""
 PER_KIND_LINES = 100
-"""Of one kind in a window, whatever the peers: a peer chooses its name. It bounds the books too."""
+"""Lines per window of one event over all peers; also bounds memory, because a peer chooses its name."""
 MAX_VALUE_CHARS = 500
-"""Of a value in a limited line; peers choose many of them."""
+"""Longest value in a limited line; peers choose many values."""
 _MAX_NAME_CHARS = 100
 
 LIMITED = {
     ("warning", "bad_control_frame"): "peer",
     ("warning", "unexpected_message"): "peer",
-    ("warning", "strange_letter"): "peer",
+    ("warning", "active_message_dropped"): "peer",
     ("warning", "digest_not_read"): "peer",
     ("warning", "peer_lost"): "peer",
+    ("warning", "data_connection_broken"): "peer",
     ("warning", "control_handshake_failed"): "peer",
     ("warning", "control_client_refused"): "reason",
     ("warning", "library"): "said",
@@ -44,6 +44,7 @@ LIMITED = {
     ("error", "tls_fault"): "peer",
     ("info", "tls_connected"): "peer",
     ("info", "tls_refused"): "address",
+    ("info", "tls_channel_replaced"): "peer",
     ("info", "pool_not_opened"): "peer",
     ("info", "pool_not_offered"): "peer",
     ("info", "pool_opened"): "peer",
@@ -51,40 +52,40 @@ LIMITED = {
     ("info", "router_joined"): "router",
     ("info", "router_lost"): "router",
     ("info", "scale_asked"): "operator",
-    ("info", "request"): "client",  # of refused requests (4xx), no others
+    ("info", "request"): "client",  # refused requests (4xx) only
 }
-"""Level and event of the limited lines, and the field that names the peer; a line without it is not limited."""
+"""Level and event of each limited line -> field that names the peer. A line without the field is not limited."""
 
 Event = MutableMapping[str, Any]
 StartTimer = Callable[[float, Callable[[], None]], None]
 
 
 def start_timer(after_s: float, call: Callable[[], None]) -> None:
-    """Calls back once, on a thread of its own that does not keep the process alive."""
+    """Calls `call` once after `after_s`, on a daemon thread."""
     timer = threading.Timer(after_s, call)
     timer.daemon = True
     timer.start()
 
 
 def _warn(event: str, **fields: Any) -> None:
-    """Looks the logger up when it writes: limits are made before the logs are configured."""
+    """Logs a warning; gets the logger late, because the limits exist before `configure`."""
     structlog.get_logger(__name__).warning(event, **fields)
 
 
 @dataclass(slots=True)
-class _Book:
-    """One kind's lines in its present window."""
+class _LineCounts:
+    """Lines of one event in its current window."""
 
     ends_s: float
     written: int = 0
     by_peer: dict[str, int] = field(default_factory=dict)
-    """Lines written; at most `PER_KIND_LINES` peers have any."""
+    """Lines written per peer, at most `PER_KIND_LINES` peers."""
     left_out: int = 0
     last_left_out: str = ""
 
 
 class LogLimits:
-    """A structlog processor, behind `add_log_level`. For any thread."""
+    """A structlog processor, behind `add_log_level`. Thread-safe."""
 
     def __init__(
         self,
@@ -92,15 +93,15 @@ class LogLimits:
         clock: Callable[[], float] = time.monotonic,
         start: StartTimer = start_timer,
     ) -> None:
-        """`say(event, **fields)` writes the line about what was left out."""
+        """`say(event, **fields)` writes the summary line of dropped lines."""
         self._say = say or _warn
         self._clock, self._start = clock, start
         self._lock = threading.Lock()
-        self._books: dict[tuple[str, str], _Book] = {}
+        self._windows: dict[tuple[str, str], _LineCounts] = {}
         self._timer_runs = False
 
     def __call__(self, logger: object, method: str, event: Event) -> Event:
-        """The event, its values cut where it is a limited one. Raises `structlog.DropEvent` for one too many."""
+        """Returns the event, with long values cut if limited. Raises `structlog.DropEvent` over the limit."""
         kind = (str(event.get("level", method)), str(event.get("event")))
         named_by = LIMITED.get(kind)
         if named_by is None or named_by not in event:
@@ -116,55 +117,55 @@ class LogLimits:
         return event
 
     def flush(self) -> None:
-        """Ends the windows that are over; says what was left out of them."""
+        """Ends expired windows and writes their summary lines."""
         with self._lock:
             now_s = self._clock()
-            over = [(kind, book) for kind, book in self._books.items() if now_s >= book.ends_s]
+            over = [(kind, window) for kind, window in self._windows.items() if now_s >= window.ends_s]
             for kind, _ in over:
-                del self._books[kind]
-        for (_, event), book in over:
-            if book.left_out:
+                del self._windows[kind]
+        for (_, event), window in over:
+            if window.left_out:
                 self._say(
                     "log_lines_left_out",
                     of=event,
-                    lines=book.left_out,
-                    last_peer=book.last_left_out,
+                    lines=window.left_out,
+                    last_peer=window.last_left_out,
                     in_s=WINDOW_S,
                 )
 
     def check(self) -> None:
-        """Raises `InvariantError` unless the books are within their bounds."""
+        """Raises `InvariantError` unless all windows are within their bounds."""
         with self._lock:
-            for kind, book in self._books.items():
+            for kind, window in self._windows.items():
                 sound = (
                     kind in LIMITED
-                    and sum(book.by_peer.values()) == book.written <= PER_KIND_LINES
-                    and max(book.by_peer.values()) <= PER_PEER_LINES
+                    and sum(window.by_peer.values()) == window.written <= PER_KIND_LINES
+                    and max(window.by_peer.values()) <= PER_PEER_LINES
                 )
                 if not sound:
-                    raise InvariantError(f"log limits: {kind}: {book}")
+                    raise InvariantError(f"log limits: {kind}: {window}")
 
     def _take(self, kind: tuple[str, str], peer: str) -> bool:
-        """Whether one more line may be written; counts it either way."""
+        """Counts a line; returns whether to write it."""
         now_s = self._clock()
-        book = self._books.get(kind)
-        if book is None:
-            book = self._books[kind] = _Book(now_s + WINDOW_S)
-        written = book.by_peer.get(peer, 0)
-        if book.written < PER_KIND_LINES and written < PER_PEER_LINES:
-            book.written += 1
-            book.by_peer[peer] = written + 1
+        window = self._windows.get(kind)
+        if window is None:
+            window = self._windows[kind] = _LineCounts(now_s + WINDOW_S)
+        written = window.by_peer.get(peer, 0)
+        if window.written < PER_KIND_LINES and written < PER_PEER_LINES:
+            window.written += 1
+            window.by_peer[peer] = written + 1
             return True
-        book.left_out += 1
-        book.last_left_out = peer
+        window.left_out += 1
+        window.last_left_out = peer
         self._plan_flush(now_s)
         return False
 
     def _plan_flush(self, now_s: float) -> None:
-        """A flood may be the last thing that is logged: a timer says what was left out of it."""
+        """Starts the timer of the summary line: no later line may come that would write it."""
         if not self._timer_runs:
-            ends_s = min(book.ends_s for book in self._books.values() if book.left_out)
-            # Without a thread left, the next limited line plans it again: a flood must not end who logs it.
+            ends_s = min(window.ends_s for window in self._windows.values() if window.left_out)
+            # If no thread can be started, the next limited line tries again; logging must not raise.
             with contextlib.suppress(RuntimeError):
                 self._start(max(0.0, ends_s - now_s), self._on_timer)
                 self._timer_runs = True
@@ -173,5 +174,5 @@ class LogLimits:
         self.flush()
         with self._lock:
             self._timer_runs = False
-            if any(book.left_out for book in self._books.values()):
+            if any(window.left_out for window in self._windows.values()):
                 self._plan_flush(self._clock())

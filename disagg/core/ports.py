@@ -1,4 +1,4 @@
-"""Protocols that let a layer use what a higher layer provides."""
+"""Protocols of objects that a higher layer provides to a lower one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 class Collective(Protocol):
-    """What the ranks of one tensor-parallel group do together. Called from each rank's compute thread only.
+    """Collective operations of a tensor-parallel group. Only the compute thread of each rank calls them.
 
-    Implementations: one rank alone, threads of one process (tests), shared memory of one host, NCCL.
+    Implementations: a single rank, threads of one process (tests), shared memory of one host, NCCL.
     """
 
     @property
@@ -27,21 +27,21 @@ class Collective(Protocol):
 
     @property
     def recordable(self) -> bool:
-        """Whether `all_reduce` may be recorded in a CUDA graph: it is queued on the device, and nothing more."""
+        """Whether a CUDA graph can record `all_reduce`: the call only queues device work."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by the sum over all ranks, in place; every rank gets the same bits.
 
-        With `model.deterministic` an element's bits depend on its terms alone, not on the tensor's size.
+        With `model.deterministic` the bits of an element depend on its summands only, not on the tensor's size.
         """
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
 
     def close(self) -> None:
-        """Releases what the collective holds; a rank still waiting in it gets an error."""
+        """Frees the collective; a rank blocked in a call gets an error."""
 
 
 LayerHook = Callable[[int], None]
-"""Called on the compute thread with a layer's index *within the rank's shard* right after that layer's K and
-V of the current step were written (on a GPU: queued on the compute stream) to the pool."""
+"""Called on the compute thread with a layer's index within the rank's shard, right after the write of the layer's K
+and V to the pool (on a GPU: after its launch on the compute stream)."""

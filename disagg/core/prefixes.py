@@ -1,9 +1,9 @@
-"""Beginnings of prompts as keys of a prefix cache, and what a router is told of the ones that a group holds.
+"""Prefixes of prompts as keys of a prefix cache, and the KV events from which a router knows a group's cache.
 
-A *mark* is a 64-bit hash (xxh3) of the first `k * unit_tokens` tokens of a prompt and of its salt. A group tells
-routers the marks of what it caches; a router hashes a prompt once and looks how many of its marks in a row a group
-has, as vLLM does within one engine with chained hashes of blocks. Marks only choose a group. What a cache holds it
-compares token by token, so two beginnings with one hash, or late news, cost time and never give wrong KV.
+A *block hash* is a 64-bit hash (xxh3) of the first `k * unit_tokens` tokens of a prompt and of its salt. Groups send
+the block hashes of cached prefixes to routers. A router hashes a prompt once and counts how many of its block hashes
+a group has, as vLLM does within one engine. Block hashes only choose a group: the cache itself compares tokens, so a
+hash collision or a late event costs time and never yields wrong KV.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import xxhash
 from disagg.core.bounds import Count
 from disagg.core.tokens import TOKEN_BYTES, pack_tokens
 
-MARK_BYTES = 8
+BLOCK_HASH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixKey:
-    """A prompt, packed once, and whose it is."""
+    """A packed prompt with its salt."""
 
     data: bytes
     """Token ids, packed: see `disagg.core.tokens`."""
     salt: str = ""
-    """Prompts with different salts share nothing: it keeps tenants apart, who could otherwise time each other."""
+    """Prompts with different salts share no KV: tenants cannot detect each other's prompts by timing."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0) -> PrefixKey:
-        """Raises ValueError for a token id beyond 31 bits. What is packed already costs a copy of its memory.
+        """Packs `tokens`. Raises ValueError for a token id beyond 31 bits.
 
-        `switch_tokens`: prompts of more tokens share nothing with others; 0: length does not matter.
+        `switch_tokens`: prompts with more tokens share no KV with shorter ones; 0: no such limit.
         """
         if switch_tokens:
             salt = f"{'long' if len(tokens) > switch_tokens else 'short'} {salt}"
@@ -44,86 +44,88 @@ class PrefixKey:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Number of tokens."""
         return len(self.data) // TOKEN_BYTES
 
-    def marks(self, unit_tokens: int, first_tokens: int = 0) -> list[int]:
-        """Hash of each beginning of a multiple of `unit_tokens` tokens, those up to `first_tokens` left out."""
+    def block_hashes(self, unit_tokens: int, first_tokens: int = 0) -> list[int]:
+        """Returns the hash of each prefix of `k * unit_tokens` tokens that is longer than `first_tokens`."""
         unit = unit_tokens * TOKEN_BYTES
         done = first_tokens * TOKEN_BYTES // unit * unit
         state = xxhash.xxh3_64(self.data[:done], seed=xxhash.xxh3_64_intdigest(self.salt.encode()))
-        found: list[int] = []
+        hashes: list[int] = []
         for stop in range(done + unit, len(self.data) + 1, unit):
             state.update(self.data[stop - unit : stop])
-            found.append(state.intdigest())
-        return found
+            hashes.append(state.intdigest())
+        return hashes
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """What changed in a cache from version `since` to `version`; everything that it holds when `since` is None."""
+    """Changes of a cache from version `since` to `version`; the whole content if `since` is None."""
 
     since: Count | None
     version: Count
     unit_tokens: Annotated[int, msgspec.Meta(ge=1)]
     added: bytes
-    """Marks, uint64, little endian, in ascending order."""
+    """Block hashes, uint64, little endian, in ascending order."""
     removed: bytes
 
 
 class HeldPrefixes:
-    """What a router knows of one group's cache, from the digests that it was sent. Not thread-safe."""
+    """A router's copy of the block hashes in one group's cache, from digests. Not thread-safe."""
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """Of the digest that was taken in last; None before the first."""
+        """Version of the latest digest; None before the first."""
         self.unit_tokens, self.switch_tokens = 1, 0
-        """How its marks are made: of every so many tokens; see `PrefixKey.of`."""
-        self._marks: set[int] = set()
+        """Parameters of the block hashes; see `PrefixKey`."""
+        self._block_hashes: set[int] = set()
 
     def __len__(self) -> int:
-        """How many marks."""
-        return len(self._marks)
+        """Returns the number of block hashes."""
+        return len(self._block_hashes)
 
     def apply(self, digest: Digest, switch_tokens: int = 0) -> bool:
-        """Takes in a digest. False, changing nothing, when one before it is missing: ask for everything.
+        """Applies a digest. Returns False, changing nothing, if an earlier digest is missing: request all of it.
 
-        Raises ValueError, changing nothing, for marks that cannot be read.
+        Raises ValueError, changing nothing, for malformed block hashes.
         """
         if digest.since not in (None, self.version):
             return False
-        added, removed = unpack_marks(digest.added), unpack_marks(digest.removed)
+        added, removed = unpack_block_hashes(digest.added), unpack_block_hashes(digest.removed)
         if digest.since is None:
-            self._marks = set()
-        self._marks.update(added)
-        self._marks.difference_update(removed)
+            self._block_hashes = set()
+        self._block_hashes.update(added)
+        self._block_hashes.difference_update(removed)
         self.switch_tokens = switch_tokens
         self.version, self.unit_tokens = digest.version, digest.unit_tokens
         return True
 
-    def longest_tokens(self, marks: Sequence[int]) -> int:
-        """How many tokens of a prompt the group holds, as far as is known: a multiple of `unit_tokens`.
+    def longest_tokens(self, block_hashes: Sequence[int]) -> int:
+        """Returns the tokens of a prompt that the group has cached, a multiple of `unit_tokens`.
 
-        `marks`: the prompt's, `key.marks(unit_tokens)`; one list serves all groups of the same unit.
+        `block_hashes`: `key.block_hashes(unit_tokens)` of the prompt, common to all groups of the same unit.
         """
-        return self.unit_tokens * longest_held(marks, self._marks)
+        return self.unit_tokens * longest_held(block_hashes, self._block_hashes)
 
 
-def longest_held(marks: Sequence[int], held: Container[int]) -> int:
-    """How many of a prompt's `marks` are in `held`, which has, with each mark, those of its beginnings.
+def longest_held(block_hashes: Sequence[int], held: Container[int]) -> int:
+    """Returns how many of a prompt's `block_hashes` are in `held`, by binary search.
 
-    So a binary search does: O(log) look-ups for each group that a router compares.
+    `held` contains, with each block hash, the hashes of all shorter prefixes.
     """
-    return bisect_left(marks, True, key=lambda mark: mark not in held)
+    return bisect_left(block_hashes, True, key=lambda block_hash: block_hash not in held)
 
 
-def pack_marks(marks: Sequence[int]) -> bytes:
-    """As in `Digest`."""
-    return struct.pack(f"<{len(marks)}Q", *sorted(marks))
+def pack_block_hashes(block_hashes: Sequence[int]) -> bytes:
+    """Returns the encoding of `Digest.added`."""
+    return struct.pack(f"<{len(block_hashes)}Q", *sorted(block_hashes))
 
 
-def unpack_marks(data: bytes) -> tuple[int, ...]:
-    """The marks of a `Digest`. Raises ValueError for bytes that are not whole marks."""
-    if len(data) % MARK_BYTES:
-        raise ValueError(f"marks take {MARK_BYTES} bytes each, not {len(data)} bytes in all")
-    return struct.unpack(f"<{len(data) // MARK_BYTES}Q", data)
+def unpack_block_hashes(data: bytes) -> tuple[int, ...]:
+    """Returns the block hashes of a `Digest`. Raises ValueError if `data` ends within a hash."""
+    if len(data) % BLOCK_HASH_BYTES:
+        raise ValueError(
+            f"block hashes have {BLOCK_HASH_BYTES} bytes each, but the digest has {len(data)} bytes"
+        )
+    return struct.unpack(f"<{len(data) // BLOCK_HASH_BYTES}Q", data)

@@ -1,4 +1,4 @@
-"""What sampling parameters may be, and which tokens end an answer."""
+"""Ranges of the sampling parameters, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from disagg.core.errors import InvalidRequestError
 from disagg.core.types import SamplingParams
 
 MAX_LOGPROBS = 20
-"""Likeliest tokens told for each token of an answer, at most; OpenAI's limit."""
+"""Largest number of top log-probabilities per token; OpenAI's limit."""
 MAX_BIAS = 100.0
 MAX_PENALTY = 2.0
 MAX_SEQUENCES = 128
-"""Of one request."""
+"""Largest number of answers or beams of one request."""
 MAX_LENGTH_PENALTY = 10.0
 INFINITE = float("inf")
 SEED_LIMIT = 1 << 63
-"""Seeds are 64 bits wide, with a sign."""
+"""Seeds are signed 64-bit integers."""
 
 
 def check_sampling(
     sampling: SamplingParams, vocab_tokens: int | None = None, eos_ids: Sequence[int] = ()
 ) -> None:
-    """Raises `InvalidRequestError` that names the first field out of range, its value and the range.
+    """Raises `InvalidRequestError` for the first field out of range; `param` names the field.
 
-    Tokens are compared with the vocabulary where it is known: `vocab_tokens` tokens, of which `eos_ids` end answers.
+    Token ids are compared with the vocabulary if `vocab_tokens`, its size, is given; `eos_ids` are its end tokens.
     """
     s = sampling
     rules = (
@@ -41,7 +41,7 @@ def check_sampling(
         ("min_tokens", 0 <= s.min_tokens <= s.max_tokens, f"0 to max_tokens, {s.max_tokens}"),
         ("presence_penalty", abs(s.presence_penalty) <= MAX_PENALTY, "-2 to 2"),
         ("frequency_penalty", abs(s.frequency_penalty) <= MAX_PENALTY, "-2 to 2"),
-        # In float32, which logits are divided in, what is much smaller is 0 and what is much larger infinite.
+        # Logits are divided in float32: a much smaller penalty rounds to 0, a much larger one to infinity.
         ("repetition_penalty", 1e-30 <= s.repetition_penalty <= 1e30, "from 1e-30 to 1e30; 1 is off"),
         ("logprobs", s.logprobs is None or 0 <= s.logprobs <= MAX_LOGPROBS, f"0 to {MAX_LOGPROBS}, or none"),
         ("n", 1 <= s.n <= MAX_SEQUENCES, f"1 to {MAX_SEQUENCES}"),
@@ -58,13 +58,16 @@ def check_sampling(
     )
     for field, holds, allowed in rules:
         if not holds:
-            raise InvalidRequestError(f"{field} = {getattr(s, field)!r} is not allowed; it must be {allowed}")
+            raise InvalidRequestError(
+                f"{field} = {getattr(s, field)!r} is not allowed; it must be {allowed}", param=field
+            )
     if s.beams:
         _check_beams(s)
     for token, bias in s.logit_bias:
         if not abs(bias) <= MAX_BIAS:
             raise InvalidRequestError(
-                f"logit_bias of token {token} = {bias!r} is not allowed; it must be -100 to 100"
+                f"logit_bias of token {token} = {bias!r} is not allowed; it must be -100 to 100",
+                param="logit_bias",
             )
     _check_tokens("stop_token_ids", s.stop_token_ids, vocab_tokens)
     _check_tokens("logit_bias", [token for token, _ in s.logit_bias], vocab_tokens)
@@ -72,28 +75,29 @@ def check_sampling(
     if s.min_tokens and len(ending) == vocab_tokens:
         raise InvalidRequestError(
             f"min_tokens = {s.min_tokens} is not allowed: each of the model's {vocab_tokens} tokens ends the answer "
-            f"(stop_token_ids), so none can begin it; leave tokens out of stop_token_ids, or set min_tokens to 0"
+            f"(stop_token_ids), so none can begin it; leave tokens out of stop_token_ids, or set min_tokens to 0",
+            param="min_tokens",
         )
 
 
 def sampling_of(sampling: SamplingParams, index: int) -> SamplingParams:
-    """How the tokens of the `index`-th answer are chosen: as all, but for the seed."""
+    """Returns the sampling parameters of the `index`-th answer, which differ in the seed only."""
     if index == 0 or sampling.seed is None:
         return sampling
     return msgspec.structs.replace(sampling, seed=derived_seed(sampling.seed, index))
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The seed of the `index`-th answer to a prompt: 63 bits that tell nothing of its neighbours'; `seed` for 0."""
+    """Returns the seed of the `index`-th answer: `seed` for 0, else 63 bits of a hash of `seed` and `index`."""
     if index == 0:
         return seed
     return int.from_bytes(hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()) >> 1
 
 
 def sequences_that_fit(prompt_tokens: int, max_tokens: int, pool_tokens: int, page_size: int) -> int:
-    """How many answers of up to `max_tokens` tokens fit a pool together, whatever their lengths turn out to be.
+    """Returns how many answers of `max_tokens` tokens fit a pool of `pool_tokens` at the same time.
 
-    They share the pages that the prompt fills; what follows each has for itself.
+    The answers share the full pages of the prompt; every further page belongs to one answer.
     """
     common = prompt_tokens // page_size
     own = -(-(prompt_tokens + max_tokens) // page_size) - common
@@ -101,19 +105,20 @@ def sequences_that_fit(prompt_tokens: int, max_tokens: int, pool_tokens: int, pa
 
 
 def ending_tokens(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
-    """The tokens that end the answer: it has one of them as its last token, and as no other."""
+    """Returns the tokens that end an answer; only the last token of an answer can be one of them."""
     return sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
 
 
 def _check_beams(sampling: SamplingParams) -> None:
-    """Raises for what has no meaning, or is not built, where whole answers are looked for."""
+    """Raises `InvalidRequestError` for a parameter that beam search does not support."""
     plain = SamplingParams()
     penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
     for field in ("temperature", "top_k", "top_p", "min_p", "stop", "logprobs", *penalties):
         value = getattr(sampling, field)
         if value != getattr(plain, field):
             raise InvalidRequestError(
-                f"{field} = {value!r} is not supported with beam search: leave it at {getattr(plain, field)!r}"
+                f"{field} = {value!r} is not supported with beam search: leave it at {getattr(plain, field)!r}",
+                param=field,
             )
 
 
@@ -122,4 +127,6 @@ def _check_tokens(field: str, tokens: Sequence[int], vocab_tokens: int | None) -
     wrong = next((token for token in tokens if not 0 <= token < limit), None)
     if wrong is not None:
         allowed = "0 or more" if vocab_tokens is None else f"0 to {vocab_tokens - 1}, the model's vocabulary"
-        raise InvalidRequestError(f"{field} has token {wrong}, which is not allowed; it must be {allowed}")
+        raise InvalidRequestError(
+            f"{field} has token {wrong}, which is not allowed; it must be {allowed}", param=field
+        )

@@ -1,7 +1,7 @@
-"""What happened when, for drawing one request's way through the ranks.
+"""Recorder of time spans, for charts of a request on its ranks.
 
-Times are `time.monotonic()` seconds. On Linux that clock is one for all processes of a host, so spans
-recorded by different ranks line up without any correction; between hosts they do not, and are not compared.
+Times are `time.monotonic()` seconds. On Linux all processes of a host share that clock, so spans of different ranks
+need no correction. Spans of different hosts are not comparable.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from disagg.core.ports import Clock
 
 
 class TimelineSpan(msgspec.Struct, frozen=True):
-    """One stretch of work.
+    """One span of work.
 
-    `name` is its kind (`compute`, `gather`, `send`, `receive`, `scatter`, `decode`), `lane` who did it
-    (`prefill r0`), `request` for whom ('' when for no one request), `nbytes` how much moved.
+    `name`: kind of work (`compute`, `gather`, `send`, `receive`, `scatter`, `decode`). `lane`: rank (`prefill r0`).
+    `request`: request id, '' for work of several requests. `nbytes`: bytes moved.
     """
 
     name: str
@@ -42,15 +42,15 @@ class TimelineStatistics(msgspec.Struct, frozen=True):
     """Counts since the timeline was made."""
 
     held: int
-    """Spans waiting for `drain`."""
+    """Spans not yet drained."""
     recorded: int
     """Spans ever recorded."""
     dropped: int
-    """Oldest spans thrown away because nobody drained in time."""
+    """Oldest spans that were overwritten before `drain`."""
 
 
 class Timeline:
-    """Thread-safe, bounded recorder of spans; when full the oldest span makes room, and is counted."""
+    """Thread-safe ring of spans: when full, a new span overwrites the oldest one, which is counted as dropped."""
 
     def __init__(self, capacity: int = 65536, clock: Clock = time.monotonic) -> None:
         if capacity < 1:
@@ -62,12 +62,12 @@ class Timeline:
         self._drained = 0
 
     def now(self) -> float:
-        """The timeline's clock, in seconds."""
+        """Returns the time of the timeline's clock, in seconds."""
         return self._clock()
 
     @contextmanager
     def span(self, name: str, lane: str, *, request: str = "", nbytes: int = 0) -> Iterator[None]:
-        """Records the body's duration, also when it raises."""
+        """Records the duration of the block, also if the block raises."""
         start_s = self._clock()
         try:
             yield
@@ -77,7 +77,7 @@ class Timeline:
     def record(
         self, name: str, lane: str, request: str, start_s: float, stop_s: float, nbytes: int = 0
     ) -> None:
-        """Adds a span whose ends were measured elsewhere; `ValueError` when it ends before it starts."""
+        """Adds a measured span. Raises `ValueError` if `stop_s` is before `start_s`."""
         if stop_s < start_s:
             raise ValueError(f"span {name} of {lane} stops at {stop_s} before it starts at {start_s}")
         span = TimelineSpan(name, lane, request, start_s, stop_s, nbytes)
@@ -86,7 +86,7 @@ class Timeline:
             self._recorded += 1
 
     def drain(self) -> list[TimelineSpan]:
-        """Takes all spans out, oldest recorded first; the caller owns them."""
+        """Removes and returns all spans, oldest first."""
         with self._lock:
             spans = list(self._spans)
             self._spans.clear()
@@ -94,13 +94,13 @@ class Timeline:
         return spans
 
     def statistics(self) -> TimelineStatistics:
-        """A consistent snapshot."""
+        """Returns a consistent snapshot."""
         with self._lock:
             held, recorded, drained = len(self._spans), self._recorded, self._drained
         return TimelineStatistics(held=held, recorded=recorded, dropped=recorded - drained - held)
 
     def check(self) -> None:
-        """Raises `InvariantError` unless each span recorded is held, was drained or was dropped when full."""
+        """Raises `InvariantError` unless each recorded span is held, drained or dropped."""
         statistics = self.statistics()
         capacity = self._spans.maxlen or 0
         if statistics.dropped < 0 or statistics.held > capacity:

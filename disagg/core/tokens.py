@@ -1,4 +1,4 @@
-"""Token ids of prompts, packed: checked, hashed, compared and sent as memory, not number by number."""
+"""Packed token ids of prompts: checked, hashed, compared and sent as memory instead of single numbers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     TokenIds = array[int]
 else:
     TokenIds = array  # has no parameters at run time before Python 3.12
-"""Token ids, int32 in this machine's order (little endian, wherever this runs)."""
+"""Token ids, int32 in native byte order (little endian on all supported machines)."""
 
 TOKEN_BYTES = 4
 
 
 def pack_tokens(tokens: Sequence[int]) -> TokenIds:
-    """`tokens`, packed; itself where it is. Raises ValueError for what is no integer below 2^31."""
+    """Returns `tokens` packed, or unchanged if packed. Raises ValueError for other than integers below 2^31."""
     if isinstance(tokens, array) and tokens.typecode == "i":
         return tokens
     try:
@@ -27,15 +27,15 @@ def pack_tokens(tokens: Sequence[int]) -> TokenIds:
 
 
 def unpack_tokens(data: bytes) -> TokenIds:
-    """Of the bytes of packed tokens. Raises ValueError for a part of a token."""
+    """Returns the tokens of packed bytes. Raises ValueError if `data` ends within a token."""
     return array("i", data)
 
 
 def all_below(tokens: TokenIds, limit: int) -> bool:
-    """Whether all are from 0 to `limit` - 1; `limit` is 2^31 at most."""
+    """Returns whether all tokens are from 0 to `limit` - 1; `limit` is at most 2^31."""
     if not tokens:
         return True
-    import numpy as np  # only who checks prompts pays for it
+    import numpy as np  # imported on first use
 
-    # Read without a sign, those below 0 are larger than any limit. `reduce`: half the time of `max()`.
+    # As unsigned numbers, negative ids exceed any limit. `reduce` takes half the time of `max()`.
     return int(np.maximum.reduce(np.frombuffer(tokens, dtype=np.uint32))) < limit

@@ -1,9 +1,9 @@
-"""Values that every layer shares. All are immutable; all can cross the wire (msgspec).
+"""Immutable values of all layers; msgspec can encode each of them for the wire.
 
-Words (see docs/design.md): a *slot* is one token's place in a KV pool, a *page* `page_size` consecutive
-slots; a *shard* is the rectangle of layers x KV heads that a rank owns; a *route* the part of a shard that
-one source rank sends to one destination rank; a *segment* one unit of transfer: a route x a token range x a
-layer group.
+Terms (see docs/design/overview.md): a *slot* holds one token in a KV pool; a *page* is `page_size` consecutive
+slots; a *shard* is the rectangle of layers x KV heads that a rank owns; a *route* is the part of a shard that one
+source rank sends to one destination rank; a *segment* is one unit of transfer: a route x a token range x a layer
+group.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Span(msgspec.Struct, frozen=True, order=True, array_like=True):
         return self.stop > self.start
 
     def intersect(self, other: Span) -> Span:
-        """The common part; an empty span at `start` when there is none."""
+        """Returns the intersection; an empty span if the spans are disjoint."""
         start = max(self.start, other.start)
         return Span(start, max(start, min(self.stop, other.stop)))
 
     def covers(self, other: Span) -> bool:
-        """True when every element of `other` is in this span."""
+        """Returns whether every element of `other` is in this span."""
         return not other or (self.start <= other.start and other.stop <= self.stop)
 
     def shift(self, by: int) -> Span:
-        """The same span moved by `by`: how a global range becomes an index into a local tensor."""
+        """Returns the span moved by `by`: converts a global range to an index of a local tensor."""
         return Span(self.start + by, self.stop + by)
 
     def __str__(self) -> str:
@@ -59,48 +59,48 @@ DTYPE_BYTES: dict[str, int] = {
     "int8": 1,
     "uint8": 1,
 }
-"""Element types a KV pool may hold, by torch's name, with their size in bytes."""
+"""Element types of a KV pool by torch's name, with their size in bytes."""
 SCALE_BYTES = 2
-"""Of a head's scale, bfloat16, where its elements are codes."""
+"""Size of the bfloat16 scale of one quantized head."""
 QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
-"""Element types that are codes: a pool holds a scale for each head of each token."""
+"""Quantized element types: the pool also holds a scale for each head of each token."""
 
 
 def code_row_bytes(head_dim: int) -> int:
-    """Of one head of one token: codes of K, codes of V, and the scales of both."""
+    """Returns the size of one head of one token: quantized K and V, with both scales."""
     return 2 * (head_dim + SCALE_BYTES)
 
 
 class LayerClass(msgspec.Struct, frozen=True):
-    """Layers of a KV cache that have their own KV heads and head size."""
+    """Layers of a KV cache with the same KV heads and head size."""
 
     layers: int
     kv_heads: int
     head_dim: int
     has_v: bool = True
-    """False of index keys: one vector for each head and token."""
+    """False for index keys: one vector per head and token."""
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """Shape of a whole model's KV cache, before any split over ranks.
+    """Shape of a model's whole KV cache, before the split over ranks.
 
-    Layers that differ in their heads are different *classes*. The cache numbers its layers class by class, in the
-    order of `classes`, and within a class in the model's order: a span of layers of one class is one rectangle.
+    Layers with different heads form different *classes*. The cache numbers layers class by class in the order of
+    `classes`, and within a class in the model's order, so a span of layers of one class is one rectangle.
     """
 
     layers: int
-    """Of the first class, as are heads and planes; nearly always there is no other."""
+    """Layers of the first class, like the fields of heads below; most models have one class."""
     kv_heads: int
     head_dim: int
     dtype: str
-    """Of all classes."""
+    """Element type of all classes."""
     more: tuple[LayerClass, ...] = ()
-    """The other classes."""
+    """Further classes."""
     has_v: bool = True
 
     @property
     def classes(self) -> tuple[KVLayout, ...]:
-        """Each class as a layout by itself."""
+        """Each class as a separate layout."""
         if not self.more:
             return (self,)
         others = (KVLayout(c.layers, c.kv_heads, c.head_dim, self.dtype, has_v=c.has_v) for c in self.more)
@@ -108,19 +108,19 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The layers of each class."""
+        """Layers of each class."""
         ends = tuple(accumulate((one.layers for one in self.more), initial=self.layers))
         return tuple(Span(start, stop) for start, stop in pairwise((0, *ends)))
 
     def class_of(self, layers: Span) -> KVLayout:
-        """The class that `layers`, which are of one class, belong to."""
+        """Returns the class of `layers`, which must be layers of one class."""
         if not self.more:
             return self
         return next(one for one, span in zip(self.classes, self.spans, strict=True) if layers.start in span)
 
     @property
     def planes(self) -> int:
-        """Of a layer: K and V apart, or codes of both in one row, with their scales; or keys alone."""
+        """Planes of a layer: 2 for separate K and V; 1 for quantized K and V in one row, or for keys only."""
         return 2 if self.has_v and not self.quantized else 1
 
     @property
@@ -132,61 +132,61 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def cell_bytes(self) -> int:
-        """Bytes of one head of one token in one layer: K and V, with their scales if they have any."""
+        """Bytes of one head of one token in one layer: K and V, with scales if quantized."""
         return self.planes * self.head_bytes
 
     @property
     def quantized(self) -> bool:
-        """Whether elements are codes, with scales."""
+        """Whether elements are quantized values with scales."""
         return self.dtype in QUANTIZED_DTYPES
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token: K and V, all heads, all layers."""
+        """Bytes of one token: all heads of all layers."""
         return sum(one.layers * one.kv_heads * one.cell_bytes for one in self.classes)
 
     def token_bytes_of(self, shard: Shard) -> int:
-        """Bytes of one token on the rank that owns `shard`."""
+        """Returns the bytes of one token on the rank that owns `shard`."""
         each = zip(shard.parts, self.classes, strict=True)
         return sum(len(part.layers) * len(part.heads) * one.cell_bytes for part, one in each)
 
 
 class Shard(msgspec.Struct, frozen=True):
-    """What rank `rank` of a group owns: global layers x global KV heads."""
+    """KV owned by rank `rank` of a group: global layers x global KV heads."""
 
     rank: int
     layers: Span
-    """Of the first class of layers, as are `heads`; see `KVLayout`."""
+    """Layers of the first class, like `heads`; see `KVLayout`."""
     heads: Span
     more: tuple[Shard, ...] = ()
-    """What it owns of each of the other classes."""
+    """Part of each further class."""
 
     @classmethod
     def of_classes(cls, rank: int, layout: KVLayout, heads_of: Callable[[int], Span]) -> Shard:
-        """All layers of `layout`, and of each class the heads that `heads_of` says of its number of KV heads."""
+        """Returns a shard of all layers, with the heads `heads_of(kv_heads)` of each class."""
         spans = zip(layout.spans, layout.classes, strict=True)
         first, *more = (cls(rank, layers, heads_of(one.kv_heads)) for layers, one in spans)
         return cls(rank, first.layers, first.heads, tuple(more))
 
     @property
     def parts(self) -> tuple[Shard, ...]:
-        """What it owns of each class, as shards of one class."""
+        """Part of each class, as shards of one class."""
         return (Shard(self.rank, self.layers, self.heads), *self.more) if self.more else (self,)
 
     def part_of(self, layers: Span) -> int:
-        """Number of the class that global `layers`, which are of one class, belong to."""
+        """Returns the index of the class of global `layers`, which must be layers of one class."""
         if not self.more:
             return 0
         return next(number for number, part in enumerate(self.parts) if part.layers.covers(layers))
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How to choose tokens; the defaults are greedy and change nothing. Ranges: `core.sampling.check_sampling`.
+    """Sampling parameters; the defaults are greedy. `disagg.core.sampling.check_sampling` has the ranges.
 
-    The order is: penalties, `logit_bias`, `min_tokens`, temperature, top-k, top-p, min-p.
+    Order of application: penalties, `logit_bias`, `min_tokens`, temperature, top-k, top-p, min-p.
 
-    With a `seed`, token `i` of a request is drawn from a generator seeded by (seed, i): no generator state
-    has to travel from prefill to decode, and a continued request repeats itself.
+    With a `seed`, the generator of token `i` is seeded by (seed, i): no generator state moves from prefill to decode,
+    and a repeated request has the same answer.
     """
 
     max_tokens: int = 16
@@ -201,50 +201,50 @@ class SamplingParams(msgspec.Struct, frozen=True):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
-    """Before so many tokens, nothing ends the answer: no EOS, no stop token, no stop string."""
+    """Least tokens before an EOS token, stop token or stop string may end the answer."""
     min_p: float = 0.0
-    """Drops tokens whose probability is less than this share of the likeliest one's; 0 is off."""
+    """Drops tokens less probable than this fraction of the most probable token; 0 is off."""
     presence_penalty: float = 0.0
-    """Taken from the logit of each token that the answer has already."""
+    """Subtracted from the logit of each token that occurs in the answer."""
     frequency_penalty: float = 0.0
-    """The same, once for each time that the answer has it."""
+    """Subtracted from the logit of a token once per occurrence in the answer."""
     repetition_penalty: float = 1.0
-    """Logits of tokens that prompt or answer have are divided by it, negative ones multiplied; 1 is off."""
+    """Divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """`(token, what is added to its logit)`; of a token that is named twice, both."""
+    """`(token, value added to its logit)`; repeated tokens add up."""
     logprobs: int | None = None
-    """Log-probabilities to tell: None for none, 0 for the chosen token's, k for the k likeliest tokens' too."""
+    """Returned log-probabilities: None: none; 0: of the chosen token; k: of the k most probable tokens too."""
     n: int = 1
-    """Answers. Each is a sequence of its own; all share the prompt's KV. With a seed each has one of its own."""
+    """Number of answers: separate sequences with separate seeds that share the prompt's KV."""
     beams: int = 0
-    """Of a search for the likeliest `n` answers, as transformers does it; 0: tokens are chosen one by one."""
+    """Width of the beam search for the `n` best answers, as in transformers; 0: sampling."""
     length_penalty: float = 1.0
-    """Of beam search: the sum of an answer's log-probabilities is divided by its tokens to this power."""
+    """Beam search: divides an answer's summed log-probability by its length to this power."""
     early_stopping: bool | Literal["never"] = False
-    """Of beam search: it ends with as many whole answers as it has beams (true), when no better one is likely, going
-    by the length so far (false), or when none is possible, going by `max_tokens` too (`never`)."""
+    """Beam search ends with `beams` finished answers (True), when the current length allows no better answer (False),
+    or when no length up to `max_tokens` allows one (`never`)."""
 
     @property
     def sequences(self) -> int:
-        """Sequences that are computed side by side."""
+        """Sequences that one step computes together."""
         return self.beams or self.n
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one position of an answer, of the model's own distribution.
+    """Log-probabilities at one position of an answer: natural logarithms of a float32 softmax.
 
-    That is before penalties, bias and temperature: natural logarithms of a softmax in float32.
+    The distribution is the model's, before penalties, bias and temperature.
     """
 
     token: int
-    """The token that was chosen."""
+    """Chosen token."""
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """`(token, logprob)` of the likeliest tokens, the likeliest first; the chosen one need not be among them."""
+    """`(token, logprob)` of the most probable tokens in descending order; may lack the chosen token."""
 
 
 class RequestKey(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """A request and the number of its try. A message of an earlier epoch is void."""
+    """Id of a request, and its epoch: the number of the attempt. Messages of an earlier epoch are ignored."""
 
     request_id: str
     epoch: int = 0
@@ -254,72 +254,73 @@ class RequestKey(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """What a peer must know to exchange KV with one rank."""
+    """Description of one rank for peers that exchange KV with the rank."""
 
     rank: int
     shard: Shard
     control_address: str
-    """Where the rank's control channel listens; also its name as a peer."""
+    """Address of the rank's control channel; identifies the rank as a peer."""
     transport_address: bytes
-    """Opaque; made and read by the transport of the same name."""
+    """Address of the rank's transport endpoint; opaque to other code."""
     ring_bytes: int = 0
-    """Size of the rank's receive ring; 0 on a rank that never receives."""
+    """Size of the rank's receive ring; 0 on a rank that does not receive KV."""
     swap_blocks: int = 0
-    """Blocks of host memory that the rank has for pages of preempted requests."""
+    """Blocks of host memory for pages of preempted requests."""
     max_sequences: int = 1
-    """Of a leader: answers to one request, or beams, that its group computes side by side."""
+    """On a leader: largest number of answers or beams of one request."""
     pool_tokens: int = 0
-    """Tokens that the rank's KV pool holds; the same on all ranks of a group."""
+    """Size of the rank's KV pool in tokens; the same on all ranks of a group."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    """One engine: the ranks that together hold one copy of the model. Compared at the handshake."""
+    """One engine: the ranks that together hold one copy of the model. The handshake compares both groups."""
 
     name: str
     role: str
-    """`prefill`, `decode`, or `colocated`: both."""
+    """`prefill`, `decode`, or `colocated` for both."""
     protocol_version: int
     fingerprint: str
-    """Hash of the model's configuration and weights' identity: equal on groups that serve the same model."""
+    """Hash of the model's configuration and weights; equal in groups of the same model."""
     layout: KVLayout
     page_size: int
     transport: str
     ranks: tuple[RankInfo, ...]
     deterministic: bool = False
-    """As `ModelConfig.deterministic`."""
+    """Value of `ModelConfig.deterministic`."""
     checksum: bool = False
-    """As `TransferConfig.checksum`."""
+    """Resolved value of `TransferConfig.checksum`."""
+    context_tokens: int = 0
+    """Longest prompt plus answer that the group accepts. Groups may differ."""
 
     @property
     def leader(self) -> RankInfo:
-        """Rank 0: it plans the steps and speaks for the group."""
+        """Rank 0, which plans the steps and exchanges messages with routers."""
         return self.ranks[0]
 
 
 class Ticket(msgspec.Struct, frozen=True):
-    """A decode group's reservation for one request: its row and all its prompt's pages are set aside.
+    """A decode group's reservation for one request: a row and all pages of the prompt.
 
-    `number` is unique for the life of the decode group and stands in every data tag, so a late message of an
-    earlier try can never be taken for a current one.
+    `number` is unique for the life of the decode group and part of every data tag: a late message of an earlier
+    attempt cannot match a current ticket.
     """
 
     key: RequestKey
     number: int
     group: str
     tokens: Span
-    """Positions that the decode group still lacks: the prompt's KV, less a beginning that it has cached, and behind
-    it a recurrent state if any."""
+    """Positions to transfer: the prompt without the decode group's prefix cache hit, then a recurrent state if
+    any."""
     row: int = -1
-    """Its row on every decode rank, and so the fence word that a writer's kernel must find open."""
+    """Row on every decode rank; also the index of the fence word that a writer's kernel checks."""
     pages: tuple[int, ...] = ()
-    """Where those positions lie on every decode rank, from the page of the first one on. Pages before it are shared:
-    who writes does not learn which they are."""
+    """Pages of those positions on every decode rank. Earlier pages are shared, so writers do not receive them."""
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """One unit of transfer. Contiguous in staging as `[layer, plane, token, head, head_dim]`.
+    """One unit of transfer, contiguous in staging as `[layer, plane, token, head, head_dim]`.
 
-    `layers` and `heads` are global, and the layers of one class; `index` is unique per (ticket, source rank,
+    `layers` and `heads` are global, the layers of one class. `index` is unique per (ticket, source rank,
     destination rank).
     """
 
@@ -333,5 +334,5 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 CHECKSUM_BYTES = 8
-"""Of a segment's checksum; `staging.trailer` says where it stands."""
-PROTOCOL_VERSION = 9
+"""Size of a segment's checksum; `staging.trailer` defines its position."""
+PROTOCOL_VERSION = 10

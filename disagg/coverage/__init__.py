@@ -1,1 +1,1 @@
-"""Which model types of transformers are served exactly: a tiny model of each, compared with `generate()`."""
+"""Checks the model types of transformers: compares a tiny model of each with `generate()`."""

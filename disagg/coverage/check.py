@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from disagg.core.config_tree import LogConfig
+from disagg.core.config.tree import LogConfig
 from disagg.core.errors import ConfigError, InvariantError, UnsupportedModelError
 from disagg.core.log import configure
 from disagg.coverage.checkpoint import save_checkpoint
@@ -21,25 +21,25 @@ from disagg.coverage.engines import Answers, Prompts, make_runner, split_answers
 from disagg.coverage.page import render
 from disagg.coverage.tiny_config import VOCAB_SIZE, WINDOW_TOKENS, tiny_config
 from disagg.coverage.verdict import Verdict, one_line
-from disagg.model.collective import SingleCollective
-from disagg.model.composite import text_part
-from disagg.model.source import ModelSource
+from disagg.model.collective.base import SingleCollective
+from disagg.model.load.composite import text_part
+from disagg.model.load.source import ModelSource
 
 PROMPT_TOKENS = (40, 9, 23)
 ANSWER_TOKENS = 24
-CHUNKS_TOKENS = (13, 16)  # the last chunk of 40 tokens has 1, or begins with a page
-_SEEDS = range(1, 9)  # of weights; the first by which answers vary
-_FEWEST_TOKENS = 6  # answers of fewer different tokens compare too little
+CHUNKS_TOKENS = (13, 16)  # the last chunk of 40 tokens has 1 token, or begins at a page boundary
+_SEEDS = range(1, 9)  # of weights; the check uses the first seed whose answers vary
+_FEWEST_TOKENS = 6  # answers with fewer different tokens test too little
 
 
 def check_type(model_type: str) -> Verdict:
-    """The verdict on one type. Raises nothing that a model can cause."""
+    """Returns the verdict on one type; an error of a model becomes a verdict."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             return _check(model_type, Path(directory))
         except UnsupportedModelError as exc:
             return Verdict(model_type, "refused", _reason(exc))
-        except Exception as exc:  # noqa: BLE001 - whatever a model's code raises is a finding
+        except Exception as exc:  # noqa: BLE001 - any error of a model's code is a finding
             return Verdict(model_type, "failed", one_line(exc))
 
 
@@ -49,7 +49,9 @@ def _check(model_type: str, directory: Path) -> Verdict:
     prompts = make_prompts()
     save_checkpoint(config, directory, _SEEDS[0])
     source = ModelSource.from_directory(directory)
-    make_runner(source, SingleCollective(), len(prompts))  # refused, if it is, before anything is compared
+    make_runner(
+        source, SingleCollective(), len(prompts)
+    )  # raises for an unsupported type before any comparison
     expected = _varied_answers(config, directory, prompts)
     source = ModelSource.from_directory(directory)
     ours = {
@@ -64,9 +66,9 @@ def _check(model_type: str, directory: Path) -> Verdict:
 
 
 def _varied_answers(config: PreTrainedConfig, directory: Path, prompts: Prompts) -> Answers:
-    """Answers of transformers, of the first weights by which they vary. The checkpoint is in `directory` then.
+    """Returns transformers' answers for the first seed whose answers vary, and leaves its checkpoint in `directory`.
 
-    Raises InvariantError where no weights make them vary: equal tokens would show nothing.
+    Raises InvariantError when no seed's answers vary: constant answers would test nothing.
     """
     for seed in _SEEDS:
         save_checkpoint(config, directory, seed)
@@ -77,7 +79,7 @@ def _varied_answers(config: PreTrainedConfig, directory: Path, prompts: Prompts)
 
 
 def _require_readable(config: PreTrainedConfig, directory: Path) -> None:
-    """Raises UnsupportedModelError for what the configuration alone shows: then no model need be built."""
+    """Raises UnsupportedModelError if the configuration alone is unsupported, before a model is built."""
     config.save_pretrained(directory)
     try:
         ModelSource.from_directory(directory)
@@ -88,19 +90,19 @@ def _require_readable(config: PreTrainedConfig, directory: Path) -> None:
 
 
 def make_prompts() -> list[list[int]]:
-    """Random prompts of `PROMPT_TOKENS`, without the lowest numbers, which some models treat as special."""
+    """Returns random prompts of `PROMPT_TOKENS`, without the lowest ids, which some models treat as special."""
     generator = torch.Generator().manual_seed(5)
     return [torch.randint(4, VOCAB_SIZE, (n,), generator=generator).tolist() for n in PROMPT_TOKENS]
 
 
 def generated(directory: Path, prompts: Prompts) -> Answers:
-    """Greedy answers of transformers, in float32, each prompt alone."""
+    """Returns transformers' greedy answers in float32, one prompt at a time."""
     load = partial(
         AutoModelForCausalLM.from_pretrained, directory, dtype=torch.float32, local_files_only=True
     )
     try:
         model = load()
-    except ImportError:  # another part than the text's needs a library that is not here
+    except ImportError:  # a part other than the text model needs a missing library
         model = load(config=text_part(AutoConfig.from_pretrained(directory)))
     greedy = GenerationConfig(
         max_new_tokens=ANSWER_TOKENS, min_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=0
@@ -114,7 +116,7 @@ def generated(directory: Path, prompts: Prompts) -> Answers:
 
 
 def page_of(verdicts: Sequence[Verdict]) -> str:
-    """`docs/models.md` of verdicts on all types."""
+    """Returns the text of `docs/models.md` for verdicts on all types."""
     return render(
         verdicts,
         version=transformers.__version__,
@@ -126,7 +128,7 @@ def page_of(verdicts: Sequence[Verdict]) -> str:
 
 
 def quiet() -> None:
-    """Warnings and logs of transformers, and ours, are of no use here: models are random, and there are many."""
+    """Silences warnings and logs, which random models produce in large numbers."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -145,5 +147,5 @@ def _difference(answers: Answers, expected: Answers) -> str:
 
 
 def _reason(exc: UnsupportedModelError) -> str:
-    """Its text without the model's name."""
+    """Returns the error's text without the model's name."""
     return one_line(exc).split(" is not supported: ")[-1]

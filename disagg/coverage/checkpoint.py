@@ -1,4 +1,4 @@
-"""A checkpoint of a tiny model with random weights that make greedy answers vary."""
+"""Makes checkpoints of tiny models, with random weights whose greedy answers vary."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from disagg.model.composite import text_part
+from disagg.model.load.composite import text_part
 
 _SHARP = ("q", "k", "qk", "query", "key", "qkv", "wq", "wk", "wqkv", "attn")
-"""Parts of names of projections to queries and keys: larger weights let attention choose among tokens."""
+"""Name parts of query and key projections, which get larger weights so that attention selects tokens."""
 _SHARP_GAIN, _HEAD_GAIN, _TIED_GAIN = 2.0, 3.0, 0.3
 _NOISE = 0.1
 
 
 def save_checkpoint(config: PreTrainedConfig, directory: Path, seed: int) -> None:
-    """Writes `config` with float32 weights to `directory`; of a seed always the same ones."""
+    """Writes `config` with float32 weights to `directory`; equal seeds give equal weights."""
     torch.manual_seed(seed)
     model = _new_model(config)
     draw_weights(model, seed)
     model.save_pretrained(directory)
-    config.save_pretrained(directory)  # also where its text part alone was made
+    config.save_pretrained(directory)  # the whole configuration, even if only its text part was built
 
 
 def _new_model(config: PreTrainedConfig) -> Any:
-    """As checkpoints of the type are: with its other parts, where the libraries that they need are here."""
+    """Builds the model with all of its parts, or its text part alone if a library is missing."""
     if type(config) in AutoModelForMultimodalLM._model_mapping:
         try:
             return AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
@@ -38,10 +38,10 @@ def _new_model(config: PreTrainedConfig) -> Any:
 
 
 def draw_weights(model: Any, seed: int) -> None:
-    """Sets the weights of `model`: matrices so that sizes are kept from layer to layer, noise on everything else.
+    """Sets the weights of `model`: matrices preserve magnitudes between layers, other parameters get noise.
 
-    What a model sets by a rule of its own (norms, decays, sinks) stays near that. Embeddings that are the output head
-    too are small, or the likeliest next token would be the last one.
+    Parameters with an initial rule (norms, decays, sinks) stay near their initial values. Embeddings tied to the
+    output head are small; otherwise the likeliest next token would repeat the last one.
     """
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings()

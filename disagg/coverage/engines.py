@@ -1,4 +1,4 @@
-"""The answers of our engine to the prompts of a check, unsplit and split."""
+"""Computes our engine's answers to the prompts of a check, unsplit and split."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from disagg.core.ports import Collective
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.chunks import PromptChunks
-from disagg.model.collective import SingleCollective, run_ranks
-from disagg.model.runner import ModelRunner
-from disagg.model.source import ModelSource
-from disagg.model.spec import shard_of
+from disagg.model.collective.base import SingleCollective, run_ranks
+from disagg.model.load.source import ModelSource
+from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.spec.model_spec import shard_of
 from disagg.model.unsplit import generate_unsplit
 
 Prompts = Sequence[Sequence[int]]
@@ -25,7 +25,7 @@ _MAX_TOKENS = 96
 
 
 def unsplit_answers(source: ModelSource, prompts: Prompts, answer_tokens: int, chunk_tokens: int) -> Answers:
-    """Greedy answers of one rank that prefills and decodes, all prompts in one batch."""
+    """Returns the greedy answers of one rank that prefills and decodes all prompts in one batch."""
     runner = make_runner(source, SingleCollective(), len(prompts))
     return generate_unsplit(
         runner, prompts, SamplingParams(max_tokens=answer_tokens), chunk_tokens=chunk_tokens
@@ -35,7 +35,7 @@ def unsplit_answers(source: ModelSource, prompts: Prompts, answer_tokens: int, c
 def split_answers(
     source: ModelSource, prompts: Prompts, answer_tokens: int, chunk_tokens: int
 ) -> tuple[Answers, set[str]]:
-    """Greedy answers where a group of two ranks prefills, and one rank decodes; and what the two hold whole.
+    """Returns the greedy answers of two prefill ranks and one decode rank, and the parts that both hold whole.
 
     Raises UnsupportedModelError when two ranks cannot share the model.
     """
@@ -57,16 +57,18 @@ def split_answers(
 
 
 def make_runner(source: ModelSource, collective: Collective, rows: int) -> ModelRunner:
-    """A float32 runner on the CPU, over a poisoned pool: what is read before it was written is NaN."""
+    """Returns a float32 runner on the CPU with a poisoned pool: reads before writes return NaN."""
     runner = ModelRunner(
         source,
+        RunnerOptions(
+            dtype=torch.float32,
+            pool_tokens=_POOL_TOKENS,
+            page_size=_PAGE_TOKENS,
+            rows=rows,
+            max_tokens=_MAX_TOKENS,
+        ),
         collective=collective,
         device="cpu",
-        dtype=torch.float32,
-        pool_tokens=_POOL_TOKENS,
-        page_size=_PAGE_TOKENS,
-        rows=rows,
-        max_tokens=_MAX_TOKENS,
     )
     runner.pool.poison()
     return runner
@@ -75,7 +77,7 @@ def make_runner(source: ModelSource, collective: Collective, rows: int) -> Model
 def _prefill(
     source: ModelSource, collective: Collective, prompts: Prompts, chunk_tokens: int
 ) -> tuple[ModelRunner, list[int]]:
-    """Computes every prompt, one after the other; the runner, and the first token of each answer."""
+    """Prefills the prompts one after the other; returns the runner and the first token of each answer."""
     runner = make_runner(source, collective, len(prompts))
     chunks = PromptChunks.of(runner.spec, chunk_tokens)
     firsts = []
@@ -91,7 +93,7 @@ def _prefill(
 
 
 def _give_slots(runner: ModelRunner, number: int) -> int:
-    """A row whose slots nobody else has: request `number` has the same ones in every group."""
+    """Returns a row with its own slots; request `number` has the same slots in every group."""
     row, tokens = runner.req_to_token.alloc(), runner.req_to_token.max_tokens
     first = _PAGE_TOKENS + number * tokens
     runner.req_to_token.set_slots(row, 0, torch.arange(first, first + tokens, dtype=torch.int32))
@@ -99,7 +101,7 @@ def _give_slots(runner: ModelRunner, number: int) -> int:
 
 
 def _hand_over(prefill: ModelRunner, decode: ModelRunner) -> None:
-    """Copies a prefill rank's heads, of all slots, into the pool of the one decode rank."""
+    """Copies a prefill rank's heads, in all slots, into the pool of the decode rank."""
     shard = shard_of(prefill.spec.layout, prefill.collective.rank, prefill.collective.size)
     for part, source, target in zip(shard.parts, prefill.pool.parts, decode.pool.parts, strict=True):
         target.buffer[:, :, :, part.heads.start : part.heads.stop] = source.buffer

@@ -1,4 +1,4 @@
-"""`docs/models.md`: the verdicts as a page, the same bytes for the same verdicts."""
+"""Renders verdicts as `docs/models.md`; equal verdicts give equal bytes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FAULTS = "\n## Wrong, or not decided\n\n| model type | class | what was found |
 
 
 def render(verdicts: Sequence[Verdict], **facts: object) -> str:
-    """The page; `facts` are the figures that its first lines name. Verdicts are sorted by model type."""
+    """Returns the page, sorted by model type; `facts` are the figures in its first lines."""
     ordered = sorted(verdicts, key=lambda one: one.model_type)
     exact = [one for one in ordered if one.result == "exact"]
     refused = [one for one in ordered if one.result == "refused"]
@@ -45,7 +45,7 @@ def render(verdicts: Sequence[Verdict], **facts: object) -> str:
 
 
 def verdict_line(one: Verdict) -> str:
-    """One line for a terminal or a log."""
+    """Returns the verdict as one line for a terminal or a log."""
     return f"{one.model_type:<26} {one.result}{': ' if one.why else ''}{one.why}"
 
 
@@ -55,6 +55,6 @@ def _row(one: Verdict, text: str) -> str:
 
 
 def _parts(whole: Sequence[str]) -> str:
-    """Parts by their last names, `mlp` for `model.layers.*.mlp`; what is within another one is left out."""
+    """Returns the last names of parts, `mlp` for `model.layers.*.mlp`, without parts inside other parts."""
     names = [name for name in whole if not any(name.startswith(f"{other}.") for other in whole)]
     return ", ".join(dict.fromkeys(re.sub(r"^.*\*\.", "", name) for name in names))

@@ -1,4 +1,4 @@
-"""What single model types need beside the sizes that all tiny models have."""
+"""Settings of single model types, beside the sizes that all tiny models share."""
 
 from __future__ import annotations
 

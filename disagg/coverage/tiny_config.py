@@ -1,4 +1,4 @@
-"""Tiny configurations of any model type: the same small sizes by the names that configurations use for them."""
+"""Makes a tiny configuration of any model type: the same small sizes under the setting names of each type."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (1, "num_shared_experts moe_num_shared_experts bos_token_id"),
     (0, "pad_token_id"),
 )
-"""Values, and the settings that get them wherever a configuration has them."""
+"""Values, and the names of the settings that get them."""
 _BY_NAME = {name: size for size, names in _SIZES for name in names.split()}
 _LATENT = {"head_dim": 8, "num_key_value_heads": _HEADS}
 _BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
-"""Settings with an entry for each layer."""
+"""Settings with one entry per layer."""
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """A configuration of a few thousand parameters, with layers of every kind that the type has by default.
+    """Returns a configuration of a few thousand parameters, with every kind of layer of the type's default.
 
-    Answers end by length only: it has no end token.
+    It has no end token, so answers end by length only.
     """
     return _tiny(CONFIG_MAPPING[model_type])
 
@@ -77,7 +77,7 @@ def _tiny(kind: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 
 def _parts(kind: type[PreTrainedConfig], own: dict[str, Any]) -> dict[str, type[PreTrainedConfig]]:
-    """Classes of the configurations within a configuration, as it has them by default, without those in `own`."""
+    """Returns the default classes of nested configurations, except those in `own`."""
     wanted = [name for name in kind.sub_configs if name not in own]
     whole = kind() if wanted else None
     found = {name: type(getattr(whole, name, None)) for name in wanted}
@@ -85,7 +85,7 @@ def _parts(kind: type[PreTrainedConfig], own: dict[str, Any]) -> dict[str, type[
 
 
 def _layer_kinds(kind: type[PreTrainedConfig], names: dict[str, Any]) -> dict[str, list[str]]:
-    """For each setting by layer, the kinds that it has by default, in turn."""
+    """Returns the per-layer settings, which cycle through the kinds of the type's default."""
     listed = [name for name in _BY_LAYER if name in names]
     if not listed:
         return {}

@@ -1,4 +1,4 @@
-"""The model types that transformers has a causal language model for."""
+"""The model types of transformers with a causal language model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from disagg.core.errors import ConfigError
 
 
 def causal_types() -> tuple[str, ...]:
-    """All of them, sorted."""
+    """Returns all causal model types, sorted."""
     return tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 
 
 def class_of(model_type: str) -> str:
-    """Name of the class that transformers builds for a type of `causal_types`."""
+    """Returns the name of transformers' class for a type of `causal_types`."""
     return str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
 
 
 def chosen_types(names: str) -> tuple[str, ...]:
-    """Types of a comma-separated list, in its order; all of them when it is empty.
+    """Returns the types of a comma-separated list, in its order; all types for an empty list.
 
-    Raises ConfigError for a name that is no causal model type.
+    Raises ConfigError for an unknown type.
     """
     known = causal_types()
     chosen = tuple(name.strip() for name in names.split(",") if name.strip())

@@ -1,4 +1,4 @@
-"""What was found of a model type."""
+"""The verdict on a model type."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ Result = Literal["exact", "refused", "wrong", "failed"]
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """Of one model type. Can cross a pipe."""
+    """Result of the check of one model type."""
 
     model_type: str
     result: Result
-    """`exact`: tokens are those of `generate()` in every run. `refused`: in one line, at start. `wrong`: tokens
-    differ. `failed`: neither, which is a fault of ours or of the check."""
+    """`exact`: tokens equal those of `generate()` in every run. `refused`: rejected at start with an error. `wrong`:
+    tokens differ. `failed`: any other error, a defect of the engine or of the check."""
     why: str = ""
     """The reason in one line, unless exact."""
     whole: tuple[str, ...] = ()
-    """Parts of an exact model that every rank of a group of two holds whole."""
+    """Parts of an exact model that are replicated on both ranks of a group of two."""
 
     @property
     def is_fault(self) -> bool:
-        """Whether somebody must look at it."""
+        """Whether the verdict indicates a defect."""
         return self.result in ("wrong", "failed")
 
 
 def one_line(exc: BaseException) -> str:
-    """An error's text without line breaks; its class when that is none of ours, or when it has no text."""
+    """Returns an error's text in one line; preceded by its class unless it is a `ValueError` with text."""
     text = " ".join(str(exc).split())
     return text if text and isinstance(exc, ValueError) else f"{type(exc).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Checks model types in processes of their own: one that crashes or hangs ends neither the others nor the run."""
+"""Checks each model type in its own process: a crash or a hang does not affect the other checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Running:
 
 
 def check_in_process(model_type: str) -> Verdict:
-    """As `check.check_type`, in a process that does nothing else."""
+    """`check.check_type` with process-wide settings: one thread, no logs."""
     import torch
 
     from disagg.coverage.check import check_type, quiet
@@ -40,10 +40,10 @@ def check_types(
     check: Callable[[str], Verdict] = check_in_process,
     preload: Sequence[str] = ("disagg.coverage.check",),
 ) -> list[Verdict]:
-    """The verdicts of `check` on `types`, in their order; `jobs` processes at once, each with `limit_s` to end.
+    """Runs `check` on `types` in `jobs` parallel processes with `limit_s` each; returns the verdicts in order.
 
-    `advance` gets each verdict as it comes. Modules of `preload` are imported once, not once for each type.
-    No process is left behind.
+    `advance` receives each verdict at once. The fork server imports the modules of `preload` once. No process
+    survives this call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -55,7 +55,7 @@ def check_types(
                 pipe, theirs = context.Pipe(duplex=False)
                 process = context.Process(target=_work, args=(theirs, check, waiting[-1]), daemon=True)
                 process.start()
-                theirs.close()  # so that its end is noticed here
+                theirs.close()  # so that the end of the process closes the pipe
                 running[pipe] = _Running(waiting.pop(), process, time.monotonic() + limit_s)
             for verdict in _ended(running, limit_s):
                 found[verdict.model_type] = verdict
@@ -67,7 +67,7 @@ def check_types(
 
 
 def _ended(running: dict[Connection, _Running], limit_s: float) -> list[Verdict]:
-    """Waits until one has answered, ended or used up its time; takes those out."""
+    """Waits until a process replies, ends or times out; removes and returns such processes' verdicts."""
     first = min(one.deadline_s for one in running.values())
     ready = wait(list(running), timeout=max(0.0, first - time.monotonic()))
     late = [pipe for pipe, one in running.items() if time.monotonic() >= one.deadline_s]

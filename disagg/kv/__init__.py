@@ -1,1 +1,1 @@
-"""KV memory: pools, the page allocator and the request-to-token table."""
+"""KV memory: pools, page allocator, prefix cache and request-to-token table."""

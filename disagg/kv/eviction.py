@@ -1,4 +1,4 @@
-"""Which leaf of the prefix tree goes first."""
+"""Eviction order of the leaves of the prefix tree."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from disagg.core.config_tree import EvictionName
+from disagg.core.config.tree import EvictionName
 from disagg.kv.radix_node import Node
 
 ORDERS: dict[EvictionName, Callable[[Node], tuple[int, ...]]] = {
@@ -14,14 +14,14 @@ ORDERS: dict[EvictionName, Callable[[Node], tuple[int, ...]]] = {
     "lfu": lambda node: (node.hits, node.used),
     "fifo": lambda node: (node.born,),
 }
-"""The leaf with the lowest order goes first: longest unused, least often used, oldest. It never sinks."""
+"""Policy -> order of a node; the lowest is evicted first. The order of a node never decreases."""
 
 
 class LeafQueue:
-    """A heap of nodes that can be evicted. O(log n) for each change, nothing for a node that is merely used.
+    """A lazy heap of evictable nodes: O(log n) per push, no cost for the use of a node.
 
-    An entry keeps the order that its node had when it was pushed. As orders only rise, one that is not its node's
-    order any more comes to the top too early, and is put back then; one whose node is no leaf any more is dropped.
+    An entry has the order of its node at the push. Orders only rise, so an outdated entry reaches the top too early
+    and is pushed again with the current order. Entries of nodes that are no leaves any more are dropped at the top.
     """
 
     def __init__(self, policy: EvictionName) -> None:
@@ -30,13 +30,13 @@ class LeafQueue:
         self._serial = itertools.count()
 
     def push(self, node: Node) -> None:
-        """The node can be evicted now."""
+        """Adds an evictable node, unless queued."""
         if not node.queued:
             node.queued = True
             heapq.heappush(self._heap, (self._order(node), next(self._serial), node))
 
     def first(self) -> Node | None:
-        """The node to evict from; it stays in the queue, and falls out when it is empty."""
+        """Returns the node to evict from, None without one. The node stays queued while it is evictable."""
         while self._heap:
             order, serial, node = self._heap[0]
             if not node.evictable:
@@ -49,7 +49,7 @@ class LeafQueue:
         return None
 
     def sound(self, leaves: list[Node]) -> bool:
-        """True when each of `leaves`, all that can be evicted, has one entry, and none too late."""
+        """Returns whether each of `leaves`, all evictable nodes, has exactly one entry, with no order too high."""
         queued = [node for _, _, node in self._heap]
         early = all(order <= self._order(node) for order, _, node in self._heap)
         once = len({id(node) for node in queued}) == len(queued) and all(node.queued for node in queued)

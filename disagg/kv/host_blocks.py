@@ -1,7 +1,7 @@
-"""Blocks of host memory for pages that were swapped out: integers only, as the pages' own allocator.
+"""Allocator of host memory blocks for swapped pages; integers only, like the page allocator.
 
-A block is a few pages in one piece, so that a copy over PCIe is large. The leader hands blocks out for all ranks of
-its group; each rank has memory of its own for them.
+A block is a contiguous run of pages, so that copies over PCIe are large. The leader allocates the same blocks on all
+ranks of its group; each rank has its own memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from disagg.kv.pages import pages_for
 
 @dataclass(frozen=True, slots=True)
 class HostStatistics:
-    """A picture of the allocator at one moment."""
+    """Counts of the allocator at one moment."""
 
     blocks: int
     used_blocks: int
@@ -25,7 +25,7 @@ class HostStatistics:
 
 
 class HostBlocks:
-    """`blocks` blocks of `block_pages` pages. Not thread-safe: the leader's lock guards it."""
+    """Allocates `blocks` blocks of `block_pages` pages. Not thread-safe: the leader's lock guards it."""
 
     def __init__(self, blocks: int, block_pages: int) -> None:
         self.block_pages = block_pages
@@ -34,7 +34,7 @@ class HostBlocks:
         self._peak_used_blocks = 0
 
     def alloc(self, pages: int) -> list[int] | None:
-        """Blocks for so many pages, the caller's until `free`; None, changing nothing, when there is no room."""
+        """Allocates blocks for `pages` pages, owned by the caller until `free`; None, changing nothing, if short."""
         need = pages_for(pages, self.block_pages)
         if need > len(self._free):
             return None
@@ -44,9 +44,9 @@ class HostBlocks:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Takes blocks back. Raises ValueError, changing nothing, on one that is not handed out or named twice."""
+        """Frees blocks. Raises ValueError, changing nothing, for a free or repeated block."""
         if not self._used.issuperset(blocks) or len(set(blocks)) != len(blocks):
-            raise ValueError(f"blocks {list(blocks)} are not all handed out: freed twice, or named twice")
+            raise ValueError(f"blocks {list(blocks)} are not all allocated: freed twice, or repeated")
         self._used.difference_update(blocks)
         self._free.extend(blocks)
 
@@ -56,7 +56,7 @@ class HostBlocks:
         return HostStatistics(used + len(self._free), used, self._peak_used_blocks, self.block_pages)
 
     def check(self, owned: Sequence[int]) -> None:
-        """Raises `InvariantError` unless exactly `owned` are handed out, each once, and no other block is lost."""
+        """Raises `InvariantError` unless `owned` are the allocated blocks, each once, and no block is lost."""
         every = sorted([*self._free, *self._used])
         if every != list(range(len(every))) or sorted(owned) != sorted(self._used):
             raise InvariantError(f"host blocks: free {self._free}, used {self._used}, owned {list(owned)}")

@@ -1,4 +1,4 @@
-"""What the page allocator takes and gives, besides numbers."""
+"""Types in the interface of the page allocator."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from typing import NamedTuple, Protocol
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """A picture of the allocator at one moment."""
+    """Counts of the allocator at one moment."""
 
     pages: int
-    """Pages that can be handed out: all but the trash page."""
+    """Pages without the trash page."""
     used_pages: int
-    """Pages handed out and not yet freed."""
+    """Allocated pages."""
     page_size: int
     """Tokens in a page."""
     used_tokens: int
-    """Tokens asked for in the pages handed out; those of a shared page once."""
+    """Tokens in allocated pages; a shared page counts once."""
     peak_used_pages: int
-    """Most pages ever handed out at once."""
+    """Largest number of pages ever allocated at once."""
     references: int
-    """Readers of all pages together: more than `used_pages` where pages are shared."""
+    """References to all pages together; exceeds `used_pages` if pages are shared."""
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be handed out now."""
+        """Pages that can be allocated now."""
         return self.pages - self.used_pages
 
     @property
     def waste_tokens(self) -> int:
-        """Slots in pages handed out that no token was asked for: the price of whole pages."""
+        """Unused slots in allocated pages: internal fragmentation."""
         return self.used_pages * self.page_size - self.used_tokens
 
 
 class PageCopy(NamedTuple):
-    """All slots of page `source` are to be copied to page `destination`, in every layer.
+    """A copy of all slots of page `source` to page `destination`, in every layer.
 
-    Owed by whoever was given it: launched before anything else is written to the pool, in the order given.
+    The receiver of a `PageCopy` must launch the copies, in order, before any other write to the pool.
     """
 
     source: int
@@ -45,7 +45,7 @@ class PageCopy(NamedTuple):
 
 
 class Growing(Protocol):
-    """What `append_one_to_each` grows: a request with its count of tokens and its pages."""
+    """A sequence for `append_one_to_each`: its token count and its pages."""
 
     tokens: int
     pages: list[int]

@@ -1,8 +1,8 @@
 """Page allocator of a KV pool: integers only, on the host, O(1) per page.
 
-Pages exist so that a request grows without moving and without gaps larger than one page, and so that requests which
-begin alike share what they have in common: each page counts who reads it. Idea: vLLM's paged attention (Kwon et al.,
-2023). Page 0 is never handed out: it is the trash page, for padding.
+Pages let a sequence grow in place with at most one partly used page, and let sequences with a common prefix share
+memory: each page counts its references, as in vLLM's paged attention (Kwon et al., 2023). Page 0 is never allocated;
+it is the trash page, for padding.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ TRASH_PAGE = 0
 
 
 def pages_for(tokens: int, page_size: int) -> int:
-    """How many pages hold `tokens` tokens."""
+    """Returns the number of pages for `tokens` tokens."""
     return -(-tokens // page_size)
 
 
 def slots_of(pages: Sequence[int], page_size: int, span: Span) -> torch.Tensor:
-    """Slots, int32 `[len(span)]` on the CPU, of the token positions `span` of a request that owns `pages`.
+    """Returns the slots of positions `span` of a sequence in `pages`, int32 `[len(span)]` on the CPU.
 
-    `pages[i]` holds positions `i * page_size .. (i + 1) * page_size`. Raises ValueError past the last page.
+    `pages[i]` has positions `i * page_size .. (i + 1) * page_size - 1`. Raises ValueError past the last page.
     """
     if span.start < 0 or span.stop > len(pages) * page_size:
         raise ValueError(
@@ -35,7 +35,7 @@ def slots_of(pages: Sequence[int], page_size: int, span: Span) -> torch.Tensor:
         )
     if not span:
         return torch.empty(0, dtype=torch.int32)
-    # A prompt waits for this three times, and each call of torch costs it 20 us and more: few of them.
+    # On the critical path of a prompt three times; each torch call costs 20 us or more, so use few.
     first = span.start // page_size
     owned = torch.frombuffer(array("i", pages[first : pages_for(span.stop, page_size)]), dtype=torch.int32)
     slots = torch.add(torch.arange(page_size, dtype=torch.int32), owned[:, None], alpha=page_size)
@@ -43,12 +43,11 @@ def slots_of(pages: Sequence[int], page_size: int, span: Span) -> torch.Tensor:
 
 
 class TokenToKVPoolAllocator:
-    """Hands out the pages of a pool of `pages * page_size` slots (page 0, the trash page, included).
+    """Allocates the pages of a pool of `pages * page_size` slots, including page 0, the trash page.
 
-    A page that is handed out has one reference for each of its readers. `alloc_tokens` gives the first one to the
-    caller, `share` gives another one to another reader, and each reader frees its own with `free`; the page can be
-    handed out again when the last one is gone. Only who reads a page alone may write to it. Not thread-safe: the
-    group's scheduler owns it.
+    An allocated page has one reference per reader. `alloc_tokens` returns pages with one reference, `share` adds one,
+    and each reader drops its reference with `free`; the last one frees the page. Only the sole reader of a page may
+    write to it. Not thread-safe: the group's scheduler owns the allocator.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
@@ -61,33 +60,34 @@ class TokenToKVPoolAllocator:
         self.page_size = page_size
         self._free = list(range(pages - 1, TRASH_PAGE, -1))
         self._readers = [0] * pages
-        self._filled = [0] * pages  # tokens asked for in each page; too many at times where a reader shrank
+        self._filled = [
+            0
+        ] * pages  # tokens in each page; an upper bound after a reader of a shared page shrank
         self._used_tokens = 0
         self._references = 0
         self._peak_used_pages = 0
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be handed out now."""
+        """Pages that can be allocated now."""
         return len(self._free)
 
     def readers(self, page: int) -> int:
-        """References of a page, 0 when it is free. Raises ValueError for a number that is no page of the pool."""
+        """Returns the references of a page, 0 if free. Raises ValueError for a number outside the pool."""
         if not TRASH_PAGE < page < self.pages:
             raise ValueError(f"page {page} is not one of pages 1..{self.pages - 1}")
         return self._readers[page]
 
     def alloc_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> list[int] | None:
-        """Grows a request from `have_tokens` to `want_tokens` tokens; `pages` is its list of pages.
+        """Grows a sequence in `pages` from `have_tokens` to `want_tokens` tokens; returns the new pages.
 
-        Takes pages only when the last one is full, appends them to `pages` and returns the new ones (maybe
-        none). All or nothing: returns None, and changes nothing, when there is no room. Raises ValueError
-        when `pages` does not match `have_tokens` or is not handed out, and when growing would write to a page that
-        others read too: `append_tokens` copies it.
+        Appends the new pages, if any are needed, to `pages`. Returns None, changing nothing, if pages are short.
+        Raises ValueError if `pages` does not match `have_tokens`, is not allocated, or ends with a shared page that
+        the growth would write to: `append_tokens` copies such a page.
         """
         self._require_growth(have_tokens, want_tokens, pages)
         if want_tokens > have_tokens and self._must_copy(have_tokens, pages):
-            raise ValueError(f"page {pages[-1]} has other readers: it is not written to, use append_tokens")
+            raise ValueError(f"page {pages[-1]} is shared and must not be written: use append_tokens")
         need = pages_for(want_tokens, self.page_size) - len(pages)
         if need > len(self._free):
             return None
@@ -95,10 +95,10 @@ class TokenToKVPoolAllocator:
         return pages[len(pages) - need :]
 
     def append_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> list[PageCopy] | None:
-        """As `alloc_tokens`, but a last page that is partly filled and has other readers is replaced by a new one.
+        """Like `alloc_tokens`, but replaces a shared, partly filled last page by a new one (copy on write).
 
-        Returns the copies (one at most) that the caller owes before it writes; None, changing nothing, when there is
-        no room.
+        Returns the copies, at most one, that the caller must launch before the write; None, changing nothing, if
+        pages are short.
         """
         self._require_growth(have_tokens, want_tokens, pages)
         copied = want_tokens > have_tokens and self._must_copy(have_tokens, pages)
@@ -109,10 +109,9 @@ class TokenToKVPoolAllocator:
         return copies
 
     def append_one_to_each(self, growing: Sequence[Growing]) -> list[PageCopy] | None:
-        """Grows each of `growing` (none named twice) by one token: what a decode step asks for.
+        """Grows each of the distinct sequences `growing` by one token, for a decode step.
 
-        Only what needs a page is looked at twice. Returns the copies owed; None, changing nothing, when there is not
-        room for all of them.
+        Returns the copies that the caller must launch before the write; None, changing nothing, if pages are short.
         """
         size, readers, filled = self.page_size, self._readers, self._filled
         needy = self._needy(growing)
@@ -122,7 +121,7 @@ class TokenToKVPoolAllocator:
         for one in needy:
             if one.tokens % size == 0:
                 one.pages += self._take_pages(1)
-            elif readers[one.pages[-1]] > 1:  # the last one that shared it may write to it
+            elif readers[one.pages[-1]] > 1:  # the last reader keeps the page
                 copies.append(self._replace_last(one.tokens, one.pages))
         used_tokens = self._used_tokens
         for one in growing:
@@ -134,14 +133,14 @@ class TokenToKVPoolAllocator:
         return copies
 
     def pages_to_append(self, growing: Sequence[Growing]) -> int:
-        """Free pages that `append_one_to_each` needs."""
+        """Returns the number of free pages that `append_one_to_each` needs."""
         return self._pages_to_go_on(self._needy(growing))
 
     def truncate_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> None:
-        """Takes a request back to `want_tokens` tokens: frees the pages behind them and drops them from `pages`."""
+        """Truncates a sequence to `want_tokens` tokens: frees later pages and removes them from `pages`."""
         if not 0 <= want_tokens <= have_tokens:
             raise ValueError(
-                f"a request shrinks: 0 <= want_tokens <= have_tokens, not {have_tokens} -> {want_tokens}"
+                f"cannot truncate: 0 <= want_tokens <= have_tokens, not {have_tokens} -> {want_tokens}"
             )
         self._require_filled(have_tokens, pages)
         keep = pages_for(want_tokens, self.page_size)
@@ -151,7 +150,7 @@ class TokenToKVPoolAllocator:
             self._fill(pages[-1], want_tokens - (keep - 1) * self.page_size)
 
     def share(self, pages: Sequence[int]) -> None:
-        """One more reader of each of `pages`, who frees them too. Raises ValueError, changing nothing, as `free`."""
+        """Adds a reference to each of `pages`, which its reader frees. Raises ValueError like `free`."""
         self.require(pages)
         readers = self._readers
         for page in pages:
@@ -159,9 +158,9 @@ class TokenToKVPoolAllocator:
         self._references += len(pages)
 
     def free(self, pages: Sequence[int]) -> int:
-        """One reader less of each of `pages`; returns how many had no other and can be handed out again.
+        """Drops a reference to each of `pages`; returns how many pages became free.
 
-        Raises ValueError, changing nothing, on one that is not handed out or named twice.
+        Raises ValueError, changing nothing, for a free or repeated page.
         """
         self.require(pages)
         readers, before = self._readers, len(self._free)
@@ -176,13 +175,13 @@ class TokenToKVPoolAllocator:
         return len(self._free) - before
 
     def require(self, pages: Sequence[int]) -> None:
-        """Raises ValueError unless `pages` are all handed out, and none is named twice."""
+        """Raises ValueError unless `pages` are allocated and distinct."""
         if pages and not self._handed_out(pages):
             readers = self._readers
             wrong = [page for page in pages if not (TRASH_PAGE < page < self.pages and readers[page])]
-            raise ValueError(f"page {wrong[0]} is not handed out: freed twice, or never this allocator's")
+            raise ValueError(f"page {wrong[0]} is not allocated: freed twice, or of another allocator")
         if len(set(pages)) != len(pages):
-            raise ValueError(f"a page is named twice: {list(pages)}")
+            raise ValueError(f"repeated page: {list(pages)}")
 
     def statistics(self) -> PageStatistics:
         """Counts at this moment."""
@@ -191,7 +190,7 @@ class TokenToKVPoolAllocator:
         return PageStatistics(self.pages - 1, used, self.page_size, self._used_tokens, peak, self._references)
 
     def check(self) -> None:
-        """Raises InvariantError, with a dump, unless each real page is either free once or has readers."""
+        """Raises InvariantError, with a dump, unless each page but the trash page is free once or has readers."""
         free = sorted(self._free)
         unread = [page for page in range(1, self.pages) if self._readers[page] == 0]
         sound = (
@@ -211,7 +210,7 @@ class TokenToKVPoolAllocator:
             )
 
     def _handed_out(self, pages: Sequence[int]) -> bool:
-        """No loop in Python over them: every prompt's pages are looked at when they are shared, cached and freed."""
+        """Returns whether all `pages` are allocated; without a Python loop, because it runs often."""
         try:
             return min(pages) > TRASH_PAGE and all(map(self._readers.__getitem__, pages))
         except IndexError:  # beyond the last page
@@ -221,14 +220,14 @@ class TokenToKVPoolAllocator:
         return have_tokens % self.page_size != 0 and self._readers[pages[-1]] > 1
 
     def _needy(self, growing: Sequence[Growing]) -> list[Growing]:
-        """Those whose next token does not simply go behind the last one."""
+        """Returns the sequences whose next token needs a new page."""
         size, readers = self.page_size, self._readers
         return [g for g in growing if g.tokens % size == 0 or readers[g.pages[-1]] > 1]
 
     def _pages_to_go_on(self, needy: Sequence[Growing]) -> int:
-        """How many pages one token more for each of `needy` takes.
+        """Returns the number of pages for one more token of each of `needy`.
 
-        Of those that share their last page, the one that is left with it at the end needs no new one.
+        If all readers of a shared last page grow, the last of them keeps the page.
         """
         shared: dict[int, int] = {}
         for one in needy:
@@ -253,7 +252,7 @@ class TokenToKVPoolAllocator:
         self._filled[page] = tokens
 
     def _replace_last(self, have_tokens: int, pages: list[int]) -> PageCopy:
-        """Leaves the last page to its other readers, for a new one that is as full."""
+        """Replaces the last page, shared with other readers, by a new page with the same fill."""
         copy = PageCopy(pages[-1], *self._take_pages(1))
         self._readers[copy.source] -= 1
         self._references -= 1
@@ -274,7 +273,7 @@ class TokenToKVPoolAllocator:
     def _require_growth(self, have_tokens: int, want_tokens: int, pages: Sequence[int]) -> None:
         if not 0 <= have_tokens <= want_tokens:
             raise ValueError(
-                f"a request grows: 0 <= have_tokens <= want_tokens, not {have_tokens} -> {want_tokens}"
+                f"cannot grow: 0 <= have_tokens <= want_tokens, not {have_tokens} -> {want_tokens}"
             )
         self._require_filled(have_tokens, pages)
 

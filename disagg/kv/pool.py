@@ -1,13 +1,12 @@
-"""The KV pool of one rank: one allocation that holds K and V of every layer, addressed by slot.
+"""The KV pool of one rank: one allocation with K and V of every layer, addressed by slot.
 
-One allocation, so that a peer maps it once and one kernel moves any rectangle of it.
+With one allocation, a peer maps the pool once, and one kernel moves any rectangle of it.
 
-A quantized pool (int8, fp8) keeps a head's codes of K, those of V, and the scales of both in one row: `head_dim`
-bytes, as many again, and two bfloat16. So whatever moves heads (gather, scatter, writes to a peer, the planner's
-bytes) moves their scales too and need not know of them. A head of 128 takes 260 bytes, 0.508 of its 512 in bf16, and
-one of 64 takes 132, 0.516. Were K and V apart, rows with scales of two bytes would begin at odd multiples of 2. They
-begin at multiples of 4 and no more, so kernels load codes at most 4 bytes at a time; codes at multiples of 16 with
-scales elsewhere did not make decode attention quicker (H200: 2.1 TB/s beside 2.2).
+A quantized pool (int8, fp8) has one row per head: quantized K and V, `head_dim` bytes each, then two bfloat16 scales.
+Code that moves heads (gather, scatter, writes to a peer, the planner) therefore moves the scales too. A head of 128
+takes 260 bytes, 0.508 of the 512 in bf16; a head of 64 takes 132, 0.516. Rows are aligned to 4 bytes, so kernels load
+quantized values in units of at most 4 bytes. Separate scales, with values aligned to 16 bytes, did not speed up
+decode attention (H200: 2.1 TB/s instead of 2.2).
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ import torch
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import DTYPE_BYTES, SCALE_BYTES, KVLayout, Shard, code_row_bytes
-from kernels.kv_write import dequantize, kv_write_reference
-from kernels.layer_kv import QUANTIZED, LayerKV, layer_of_codes
+from kernels.attention.kv_write import dequantize, kv_write_reference
+from kernels.attention.layer_kv import QUANTIZED, LayerKV, quantized_layer
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype without the module, as `KVLayout.dtype` has it."""
+    """Returns torch's name of a dtype without the module, as in `KVLayout.dtype`."""
     return str(dtype).removeprefix("torch.")
 
 
 def whole_pages(pool_tokens: int, page_size: int) -> int:
-    """Pages of `page_size` tokens in a pool of `pool_tokens`. Raises ConfigError for less than two."""
+    """Returns the pages of `page_size` tokens in a pool of `pool_tokens`. Raises ConfigError for less than two."""
     if page_size < 1 or pool_tokens // page_size < 2:
         raise ConfigError(
             f"a pool of {pool_tokens} tokens has no room for 2 pages of {page_size} (one is the trash page); "
@@ -42,9 +41,12 @@ def whole_pages(pool_tokens: int, page_size: int) -> int:
 class MHATokenToKVPool:
     """K and V of `slots` tokens: `buffer`, contiguous `[layers, 2 (k, v), slots, heads, head_dim]`.
 
-    `heads` are the rank's own. All ranks of a group use the same slot numbers. A quantized pool's `buffer` is uint8,
-    `[layers, 1, slots, heads, code_row_bytes(head_dim)]`; `write` and `read` convert. One of keys alone has one plane
-    too, for `write_keys` and `read_keys`. The memory starts unset: a slot is read only after it was written.
+    `heads` are the rank's heads. All ranks of a group use the same slot numbers. A quantized pool's `buffer` is
+    uint8,
+    `[layers, 1, slots, heads, code_row_bytes(head_dim)]`; `write` and `read` convert. A pool of keys only also has
+    one
+    plane, for `write_keys` and `read_keys`. The memory starts uninitialized: slots must be written before they are
+    read.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class MHATokenToKVPool:
         if quantized and head_dim % SCALE_BYTES:
             raise ConfigError(
                 f"a KV pool of {dtype} needs heads of a multiple of {SCALE_BYTES} elements, not {head_dim}: its "
-                "rows would be no whole words"
+                "rows would not be aligned"
             )
         if quantized and not has_v:
             raise ConfigError(f"a pool of index keys cannot hold {dtype}; it can hold floats")
@@ -83,7 +85,7 @@ class MHATokenToKVPool:
 
     @property
     def parts(self) -> tuple[MHATokenToKVPool, ...]:
-        """Itself: all its layers are of one class."""
+        """The pool itself: all layers are of one class."""
         return (self,)
 
     @property
@@ -112,21 +114,22 @@ class MHATokenToKVPool:
         return self.buffer.nbytes
 
     def layer(self, layer: int) -> LayerKV:
-        """Views of one layer's K and V, and of their scales if they have any."""
+        """Returns views of one layer's K and V, with scales if quantized."""
         if self.dtype not in QUANTIZED:
             k, v = self.buffer[layer]
             return LayerKV(k, v, self.dtype)
-        return layer_of_codes(self.buffer[layer, 0], self.head_dim, self.dtype)
+        return quantized_layer(self.buffer[layer, 0], self.head_dim, self.dtype)
 
     def write(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Stores `k`, `v` `[tokens, heads, up to head_dim]` at `slots` (int64 `[tokens]`, on the pool's device).
 
-        What is missing of a head is zeros; a wider float is rounded to the pool's dtype. See `kernels.kv_write`.
+        Narrower heads are padded with zeros; wider floats are rounded to the pool's dtype. See
+        `kernels.attention.kv_write`.
         """
         kv_write_reference(k, v, slots, self.layer(layer))
 
     def read(self, layer: int, slots: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies of K and V `[*slots.shape, heads, head_dim]` at `slots` (int64, any shape), as `dtype`."""
+        """Returns copies of K and V at `slots` (int64, any shape) as `dtype`, `[*slots.shape, heads, head_dim]`."""
         kv = self.layer(layer)
         if kv.k_scales is None or kv.v_scales is None:
             return kv.k[slots].to(dtype), kv.v[slots].to(dtype)
@@ -134,22 +137,22 @@ class MHATokenToKVPool:
         return k.to(dtype), dequantize(kv.v[slots], kv.v_scales[slots], self.dtype).to(dtype)
 
     def write_keys(self, layer: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
-        """Stores `keys` `[tokens, heads, head_dim]` at `slots` (int64 `[tokens]`) of a pool of keys alone."""
+        """Stores `keys` `[tokens, heads, head_dim]` at `slots` (int64 `[tokens]`) of a pool of keys only."""
         self.buffer[layer, 0].index_copy_(0, slots, keys.to(self.dtype))
 
     def read_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Copies of the keys `[*slots.shape, heads, head_dim]` at `slots` of a pool of keys alone."""
+        """Returns copies of the keys at `slots` of a pool of keys only, `[*slots.shape, heads, head_dim]`."""
         return self.buffer[layer, 0, slots]
 
     def poison(self) -> None:
-        """Fills the pool with 0xFF bytes, NaN in every float type: unwritten memory that is used shows."""
+        """Fills the pool with 0xFF bytes, NaN in every float type, to reveal reads of unwritten slots (tests)."""
         self.buffer.view(torch.uint8).fill_(0xFF)
 
 
 class ClassedKVPool:
-    """The pool of a model whose layers differ in their heads: a pool for each class, all of the same slots.
+    """The pool of a model with several classes of layers: one pool per class, all with the same slots.
 
-    `parts` are in the order of `KVLayout.classes`, which numbers the layers too.
+    `parts` have the order of `KVLayout.classes`, which also numbers the layers.
     """
 
     def __init__(self, parts: Sequence[MHATokenToKVPool]) -> None:
@@ -163,7 +166,7 @@ class ClassedKVPool:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its elements, before they become codes."""
+        """Element type; the quantized type of a quantized pool."""
         return self.parts[0].dtype
 
     @property
@@ -182,7 +185,7 @@ class ClassedKVPool:
         return sum(part.nbytes for part in self.parts)
 
     def place(self, layer: int) -> tuple[int, int]:
-        """The class of a layer, and its number within it."""
+        """Returns the class of a layer and the layer's index within the class."""
         number = bisect_right(self._ends, layer)
         return number, layer - self._ends[number] + self.parts[number].layers
 
@@ -198,7 +201,7 @@ KVPool = MHATokenToKVPool | ClassedKVPool
 def make_pool(
     layout: KVLayout, shard: Shard, slots: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> KVPool:
-    """The pool of the rank that owns `shard`. Raises ConfigError, see `MHATokenToKVPool`."""
+    """Returns the pool of the rank that owns `shard`. Raises ConfigError, see `MHATokenToKVPool`."""
     parts = [
         MHATokenToKVPool(
             len(part.layers), slots, len(part.heads), one.head_dim, dtype, device, has_v=one.has_v

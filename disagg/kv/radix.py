@@ -1,9 +1,9 @@
-"""The prefix cache: KV pages of beginnings of prompts, found by their tokens, shared in place, evicted by leaves.
+"""The prefix cache: KV pages of prompt prefixes, found by token ids, shared in place, evicted from the leaves.
 
-A radix tree over whole pages of token ids, as in SGLang's RadixAttention (Zheng et al., 2024); vLLM keeps a hash
-table of blocks with chained hashes instead. Here an edge is a run of pages whose tokens are compared as memory: a
-prompt costs a few steps for each fork on its way, not a look-up for each page, and nothing rests on a hash, for
-children are found by the tokens of a page themselves. Hashes are kept beside it, for routers (`core/prefixes.py`).
+A radix tree over whole pages of token ids, as in SGLang's RadixAttention (Zheng et al., 2024); vLLM uses a hash table
+of blocks with chained hashes instead. An edge is a run of pages whose tokens are compared as memory: the cost of a
+match grows with the forks on its path, not with the pages, and hash collisions cannot occur. Block hashes are kept
+only for routers (`disagg.core.prefixes`).
 """
 
 from __future__ import annotations
@@ -12,80 +12,81 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from disagg.core.config_tree import EvictionName
+from disagg.core.config.tree import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import Digest, PrefixKey
 from disagg.core.tokens import TOKEN_BYTES
+from disagg.kv.event_log import KVEventLog, unit_tokens_for
 from disagg.kv.eviction import LeafQueue
-from disagg.kv.journal import MarkJournal, unit_tokens_for
 from disagg.kv.pages import TokenToKVPoolAllocator
-from disagg.kv.radix_node import Node, common_pages, marks_in
+from disagg.kv.radix_node import Node, block_hashes_in, common_pages
 
 
 class Match(NamedTuple):
-    """The longest cached beginning of a prompt. The pages are the cache's: `RadixCache` says how to keep them."""
+    """The longest cached prefix of a prompt. The cache owns the pages; see `RadixCache`."""
 
     node: Node
-    """For `lock` and `unlock`."""
+    """Node for `lock` and `unlock`."""
     pages: list[int]
     tokens: int
-    """In those pages: all are full."""
+    """Tokens of the pages, which are full."""
     asked_tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RadixStatistics:
-    """The cache as it stands, and counts since it was made."""
+    """Content of the cache at one moment, and counts since its construction."""
 
     cached_pages: int
     locked_pages: int
-    """Of those cached, the ones that cannot be evicted now."""
+    """Cached pages that cannot be evicted now."""
     nodes: int
-    """Roots left out."""
+    """Nodes without the roots."""
     hits: int
-    """Requests, told by `count`, that found a page or more."""
+    """Counted requests with a hit of at least one page."""
     misses: int
     hit_tokens: int
     asked_tokens: int
-    """Of the prompts of hits and misses."""
+    """Tokens of the prompts of hits and misses."""
     evicted_pages: int
 
 
 class RadixCache:
-    """Holds a reference of its own to each page that it caches. Not thread-safe: the group's scheduler owns it.
+    """The radix tree, with a page reference for each cached page. Not thread-safe: the group's scheduler owns it.
 
-    Who owns what: `insert` takes references of its own to what it adds, and eviction frees them; the caller's stay
-    the caller's. `match` gives none; a request that reads matched pages takes its own (`KVSequence`, or the
-    allocator's `share`) and locks the node, so that eviction, which would free nothing there, looks elsewhere. It
-    unlocks and frees once.
+    Ownership: `insert` takes its own references to added pages, and eviction frees them; the caller keeps the
+    caller's references. `match` takes none. A request that reads matched pages takes its own references
+    (`KVSequence`,
+    or the allocator's `share`) and locks the node, which excludes the pages from eviction. The request unlocks and
+    frees once.
     """
 
     def __init__(
         self, allocator: TokenToKVPoolAllocator, policy: EvictionName = "lru", unit_tokens: int | None = None
     ) -> None:
-        """`unit_tokens`: tokens between two marks in a digest, whole pages; by the size of the pool when None."""
+        """`unit_tokens`: tokens of a hashed block, whole pages; None: by the size of the pool."""
         self._allocator = allocator
         self._page_size = allocator.page_size
         self._page_bytes = allocator.page_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
         self._leaves = LeafQueue(policy)
-        self.journal = MarkJournal(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
-        """What routers are told of; to be read only."""
-        self._unit_pages = self.journal.unit_tokens // allocator.page_size
+        self.kv_events = KVEventLog(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
+        """KV events for routers; read only for callers."""
+        self._unit_pages = self.kv_events.unit_tokens // allocator.page_size
         self._clock = self._cached_pages = self._locked_pages = self._nodes = 0
         self._hits = self._misses = self._hit_tokens = self._asked_tokens = self._evicted_pages = 0
 
     @property
     def evictable_pages(self) -> int:
-        """Pages that `evict` could give up now. They come free where nobody reads them without a lock."""
+        """Pages that `evict` can remove; a page becomes free if no request reads it without a lock."""
         return self._cached_pages - self._locked_pages
 
     def match(self, key: PrefixKey, max_tokens: int | None = None) -> Match:
-        """The longest cached beginning in whole pages, of at most `max_tokens` tokens.
+        """Returns the longest cached prefix in whole pages, at most `max_tokens` tokens.
 
-        Who needs the logits of the last token passes one token less than the prompt has. Good until the next `insert`
-        or `evict`, unless it is locked before.
+        A caller that needs the logits of the last token passes the prompt's length less one. The match is valid until
+        the next `insert` or `evict`, longer if locked.
         """
         limit = key.tokens if max_tokens is None else min(key.tokens, max_tokens)
         root = self._roots.get(key.salt) or Node(None, key.salt)
@@ -93,7 +94,7 @@ class RadixCache:
         return Match(node, pages, len(pages) * self._page_size, key.tokens)
 
     def lock(self, node: Node) -> None:
-        """Keeps all pages from the root to the node's end until `unlock`. O(forks on the way)."""
+        """Locks all pages from the root to the node's end until `unlock`. O(depth)."""
         above: Node | None = node
         while above is not None:
             if not above.locks:
@@ -102,7 +103,7 @@ class RadixCache:
             above = above.parent
 
     def unlock(self, node: Node) -> None:
-        """Takes one `lock` back. Raises ValueError, changing nothing, where there is none."""
+        """Reverts one `lock`. Raises ValueError, changing nothing, without a lock."""
         if not node.locks:
             raise ValueError("this node is not locked: lock it first, unlock it once")
         above: Node | None = node
@@ -114,7 +115,7 @@ class RadixCache:
             above = above.parent
 
     def count(self, match: Match) -> None:
-        """A request goes on with this match: for the statistics, and for what is used often."""
+        """Counts the match of an admitted request, for the statistics and the lfu policy."""
         self._asked_tokens += match.asked_tokens
         self._hit_tokens += match.tokens
         self._hits += bool(match.tokens)
@@ -125,11 +126,10 @@ class RadixCache:
             above = above.parent
 
     def insert(self, key: PrefixKey, pages: Sequence[int]) -> Node:
-        """Caches a prompt whose KV is in `pages`, one for each whole page of it; returns the node, for `lock`.
+        """Caches the full pages of a prompt whose KV is in `pages`; returns the node, for `lock`.
 
-        Takes a reference to each page that it adds. What was cached before stays, with its own pages: the caller's
-        of the same tokens are not looked at. Raises ValueError, changing nothing, for pages that do not match the
-        prompt, and for one to be added that is not handed out.
+        Takes a reference to each added page. Tokens that are cached already keep their cached pages. Raises
+        ValueError, changing nothing, if `pages` do not match the prompt or an added page is not allocated.
         """
         if len(pages) != key.tokens // self._page_size:
             raise ValueError(
@@ -146,9 +146,9 @@ class RadixCache:
         return self._add_leaf(node, key, added)
 
     def evict(self, pages: int) -> int:
-        """Gives up cached pages, the policy's first choice first, until `pages` came free; returns how many did.
+        """Evicts cached pages in policy order until `pages` are free; returns how many became free.
 
-        Fewer only when no other can go. From a run of pages the last ones go, and no more than needed.
+        Returns fewer only if no page can be evicted. Evicts from the end of a run, and only as many as needed.
         """
         freed = 0
         while freed < pages and (leaf := self._leaves.first()) is not None:
@@ -156,8 +156,8 @@ class RadixCache:
         return freed
 
     def digest(self, since: int | None = None) -> Digest:
-        """What changed since that version, for routers; everything when `since` is None or long ago."""
-        return self.journal.digest(since)
+        """Returns the KV events since version `since`; see `KVEventLog.digest`."""
+        return self.kv_events.digest(since)
 
     def statistics(self) -> RadixStatistics:
         """Counts at this moment."""
@@ -173,13 +173,13 @@ class RadixCache:
         )
 
     def pages(self) -> list[int]:
-        """All that it holds a reference to. O(pages): for checks."""
+        """Returns all cached pages. O(pages): for checks."""
         return [page for root in self._roots.values() for node in _below(root) for page in node.pages]
 
     def check(self) -> None:
-        """Raises InvariantError unless the tree, its counters, its queue and its marks agree. O(tokens cached)."""
+        """Raises InvariantError unless tree, counters, queue and block hashes agree. O(cached tokens)."""
         nodes = [node for root in self._roots.values() for node in _below(root)]
-        marks = [mark for node in nodes for mark in node.marks]
+        block_hashes = [block_hash for node in nodes for block_hash in node.block_hashes]
         broken = [
             name
             for name, sound in {
@@ -189,7 +189,8 @@ class RadixCache:
                 "references": all(self._allocator.readers(page) for node in nodes for page in node.pages),
                 "locks": sum(len(node.pages) for node in nodes if node.locks) == self._locked_pages,
                 "leaves": self._leaves.sound([node for node in nodes if node.evictable]),
-                "marks": len(marks) == len(self.journal.held) and set(marks) == self.journal.held,
+                "block hashes": len(block_hashes) == len(self.kv_events.held)
+                and set(block_hashes) == self.kv_events.held,
             }.items()
             if not sound
         ]
@@ -198,7 +199,7 @@ class RadixCache:
             raise InvariantError(f"prefix cache: {', '.join(broken)}; {self.statistics()}; {tree}")
 
     def _walk(self, node: Node, data: bytes, stop: int) -> tuple[Node, list[int]]:
-        """Down the tree along `data[:stop]`, whole pages, as far as it goes; splits the last node where it parts."""
+        """Descends along `data[:stop]`, whole pages, as far as cached; splits the last node at the fork."""
         page_bytes, at = self._page_bytes, 0
         pages: list[int] = []
         self._clock += 1
@@ -220,25 +221,25 @@ class RadixCache:
         start, stop = parent.end * self._page_bytes, (parent.end + len(pages)) * self._page_bytes
         leaf = Node(parent, key.salt, key.data[start:stop], pages)
         leaf.used = leaf.born = self._clock
-        leaf.marks = key.marks(self.journal.unit_tokens, parent.end * self._page_size)
+        leaf.block_hashes = key.block_hashes(self.kv_events.unit_tokens, parent.end * self._page_size)
         parent.children[leaf.first_page(self._page_bytes)] = leaf
-        self.journal.add(leaf.marks)
+        self.kv_events.add(leaf.block_hashes)
         self._cached_pages += len(pages)
         self._nodes += 1
         self._leaves.push(leaf)
         return leaf
 
     def _cut(self, leaf: Node, pages: int) -> int:
-        """Gives up the last `pages` pages of a leaf; returns how many came free."""
+        """Evicts the last `pages` pages of a leaf; returns how many became free."""
         keep = len(leaf.pages) - pages
         first = leaf.first_page(self._page_bytes)
         freed = self._allocator.free(leaf.pages[keep:])
         del leaf.pages[keep:]
         leaf.edge = leaf.edge[: keep * self._page_bytes]
         leaf.end -= pages
-        marks = marks_in(leaf, self._unit_pages)
-        self.journal.remove(reversed(leaf.marks[marks:]))
-        del leaf.marks[marks:]
+        block_hashes = block_hashes_in(leaf, self._unit_pages)
+        self.kv_events.remove(reversed(leaf.block_hashes[block_hashes:]))
+        del leaf.block_hashes[block_hashes:]
         self._cached_pages -= pages
         self._evicted_pages += pages
         if not keep:
@@ -249,7 +250,7 @@ class RadixCache:
         return freed
 
     def _loose(self, node: Node) -> None:
-        """The last lock or the last child of a node went: it may be evicted now; a root is forgotten."""
+        """Handles a node that lost its last lock or child: queues it for eviction, or drops an unused root."""
         if node.evictable:
             self._leaves.push(node)
         elif not (node.parent or node.locks or node.children) and self._roots.get(node.salt) is node:
@@ -264,7 +265,7 @@ class RadixCache:
             and len(node.edge) == len(node.pages) * page_bytes > 0
             and node.start == above.end
             and node.locks >= sum(child.locks for child in node.children.values())
-            and node.marks == key.marks(self.journal.unit_tokens, above.end * self._page_size)
+            and node.block_hashes == key.block_hashes(self.kv_events.unit_tokens, above.end * self._page_size)
         )
 
 

@@ -1,8 +1,7 @@
-"""The request-to-token table: which slot of the KV pool holds each token of each running request.
+"""The request-to-token table: the KV pool slot of each token of each running request.
 
-One row per running request, on the device, so that attention finds a request's tokens with one indexed read
-and no host round trip. Idea: the `req_to_token` pool of sglang; the block table of vLLM's paged attention, at
-a granularity of one token.
+The table is on the device, one row per running request, so attention finds slots with one indexed read. The design
+is SGLang's `req_to_token` pool: vLLM's block table at the granularity of one token.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ from disagg.core.types import Span
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """A picture of the table at one moment."""
+    """Counts of the table at one moment."""
 
     rows: int
-    """Rows in all."""
+    """Number of rows."""
     used_rows: int
-    """Rows handed out and not yet freed."""
+    """Allocated rows."""
     max_tokens: int
-    """Longest context a row can hold."""
+    """Longest context of a row."""
 
 
 class ReqToTokenPool:
     """int32 table `[rows + 1, max_tokens]` of slots on `device`, with the list of free rows on the host.
 
-    The last row is never handed out: all of it is the trash page's first slot. Not thread-safe: the rank's compute
-    thread owns it. Unset entries read 0, the trash page, so stray reads stay inside the pool. Writes are queued
-    on the current stream; nothing here waits for the device.
+    The last row is never allocated: its entries are the trash page's first slot. Not thread-safe: the rank's compute
+    thread owns it. Unset entries are 0, the trash page, so invalid reads stay within the pool. Writes are queued on
+    the current stream; no method waits for the device.
     """
 
     def __init__(self, rows: int, max_tokens: int, device: torch.device | str = "cpu") -> None:
@@ -49,16 +48,16 @@ class ReqToTokenPool:
 
     @property
     def trash_row(self) -> int:
-        """A row for what fills up a batch."""
+        """Row for padding of a batch."""
         return self.rows
 
     @property
     def free_rows(self) -> int:
-        """Rows that `alloc()` can still hand out."""
+        """Rows that can be allocated now."""
         return len(self._free)
 
     def alloc(self) -> int:
-        """A free row, the caller's until `free(row)`. Raises BusyError when every row is in use."""
+        """Allocates a row, owned by the caller until `free(row)`. Raises BusyError if all rows are in use."""
         if not self._free:
             raise BusyError(
                 f"all {self.rows} request rows are in use; wait for a request to end or raise `rows`"
@@ -68,9 +67,9 @@ class ReqToTokenPool:
         return row
 
     def claim(self, row: int) -> None:
-        """Hands out this very row: how a follower's table follows the rows that its leader chose.
+        """Allocates this row, which the leader of another rank's table chose.
 
-        Raises ValueError when the row is in use or does not exist.
+        Raises ValueError if the row is in use or does not exist.
         """
         if row not in self._free:
             raise ValueError(f"row {row} is in use, or not one of rows 0..{self.rows - 1}")
@@ -78,15 +77,15 @@ class ReqToTokenPool:
         self._used[row] = True
 
     def free(self, row: int) -> None:
-        """Takes the row back. Raises ValueError when it is not handed out (a double free, or no such row)."""
+        """Frees the row. Raises ValueError if the row is free or does not exist."""
         self._require_used(row)
         self._used[row] = False
         self._free.append(row)
 
     def set_slots(self, row: int, start: int, slots: torch.Tensor | Sequence[int]) -> None:
-        """Says that positions `start ..` of the request at `row` live at `slots` (integers, 1-D).
+        """Sets the slots (integers, 1-D) of positions `start ..` of the request at `row`.
 
-        Raises ValueError when the row is not handed out or the range does not fit `max_tokens`.
+        Raises ValueError if the row is free or the range exceeds `max_tokens`.
         """
         self._require_used(row)
         values = slots if isinstance(slots, torch.Tensor) else torch.tensor(slots, dtype=torch.int32)
@@ -98,13 +97,13 @@ class ReqToTokenPool:
         target.copy_(values, non_blocking=True)
 
     def set_slots_of(self, places: Sequence[tuple[int, int, torch.Tensor]]) -> None:
-        """As `set_slots` for each `(row, start, slots)` of `places`, rows and positions all different, in one copy.
+        """Calls `set_slots` for each disjoint `(row, start, slots)` of `places`, in one copy.
 
-        `slots`: integers `[n]` on the CPU. Pinned on the way to a GPU: else the copy, and with it the caller, would
-        wait for every step that is queued.
+        `slots`: integers `[n]` on the CPU, pinned before the copy to a GPU: a copy from pageable memory would block
+        the caller until all queued steps are complete.
         """
         if len(places) == 1:
-            # A prompt's step begins with it, and a slice takes fewer calls than an index.
+            # On the critical path of a prompt's step: a slice takes fewer calls than an index.
             [(row, start, slots)] = places
             self.slots(row, Span(start, start + len(slots))).copy_(self._pinned(slots), non_blocking=True)
             return
@@ -118,7 +117,7 @@ class ReqToTokenPool:
         self.table.view(-1).index_copy_(0, packed[0], packed[1].int())
 
     def copy_slots(self, source: int, row: int, tokens: int) -> None:
-        """The first `tokens` positions of the request at `row` live where those of `source` do. Launches only."""
+        """Copies the first `tokens` slots of row `source` to `row`. Launches only."""
         first = Span(0, tokens)
         self.slots(row, first).copy_(self.slots(source, first))
 
@@ -126,7 +125,7 @@ class ReqToTokenPool:
         return host.pin_memory() if self.table.is_cuda else host
 
     def slots(self, row: int, span: Span) -> torch.Tensor:
-        """View int32 `[len(span)]` of the slots of positions `span` at `row`; ValueError out of range."""
+        """Returns a view of the slots of positions `span` at `row`, int32 `[len(span)]`. Raises ValueError."""
         self._require_used(row)
         if not 0 <= span.start <= span.stop <= self.max_tokens:
             raise ValueError(
@@ -148,5 +147,5 @@ class ReqToTokenPool:
     def _require_used(self, row: int) -> None:
         if not (0 <= row < self.rows and self._used[row]):
             raise ValueError(
-                f"row {row} is not handed out (rows 0..{self.rows - 1}); alloc() it first, free it once"
+                f"row {row} is not allocated (rows 0..{self.rows - 1}): call alloc() first, and free once"
             )

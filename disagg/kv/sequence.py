@@ -1,7 +1,7 @@
-"""A request's tokens in a KV pool, as a list of pages that may be shared: it grows, forks, shrinks and ends.
+"""A sequence of tokens in a KV pool: a list of pages, possibly shared, with append, fork, truncate and free.
 
-Copy on write, as in vLLM's paged attention (Kwon et al., 2023, section 4.4): forks read the same pages; who is about
-to write to a page that others read gets a copy first. Integers only: the caller copies what `append` tells it to.
+Copy on write as in vLLM's paged attention (Kwon et al., 2023, section 4.4): forks share pages, and a shared page is
+copied before a write. Integers only: the caller performs the copies that `append` returns.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from disagg.kv.pages import TokenToKVPoolAllocator
 
 
 class KVSequence:
-    """`tokens` tokens in `pages`, of which it has a reference each, from when it is made until `free`.
+    """`tokens` tokens in `pages`, with a reference to each page until `free`.
 
-    Parallel answers and beams are forks of one prompt. Grow many at once by the allocator's `append_one_to_each`.
-    Not thread-safe, as its allocator.
+    Parallel answers and beams are forks of one prompt. The allocator's `append_one_to_each` grows many sequences at
+    once. Not thread-safe, like the allocator.
     """
 
     __slots__ = ("_allocator", "_ended", "pages", "tokens")
 
     def __init__(self, allocator: TokenToKVPoolAllocator, shared: Sequence[int] = ()) -> None:
-        """`shared`: full pages that begin it, as a prefix cache found them; it becomes one more reader of each."""
+        """`shared`: full pages of a prefix cache hit, to which the sequence adds references."""
         allocator.share(shared)
         self._allocator = allocator
         self._ended = False
@@ -31,7 +31,7 @@ class KVSequence:
         self.tokens = len(shared) * allocator.page_size
 
     def append(self, tokens: int) -> list[PageCopy] | None:
-        """Grows by `tokens` tokens. Returns the copies owed before they are written; None when there is no room."""
+        """Grows by `tokens` tokens. Returns the copies to launch before the write; None if pages are short."""
         self._require_alive()
         copies = self._allocator.append_tokens(self.tokens, self.tokens + tokens, self.pages)
         if copies is not None:
@@ -39,20 +39,20 @@ class KVSequence:
         return copies
 
     def fork(self) -> Self:
-        """Another sequence with the same tokens in the same pages; takes no page."""
+        """Returns another sequence with the same tokens and pages; allocates no page."""
         self._require_alive()
         twin = type(self)(self._allocator, self.pages)
         twin.tokens = self.tokens
         return twin
 
     def truncate(self, tokens: int) -> None:
-        """Keeps the first `tokens` tokens: after tokens that were guessed wrong, or when half of it is preempted."""
+        """Truncates to the first `tokens` tokens, after rejected draft tokens or a preemption."""
         self._require_alive()
         self._allocator.truncate_tokens(self.tokens, tokens, self.pages)
         self.tokens = tokens
 
     def free(self) -> int:
-        """Ends it; returns how many pages nobody else reads. Raises ValueError the second time."""
+        """Frees the sequence; returns how many pages became free. Raises ValueError the second time."""
         self._require_alive()
         freed = self._allocator.free(self.pages)
         self._ended = True
@@ -61,4 +61,4 @@ class KVSequence:
 
     def _require_alive(self) -> None:
         if self._ended:
-            raise ValueError("this sequence was freed already: make a new one, and free each once")
+            raise ValueError("the sequence is freed already: free each sequence once")

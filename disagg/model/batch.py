@@ -1,6 +1,6 @@
 """One step's work, and the index tensors that every layer of the step shares.
 
-The tensors are built once per step and cross to the device without the host waiting; no layer waits either.
+The tensors are built once per step and copied to the device without synchronization.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from disagg.kv.req_to_token import ReqToTokenPool
-from kernels.prefill_attention import PackedQueries
+from kernels.attention.prefill import PackedQueries
 
 _DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention may gather
 
@@ -26,7 +26,7 @@ class SequenceSlice:
     start: int
     tokens: tuple[int, ...]
     prompt_tokens: int = 0
-    """Length of the request's whole prompt, when it is longer than `stop`; asked for by some rotary embeddings."""
+    """Length of the request's whole prompt, if longer than `stop`; some rotary embeddings depend on it."""
 
     @property
     def stop(self) -> int:
@@ -48,7 +48,7 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class DecodeGroup:
-    """Sequences of one token each, attended to in one padded batch."""
+    """Sequences of one token each that share one padded attention call."""
 
     queries: torch.Tensor
     """int64 `[n]`: index of each sequence's token among the step's tokens."""
@@ -74,14 +74,14 @@ class PrefillGroup:
 
 @dataclass(frozen=True)
 class KernelIndex:
-    """What the attention kernels ask of a step: they find slots in the table themselves."""
+    """Index tensors of a step for the attention kernels, which read slots from the block table."""
 
     rows: torch.Tensor
-    """int64 `[n]`: of the first `n` sequences, which are of one token each, so that query `i` is sequence `i`'s."""
+    """int64 `[n]`: table rows of the first `n` sequences, which have one token each: query `i` is of sequence `i`."""
     lengths: torch.Tensor
-    """int64 `[n]`: tokens of each of them after the step."""
+    """int64 `[n]`: context length of each of those sequences after the step."""
     chunks: PackedQueries
-    """All other sequences, in the queries behind those `n`. A single token among them is a short chunk."""
+    """All other sequences, in the queries after the first `n`. A single token among them is a short chunk."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class StepIndex:
     last: torch.Tensor
     """`[B]`: index of each sequence's last token."""
     slots: torch.Tensor
-    """`[T]`: where each token's K and V go."""
+    """`[T]`: slot mapping, the slot of each token's K and V."""
     decodes: tuple[DecodeGroup, ...]
     prefills: tuple[PrefillGroup, ...]
     kernels: KernelIndex | None = None
@@ -109,8 +109,8 @@ def build_index(
 ) -> StepIndex:
     """Builds the tensors on the table's device, for the attention kernels or for the torch path.
 
-    `apart`: the torch path attends to each token by itself, so that sizes follow from the token's position alone.
-    Raises ValueError for a slice empty or beyond the table.
+    `apart`: the torch path attends to each token separately, so that sizes depend on the token's position alone.
+    Raises ValueError for a slice that is empty or beyond the block table.
     """
     require_fits(batch, table)
     device = table.table.device
@@ -138,7 +138,7 @@ def build_index(
 
 
 def upload(values: list[int], device: torch.device) -> torch.Tensor:
-    """int64 `[len(values)]` on `device`. Pinned on the way to a GPU, so that the host need not wait."""
+    """int64 `[len(values)]` on `device`, copied from pinned memory without synchronization."""
     host = torch.tensor(values, dtype=torch.int64)
     if device.type != "cuda":
         return host
@@ -148,7 +148,7 @@ def upload(values: list[int], device: torch.device) -> torch.Tensor:
 
 
 def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
-    """Raises ValueError for a slice that is empty, or beyond the table."""
+    """Raises ValueError for a slice that is empty or beyond the block table."""
     for sequence in batch.sequences:
         if not sequence.tokens or sequence.start < 0 or sequence.stop > table.max_tokens:
             raise ValueError(
@@ -181,7 +181,7 @@ def _kernel_numbers(batch: StepBatch, firsts: list[int], n: int) -> list[int]:
     slices = batch.sequences
     return [
         *(s.row for s in slices),
-        *(first - n for first in firsts),  # those of the first n are not asked for
+        *(first - n for first in firsts),  # the first n sequences are not chunks
         *(s.start for s in slices),
         *(len(s.tokens) for s in slices),
         *(s.stop for s in slices),
@@ -196,7 +196,7 @@ def _kernel_index(batch: StepBatch, numbers: torch.Tensor, n: int) -> KernelInde
 
 
 def _single_tokens(batch: StepBatch) -> int:
-    """With how many sequences of one token each the step begins."""
+    """Returns the number of one-token sequences at the start of the step."""
     sizes = (len(sequence.tokens) for sequence in batch.sequences)
     return next((i for i, size in enumerate(sizes) if size > 1), len(batch.sequences))
 
@@ -210,14 +210,14 @@ def _decode_groups(
         for index in range(len(s.tokens))
         if apart or len(s.tokens) == 1
     ]
-    singles.sort()  # neighbours of like length waste the least padding
+    singles.sort()  # sequences of similar length need the least padding
     groups: list[DecodeGroup] = []
     while singles:
         group = [singles.pop()] if apart else _take_group(singles)
         packed = upload([number for single in group for number in single], table.table.device).view(-1, 3)
         positions, rows, queries = packed[:, 0], packed[:, 1], packed[:, 2]
         columns = torch.arange(group[-1][0] + 1, device=packed.device)
-        # Padding points at the sequence's own last slot: it is masked, but it must hold numbers and not NaN.
+        # Padding repeats the sequence's last slot: masked keys must still be finite.
         columns = torch.minimum(columns[None, :], positions[:, None])
         groups.append(DecodeGroup(queries, positions, table.table[rows[:, None], columns].long()))
     return tuple(groups)

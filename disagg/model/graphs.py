@@ -1,9 +1,9 @@
-"""Steps as CUDA graphs: one launch a step, where launching each kernel takes longer than they run.
+"""CUDA graphs of steps: one launch per step, for steps whose kernels take longer to launch than to run.
 
-Decode steps are recorded for each of a few batch sizes, short prefill steps for each of a few numbers of tokens, the
-largest first, all in one memory pool; what a step has less is filled up with the trash row, whose tokens all lie in
-the trash page. As in vLLM and SGLang. Only what follows from tensors is in a graph, so a step must not look at the
-device from the host: a model that does cannot be recorded, and then its steps are launched kernel by kernel.
+As in vLLM and SGLang, decode steps are recorded for a few batch sizes and short prefill steps for a few numbers of
+tokens, the padding buckets. All graphs share one memory pool. A smaller step is padded with the trash row, whose
+tokens all lie in the trash page. A model that reads device values on the host cannot be recorded; its steps launch
+kernel by kernel.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _WARM_UPS = 2
 cuda: Any = torch.cuda  # its graphs carry no types
 
 Compute = Callable[[torch.Tensor], torch.Tensor]
-"""What a step is about, int64 `[numbers]`, to float32 `[sequences, vocab]`. Launches only."""
+"""Computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`; launches only."""
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
-    """Sizes that are recorded for batches of up to `largest` requests, ascending: few, and little is filled up."""
+    """Returns the padding buckets for batches of up to `largest` requests, ascending."""
     beyond = range(_SIZES[-1] + _STEP, largest, _STEP)
     return (*(size for size in (*_SIZES, *beyond) if size < largest), largest)
 
 
 def chunk_sizes(chunk_tokens: int) -> tuple[int, ...]:
-    """Tokens of the prefill steps that are recorded, ascending. Longer ones keep the GPU busy meanwhile."""
+    """Returns the padding buckets of prefill steps in tokens, ascending; longer steps hide their launches."""
     return tuple(size for size in _CHUNK_SIZES if size <= chunk_tokens)
 
 
 class StepGraphs(ABC):
-    """The recorded steps of one rank. Owned by who runs its steps; nothing waits for the device after `record`."""
+    """The recorded steps of one rank, owned by the thread that runs steps; no synchronization after `record`."""
 
     def __init__(
         self, compute: Compute, sizes: tuple[int, ...], trash_row: int, vocab_size: int, device: torch.device
@@ -56,11 +56,11 @@ class StepGraphs(ABC):
 
     @property
     def recorded(self) -> bool:
-        """Whether there are any."""
+        """Whether any step is recorded."""
         return bool(self._graphs)
 
     def record(self) -> None:
-        """Records every size; all ranks of a group together. A model that cannot be recorded is said in the log."""
+        """Records every size; all ranks of a group together. Logs a model that cannot be recorded."""
         rows = max((self._rows(size) for size in self._sizes), default=0)
         self._logits = torch.empty(rows, self._vocab_size, dtype=torch.float32, device=self._device)
         graphs: dict[int, Any] = {}
@@ -79,10 +79,10 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def takes(self, batch: StepBatch) -> bool:
-        """Whether there is a graph for the step."""
+        """Whether a graph fits the step."""
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """The step's logits, float32 `[sequences, vocab]`: good until the next step."""
+        """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them."""
         size = self._sizes[bisect_left(self._sizes, batch.tokens)]
         host = torch.tensor(self._told(size, batch.sequences), dtype=torch.int64).pin_memory()
         self._numbers[size].copy_(host, non_blocking=True)
@@ -91,14 +91,14 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def _rows(self, size: int) -> int:
-        """Rows of logits of a graph."""
+        """Number of rows of a graph's logits."""
 
     @abstractmethod
     def _told(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """The numbers of a step, filled up."""
+        """The numbers of a step, padded to its bucket."""
 
     def _tokens(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """Each token, then each one's position, then each one's row."""
+        """All tokens, then the position of each token, then the row of each token."""
         fill = size - sum(len(one.tokens) for one in sequences)
         return [
             *(token for one in sequences for token in one.tokens),
@@ -110,7 +110,7 @@ class StepGraphs(ABC):
         ]
 
     def _end_recording(self, stream: Any) -> None:
-        """A recording that failed leaves torch's random generator believing in it; one that succeeds mends that."""
+        """Resets torch's random generator after a failed recording, by a recording that succeeds."""
         with cuda.graph(cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=self._device)
 
@@ -118,21 +118,21 @@ class StepGraphs(ABC):
         numbers = torch.tensor(self._told(size, ()), dtype=torch.int64, device=self._device)
         self._numbers[size], rows = numbers, self._rows(size)
         stream.wait_stream(cuda.current_stream(self._device))
-        with cuda.stream(stream):  # kernels compile and libraries load outside of the recording
+        with cuda.stream(stream):  # kernels compile and libraries load before the recording
             for _ in range(_WARM_UPS):
                 self._logits[:rows].copy_(self._compute(numbers))
         graph = cuda.CUDAGraph()
-        # Transfer threads of this process may call CUDA meanwhile: only this thread's calls are watched.
+        # Transfer threads of this process may call CUDA meanwhile: only this thread's calls are checked.
         with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._logits[:rows].copy_(self._compute(numbers))
         return graph
 
 
 class DecodeGraphs(StepGraphs):
-    """Steps of one token for each request; sizes are requests."""
+    """Graphs of steps with one token per request; sizes are numbers of requests."""
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a step is one token for each of not too many requests."""
+        """Whether a step has one token per request and fits the largest bucket."""
         small = self.recorded and len(batch.sequences) <= self._sizes[-1]
         return small and batch.tokens == len(batch.sequences)
 
@@ -144,12 +144,12 @@ class DecodeGraphs(StepGraphs):
 
 
 class ChunkGraphs(StepGraphs):
-    """Steps of a few tokens of a few requests, of one or more each; sizes are tokens."""
+    """Graphs of steps with a few tokens of a few requests; sizes are numbers of tokens."""
 
     SEQUENCES: ClassVar[int] = 8
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a step has not too many tokens, of not too many requests."""
+        """Whether a step fits the largest bucket in tokens and in requests."""
         few = self.recorded and len(batch.sequences) <= self.SEQUENCES
         return few and batch.tokens <= self._sizes[-1]
 
@@ -157,7 +157,7 @@ class ChunkGraphs(StepGraphs):
         return self.SEQUENCES
 
     def _told(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """Also of each sequence: its row, first token, position of that, number of tokens, and last token."""
+        """Appends for each sequence: row, first token, its position, number of tokens, last token."""
         fill = self.SEQUENCES - len(sequences)
         ends, end = [], 0
         for one in sequences:

@@ -1,8 +1,8 @@
-"""Page copies that a step owes, in the order given and in as few launches as that allows: nearly always one.
+"""Page copies before a step, in the given order and in the fewest launches: nearly always one.
 
-The copies of one call of `TokenToKVPoolAllocator` need no order: it takes destinations that were free, and a source
-keeps a reader, so within the call no page is both and none is a destination twice. Those of several calls may need
-one: between them a copy is forked and copied on, or a source is freed and handed out again.
+The copies of one call of `TokenToKVPoolAllocator` need no order: destinations were free and sources keep a reader.
+No page of such a call is both source and destination. Copies of several calls can need an order: a copy can be
+copied again, or a freed source can become a destination.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from disagg.core.types import Span
 from disagg.kv.pool import KVPool
 from disagg.model.batch import upload
-from kernels.page_copy import copy_pages
+from kernels.copy.page_copy import copy_pages
 
 
 def copy_in_order(pool: KVPool, page_size: int, copies: Sequence[tuple[int, int]]) -> None:
-    """Copies pages of `page_size` slots, each (source, destination), as if one after the other.
+    """Copies pages of `page_size` slots, each (source, destination), as if in sequence.
 
-    On a GPU: queued on the current stream, all page numbers in one pinned copy; the host never waits. Raises
-    ValueError, before anything is copied, for a number that is no page of the pool.
+    On a GPU: queued on the current stream without synchronization, all page numbers in one pinned copy. Raises
+    ValueError before any copy, for a number that is no page of the pool.
     """
     if not copies:
         return
@@ -36,7 +36,7 @@ def copy_in_order(pool: KVPool, page_size: int, copies: Sequence[tuple[int, int]
 
 
 def independent(copies: Sequence[tuple[int, int]]) -> Iterator[Span]:
-    """Cuts `copies` into the longest runs within which their order makes no difference."""
+    """Splits `copies` into the longest runs whose order does not matter."""
     start, read, written = 0, set[int](), set[int]()
     for index, (source, destination) in enumerate(copies):
         if source in written or destination in written or destination in read:

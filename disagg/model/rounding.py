@@ -1,12 +1,12 @@
-"""Whether two engines' log-probabilities differ by no more than rounding explains.
+"""Compares the log-probabilities of two engines with the difference that rounding explains.
 
-In 16 bits a sum depends on what else is in the batch, on how contexts are split and on how many ranks share a layer.
-Two engines may then choose different tokens although neither is wrong: tokens whose logits are nearly equal. Here
-both engines' log-probabilities are compared behind the same prefix, at every position of the answer that is judged.
+In 16 bits a sum depends on the batch, on the splits of contexts and on the number of ranks. Two correct engines can
+therefore choose different tokens of nearly equal logits. The comparison uses the same prefix for both engines, at
+every position of the judged answer.
 
-What rounding does to a model depends on its weights: some let an error grow from layer to layer. So it is measured,
-on the engine that judges: once more with noise of one unit of its type on the result of each of its modules. One
-rounding is a fifth of a unit to a third (its root mean square), and not all of them differ between two engines.
+The effect of rounding depends on the weights, because errors can grow from layer to layer. The judging engine
+therefore runs a second time with noise of one unit in the last place on each module's output. The root mean square
+of one rounding is a fifth to a third of a unit.
 """
 
 from __future__ import annotations
@@ -22,47 +22,46 @@ from torch import nn
 from disagg.core.types import TokenLogprobs
 
 View = tuple[float, ...]
-"""An engine's log-probabilities at one position behind a given prefix: of the tokens asked for, then of `best`."""
+"""An engine's log-probabilities at one position after a given prefix: of the compared tokens, then of `best`."""
 
 
 class Judge(NamedTuple):
-    """What the engine that judges makes of an answer, position by position."""
+    """The judging engine's view of an answer, position by position."""
 
     best: list[int]
-    """Its likeliest token."""
+    """The likeliest token of each position."""
     views: list[View]
     shaken: list[View]
-    """The same, of the same tokens, with noise."""
+    """As `views`, for the same tokens, with noise."""
 
 
 class Judged(NamedTuple):
-    """Two engines' log-probabilities at one position of an answer, behind the same prefix."""
+    """Difference of two engines' log-probabilities at one position of an answer, after the same prefix."""
 
     position: int
     token: int
-    """That the answer has."""
+    """The answer's token."""
     best: int
-    """The likeliest token of the engine that judges."""
+    """The likeliest token of the judging engine."""
     difference: float
     """Root mean square over the compared tokens, in nats."""
     gap: float
-    """By how much the engine that judges finds `best` likelier than `token`, in nats; or the answer's own engine
-    another token, if that is more."""
+    """Nats by which a likelier token beats `token`: the larger gap of the judging engine and the answer's own."""
     explained: float
-    """What rounding explains of `difference`. Of `gap` it is twice that: each of two tokens may be off by it."""
+    """The part of `difference` that rounding explains. The limit of `gap` is twice as large, for two tokens."""
 
     @property
     def within(self) -> bool:
-        """Whether rounding explains both. Not so for NaN."""
+        """Whether rounding explains `difference` and `gap`; false for NaN."""
         return self.difference <= self.explained and self.gap <= 2 * self.explained
 
 
 @contextmanager
 def shaken(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, what each module gives, embeddings excepted, has noise of one unit of `dtype`: linear layers and norms,
-    attention as a whole, and layers, whose result is the sum that all others are added to.
+    """Adds noise of one unit of `dtype` to the output of each module but the embeddings, inside the block.
 
-    The unit is `finfo.eps`, times each value. Recorded steps do not see it: see `ModelRunner.eager`.
+    The modules are linear layers, norms, whole attention modules and whole layers. The unit is `finfo.eps` times each
+    value. Recorded steps get no noise; see `ModelRunner.eager`.
     """
     generators: dict[torch.device, torch.Generator] = {}
 
@@ -77,7 +76,7 @@ def shaken(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
             return noisy(output)
         if type(output) is tuple and output and _is_float(output[0]):
             return noisy(output[0]), *output[1:]
-        return None  # as it is
+        return None  # unchanged
 
     handles = [m.register_forward_hook(hook) for m in model.modules() if not isinstance(m, nn.Embedding)]
     try:
@@ -92,7 +91,7 @@ def _is_float(value: object) -> bool:
 
 
 def view_of(logits: torch.Tensor, tokens: Sequence[int]) -> View:
-    """Log-probabilities of `tokens`; `logits`: `[vocab]`, any device. Waits for the device."""
+    """Log-probabilities of `tokens`; `logits`: `[vocab]`, any device. Synchronizes."""
     found = torch.log_softmax(logits.double(), dim=-1)[torch.tensor(tokens, device=logits.device)]
     return tuple(found.tolist())
 
@@ -101,34 +100,36 @@ def judge_by(
     models: Sequence[nn.Module],
     dtype: torch.dtype,
     logits: Callable[[], Iterable[torch.Tensor]],
-    asked: Sequence[Sequence[int]],
+    compared: Sequence[Sequence[int]],
 ) -> Judge:
-    """`logits()`: `[vocab]` for each position of an answer, behind what the answer has before it, by `models`, which
-    compute in `dtype`; called twice. `asked`: for each position, the tokens that are compared.
+    """Returns the judging engine's view of one answer, without and with noise.
+
+    `logits()` yields `[vocab]` for each position of the answer, computed by `models` in `dtype`; called twice.
+    `compared`: the compared tokens of each position.
     """
     best: list[int] = []
     views: list[View] = []
-    for row, tokens in zip(logits(), asked, strict=True):
+    for row, tokens in zip(logits(), compared, strict=True):
         best.append(int(row.argmax()))
         views.append(view_of(row, [*tokens, best[-1]]))
     with ExitStack() as noise:
         for model in models:
             noise.enter_context(shaken(model, dtype))
-        again = [view_of(row, [*a, b]) for row, a, b in zip(logits(), asked, best, strict=True)]
+        again = [view_of(row, [*a, b]) for row, a, b in zip(logits(), compared, best, strict=True)]
     return Judge(best, views, again)
 
 
-def asked_of(told: TokenLogprobs) -> list[int]:
-    """The tokens whose log-probabilities are compared: the chosen one, and the likeliest ones."""
-    return [told.token, *(token for token, _ in told.top)]
+def compared_tokens(reported: TokenLogprobs) -> list[int]:
+    """Returns the tokens whose log-probabilities are compared: the chosen one and the likeliest ones."""
+    return [reported.token, *(token for token, _ in reported.top)]
 
 
-def judge_answer(told: Sequence[TokenLogprobs], judge: Judge) -> list[Judged]:
-    """Every position of an answer: `told` by the engine whose answer it is."""
+def judge_answer(reported: Sequence[TokenLogprobs], judge: Judge) -> list[Judged]:
+    """Judges every position of an answer; `reported`: log-probabilities from the engine that generated the answer."""
     noise = [_rms(a, b) for a, b in zip(judge.views, judge.shaken, strict=True)]
     usual = math.sqrt(sum(one * one for one in noise) / len(noise))
     found = []
-    for position, (one, best, theirs) in enumerate(zip(told, judge.best, judge.views, strict=True)):
+    for position, (one, best, theirs) in enumerate(zip(reported, judge.best, judge.views, strict=True)):
         mine = [one.logprob, *(logprob for _, logprob in one.top)]
         gap = max(theirs[-1] - theirs[0], max(mine) - mine[0])
         explained = max(usual, noise[position])
@@ -141,13 +142,13 @@ def _rms(mine: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def worst_of(judged: Sequence[Judged]) -> Judged:
-    """The first one that rounding does not explain; else the one that is nearest to that."""
+    """Returns the first position that rounding does not explain, else the position nearest to its limit."""
     beyond = next((one for one in judged if not one.within), None)
     return beyond or max(judged, key=lambda one: max(one.difference, one.gap / 2) / (one.explained or 1.0))
 
 
 def words(judged: Judged) -> str:
-    """What a report, or an error, says of a position."""
+    """Describes a position for a report or an error."""
     same = judged.token == judged.best
     return (
         f"token {judged.position + 1} is {judged.token}{'' if same else f', not {judged.best}'}: "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,16 +13,18 @@ import msgspec
 import structlog
 import torch
 
-from disagg.core.config import AttentionName
+from disagg.core.config.read import AttentionName
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
 from disagg.kv.pool import KVPool, MHATokenToKVPool, make_pool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
-from disagg.model.attention import HeadMap
+from disagg.model.attention.indexed import index_step, wrap_indexers
+from disagg.model.attention.kernel_step import KernelStep, use_kernels
+from disagg.model.attention.layer_classes import AttentionClass, ClassedStep, Make
+from disagg.model.attention.paged import AttentionContext, PagedStep, SharedHeads
+from disagg.model.attention.probe import ShapeProbe, alone
+from disagg.model.attention.torch_attention import HeadMap
 from disagg.model.batch import KernelIndex, StepBatch, build_index, chunks_of, one_each, require_fits, upload
-from disagg.model.build import build_model
-from disagg.model.classes import AttentionClass, ClassedStep, Make
-from disagg.model.fused import fuse
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -30,88 +33,93 @@ from disagg.model.graphs import (
     batch_sizes,
     chunk_sizes,
 )
-from disagg.model.indexed import index_step, wrap_indexers
-from disagg.model.kernel_step import KernelStep, use_kernels
-from disagg.model.layers import attention_layers, recurrent_layers
+from disagg.model.layers.fused import fuse
+from disagg.model.layers.rope import long_tokens, wrap_ropes
+from disagg.model.layers.row_wise import RowWise, use_linear_kernels
+from disagg.model.load.build import build_model
+from disagg.model.load.source import ModelSource
 from disagg.model.page_copies import copy_in_order
-from disagg.model.paged import AttentionContext, PagedStep, SharedHeads
-from disagg.model.probe import ShapeProbe, alone
-from disagg.model.recurrent import (
+from disagg.model.recurrent.request_cache import RequestCache, make_cache
+from disagg.model.recurrent.state import (
     PoolLayers,
     RowStates,
     StateMover,
     ignores_state,
     recurrent_parts,
 )
-from disagg.model.request_cache import RequestCache, make_cache
-from disagg.model.rope import long_tokens, wrap_ropes
-from disagg.model.row_wise import RowWise, use_linear_kernels
-from disagg.model.source import ModelSource
-from disagg.model.spec import shard_of
-from disagg.model.tp import query_spans
+from disagg.model.spec.layer_types import attention_layers, recurrent_layers
+from disagg.model.spec.model_spec import shard_of
+from disagg.model.tensor_parallel import query_spans
+from kernels.attention.prefill import PackedQueries
 from kernels.dispatch import backend
-from kernels.matmul import require_same_bits
-from kernels.prefill_attention import PackedQueries
+from kernels.layers.matmul import require_same_bits
 
 log = structlog.get_logger(__name__)
 
 
-class ModelRunner:
-    """Not thread-safe: the rank's compute thread owns it. All ranks of a group run the same steps in order.
+@dataclass(frozen=True)
+class RunnerOptions:
+    """Types, sizes and kernels of one rank's runner."""
 
-    `spec` describes the whole model, `shard` the rank's part; `pool` holds its KV, `req_to_token` says where
-    each request's tokens lie. Who schedules fills `req_to_token` before a step; page 0 of the pool is the
-    trash page.
+    dtype: torch.dtype
+    """Of weights and hidden states."""
+    pool_tokens: int
+    """Slots of the KV pool, trash page included; rounded down to whole pages."""
+    page_size: int
+    """Slots of a page."""
+    rows: int
+    """Requests that the runner holds at one time."""
+    max_tokens: int
+    """Prompt and answer of one request, at most."""
+    kv_dtype: torch.dtype | None = None
+    """Type of the stored KV; None: `dtype`."""
+    attention: AttentionName = "auto"
+    """See `ModelConfig.attention`."""
+    fused: bool = True
+    """See `ModelConfig.fused`."""
+    deterministic: bool = False
+    """See `ModelConfig.deterministic`."""
+
+
+class ModelRunner:
+    """Runs one rank's part of a model. Not thread-safe; all ranks of a group run the same steps in the same order.
+
+    `spec` describes the whole model and `shard` the rank's part; `pool` holds the KV, and the block table
+    `req_to_token` maps each request's positions to slots. The scheduler fills `req_to_token` before a step. Page 0
+    of the pool is the trash page.
     """
 
     def __init__(
         self,
         source: ModelSource,
+        options: RunnerOptions,
         *,
         collective: Collective,
         device: torch.device | str,
-        dtype: torch.dtype,
-        pool_tokens: int,
-        page_size: int,
-        rows: int,
-        max_tokens: int,
-        kv_dtype: torch.dtype | None = None,
-        attention: AttentionName = "auto",
-        fused: bool = True,
-        deterministic: bool = False,
     ) -> None:
-        """Builds and loads the rank's part; every rank of the group must do so, in any order.
+        """Builds and loads the rank's part of the model; every rank of the group must do so, in any order.
 
-        `pool_tokens` slots, rounded down to whole pages of `page_size`, the trash page included; `rows`
-        requests of up to `max_tokens` each; `kv_dtype` stores KV in another type than the model's `dtype`;
-        `attention`, `fused`, `deterministic`: see `ModelConfig`.
         Raises UnsupportedModelError or ConfigError, one line each.
         """
         self.device = torch.device(device)
-        self.page_size = page_size
-        self.deterministic = deterministic
-        self.pages = whole_pages(pool_tokens, page_size)
-        self.kv_dtype = kv_dtype or dtype
-        self.spec = source.spec(kv_dtype or dtype)
-        if max_tokens > self.spec.context_tokens:
-            raise ConfigError(
-                f"max_tokens {max_tokens} is beyond the model's context of {self.spec.context_tokens} tokens"
-            )
-        layout = self.spec.layout
         self.collective = collective
-        queries = query_spans(self.spec, collective.rank, collective.size)
-        self.shard = shard_of(layout, collective.rank, collective.size)
-        self.model, sharding = build_model(source, self.spec, collective, self.device, dtype)
+        self._options = options
+        self.page_size = options.page_size
+        self.pages = whole_pages(options.pool_tokens, options.page_size)
+        self.kv_dtype = options.kv_dtype or options.dtype
+        self.deterministic = options.deterministic
+        self.spec = source.spec(self.kv_dtype)
+        if options.max_tokens > self.spec.context_tokens:
+            raise ConfigError(
+                f"max_tokens {options.max_tokens} is beyond the model's context of {self.spec.context_tokens} tokens"
+            )
+        self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
+        self.model, sharding = build_model(source, self.spec, collective, self.device, options.dtype)
         self._whole_attention = sharding.whole_attention
         self.held_whole = set(sharding.whole)
         """Parts of the model that every rank of the group holds whole, because they cannot be split."""
-        self._classes = [
-            AttentionClass(
-                own, part.heads, HeadMap(own, part.heads, shape.q_heads, shape.kv_heads, self.device)
-            )
-            for own, part, shape in zip(queries, self.shard.parts, self.spec.shapes, strict=True)
-        ]
-        small_layers = fuse(self.model) if fused and backend(self.device) == "triton" else None
+        self._classes = self._attention_classes()
+        small_layers = fuse(self.model) if options.fused and backend(self.device) == "triton" else None
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
@@ -119,33 +127,49 @@ class ModelRunner:
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
         probe = ShapeProbe()
         self._config, self._sample = source.config, self._probe(probe)
-        self.attention_kernels = use_kernels(
-            attention,
-            self.spec,
-            [one.head_map for one in self._classes],
-            self.device,
-            dtype,
-            self.kv_dtype,
-            probe.asked.values(),
-        )
+        self.attention_kernels = self._use_attention_kernels(probe)
         """Whether attention runs in the Triton kernels, not in torch."""
-        if deterministic:
-            self._use_row_wise(dtype)
+        if self.deterministic:
+            self._use_row_wise(options.dtype)
         if small_layers is not None and collective.rank == 0:
             log.info("small_layers_fused", model=self.spec.architecture, **small_layers.summary())
-        self.req_to_token = ReqToTokenPool(rows, max_tokens + self.spec.state_tokens, self.device)
+        self.req_to_token = ReqToTokenPool(
+            options.rows, options.max_tokens + self.spec.state_tokens, self.device
+        )
         self.pool, self.states = self._memory()
         self._graphs: StepGraphs | None = None
 
+    def _attention_classes(self) -> list[AttentionClass]:
+        """The rank's heads for each class of attention layers."""
+        queries = query_spans(self.spec, self.collective.rank, self.collective.size)
+        return [
+            AttentionClass(
+                own, part.heads, HeadMap(own, part.heads, shape.q_heads, shape.kv_heads, self.device)
+            )
+            for own, part, shape in zip(queries, self.shard.parts, self.spec.shapes, strict=True)
+        ]
+
+    def _use_attention_kernels(self, probe: ShapeProbe) -> bool:
+        """See `use_kernels`; `probe` has seen every attention layer."""
+        return use_kernels(
+            self._options.attention,
+            self.spec,
+            [one.head_map for one in self._classes],
+            self.device,
+            self._options.dtype,
+            self.kv_dtype,
+            probe.params.values(),
+        )
+
     @property
     def weights_bytes(self) -> int:
-        """Size of the model's parameters and buffers, what several modules share counted once."""
+        """Size of the model's parameters and buffers; a shared tensor counts once."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     @property
     def recordable(self) -> bool:
-        """Whether steps may become CUDA graphs: nothing in them is decided by the host."""
+        """Whether steps can be recorded as CUDA graphs: no step decision is made on the host."""
         fixed = self.attention_kernels and self.states is None and not self._ropes
         return fixed and self.device.type == "cuda" and self.collective.recordable
 
@@ -155,11 +179,11 @@ class ModelRunner:
         return self._graphs is not None and self._graphs.recorded
 
     def record(self, largest: int) -> None:
-        """Records decode steps of up to `largest` requests, where that can be; all ranks of a group together."""
+        """Records decode steps of up to `largest` requests, where `recordable`; all ranks of a group together."""
         self._record(DecodeGraphs, self._decode, batch_sizes(largest))
 
     def record_chunks(self, chunk_tokens: int) -> None:
-        """Records short prefill steps, of up to `chunk_tokens` tokens, where that can be; all ranks together."""
+        """Records short prefill steps of up to `chunk_tokens` tokens, where `recordable`; all ranks together."""
         self._record(ChunkGraphs, self._chunk, chunk_sizes(chunk_tokens))
 
     def _record(self, kind: type[StepGraphs], compute: Compute, sizes: tuple[int, ...]) -> None:
@@ -170,7 +194,7 @@ class ModelRunner:
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Inside, no step is a recorded one."""
+        """Runs every step inside the block without CUDA graphs."""
         graphs, self._graphs = self._graphs, None
         try:
             yield
@@ -178,7 +202,7 @@ class ModelRunner:
             self._graphs = graphs
 
     def resize(self, pool_tokens: int) -> None:
-        """Another pool in the place of this one, whose memory is given back first; before any request has a row."""
+        """Frees the pool and allocates one of `pool_tokens` slots; only before any request has a row."""
         unused = self.req_to_token.statistics().used_rows == 0 and self._graphs is None
         assert unused, "a pool is replaced before anything uses it"
         self.pages = whole_pages(pool_tokens, self.page_size)
@@ -186,7 +210,7 @@ class ModelRunner:
         self.pool, self.states = self._memory()
 
     def _memory(self) -> tuple[KVPool, RowStates | None]:
-        """The KV pool; and the recurrent state by row, None for a model that has none."""
+        """A new KV pool, and the recurrent states by row (None for a model without recurrent layers)."""
         slots = self.pages * self.page_size
         pool = make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
         if self._sample is None:
@@ -196,18 +220,19 @@ class ModelRunner:
         return pool, RowStates(self._config, mover, self.req_to_token, self.spec.state_tokens)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages of the pool, each (source, destination), as if one after the other; before a step's `forward`.
+        """Copies pages of the pool, each (source, destination), as if in sequence; before a step's `forward`.
 
-        Queued on the current stream; nothing waits for the device. Raises ValueError for what is no page of the pool.
+        Queued on the current stream without synchronization. Raises ValueError for a number that is no page of the
+        pool.
         """
         copy_in_order(self.pool, self.page_size, copies)
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
-        """Runs one step; float32 `[sequences, vocab]`, the logits after each sequence's last token.
+        """Runs one step and returns the logits after each sequence's last token, float32 `[sequences, vocab]`.
 
-        `on_layer(layer)` is called after a layer's K and V were written (on a GPU: queued). Nothing waits for the
-        device. The logits are good until the next step. Raises ValueError for an empty batch, or a slice that the
-        table cannot hold.
+        `on_layer(layer)` is called after a layer's K and V were written (on a GPU: queued). The host never
+        synchronizes. The next step overwrites the logits. Raises ValueError for an empty batch, or a slice beyond
+        the block table.
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
@@ -231,8 +256,10 @@ class ModelRunner:
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
     def _use_row_wise(self, dtype: torch.dtype) -> None:
-        """Puts kernels into all linear layers, and keeps the `RowWise` mode, which costs host time, where other
-        operations sum too. Requests of a model with recurrent layers are computed alone instead, in fixed pieces."""
+        """Replaces linear layers by kernels with fixed sums, and enables `RowWise` if other operations sum too.
+
+        `RowWise` costs host time. Models with recurrent layers compute each request alone instead, in fixed chunks.
+        """
         require_same_bits(self.device, dtype)
         if recurrent_layers(self.model.config):
             return
@@ -273,14 +300,14 @@ class ModelRunner:
         return self._run(ids, positions, index.last if cache is None else 1, context, cache)
 
     def _decode(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A step of one token for each request, of device tensors alone; see `graphs.Compute`."""
+        """Runs a step of one token per request from device tensors alone; see `graphs.Compute`."""
         ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
         context = self._kernel_step(one_each(rows, positions), slots)
         return self._run(ids[None], positions[None], 0, context, None)
 
     def _chunk(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A step of some tokens of some requests, of device tensors alone; see `graphs.ChunkGraphs`."""
+        """Runs a step of several tokens per request from device tensors alone; see `graphs.ChunkGraphs`."""
         of_sequences = numbers[-5 * ChunkGraphs.SEQUENCES :]
         ids, positions, rows = numbers[: -len(of_sequences)].view(3, -1)
         own_rows, firsts, starts, counts, last = of_sequences.view(5, -1)
@@ -300,7 +327,7 @@ class ModelRunner:
         return self._context(make, on_layer)
 
     def _context(self, make: Make, on_layer: LayerHook | None) -> AttentionContext:
-        """A step's context, of those that `make` makes for each class of layers."""
+        """Returns a step's attention context, built from `make`'s context of each class of layers."""
 
         def shared(one: AttentionClass, *rest: Any) -> AttentionContext:
             own = make(one, *rest)
@@ -335,13 +362,13 @@ class ModelRunner:
         return logits
 
     def _probe(self, probe: ShapeProbe) -> RequestCache | None:
-        """One token through the model with no other rank, and attention that only looks. Completes `spec`.
+        """Runs one token through this rank's part, with attention that records its calls, and completes `spec`.
 
-        Returns the recurrent state after it, of a model that has one.
+        Returns the recurrent state after the token; None for a model without one.
         """
         config = self.model.config
         recurrent = recurrent_layers(config)
-        # A hybrid whose layers all attend gets a cache for the trial alone: it fails where a layer keeps more in it.
+        # A hybrid model without recurrent layers gets a trial cache, which fails if a layer stores state.
         hybrid = recurrent or getattr(self.model, "_is_stateful", False)
         cache = make_cache(config) if hybrid else None
         with alone(self.model):
@@ -374,7 +401,7 @@ class ModelRunner:
             return self._run(ids, positions, 1, probe, cache)
         except UnsupportedModelError:
             raise
-        except ValueError as exc:  # what models say of a cache that they do not take
+        except ValueError as exc:  # raised by models that reject the cache
             raise UnsupportedModelError(f"{self.spec.architecture} is not supported: {exc}") from exc
         except torch.OutOfMemoryError:
             raise

@@ -1,4 +1,4 @@
-"""One engine that prefills and decodes on the same rank: the answers that the split system must repeat."""
+"""One engine that prefills and decodes on the same rank: the reference for the split system's answers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from disagg.core.types import SamplingParams, Span
 from disagg.kv.pages import TokenToKVPoolAllocator, pages_for, slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.chunks import PromptChunks
-from disagg.model.next_tokens import next_tokens
-from disagg.model.penalties import Row, TokenHistory, history_of
 from disagg.model.runner import ModelRunner
-from disagg.model.spec import require_one_rope
+from disagg.model.sampling.next_tokens import next_tokens
+from disagg.model.sampling.penalties import SamplingRow, TokenHistory, history_of
+from disagg.model.spec.model_spec import require_one_rope
 
 
 @dataclass
@@ -47,11 +47,10 @@ def generate_unsplit(
     *,
     chunk_tokens: int = 512,
 ) -> list[list[int]]:
-    """Answers to all prompts, by continuous batching with prefill in chunks of `chunk_tokens`.
+    """Returns the answers to all prompts, by continuous batching with prefill in chunks of `chunk_tokens`.
 
-    Every rank of a group calls it with the same arguments; sampling must then be greedy or seeded. `stop`
-    strings need a tokenizer and are not looked at. Raises PromptTooLongError when one request alone does not
-    fit.
+    All ranks of a group call this function with the same arguments; sampling must then be greedy or seeded. `stop`
+    strings are ignored, because they need a tokenizer. Raises PromptTooLongError for a request larger than the pool.
     """
     each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
     if len(each) != len(prompts) or chunk_tokens < 1:
@@ -68,10 +67,11 @@ def generate_unsplit(
 def forced_logits(
     runner: ModelRunner, prompt: Sequence[int], answer: Sequence[int], *, chunk_tokens: int = 512
 ) -> Iterator[torch.Tensor]:
-    """float32 `[vocab]` behind the prompt and behind each token of `answer` but the last, whatever was likelier.
+    """Yields the logits, float32 `[vocab]`, after the prompt and after each token of `answer` but the last.
 
-    The prompt is computed in chunks of `chunk_tokens`, the answer token by token. Each is good until the next. Every
-    rank of a group calls it with the same arguments; nothing else uses the pool meanwhile. No step is a recorded one.
+    The prompt is computed in chunks of `chunk_tokens`, the answer token by token, without CUDA graphs. Each step
+    overwrites the previous logits. All ranks of a group call this function with the same arguments; no other request
+    may use the pool meanwhile.
     """
     table, tokens = runner.req_to_token, (*prompt, *answer[:-1])
     row = table.alloc()
@@ -122,7 +122,7 @@ class _Engine:
             )
 
     def _admit(self, request: _Request) -> bool:
-        """Reserves a row and all pages that the request may need, so that it never waits half done."""
+        """Reserves a row and all pages that the request can need, so that admission is the only wait."""
         total = len(request.prompt) + request.params.max_tokens
         table = self._runner.req_to_token
         room = pages_for(total, self._runner.page_size) <= self._allocator.free_pages
@@ -156,7 +156,7 @@ class _Engine:
         if not requests:
             return
         eos_ids = self._runner.spec.eos_ids
-        rows = [Row(request.params, request.answer, request.history) for request in requests]
+        rows = [SamplingRow(request.params, request.answer, request.history) for request in requests]
         for request, chosen in zip(requests, next_tokens(logits, rows, eos_ids), strict=True):
             if isinstance(chosen, RequestError):
                 raise chosen

@@ -1,1 +1,1 @@
-"""What prefill and decode ranks share: the transfer thread, device queues, step plans."""
+"""Code common to all kinds of rank: leader, transfer thread, device queues, step plans."""

@@ -1,4 +1,4 @@
-"""Makes what one rank needs inside its own process: device, collective, model, control channel, transport."""
+"""Factories for the parts of one rank's process: device, collective, model source and model runner."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import NamedTuple
 
 import torch
 
-from disagg.core.config import Config, GroupConfig
+from disagg.core.config.read import Config, GroupConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
-from disagg.model.runner import ModelRunner
-from disagg.model.source import ModelSource
+from disagg.model.load.source import ModelSource
+from disagg.model.runner import ModelRunner, RunnerOptions
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Rendezvous(NamedTuple):
-    """How the ranks of a group, all on one host, meet."""
+    """Meeting point of a group's ranks, which run on one host."""
 
     directory: str
-    """A private folder of rank 0; empty for a group of one rank."""
+    """Private folder of rank 0; empty for a group of one rank."""
     backend: str
     """`shared` or `nccl`, see `GroupPlacement.backend`."""
 
 
 def resolve_device(name: str) -> torch.device:
-    """The rank's device: `cpu`, or the first GPU that this process sees. Raises `ConfigError`."""
+    """Returns the rank's device: `cpu`, or the first visible GPU. Raises `ConfigError` without a GPU for `cuda`."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -37,7 +37,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
-    """The type of weights and activations: as asked; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
+    """Returns the dtype of weights and activations. `auto`: float32 on a CPU, the checkpoint's dtype on a GPU."""
     if name != "auto":
         return _DTYPES[name]
     if device.type == "cpu":
@@ -47,14 +47,14 @@ def resolve_dtype(name: str, source: ModelSource, device: torch.device) -> torch
 
 
 def resolve_kv_dtype(config: Config, group: GroupConfig, dtype: torch.dtype) -> torch.dtype:
-    """The type of a group's KV in a model of `dtype`; see `ModelConfig.kv_dtype` and `GroupConfig.kv_dtype`."""
+    """Returns the dtype of a group's KV; `auto` is the model's `dtype`. See `ModelConfig.kv_dtype`."""
     name = config.kv_dtype_of(group)
-    found: torch.dtype = dtype if name == "auto" else getattr(torch, name)
-    return found
+    kv_dtype: torch.dtype = dtype if name == "auto" else getattr(torch, name)
+    return kv_dtype
 
 
 def make_source(config: Config) -> ModelSource:
-    """The model that `config.model` names. Raises `ConfigError`."""
+    """Returns the source of the model that `config.model` names. Raises `ConfigError` without one."""
     model = config.model
     if model.path:
         return ModelSource.from_directory(model.path)
@@ -64,20 +64,20 @@ def make_source(config: Config) -> ModelSource:
 
 
 def make_collective(rank: int, size: int, rendezvous: Rendezvous, deterministic: bool = False) -> Collective:
-    """The group's collective; returns when all ranks have come. `deterministic`: see `ModelConfig`.
+    """Returns the group's collective once all ranks have joined. `deterministic`: see `ModelConfig`.
 
-    Raises `PeerLostError` when they have not in time.
+    Raises `PeerLostError` if a rank does not join in time.
     """
     directory = Path(rendezvous.directory)
     if size == 1:
-        from disagg.model.collective import SingleCollective
+        from disagg.model.collective.base import SingleCollective
 
         return SingleCollective()
     if rendezvous.backend == "shared":
-        from disagg.model.shared_collective import SharedCollective
+        from disagg.model.collective.shared import SharedCollective
 
         return SharedCollective(rank=rank, size=size, directory=directory)
-    from disagg.model.nccl_collective import NcclCollective
+    from disagg.model.collective.nccl import NcclCollective
 
     return NcclCollective(rank=rank, size=size, directory=directory, deterministic=deterministic)
 
@@ -85,26 +85,27 @@ def make_collective(rank: int, size: int, rendezvous: Rendezvous, deterministic:
 def make_runner(
     config: Config, group: GroupConfig, source: ModelSource, collective: Collective, device: torch.device
 ) -> ModelRunner:
-    """The rank's model and KV pool, of `initial_pool_tokens` and one page more: the trash page.
+    """Returns the rank's model with a KV pool of `initial_pool_tokens` and one trash page.
 
-    Raises `ConfigError` where KV would be quantized on its way and the model has a recurrent state, whose bytes go
-    the same way.
+    Raises `ConfigError` if the transfer would quantize KV and the model has a recurrent state, which moves with KV.
     """
     dtype = resolve_dtype(config.model.dtype, source, device)
     context_tokens = source.spec(dtype).context_tokens
     runner = ModelRunner(
         source,
+        RunnerOptions(
+            dtype=dtype,
+            pool_tokens=group.initial_pool_tokens + group.page_size,
+            page_size=group.page_size,
+            rows=group.max_requests,
+            max_tokens=group.context_limit(context_tokens),
+            kv_dtype=resolve_kv_dtype(config, group, dtype),
+            attention=config.model.attention,
+            fused=config.model.fused,
+            deterministic=config.model.deterministic,
+        ),
         collective=collective,
         device=device,
-        dtype=dtype,
-        pool_tokens=group.initial_pool_tokens + group.page_size,
-        page_size=group.page_size,
-        rows=group.max_requests,
-        max_tokens=min(group.max_context_tokens, context_tokens),
-        kv_dtype=resolve_kv_dtype(config, group, dtype),
-        attention=config.model.attention,
-        fused=config.model.fused,
-        deterministic=config.model.deterministic,
     )
     kv_dtypes = {resolve_kv_dtype(config, kind, dtype) for kind in config.kinds.values()}
     if runner.states is not None and len(kv_dtypes) > 1:

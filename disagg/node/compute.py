@@ -1,4 +1,4 @@
-"""The compute thread: runs the model, one planned step after the other."""
+"""The compute thread: runs the model, one planned step after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.node.plan import StepPlan, Work
 
 if TYPE_CHECKING:
-    from disagg.model.runner import ModelRunner  # it brings transformers, which a rank without a model spares
+    from disagg.model.runner import (
+        ModelRunner,
+    )  # imports transformers, which a rank without a model need not load
 
 log = structlog.get_logger(__name__)
 
@@ -25,25 +27,25 @@ POLL_S = 0.25
 
 
 class StepExecutor:
-    """Turns a plan into a forward pass of this rank's part of the model. Owned by the compute thread."""
+    """Runs a plan as a forward pass of this rank's part of the model. Owned by the compute thread."""
 
     def __init__(self, runner: ModelRunner, rows: int) -> None:
         self._runner = runner
         self._of_row: list[tuple[RequestKey, int] | None] = [None] * rows
-        # The leader hands out rows for all ranks, so here every row counts as taken from the start.
+        # The leader allocates rows for all ranks, so every row counts as used here from the start.
         for _ in range(rows):
             runner.req_to_token.alloc()
 
     def run(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
-        """Logits, float32 `[len(plan.work), vocab]`, of each work's last token."""
-        self._follow(plan.work)
+        """Returns the logits of each work item's last token, float32 `[len(plan.work), vocab]`."""
+        self._update_rows(plan.work)
         slices = tuple(
             SequenceSlice(work.row, work.start, tuple(work.tokens), work.prompt_tokens) for work in plan.work
         )
         return self._runner.forward(StepBatch(slices), on_layer)
 
-    def _follow(self, works: Sequence[Work]) -> None:
-        """Rows learn of new pages, all in one copy; what a row kept of another request is forgotten."""
+    def _update_rows(self, works: Sequence[Work]) -> None:
+        """Writes new pages into the rows, in one copy, and clears the recurrent state of a row's former request."""
         runner, size = self._runner, self._runner.page_size
         places: list[tuple[int, int, torch.Tensor]] = []
         for work in works:
@@ -64,21 +66,21 @@ class StepExecutor:
 
 
 class PlanQueue:
-    """Plans from the leader, for a rank that only follows. `put` is for the control thread."""
+    """Plans from the leader, for a rank other than rank 0. The control thread calls `put`."""
 
     def __init__(self) -> None:
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
 
     def put(self, plan: StepPlan) -> None:
-        """Queues the next plan; the control channel keeps their order."""
+        """Queues the next plan; the control channel keeps the order of plans."""
         self._plans.put(plan)
 
     def wake(self) -> None:
-        """Ends a `next_plan` that waits."""
+        """Ends a blocked `next_plan`."""
         self._plans.put(None)
 
     def next_plan(self) -> StepPlan | None:
-        """The next plan; None when none came for a while, or `wake` was called."""
+        """Returns the next plan; None after `POLL_S` without one, or after `wake`."""
         try:
             return self._plans.get(timeout=POLL_S)
         except queue.Empty:
@@ -86,7 +88,7 @@ class PlanQueue:
 
 
 class ComputeThread:
-    """Loops over `next_plan` and `step` until stopped. What either raises ends the loop and goes to `broken`."""
+    """Loops over `next_plan` and `step` until stopped. An exception ends the loop and is passed to `broken`."""
 
     def __init__(
         self,
@@ -100,14 +102,14 @@ class ComputeThread:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"compute-{name}", daemon=True)
         self.busy = False
-        """Whether a step runs. For any thread to look at."""
+        """True while a step runs. Any thread may read it."""
 
     def start(self) -> None:
-        """Starts the thread. Once."""
+        """Starts the thread; call once."""
         self._thread.start()
 
     def stop(self, wake: Callable[[], None], timeout_s: float = 30.0) -> None:
-        """Ends the loop after the step that runs; `wake` ends a `next_plan` that waits."""
+        """Ends the loop after the current step; `wake` ends a blocked `next_plan`. Raises `TimeoutError`."""
         self._stopping.set()
         wake()
         if self._thread.is_alive():

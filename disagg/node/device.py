@@ -1,7 +1,6 @@
-"""A queue of device work beside the compute stream: where gathers and scatters run.
+"""A queue of device work beside the compute stream, for gathers and scatters.
 
-On a GPU it is a CUDA stream of its own, and a marker is an event; on a CPU work is done when the call returns, and
-every marker is complete. One code path serves both.
+On a GPU the queue is a CUDA stream. On a CPU each call completes its work, and every event is complete at once.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import Any
 import torch
 
 cuda: Any = torch.cuda  # its streams and events carry no types
-Marker = Any
-"""A CUDA event, a point in a queue of device work; None on a CPU, where nothing is ever pending."""
+DeviceEvent = Any
+"""A CUDA event; None on a CPU, where no work is ever pending."""
 
 
-def mark(device: torch.device) -> Marker:
-    """A marker behind everything queued so far on the calling thread's current stream of `device`."""
+def record_event(device: torch.device) -> DeviceEvent:
+    """Records an event on the calling thread's current stream of `device`, behind all work queued so far."""
     if device.type != "cuda":
         return None
     event = cuda.Event()
@@ -26,18 +25,18 @@ def mark(device: torch.device) -> Marker:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory of a GPU; 0 of a CPU."""
+    """Returns the memory of a GPU; 0 for a CPU."""
     return int(cuda.get_device_properties(device).total_memory) if device.type == "cuda" else 0
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU is called; `cpu`."""
+    """Returns the product name of a GPU; `cpu` for a CPU."""
     return str(cuda.get_device_name(device)) if device.type == "cuda" else "cpu"
 
 
-def is_done(marker: Marker) -> bool:
-    """True when the work before the marker has completed. Never blocks."""
-    return marker is None or bool(marker.query())
+def is_done(event: DeviceEvent) -> bool:
+    """Returns whether the work before the event has completed. Never blocks."""
+    return event is None or bool(event.query())
 
 
 class DeviceQueue:
@@ -45,39 +44,41 @@ class DeviceQueue:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # Before a step's kernels, whose blocks fill the GPU for as long as there are any: a copy is short.
+        # High priority: a step's blocks fill the GPU, and a short copy would queue behind all of them.
         self._stream = cuda.Stream(device, priority=-1) if device.type == "cuda" else None
         self._adopted = False
 
     def adopt(self) -> None:
-        """From now on all that the calling thread launches goes to this queue: `use` costs nothing there any more.
+        """Makes this queue the calling thread's current stream, which makes `use` free of cost there.
 
-        That thread must be the only one to use the queue.
+        No other thread may use the queue afterwards.
         """
         if self._stream is not None:
             cuda.set_stream(self._stream)
             self._adopted = True
 
     def use(self) -> AbstractContextManager[object]:
-        """Work launched inside goes to this queue."""
+        """Returns a context in which launched work goes to this queue."""
         return nullcontext() if self._stream is None or self._adopted else cuda.stream(self._stream)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """`host` on the device, in the order of this queue. Pinned on the way: else the copy, and with it the
-        calling thread, would wait for everything queued before. torch keeps the pinned block until it is copied.
+        """Returns a device copy of `host`, in the order of this queue.
+
+        The source is pinned first: a copy from pageable memory would block the calling thread until the queue is
+        empty. torch keeps the pinned block until the copy is complete.
         """
         if self._stream is None:
             return host.to(self.device)
         with self.use():
             return host.pin_memory().to(self.device, non_blocking=True)
 
-    def after(self, marker: Marker) -> None:
-        """What is queued from now on waits, on the device, for `marker`."""
-        if self._stream is not None and marker is not None:
-            self._stream.wait_event(marker)
+    def after(self, event: DeviceEvent) -> None:
+        """Makes later work of this queue wait, on the device, for `event`."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
 
-    def mark(self) -> Marker:
-        """A marker behind everything queued here so far."""
+    def record_event(self) -> DeviceEvent:
+        """Records an event behind all work of this queue."""
         if self._stream is None:
             return None
         event = cuda.Event()

@@ -1,7 +1,8 @@
-"""A rank in a process of its own, in steps that a cluster can order: what the Ray actors are thin shells over."""
+"""One rank in its own process, started and stopped in steps by a cluster. The Ray actors are thin shells over it."""
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import socket
@@ -9,54 +10,66 @@ import sys
 import threading
 from typing import Any, ClassVar, NamedTuple
 
+import msgspec
 import structlog
 import torch
 
-from disagg.core.config import Config, GroupConfig
+from disagg.core.config.read import Config, GroupConfig
 from disagg.core.folders import private_folder
 from disagg.core.log import configure
 from disagg.core.ports import Collective
 from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
-from disagg.model.spec import ModelSpec
+from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
-from disagg.node.sizing import describe, describe_pool, fill_memory
+from disagg.node.sizing import describe, describe_pool, fill_memory, pool_tokens
 from disagg.node.warm import warm_model, warm_page_copies
 from disagg.sockets.guards import log_own_sockets
 from transport.base import Transport
-from transport.control_zmq import make_control
+from transport.control.zmq import make_control
 from transport.hosts import own_host
 from transport.inproc import InprocFabric
-from transport.key_ring import AnyKeys, as_ring
-from transport.keys import KeySet
+from transport.keys.curve import KeySet
+from transport.keys.ring import AnyKeys, as_ring
 from transport.reach import Choice, choose
-from transport.select import make_transport
+from transport.select import TLSOptions, make_transport
 
 log = structlog.get_logger(__name__)
 
 
 class Started(NamedTuple):
-    """What a rank says when its model is loaded and its channels are open."""
+    """Description of a started rank: model loaded, channels open."""
 
     info: RankInfo
     spec: ModelSpec
     pid: int
     host: str
-    """Where `pid` means something."""
+    """Host name of the process `pid`."""
     memory: str
-    """The KV pool, and what else takes the device's memory, in words."""
+    """Use of the device's memory, as text: KV pool, weights and others."""
     transport: str
     """`Choice.name` of the rank's transport."""
+    pool_tokens: int
+    """Tokens that the rank's KV pool holds."""
+
+
+def freeze_objects() -> None:
+    """Excludes every living object from garbage collection: a full collection would stop all threads for 0.2 s.
+
+    For processes that run one rank: libraries and the model live until the process ends.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class RankHost:
-    """Owns one `RankNode`. Called in this order: `rendezvous` (rank 0), `start`, `join`, `link`, `stop`."""
+    """Owns one `RankNode`. Call order: `rendezvous` (rank 0 only), `start`, `join`, `link`, `stop`."""
 
     node_class: ClassVar[type[RankNode[Any, Any]]]
 
     def __init__(self, rank: int, config: Config, keys: AnyKeys, name: str = "") -> None:
-        """`name` is the group's; its role when left out."""
+        """`name`: the group's name; by default its role."""
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
         self._node: RankNode[Any, Any] | None = None
@@ -66,18 +79,18 @@ class RankHost:
 
     @property
     def group_config(self) -> GroupConfig:
-        """The part of the configuration that is about this rank's group."""
-        found: GroupConfig = getattr(self._config, self.node_class.role)
-        return found
+        """The configuration section of this rank's group."""
+        group: GroupConfig = getattr(self._config, self.node_class.role)
+        return group
 
     def rendezvous(self, backend: str) -> Rendezvous:
-        """Where the group's ranks shall meet: a folder of this user, which `start` or `stop` removes."""
+        """Returns the meeting point of the group's ranks: a private folder that `start` or `stop` removes."""
         if self.group_config.ranks > 1:
             self._meeting_folder = str(private_folder("ranks"))
         return Rendezvous(self._meeting_folder, backend)
 
     def start(self, rendezvous: Rendezvous) -> Started:
-        """Meets the other ranks, loads the model, opens the channels. Raises `DisaggError`."""
+        """Joins the collective, loads the model, opens the channels. Raises `DisaggError`."""
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         group = self.group_config
         device = resolve_device(group.device)
@@ -104,7 +117,7 @@ class RankHost:
         choice = self._choose_transport()
         self._node = self.node_class(
             rank=self._rank,
-            config=self._config,
+            config=_with_checksum(self._config, choice.name),
             group_config=group,
             name=self._name,
             runner=runner,
@@ -114,43 +127,44 @@ class RankHost:
         self._node.on_broken = self._over.set
         memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
         info, host = self._node.start(), socket.gethostname()
-        log_own_sockets(descendants=False)
-        return Started(info, runner.spec, os.getpid(), host, memory, choice.name)
+        log_own_sockets([info], descendants=False)
+        freeze_objects()
+        return Started(info, runner.spec, os.getpid(), host, memory, choice.name, pool_tokens(runner))
 
     def join(self, group: GroupInfo) -> None:
-        """All ranks of the group have started."""
+        """Starts computing; call when all ranks of the group have started."""
         self._running().join(group)
 
     def link(self, other: GroupInfo) -> None:
-        """Connects to a group of the other kind."""
+        """Connects to a group of the other role."""
         self._running().link(other)
 
     def update_keys(self, keys: KeySet) -> None:
-        """The cluster's keys have changed; the rank's channel follows."""
+        """Replaces the keys of the rank's channels."""
         self._keys.replace(keys)
 
     def peer_lost(self, address: str) -> None:
-        """The cluster saw a peer die, maybe before its silence was noticed."""
+        """Ends all work with a dead peer; the cluster may notice a death before the control channel does."""
         self._running().peer_lost(address)
 
     def spans(self) -> list[TimelineSpan]:
-        """What happened since the last call."""
+        """Returns the timeline spans since the last call."""
         return self._running().spans()
 
     def statistics(self) -> dict[str, Any]:
-        """Statistics of every structure of the rank."""
+        """Returns the statistics of every structure of the rank."""
         return self._running().statistics()
 
     def check(self) -> None:
-        """Raises `InvariantError` when a structure of the rank finds its books wrong."""
+        """Raises `InvariantError` if a structure of the rank is inconsistent."""
         self._running().check()
 
     def park(self) -> None:
-        """Returns when the rank stops, or cannot go on; who waits for it learns at once, as of a process's end."""
+        """Blocks until the rank stops or fails: the caller notices the end of a rank without polling."""
         self._over.wait()
 
     def stop(self, drain_timeout_s: float) -> None:
-        """Ends requests, threads and connections. Again, or before `start`: nothing happens."""
+        """Ends requests, threads and connections. Idempotent; no effect before `start`."""
         if self._node is not None:
             self._node.stop(drain_timeout_s)
         if self._collective is not None:
@@ -174,9 +188,7 @@ class RankHost:
             gpu=device.type == "cuda",
             reach=choice.reach,
             interface=choice.interface,
-            host=own_host(self._config.control.host),
-            keys=self._keys,
-            tls_lanes=self._config.transport.tls_lanes,
+            tls=TLSOptions(self._keys, own_host(self._config.control.host), self._config.transport.tls_lanes),
         )
 
     def _remove_meeting_folder(self) -> None:
@@ -187,3 +199,9 @@ class RankHost:
     def _running(self) -> RankNode[Any, Any]:
         assert self._node is not None, "a rank is used after start"
         return self._node
+
+
+def _with_checksum(config: Config, transport: str) -> Config:
+    """Returns the configuration with `transfer.checksum` resolved for the transport."""
+    transfer = msgspec.structs.replace(config.transfer, checksum=config.transfer.checks(transport))
+    return msgspec.structs.replace(config, transfer=transfer)

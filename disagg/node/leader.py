@@ -1,8 +1,8 @@
-"""What the leaders of all kinds of group share: one lock, the ranks they speak to, deadlines, and ending requests.
+"""Base of all leaders: one lock, messages to ranks and routers, deadlines, and the end of requests.
 
-A leader is rank 0's scheduler with its mail. Messages come on the control thread (and from rank 0's own transfer
-thread), steps on the compute thread; one lock keeps its books, and it is never held while the model runs. Nothing
-done under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted.
+A leader connects rank 0's scheduler to the control channel. Messages arrive on the control thread (and from rank 0's
+transfer thread); steps run on the compute thread. One lock guards the scheduler and is never held while the model
+runs. No operation under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import structlog
 
-from disagg.core.config import Role
+from disagg.core.config.read import Role
 from disagg.core.errors import (
     BusyError,
     DisaggError,
@@ -29,27 +29,27 @@ from disagg.core.sampling import check_sampling, ending_tokens
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.tokens import TokenIds, all_below
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
-from disagg.kv.journal import MarkJournal
-from disagg.model.beam_search import candidates_wanted
-from disagg.model.spec import ModelSpec, require_one_rope
-from disagg.node.ledger import LedgerStatistics
+from disagg.kv.event_log import KVEventLog
+from disagg.model.sampling.beam_search import candidates_wanted
+from disagg.model.spec.model_spec import ModelSpec, require_one_rope
+from disagg.node.kv_event_publisher import KVEventPublisher
+from disagg.node.kv_manager import KVManagerStatistics
 from disagg.node.plan import StepPlan
-from disagg.node.prefix_news import PrefixNews
 from disagg.node.reports import Reports
-from transport import messages as m
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.25
-"""How often an idle leader looks at its deadlines."""
+"""Interval at which an idle leader checks deadlines."""
 
 Send = Callable[[str, m.Message], None]
 
 
 def check_request(prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec) -> None:
-    """Raises `InvalidRequestError` or `PromptTooLongError` for what would fail, or be wrong, in mid-request.
+    """Raises `InvalidRequestError` or `PromptTooLongError` for a request that a step could not compute.
 
-    A step that fails takes the whole group with it.
+    The check comes first because a failed step breaks the whole group.
     """
     if not prompt:
         raise InvalidRequestError("the prompt has no tokens; it must have 1 or more")
@@ -61,21 +61,22 @@ def check_request(prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec) -
     wanted = candidates_wanted(sampling, ending_tokens(sampling, spec.eos_ids))
     if wanted > spec.vocab_size:
         raise InvalidRequestError(
-            f"beams = {sampling.beams} is not allowed: the search looks at {wanted} tokens, and the model has "
-            f"{spec.vocab_size}"
+            f"beams = {sampling.beams} is not allowed: the search ranks {wanted} tokens, and the model's vocabulary "
+            f"has {spec.vocab_size}",
+            param="beams",
         )
     require_one_rope(spec, len(prompt), sampling.max_tokens)
 
 
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
-    """Why the answer ends with its last token: `stop`, `length`, or None when it goes on."""
+    """Returns why the answer ends with its last token: `stop`, `length`, or None if the answer continues."""
     if tokens[-1] in ending_tokens(sampling, eos_ids):
         return "stop"
     return "length" if len(tokens) >= sampling.max_tokens else None
 
 
 class LedRequest(Protocol):
-    """What the base needs to know of a request."""
+    """Fields of a request that the base class uses."""
 
     key: RequestKey
     router: str
@@ -85,24 +86,24 @@ class LedRequest(Protocol):
 
 
 class Scheduled(NamedTuple):
-    """Requests and memory, as a scheduler counts them; see `disagg.core.status.GroupStatus`."""
+    """A scheduler's counts of requests and memory; see `disagg.core.status.GroupStatus`."""
 
     waiting: int
     running: int
     closing: int
-    memory: LedgerStatistics
+    memory: KVManagerStatistics
     preemptions: int = 0
 
 
 class LedScheduler(Protocol):
-    """What the base needs to know of a scheduler."""
+    """Methods of a scheduler that the base class uses."""
 
     @property
     def requests(self) -> Mapping[RequestKey, LedRequest]:
-        """Those of which anything is left."""
+        """Requests that still own memory or wait for a release."""
 
     def check(self) -> None:
-        """Raises `InvariantError` when its books are wrong."""
+        """Raises `InvariantError` if the scheduler is inconsistent."""
 
 
 class Leader(ABC):
@@ -121,24 +122,24 @@ class Leader(ABC):
         self._changed = threading.Condition()
         self._group: GroupInfo | None = None
         self._reports = Reports(send, clock)
-        self._prefix_news = PrefixNews(send)
+        self._kv_event_publisher = KVEventPublisher(send)
         self.broken: str = ""
-        """Why the group can serve nothing any more; empty while it can."""
+        """Reason why the group cannot serve requests any more; empty while the group works."""
 
     # --- for the rank that hosts it
 
     def join(self, group: GroupInfo) -> None:
-        """The group is complete."""
+        """Sets the complete group."""
         self._group = group
 
     def handle(self, peer: str, message: m.Message) -> None:
-        """A message for the leader. For any thread."""
+        """Handles a message to the leader. Any thread may call it."""
         with self._changed:
             match message:
                 case m.Watch():
                     self._reports.watch(peer, message, self._status())
-                    self._prefix_news.watch(peer, message)
-                    self._tell_prefixes()
+                    self._kv_event_publisher.watch(peer, message)
+                    self._publish_kv_events()
                 case m.RankReport():
                     self._on_report(message.status)
                 case _:
@@ -146,23 +147,23 @@ class Leader(ABC):
             self._changed.notify_all()
 
     def on_peer_lost(self, peer: str) -> None:
-        """A router's requests end with it; without a rank of its own the group is broken."""
+        """Ends the requests of a lost router; a lost rank breaks the group."""
         with self._changed:
             self._reports.lost(peer)
             for request in [r for r in self._requests() if r.router == peer]:
-                self._close(request.key, "the router is gone")
+                self._close(request.key, "lost the router")
             if self._group and peer in {rank.control_address for rank in self._group.ranks}:
                 self._break(f"lost {self._group.role} rank {peer}")
             self._changed.notify_all()
 
     def break_group(self, reason: str) -> None:
-        """The group can compute no more: every request ends, and none is taken."""
+        """Marks the group as broken: every request ends, and new requests are refused."""
         with self._changed:
             self._break(reason)
             self._changed.notify_all()
 
     def next_plan(self) -> StepPlan | None:
-        """What to compute next, already sent to the other ranks; None after a while without work."""
+        """Returns the next plan, already sent to the other ranks; None after `IDLE_S` without work."""
         with self._changed:
             self._expire()
             plan = None if self.broken else self._next_step()
@@ -175,22 +176,22 @@ class Leader(ABC):
             return plan
 
     def wake(self) -> None:
-        """Ends a `next_plan` that waits."""
+        """Ends a blocked `next_plan`."""
         with self._changed:
             self._changed.notify_all()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no request is left; False when the time is up first."""
+        """Waits until no request is left; returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not list(self._requests()), timeout_s)
 
     def status(self) -> GroupStatus:
-        """The group at this moment, with what its ranks told last."""
+        """Returns the group's status with the latest report of each rank."""
         with self._changed:
             return self._status()
 
     def check(self) -> None:
-        """Raises `InvariantError` when rows or pages are lost or owned twice."""
+        """Raises `InvariantError` if rows or pages are lost or owned twice."""
         with self._changed:
             self._scheduler.check()
 
@@ -198,20 +199,20 @@ class Leader(ABC):
 
     @property
     def max_sequences(self) -> int:
-        """Answers to one request, or beams, that the group computes side by side."""
+        """Largest number of answers or beams of one request."""
         return 1
 
     @abstractmethod
     def link(self, other: GroupInfo) -> None:
-        """Requests may pass between this group and `other`."""
+        """Links this group with `other`: requests may pass between them."""
 
     @abstractmethod
     def statistics(self) -> object:
-        """The scheduler's statistics."""
+        """Returns the scheduler's statistics."""
 
     @abstractmethod
     def _scheduled(self) -> Scheduled:
-        """The scheduler's part of the group's status. Under the lock."""
+        """Returns the scheduler's part of the group's status. Called under the lock."""
 
     @abstractmethod
     def _on_message(self, peer: str, message: m.Message) -> None: ...
@@ -219,32 +220,34 @@ class Leader(ABC):
     @abstractmethod
     def _next_step(self) -> StepPlan | None: ...
 
-    def _journal(self) -> MarkJournal | None:
-        """What the prefix cache has to tell; None without one. Under the lock."""
+    def _kv_events(self) -> KVEventLog | None:
+        """Returns the KV events of the prefix cache; None without one. Called under the lock."""
         return None
 
     @abstractmethod
     def _close(self, key: RequestKey, reason: str) -> None:
-        """Starts the end of a request; unknown or already closing: nothing happens."""
+        """Starts to close a request; no effect on an unknown or closing one."""
 
     def _on_report(self, status: RankStatus) -> None:
-        self._reports.heard(status, self._ranks)
-        if status.rank == 0:  # the one clock that all reports of the group go by
-            self._reports.tell(self._status())
-            self._tell_prefixes()
+        self._reports.update_rank(status, self._ranks)
+        if status.rank == 0:  # rank 0 sets the pace of the group's reports
+            self._reports.publish(self._status())
+            self._publish_kv_events()
 
-    def _tell_prefixes(self, news: int = 1) -> None:
-        """Tells routers that want to know, of whose news there are so many, what is cached."""
-        journal = self._journal()
-        if journal is not None:
+    def _publish_kv_events(self, at_least: int = 1) -> None:
+        """Sends KV events to each watching router that lacks `at_least` events."""
+        kv_events = self._kv_events()
+        if kv_events is not None:
             assert self._group is not None, "a leader is used after join"
             switch_tokens = self._spec.rope_switch_tokens
-            self._prefix_news.tell(journal, self._reports.watchers, self._group.name, switch_tokens, news)
+            self._kv_event_publisher.publish(
+                kv_events, self._reports.watchers, self._group.name, switch_tokens, at_least
+            )
 
     def _prefix(self, prompt: TokenIds, salt: str) -> PrefixKey:
-        """A prompt as the prefix cache knows it.
+        """Returns the prefix cache's key of a prompt.
 
-        Where rotary embeddings change with the length, and KV with them, long prompts share nothing with short ones.
+        If the rotary embeddings depend on the length, so does KV: long prompts share no pages with short ones.
         """
         return PrefixKey.of(prompt, salt, self._spec.rope_switch_tokens)
 
@@ -283,21 +286,23 @@ class Leader(ABC):
             request.release_asked = True
             self._close(message.key, message.reason)
         if self.broken or message.key not in self._scheduler.requests:
-            self._send(router, m.Released(message.key))  # a broken group's memory goes with its processes
+            self._send(
+                router, m.Released(message.key)
+            )  # the end of the processes frees a broken group's memory
 
-    def _tell_released(self, request: LedRequest) -> None:
+    def _confirm_release(self, request: LedRequest) -> None:
         if request.release_asked and request.key not in self._scheduler.requests:
             self._send(request.router, m.Released(request.key))
 
     def _send(self, router: str, message: m.Message) -> None:
-        """To a router or another leader. A message that is too large ends its request instead."""
+        """Sends to a router or another leader. A message that is too large fails its request instead."""
         try:
             self._channel_send(router, message)
         except ProtocolError as error:
             self._fail_too_large(message, error)
 
     def _to_ranks(self, message: m.Message) -> None:
-        """To all ranks of the group. A message that is too large goes to none of them, and ends its request."""
+        """Sends to all ranks of the group. A message that is too large goes to no rank and fails its request."""
         try:
             self._to_others(message)
         except ProtocolError as error:
@@ -328,7 +333,7 @@ class Leader(ABC):
         self._send(router, m.Failed(key, error.code, str(error), error.retryable, retry_after_s))
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
-        """Tells the router, once, and ends the request here."""
+        """Sends `Failed` to the router, once, and closes the request."""
         if not request.closing:
             self._refuse(request.router, request.key, error)
             self._close(request.key, str(error))
@@ -338,10 +343,10 @@ class Leader(ABC):
             log.error("group_broken", reason=reason)
             self.broken = reason
             if self._group is not None:
-                self._reports.tell(self._status())
+                self._reports.publish(self._status())
         for request in list(self._requests()):
             self._fail(request, PeerLostError(reason))
-            if request.release_asked:  # who waits for it need not: the memory goes with the group's processes
+            if request.release_asked:  # the end of the group's processes frees the memory
                 self._send(request.router, m.Released(request.key))
 
     def _expire(self) -> None:

@@ -1,8 +1,9 @@
-"""What a rank knows of the groups it exchanges KV with: peers by rank, routes, and how large a segment may be."""
+"""Links between a prefill and a decode group: peers by rank, routes, segment sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import structlog
 
@@ -18,9 +19,9 @@ from transport.handshake import check_compatible
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Link:
-    """One prefill group joined with one decode group, after the handshake."""
+    """One prefill group linked with one decode group, after the handshake."""
 
     prefill: GroupInfo
     decode: GroupInfo
@@ -28,38 +29,52 @@ class Link:
 
     @property
     def quantizes(self) -> bool:
-        """Whether KV becomes codes on its way. What crosses has the decode group's layout in any case."""
+        """Whether the sender quantizes KV. Transferred bytes always have the decode group's layout."""
         return self.prefill.layout.dtype != self.decode.layout.dtype
 
     @property
     def checked(self) -> bool:
-        """Whether segments carry checksums; both groups agree."""
+        """Whether segments carry checksums; the handshake requires the same setting in both groups."""
         return self.decode.checksum
 
     def from_rank(self, src_rank: int) -> tuple[Route, ...]:
-        """Routes that start at prefill rank `src_rank`."""
-        return tuple(route for route in self.routes if route.src_rank == src_rank)
+        """Returns the routes from prefill rank `src_rank`."""
+        return self._from.get(src_rank, ())
 
     def to_rank(self, dst_rank: int) -> tuple[Route, ...]:
-        """Routes that end at decode rank `dst_rank`."""
+        """Returns the routes to decode rank `dst_rank`."""
         return tuple(route for route in self.routes if route.dst_rank == dst_rank)
 
     def destinations_of(self, src_rank: int) -> tuple[RankInfo, ...]:
-        """Decode ranks that prefill rank `src_rank` sends to."""
-        wanted = {route.dst_rank for route in self.from_rank(src_rank)}
-        return tuple(rank for rank in self.decode.ranks if rank.rank in wanted)
+        """Returns the decode ranks that prefill rank `src_rank` sends to."""
+        return self._destinations.get(src_rank, ())
 
     def sources_of(self, dst_rank: int) -> tuple[RankInfo, ...]:
-        """Prefill ranks that decode rank `dst_rank` receives from."""
+        """Returns the prefill ranks that decode rank `dst_rank` receives from."""
         wanted = {route.src_rank for route in self.to_rank(dst_rank)}
         return tuple(rank for rank in self.prefill.ranks if rank.rank in wanted)
 
+    # Cached: each prompt chunk reads them.
+
+    @cached_property
+    def _from(self) -> dict[int, tuple[Route, ...]]:
+        sources = {route.src_rank for route in self.routes}
+        return {rank: tuple(route for route in self.routes if route.src_rank == rank) for rank in sources}
+
+    @cached_property
+    def _destinations(self) -> dict[int, tuple[RankInfo, ...]]:
+        wanted = {rank: {route.dst_rank for route in routes} for rank, routes in self._from.items()}
+        return {
+            rank: tuple(peer for peer in self.decode.ranks if peer.rank in peers)
+            for rank, peers in wanted.items()
+        }
+
 
 def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
-    """The handshake: compares both groups and plans their routes, the same on every rank.
+    """Compares both groups (the handshake) and plans their routes, the same on every rank.
 
-    Raises `HandshakeError` when the groups cannot exchange KV, `ConfigError` when a ring or the largest segment
-    is too small for one token of one layer.
+    Raises `HandshakeError` if the groups cannot exchange KV, `ConfigError` if a ring is smaller than one token of
+    one layer.
     """
     check_compatible(prefill, decode)
     routes = plan_routes([r.shard for r in prefill.ranks], [r.shard for r in decode.ranks])
@@ -75,9 +90,10 @@ def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
 
 
 def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: int) -> dict[int, int]:
-    """Largest segment to each destination of `src_rank`: what was wanted, but one token of one layer at least.
+    """Returns the largest segment to each destination of `src_rank`, in bytes, by decode rank.
 
-    Raises `ConfigError` when not even that fits the sender's staging buffer.
+    The limit is `wanted_bytes`, but at least one token of one layer and at most the ring and the staging buffer.
+    Raises `ConfigError` if one token of one layer does not fit the staging buffer.
     """
     limits: dict[int, int] = {}
     for rank in link.destinations_of(src_rank):
@@ -96,14 +112,14 @@ def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: 
 
 
 def _whole(nbytes: int) -> int:
-    """The smallest size of a ring or a staging buffer that has so many bytes."""
+    """Returns `nbytes` rounded up to a size that a ring or a staging buffer can have."""
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def fence(transport: Transport, peer: str) -> None:
-    """Disconnects a lost peer. When the fence cannot be proven, whatever was on the wire keeps its memory.
+    """Disconnects a lost peer. If the transport cannot prove the fence, operations in flight keep their memory.
 
-    So the caller goes on: it frees only what the transport was never given.
+    In both cases the caller may free all memory that the transport does not use.
     """
     try:
         transport.disconnect(peer)

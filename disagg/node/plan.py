@@ -1,8 +1,7 @@
-"""What one step of a group runs, as the leader tells its ranks.
+"""Scheduler output: the content of one step of a group.
 
-A leader decides, then sends the same `StepPlan` to every rank; ranks never decide on their own. A page travels once,
-with the first work that needs it; afterwards the request's row in the request-to-token table has it everywhere. The
-row of a fork begins as a copy of another one's.
+The leader decides and sends the same `StepPlan` to every rank. A plan names each page once, with the first work that
+needs the page; afterwards the row in the request-to-token table has it. The row of a fork starts as a copy.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from disagg.kv.page_values import PageCopy
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True):
-    """Compute `tokens` at positions `start ...` of the request at `row`."""
+    """One work item: `tokens` at positions `start ...` of the request at `row`."""
 
     key: RequestKey
     ticket: int
@@ -24,12 +23,11 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     """Length of the request's whole prompt."""
     pages: list[int] = []
-    """Those of the request's pages that the ranks do not know yet. In a request's first work all of them, also those
-    before `start` whose KV was cached."""
+    """Pages of the request that the ranks do not have yet. The first work names all, cached ones too."""
     first_page: int = 0
-    """Which of the request's pages the first of `pages` is."""
+    """Index of the first of `pages` among the request's pages."""
     like: int = -1
-    """A row that begins with the same `first_page` pages, once those of the plan are known; -1: no such row."""
+    """Row whose first `first_page` pages are copied, after the plan's own pages are written; -1: none."""
 
     @property
     def span(self) -> Span:
@@ -38,9 +36,9 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Swap(msgspec.Struct, frozen=True, array_like=True):
-    """Copy a request's pages to host memory (`out`) or back; each rank copies its own heads of them.
+    """A copy of a request's pages to host memory (`out`) or back; each rank copies its own heads.
 
-    Ranks do it beside their steps, and tell the leader when it is done (`transport.messages.Swapped`).
+    Ranks copy beside their steps and report the end to the leader (`transport.control.messages.Swapped`).
     """
 
     key: RequestKey
@@ -48,26 +46,26 @@ class Swap(msgspec.Struct, frozen=True, array_like=True):
     out: bool
     pages: list[int]
     blocks: list[int]
-    """Of host memory: each holds as many pages as the group has agreed on, the last one what is left."""
+    """Blocks of host memory, each of the same number of pages; the last one may be partly used."""
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One forward pass of the whole group, and what is copied beside it; one of them may be missing."""
+    """One forward pass of the whole group, with page copies and swaps; `work` may be empty."""
 
     step: int
     work: list[Work]
     swaps: list[Swap] = []
-    """Each is copied after the steps before this one; this step does not touch its pages."""
+    """Swaps that start after the steps before this one; this step does not use their pages."""
     copies: list[PageCopy] = []
-    """Made before anything of this step is computed, all at once: no page is copied to and from."""
+    """Page copies that precede the step, launched together: no page is both source and destination."""
 
     def encode(self) -> bytes:
-        """For `transport.messages.Plan.body`."""
+        """Returns the encoding for `transport.control.messages.Plan.body`."""
         return _ENCODER.encode(self)
 
     @staticmethod
     def decode(body: bytes) -> StepPlan:
-        """The inverse of `encode`; raises `msgspec.DecodeError` on anything else."""
+        """Decodes the output of `encode`. Raises `msgspec.DecodeError`."""
         return _DECODER.decode(body)
 
 

@@ -1,7 +1,6 @@
-"""One rank of a group, without Ray: its threads, and who gets which message.
+"""One rank of a group, without Ray: its threads, and the dispatch of messages to them.
 
-control thread    receives every message: the leader's go to the leader, the transfer's to the transfer
-                  thread, plans to the compute thread
+control thread    receives every message and dispatches it: to the leader, the transfer thread or the compute thread
 transfer thread   owns transport, ring, staging (`disagg.node.transfer_loop`)
 compute thread    runs the model (`disagg.node.compute`)
 """
@@ -18,7 +17,7 @@ import msgspec
 import structlog
 import torch
 
-from disagg.core.config import Config, GroupConfig
+from disagg.core.config.read import Config, GroupConfig
 from disagg.core.errors import DisaggError
 from disagg.core.ports import Clock, LayerHook
 from disagg.core.status import RankStatus
@@ -27,47 +26,50 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.chunks import PromptChunks
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
+from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
-from disagg.node.ledger import Ledger
 from disagg.node.links import Link
+from disagg.node.mending import Mending
 from disagg.node.plan import StepPlan
 from disagg.node.silence import Silences
 from disagg.node.sizing import device_limit_bytes, pool_bytes
-from disagg.node.transfer_loop import TransferAgent, TransferLoop
+from disagg.node.transfer_loop import LoopCallbacks, TransferAgent, TransferLoop
 from staging.allocator import ALIGNMENT_BYTES
-from transport import messages as m
 from transport.base import Transport
-from transport.control import ControlChannel
+from transport.control import messages as m
+from transport.control.base import ControlChannel
 
 if TYPE_CHECKING:
-    from disagg.model.runner import ModelRunner  # it brings transformers, which a rank without a model spares
+    from disagg.model.runner import (
+        ModelRunner,
+    )  # imports transformers, which a rank without a model need not load
 
 log = structlog.get_logger(__name__)
 
 SWITCH_INTERVAL_S = 0.0002
-"""A rank's threads ask each other for the interpreter this often; Python's 5 ms would hold up whole transfers."""
+"""Python's switch interval in a rank; the default of 5 ms would delay whole transfers."""
 
 
 class Agent(TransferAgent, Protocol):
-    """A transfer agent as its rank sees it. All methods run on the transfer thread."""
+    """Interface of a transfer agent to its rank. All methods run on the transfer thread."""
 
     def adopt_thread(self) -> None:
-        """The calling thread is the transfer thread."""
+        """Makes the calling thread the transfer thread."""
 
     def link(self, link: Link) -> None:
-        """Connects to the link's other side."""
+        """Connects to the ranks of the linked group."""
 
     def on_peer_lost(self, peer: str) -> None:
-        """Fences the peer and ends what needs it."""
+        """Fences the peer and ends all work with it."""
 
     def statistics(self) -> object:
         """Counts at this moment."""
 
     def status(self) -> RankStatus:
-        """For metrics; cheap. Faults are those that the agent knows of."""
+        """Returns the rank's status for metrics, with the agent's own faults. Cheap."""
 
     def check(self) -> None:
-        """Raises `InvariantError` when its books are wrong."""
+        """Raises `InvariantError` if the agent is inconsistent."""
 
 
 LeaderT = TypeVar("LeaderT", bound=Leader)
@@ -75,11 +77,11 @@ AgentT = TypeVar("AgentT", bound=Agent)
 
 
 class RankNode(ABC, Generic[LeaderT, AgentT]):
-    """Base of the ranks of each kind of group. Life: construct, `start`, `join`, `link`, serve, `stop`."""
+    """Base of the ranks of each role. Call order: constructor, `start`, `join`, `link`, `stop`."""
 
     role: ClassVar[str]
-    _unhurried: ClassVar[tuple[type[m.Message], ...]] = ()
-    """What the transfer thread is told that it needs only for what it is told next."""
+    _deferrable: ClassVar[tuple[type[m.Message], ...]] = ()
+    """Messages that do not wake the transfer thread: a later message needs them first."""
 
     def __init__(
         self,
@@ -93,11 +95,11 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         transport: Transport,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`name` is the group's; its role when left out."""
+        """`name`: the group's name; by default its role."""
         transfer = config.transfer.sized(memory_bytes(runner.device))
         self.rank, self.group_config = rank, group_config
-        self.asked = config
-        """As the user set it; `config` has the choices made that depend on the device."""
+        self.user_config = config
+        """Configuration as set by the user; `config` has device-dependent defaults resolved."""
         self.config = msgspec.structs.replace(config, transfer=transfer)
         self.runner, self.control, self.clock = runner, control, clock
         self.timeline = Timeline()
@@ -105,7 +107,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self.lane = f"{self.name} r{rank}"
         self._transport = transport
         self.on_broken: Callable[[], None] = lambda: None
-        """Called when this rank can serve nothing any more, and has said why. On any of its threads."""
+        """Called, on any thread of the rank, after the rank has failed and reported the reason."""
         self._group: GroupInfo | None = None
         self._silences = Silences()
         self._plans = PlanQueue()
@@ -117,15 +119,26 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         }
         self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
         self._agent: AgentT = self._make_agent(transport)
+        self._mending = Mending(
+            self._silences,
+            self.lane,
+            fence=self._agent.on_peer_lost,
+            send=control.send,
+            link=self._link_again,
+            clock=clock,
+        )
         spin_s = config.transfer.spin_s if runner.device.type == "cuda" else 0.0
         self._loop = TransferLoop(
             self.lane,
             transport,
             self._agent,
-            self._on_broken,
+            LoopCallbacks(
+                broken=self._on_broken,
+                computing=lambda: self._compute.busy,
+                tick=self._report,
+                lost=self._mending.on_connection_lost,
+            ),
             spin_s,
-            lambda: self._compute.busy,
-            self._report,
             config.metrics.interval_s,
         )
         next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
@@ -134,7 +147,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
     # --- life
 
     def start(self) -> RankInfo:
-        """Starts control and transfer threads; returns what peers need to know."""
+        """Starts control and transfer threads; returns the rank's description for peers."""
         self.control.start(self.on_message, self.peer_silent, self._on_met)
         self._loop.start()
         if self.runner.device.type == "cuda":
@@ -143,7 +156,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         return self.info()
 
     def info(self) -> RankInfo:
-        """What peers need to know."""
+        """Returns the rank's description for peers."""
         control, transport = self.control.address, self._transport.address
         return RankInfo(
             self.rank,
@@ -157,7 +170,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         )
 
     def join(self, group: GroupInfo) -> None:
-        """All ranks of the group are up: starts to compute."""
+        """Starts the compute thread; call when all ranks of the group have started."""
         self._group = group
         if self._leader is not None:
             self._leader.join(group)
@@ -167,19 +180,24 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._compute.start()
 
     def link(self, other: GroupInfo) -> None:
-        """Joins this group with one of the other kind. Raises `HandshakeError`, `ConfigError`, `TransportError`."""
+        """Links this group with one of the other role. Raises `HandshakeError`, `ConfigError`, `TransportError`."""
         link = self._make_link(other)
-        self._loop.call(partial(self._agent.link, link))
         peers = {peer.control_address for peer in self._data_peers(link)}
         if self._leader is not None:
-            self._leader.link(other)
             peers.add(other.leader.control_address)
-        self._silences.linked(other, peers)
+
+        def connect() -> None:
+            self._agent.link(link)
+            self._silences.linked(other, peers)  # before this thread can detect a broken connection
+
+        self._loop.call(connect)
+        if self._leader is not None:
+            self._leader.link(other)
         for peer in peers:
             self.control.watch(peer)
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Waits for requests under way, then ends every thread and frees the transport. Again: nothing happens."""
+        """Waits for running requests, then ends every thread and closes the transport. Idempotent."""
         if self._leader is not None and drain_timeout_s > 0:
             self._leader.wait_idle(drain_timeout_s)
         self._compute.stop(self._leader.wake if self._leader is not None else self._plans.wake)
@@ -187,21 +205,21 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._loop.stop()
         self.control.close(linger_s=0.1)
 
-    # --- looking in
+    # --- inspection
 
     @property
     def group(self) -> GroupInfo:
-        """The group as joined."""
-        assert self._group is not None, "a rank is asked for its group after join"
+        """The group, set by `join`."""
+        assert self._group is not None, "`group` is set by join"
         return self._group
 
     @property
     def broken(self) -> str:
-        """On the leader: why the group can serve nothing any more; empty while it can."""
+        """On rank 0: reason why the group cannot serve any more; empty while the group works."""
         return self._leader.broken if self._leader is not None else ""
 
     def check(self) -> None:
-        """Raises `InvariantError` when any structure of this rank finds its books wrong."""
+        """Raises `InvariantError` if any structure of this rank is inconsistent."""
         if self._leader is not None:
             self._leader.check()
         self._loop.call(self._agent.check)
@@ -209,15 +227,17 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self.control.check()
 
     def statistics(self) -> dict[str, Any]:
-        """Statistics of each structure, by its name."""
-        found: dict[str, Any] = {"control": self.control.statistics()}
-        self._loop.call(lambda: found.update(transfer=self._agent.statistics(), faults=self._loop.faults))
+        """Returns the statistics of each structure, by name."""
+        statistics: dict[str, Any] = {"control": self.control.statistics()}
+        self._loop.call(
+            lambda: statistics.update(transfer=self._agent.statistics(), faults=self._loop.faults)
+        )
         if self._leader is not None:
-            found["leader"] = self._leader.statistics()
-        return found
+            statistics["leader"] = self._leader.statistics()
+        return statistics
 
     def _report(self) -> None:
-        """Tells the leader how this rank is. On the transfer thread, once each `metrics.interval_s`."""
+        """Sends the rank's status to the leader. Called on the transfer thread every `metrics.interval_s`."""
         if self._group is not None:
             status = self._agent.status()
             faults = status.faults_total + self._loop.faults
@@ -225,16 +245,18 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self._to_leader(m.RankReport(status))
 
     def spans(self) -> list[TimelineSpan]:
-        """What happened since the last call."""
+        """Returns the timeline spans since the last call."""
         return self.timeline.drain()
 
     # --- messages
 
     def on_message(self, peer: str, message: m.Message) -> None:
-        """Passes a message to whom it concerns. On the control thread, or under the leader's lock; never blocks."""
+        """Dispatches a message. Called on the control thread or under the leader's lock; never blocks."""
         handler = self._transfer_handler(peer, message)
-        if handler is not None:
-            self._loop.post(handler, wake=not isinstance(message, self._unhurried))
+        if isinstance(message, m.LinkBroken):
+            self._loop.post(partial(self._mending.on_link_broken, peer, message))
+        elif handler is not None:
+            self._loop.post(handler, wake=not isinstance(message, self._deferrable))
         elif isinstance(message, m.Plan):
             self._plans.put(StepPlan.decode(message.body))
         elif self._leader is None:
@@ -254,34 +276,35 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self.control.send(self.group.leader.control_address, message)
 
     def peer_lost(self, peer: str) -> None:
-        """A peer is dead: whatever needs it ends. For any thread; again: nothing happens."""
+        """Ends all work with a dead peer. Thread-safe and idempotent."""
         self._silences.dead(peer)
         self.control.forget(peer)
         self._lose(peer)
+        self._loop.post(partial(self._mending.dead, peer))
 
     def peer_silent(self, peer: str) -> None:
-        """Nothing is heard of a peer, or it has given us up: whatever needs it ends, as if it were dead.
+        """Ends all work with a silent peer, or with a peer that dropped this rank, as if the peer were dead.
 
-        A rank of a linked group is listened for: it may only have been cut off, see `_on_met`. For any thread.
+        The rank keeps watching peers of linked groups, which may only be cut off; see `_on_met`. Thread-safe.
         """
-        if not self._silences.speaks_to(peer):
+        if not self._silences.is_linked(peer):
             self._lose(peer)
             return
-        if self._silences.fell_silent(peer):
+        if self._silences.mark_silent(peer):
             self._lose(peer)
+        self._loop.post(partial(self._mending.control_lost, peer))
         self.control.watch(peer)
 
     def _on_met(self, peer: str) -> None:
-        """Both sides have fenced each other by now, whoever fell silent: a loss on one side is one on the other."""
-        for other in self._silences.heard(peer):
-            self._loop.post(partial(self._link_again, self._make_link(other)))
+        """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""
+        for other in self._silences.mark_met(peer):
+            self._loop.post(partial(self._link_again, other))
             if self._leader is not None:
                 self._leader.link(other)
 
-    def _link_again(self, link: Link) -> None:
-        other = link.decode if self.role == "prefill" else link.prefill
+    def _link_again(self, other: GroupInfo) -> None:
         try:
-            self._agent.link(link)
+            self._agent.link(self._make_link(other))
         except DisaggError as exc:
             log.error("not_linked_again", group=other.name, lane=self.lane, error=str(exc))
         else:
@@ -306,26 +329,26 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
     def _pool_tokens(self) -> int:
         return self.runner.pool.slots - self.group_config.page_size  # without the trash page
 
-    def _ledger(self) -> Ledger:
-        """The books of the group's memory, with a prefix cache where it is wanted and the model allows it."""
+    def _kv_manager(self) -> KVManager:
+        """Returns the group's KV manager, with a prefix cache if configured and supported by the model."""
         group, spec = self.group_config, self.runner.spec
-        why = spec.cache_refused
-        if group.prefix_cache and why:
-            log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=why)
-        return Ledger(
+        reason = spec.cache_refused
+        if group.prefix_cache and reason:
+            log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=reason)
+        return KVManager(
             pool_tokens=self._pool_tokens(),
             page_size=group.page_size,
             rows=group.max_requests,
-            eviction=group.eviction if group.prefix_cache and not why else None,
+            eviction=group.eviction if group.prefix_cache and not reason else None,
         )
 
     def _prompt_chunks(self) -> PromptChunks:
-        """How the group's scheduler cuts prompts."""
+        """Returns the division of prompts into chunks."""
         deterministic = self.config.model.deterministic
         return PromptChunks.of(self.runner.spec, self.group_config.chunk_tokens, deterministic=deterministic)
 
     def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
-        """A step's logits, as `StepExecutor.run`; benchmarks put their clocks around it. On the compute thread."""
+        """Returns a step's logits; see `StepExecutor.run`. Runs on the compute thread; benchmarks measure it."""
         return self._executor.run(plan, on_layer)
 
     @abstractmethod
@@ -339,15 +362,15 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
 
     @abstractmethod
     def _data_peers(self, link: Link) -> tuple[RankInfo, ...]:
-        """Ranks of the other side that this rank exchanges KV with."""
+        """Returns the ranks of the linked group that this rank exchanges KV with."""
 
     @abstractmethod
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
-        """What the transfer thread must do about a message; None when it does not concern the transfer."""
+        """Returns the transfer thread's handler of a message; None for other messages."""
 
     @abstractmethod
     def _step(self, plan: StepPlan) -> None:
-        """Computes a plan; on the leader, commits it too. On the compute thread."""
+        """Computes a plan; on rank 0, commits the result to the leader. Runs on the compute thread."""
 
     def _ring_bytes(self) -> int:
         return 0
@@ -356,9 +379,9 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         return 0
 
     def _end_copies(self) -> None:
-        """Ends what still copies KV within this rank, after its last step."""
+        """Ends the copies of KV within this rank, after the last step."""
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded down to a whole multiple of `ALIGNMENT_BYTES`."""
+    """Returns `nbytes` rounded down to a multiple of `ALIGNMENT_BYTES`."""
     return nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES

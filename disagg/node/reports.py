@@ -1,9 +1,9 @@
-"""A leader's part of the metrics: what its ranks told last, its steps, and the routers that want to hear of them.
+"""A leader's part of the metrics: latest report of each rank, step counts, and the routers that receive reports.
 
-router -- Watch --> leader         asked again and again: who is silent for five of its intervals is forgotten;
-                                   at its end a router says so
-rank   -- RankReport --> leader    each `metrics.interval_s`
-router <- GroupReport -- leader    at once to who is new; then when rank 0 reports, idle or not
+router -- Watch --> leader         repeated; a router without one for five intervals is removed, as is one that
+                                   sends an interval of 0
+rank   -- RankReport --> leader    every `metrics.interval_s`
+router <- GroupReport -- leader    at once to a new router; then with every report of rank 0
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Callable
 
 from disagg.core.ports import Clock
 from disagg.core.status import GroupStatus, RankStatus
-from transport import messages as m
+from transport.control import messages as m
 
 FORGET_AFTER = 5
-"""Intervals of a router without a `Watch` of it."""
+"""Intervals without a `Watch` until a router is removed."""
 
 
 class Reports:
-    """Not thread-safe: the leader's lock guards it."""
+    """Latest reports and watching routers. Not thread-safe: the leader's lock guards it."""
 
     def __init__(self, send: Callable[[str, m.Message], None], clock: Clock) -> None:
         self._send, self._clock = send, clock
         self._watchers: dict[str, float] = {}
-        """Until when each router is told."""
+        """Expiry of each router, on the clock."""
         self._ranks: dict[int, RankStatus] = {}
         self._step_began_s = 0.0
         self.steps = self.tokens = 0
@@ -32,31 +32,31 @@ class Reports:
 
     @property
     def ranks(self) -> tuple[RankStatus, ...]:
-        """What the ranks told last, in their order."""
+        """Latest status of each rank, by rank."""
         return tuple(self._ranks[rank] for rank in sorted(self._ranks))
 
     @property
     def watchers(self) -> tuple[str, ...]:
-        """Routers that are told."""
+        """Routers that receive reports."""
         return tuple(self._watchers)
 
     def step_begins(self) -> None:
-        """A step was planned, and is computed next."""
+        """Starts the clock of a step."""
         self._step_began_s = self._clock()
 
     def step_ended(self, tokens: int) -> None:
-        """The step has ended, and has brought so many tokens."""
+        """Counts a finished step that computed `tokens` tokens."""
         self.steps += 1
         self.tokens += tokens
         self.step_s += self._clock() - self._step_began_s
 
-    def heard(self, status: RankStatus, ranks: int) -> None:
-        """A rank, of `ranks`, tells of itself."""
+    def update_rank(self, status: RankStatus, ranks: int) -> None:
+        """Stores the report of one of the group's `ranks` ranks."""
         if status.rank < ranks:
             self._ranks[status.rank] = status
 
     def watch(self, router: str, message: m.Watch, status: GroupStatus) -> None:
-        """A router wants to be told for a while, and a new one is told at once; or no more."""
+        """Adds or renews a router; a new one receives `status` at once. An interval of 0 removes the router."""
         if message.interval_s == 0:
             self.lost(router)
             return
@@ -65,11 +65,11 @@ class Reports:
         self._watchers[router] = self._clock() + FORGET_AFTER * message.interval_s
 
     def lost(self, router: str) -> None:
-        """The router is gone. Unknown: nothing happens."""
+        """Removes a router; no effect on an unknown one."""
         self._watchers.pop(router, None)
 
-    def tell(self, status: GroupStatus) -> None:
-        """Tells who still asks, and forgets who does not."""
+    def publish(self, status: GroupStatus) -> None:
+        """Sends `status` to the watching routers; removes expired ones."""
         now_s = self._clock()
         self._watchers = {router: until_s for router, until_s in self._watchers.items() if until_s >= now_s}
         for router in self._watchers:

@@ -1,7 +1,7 @@
-"""Which peers of which linked groups are silent. Books only: what follows from them is `disagg.node.rank`'s.
+"""Liveness of the peers in linked groups, as the control channel sees it. `disagg.node.rank` acts on the state.
 
-A peer that falls silent may be dead, or behind a broken network. The cluster says when it is dead; until then it is
-listened for, and when all peers of its group are heard again, the groups are linked again.
+A silent peer may be dead or cut off by the network; the cluster reports a death. Until then the rank keeps watching
+the peer. When no peer of its group is silent any more, the groups are linked again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from disagg.core.types import GroupInfo
 class _Linked:
     group: GroupInfo
     peers: frozenset[str]
-    """Control addresses of those of its ranks that this rank speaks to."""
+    """Control addresses of the ranks that this rank exchanges messages with."""
 
 
 class Silences:
-    """For any thread."""
+    """Linked groups and their silent peers. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -29,24 +29,24 @@ class Silences:
         self._silent: set[str] = set()
 
     def linked(self, group: GroupInfo, peers: Iterable[str]) -> None:
-        """`group` is linked, through these of its ranks."""
+        """Adds a linked group; `peers` are the addresses that this rank exchanges messages with."""
         with self._lock:
             self._linked[group.name] = _Linked(group, frozenset(peers))
 
-    def speaks_to(self, peer: str) -> bool:
-        """Whether it is a rank of a linked group."""
+    def is_linked(self, peer: str) -> bool:
+        """Returns whether `peer` is a rank of a linked group."""
         with self._lock:
             return any(peer in linked.peers for linked in self._linked.values())
 
-    def fell_silent(self, peer: str) -> bool:
-        """True for the first time since it was heard."""
+    def mark_silent(self, peer: str) -> bool:
+        """Marks `peer` as silent; returns False if it was marked already."""
         with self._lock:
             first = peer not in self._silent
             self._silent.add(peer)
             return first
 
-    def heard(self, peer: str) -> list[GroupInfo]:
-        """It is there again: the groups of which nobody is silent any more. None if it was not silent."""
+    def mark_met(self, peer: str) -> list[GroupInfo]:
+        """Marks `peer` as alive; returns its groups without a silent peer, none if `peer` was not silent."""
         with self._lock:
             if peer not in self._silent:
                 return []
@@ -58,7 +58,7 @@ class Silences:
             ]
 
     def dead(self, peer: str) -> None:
-        """It will never be heard again, and its group goes with it."""
+        """Removes the group of a dead peer."""
         with self._lock:
             self._silent.discard(peer)
             for name, linked in list(self._linked.items()):

@@ -1,8 +1,8 @@
 """Copies of a rank's KV pages to pinned host memory and back, for preempted requests.
 
-On a thread and a stream of their own, so that neither the compute thread nor the compute stream waits: pages are
-gathered into one contiguous block on the device, and the block crosses PCIe in one copy. (One copy for each page and
-layer, a few KiB, would be bound by latency.)
+Copies run on a separate thread and stream and block neither the compute thread nor the compute stream. Pages are
+gathered into one contiguous block on the device, and one copy moves the block over PCIe: copies of single pages and
+layers, a few KiB each, would be bound by latency.
 """
 
 from __future__ import annotations
@@ -19,46 +19,45 @@ import torch
 from disagg.core.types import KVLayout, Shard, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import KVPool, MHATokenToKVPool
-from disagg.model.spec import rank_token_bytes
-from disagg.node.device import DeviceQueue, Marker
+from disagg.model.spec.model_spec import rank_token_bytes
+from disagg.node.device import DeviceEvent, DeviceQueue
 from disagg.node.plan import Swap
 from disagg.node.warm import warm_copies
-from kernels.gather import gather
-from kernels.layout import segment_bytes
-from kernels.scatter import scatter
+from kernels.copy.gather import gather
+from kernels.copy.layout import segment_bytes
+from kernels.copy.scatter import scatter
 from staging.routes import Route
 
 log = structlog.get_logger(__name__)
 
 BLOCK_BYTES = 4 << 20
-"""Of a block, or one page where that is larger: PCIe carries it in 80 to 200 us, ten times a copy's own cost."""
+"""Size of a block, or one page if larger. PCIe takes 80 to 200 us for a block, ten times the overhead of a copy."""
 SLAB_BYTES = 64 << 20
-"""Host memory is pinned in pieces of this size when they are first needed: all 4 GiB at once would hold up the first
-preemption for a second or two, and a server that never preempts pins nothing."""
+"""Unit of pinning, on first use: pinning all 4 GiB at once would delay the first preemption by 1 to 2 s."""
 AUTOMATIC_BYTES = 4 << 30
 HOST_SHARE = 16
-"""A rank takes at most one part in so many of its host's memory, when nothing is set: eight ranks take half."""
+"""Default limit of a rank: one sixteenth of the host's memory, so eight ranks use half."""
 
 
 def page_bytes(layout: KVLayout, ranks: int, page_size: int) -> int:
-    """Of a page on the rank that has most heads."""
+    """Returns the size of a page on the rank with most heads."""
     return rank_token_bytes(layout, ranks) * page_size
 
 
 def block_pages(layout: KVLayout, ranks: int, page_size: int, pool_pages: int) -> int:
-    """Pages in a block, the same on all ranks; at most an eighth of the pool, so that no request wastes much."""
+    """Returns the pages of a block, the same on all ranks; at most an eighth of the pool, to bound waste."""
     return max(1, min(BLOCK_BYTES // page_bytes(layout, ranks, page_size), pool_pages // 8))
 
 
-def swap_bytes(asked: int | None, device: torch.device) -> int:
-    """Host memory of a rank for swapped pages: as asked, else by the host's memory; see `GroupConfig.swap_bytes`."""
-    if asked is not None:
-        return asked
+def swap_bytes(configured: int | None, device: torch.device) -> int:
+    """Returns a rank's host memory for swapped pages: as configured, else by the host's memory."""
+    if configured is not None:
+        return configured
     return min(AUTOMATIC_BYTES, host_memory_bytes() // HOST_SHARE) if device.type == "cuda" else 0
 
 
 def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    """What this process may use: the container's limit, where there is one, or the host's memory."""
+    """Returns the memory that this process may use: the smaller of the container's limit and the host's memory."""
     import psutil
 
     total = int(psutil.virtual_memory().total)
@@ -69,10 +68,10 @@ def host_memory_bytes(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 
 class Swapper:
-    """Owns the host memory, a stream and a thread, which starts with the first order.
+    """Swaps pages; owns the host memory, a stream and a thread.
 
-    `order` is for the compute thread. `done(swap, seconds, error)` is called on the swapper's own thread, when the
-    copy is complete: only then may pages or blocks be used for anything else.
+    The compute thread calls `order`. The swapper's thread calls `done(swap, seconds, error)` after the copy; before
+    that, pages and blocks must not be reused.
     """
 
     def __init__(
@@ -85,13 +84,13 @@ class Swapper:
         nbytes: int,
         done: Callable[[Swap, float, str], None],
     ) -> None:
-        """`nbytes` of host memory, in whole blocks; 0 for none."""
+        """`nbytes`: host memory, rounded down to whole blocks; 0 for none."""
         device = pool.device
         self._pool, self._page_size, self._done = pool, page_size, done
         self._block_pages = block_pages
         self._block_bytes = self._bytes_of(block_pages)
         self.blocks = nbytes // self._block_bytes
-        """How many blocks it has."""
+        """Number of blocks."""
         self._slab_blocks = max(1, min(SLAB_BYTES // self._block_bytes, self.blocks))
         self._slabs: dict[int, torch.Tensor] = {}
         self._queue = DeviceQueue(device)
@@ -103,12 +102,12 @@ class Swapper:
                     tuple(Route(0, 0, p.layers, p.heads) for p in shard.parts), shard, pool, sums=None
                 )
 
-    def order(self, swap: Swap, after: Marker) -> None:
-        """Copies when `after`, a marker on the compute stream, has come; in the order of the calls. Never blocks."""
+    def order(self, swap: Swap, after: DeviceEvent) -> None:
+        """Queues a copy behind `after`, an event of the compute stream. Copies run in call order. Never blocks."""
         self._thread.submit(self.copy, swap, after)
 
-    def copy(self, swap: Swap, after: Marker) -> None:
-        """Does it, and says so. On the swapper's thread."""
+    def copy(self, swap: Swap, after: DeviceEvent) -> None:
+        """Copies and reports the end to `done`. Runs on the swapper's thread."""
         began_s, error = time.monotonic(), ""
         try:
             self._queue.after(after)
@@ -116,17 +115,17 @@ class Swapper:
                 first = index * self._block_pages
                 self._copy_block(swap.pages[first : first + self._block_pages], block, swap.out)
             self._wait()
-        except Exception as exc:  # whatever it is ends this request and no other
+        except Exception as exc:  # any error ends this request only
             log.exception("swap_failed", request=str(swap.key))
             error = f"{type(exc).__name__}: {exc}"
         self._done(swap, time.monotonic() - began_s, error)
 
     def stop(self) -> None:
-        """Ends the thread after the copies ordered so far. Again: nothing happens."""
+        """Ends the thread after the queued copies. Idempotent."""
         self._thread.shutdown()
 
     def _copy_block(self, pages: list[int], block: int, out: bool) -> None:
-        # The next block's gather and scatter wait for this block's copy, some microseconds of a hundred.
+        # One staging buffer: the next block's gather waits for this copy, a few microseconds of about 100.
         span = Span(0, len(pages) * self._page_size)
         slots = self._queue.upload(slots_of(pages, self._page_size, span))
         nbytes = self._bytes_of(len(pages))
@@ -161,9 +160,9 @@ class Swapper:
         return sum(_bytes_of(part, pages * self._page_size) for part in self._pool.parts)
 
     def _wait(self) -> None:
-        marker = self._queue.mark()
-        if marker is not None:
-            marker.synchronize()
+        event = self._queue.record_event()
+        if event is not None:
+            event.synchronize()
 
 
 def _bytes_of(pool: MHATokenToKVPool, tokens: int) -> int:

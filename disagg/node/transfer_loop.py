@@ -1,7 +1,7 @@
-"""The transfer thread: the only one that touches the transport, the ring and the staging buffers of a rank.
+"""The transfer thread: the sole owner of a rank's transport, ring and staging buffers.
 
-Other threads `post` work to it; it runs what was posted, drives the transport, and hands ended operations and
-arrivals to its agent (the sender or the receiver). Nothing that goes wrong for one request ends the thread.
+Other threads `post` work. The thread runs posted work, drives the transport, and passes completed operations and
+arrivals to its agent (sender or receiver). A failure of one request never ends the thread.
 """
 
 from __future__ import annotations
@@ -14,104 +14,120 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import structlog
 
+from disagg.core.errors import PeerLostError
 from transport.base import Arrival, Operation, Transport
 
 log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 1.0
 PAUSE_S = 5e-6
-"""Between two looks. A thread that polls without a real pause takes the interpreter from the others at every turn:
-each of their steps then waits for a whole switch interval."""
+"""Pause between polls. Without a real pause the thread would hold the interpreter, and every other thread would wait
+for a full switch interval."""
 LONGEST_NAP_S = 100e-6
-"""Between two looks at the device while a step is launched; shorter waits than this are no reason to sleep."""
+"""Pause between polls of the device while a step is being launched; shorter waits are polled."""
+LOOK_S = 0.25
+"""Interval of checks for broken connections; a check also follows an operation that failed by one."""
 SHORTEST_WAIT_S = 10e-3
-"""For an agent that would be asked more often, but must not take the interpreter from a step."""
+"""Shortest wait on the transport, so that a busy agent leaves the interpreter to the step."""
 _PR_SET_TIMERSLACK = 29
 Result = TypeVar("Result")
 
 
 class TransferAgent(Protocol):
-    """What the loop drives. All methods run on the transfer thread."""
+    """Receiver of the loop's events. All methods run on the transfer thread."""
 
     def on_operation(self, operation: Operation) -> None:
-        """An operation of ours ended."""
+        """Handles the end of an operation of this rank."""
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """A message is here; exactly one `receive` or `discard` must follow, now or later."""
+        """Handles an arrived message; the agent must `receive` or `discard` it exactly once, now or later."""
 
     def poll(self, now_s: float) -> float:
-        """Moves on whatever waits for the device or for time; returns in how many seconds to be called again."""
+        """Advances work that waits for the device or a timer; returns the seconds until the next call."""
+
+
+class LoopCallbacks(NamedTuple):
+    """Functions that the loop calls on its thread."""
+
+    broken: Callable[[Exception], None] = lambda error: None
+    """Receives the transport's exception, after which no transfer is possible."""
+    computing: Callable[[], bool] = lambda: False
+    """While this returns True the thread does not poll: another thread needs the interpreter to launch a step."""
+    tick: Callable[[], None] = lambda: None
+    """Called every `tick_s` seconds of the loop."""
+    lost: Callable[[str], None] = lambda peer: None
+    """Called repeatedly for each peer that the transport has lost."""
+
+
+_NO_CALLBACKS = LoopCallbacks()
 
 
 class TransferLoop:
-    """Owns the thread. `post` is for any thread; `stop` joins."""
+    """Owns the thread. Any thread may `post`; `stop` joins the thread."""
 
     def __init__(
         self,
         name: str,
         transport: Transport,
         agent: TransferAgent,
-        broken: Callable[[Exception], None] = lambda error: None,
+        callbacks: LoopCallbacks = _NO_CALLBACKS,
         spin_s: float = 0.0,
-        computing: Callable[[], bool] = lambda: False,
-        tick: Callable[[], None] = lambda: None,
         tick_s: float = 0.0,
     ) -> None:
-        """`broken` hears, on the thread itself, what the transport raised: nothing can be moved after it.
+        """The thread polls for `spin_s` after the last traffic, then sleeps until it is woken.
 
-        For `spin_s` after the last traffic the thread polls; only then it sleeps until it is woken. It does not
-        poll while `computing` says that another thread needs the interpreter to launch a step. Every `tick_s` it
-        calls `tick`; 0: never.
+        It ticks every `tick_s` seconds (0: never).
         """
-        self._tick, self._tick_s = tick, tick_s
+        self._tick, self._tick_s = callbacks.tick, tick_s
         self._next_tick_s = 0.0 if tick_s > 0 else math.inf
-        self._broken, self._spin_s, self._computing = broken, spin_s, computing
+        self._lost, self._next_look_s = callbacks.lost, 0.0
+        self._broken, self._spin_s, self._computing = callbacks.broken, spin_s, callbacks.computing
         self._transport = transport
         self._agent = agent
         self._inbox: deque[Callable[[], None]] = deque()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{name}", daemon=True)
         self.faults = 0
-        """Exceptions that escaped the agent: bugs of ours, logged with their traceback."""
+        """Exceptions raised by the agent: bugs, logged with their traceback."""
 
     def start(self) -> None:
-        """Starts the thread. Once."""
+        """Starts the thread; call once."""
         self._thread.start()
 
     def post(self, work: Callable[[], None], wake: bool = True) -> None:
-        """Runs `work` on the transfer thread, in the order of posting; never blocks.
+        """Queues `work` for the transfer thread, in posting order; never blocks.
 
-        Without `wake` it may lie until the next post: the thread is not woken to take the interpreter from others.
+        Without `wake` the thread keeps sleeping, and the work may wait for the next post or poll.
         """
         self._inbox.append(work)
         if wake:
             self._transport.wake()
 
     def call(self, work: Callable[[], None], timeout_s: float = 30.0) -> None:
-        """Like `post`, but returns when `work` has run, and raises what it raised."""
+        """Runs `work` on the transfer thread and waits for its end. Raises `TimeoutError`, or its exception."""
         done = threading.Event()
         failure: list[BaseException] = []
 
         def run() -> None:
             try:
                 work()
-            except BaseException as exc:  # noqa: BLE001 - handed to the caller, whole
+            except BaseException as exc:  # noqa: BLE001 - raised again in the caller
                 failure.append(exc)
             finally:
                 done.set()
 
         self.post(run)
         if not done.wait(timeout_s):
-            raise TimeoutError(f"the transfer thread did not answer within {timeout_s:g} s")
+            raise TimeoutError(f"the transfer thread did not run a call within {timeout_s:g} s")
         if failure:
             raise failure[0]
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Ends the thread after what was posted; then closes the transport. Again: nothing happens."""
+        """Ends the thread after the posted work, then closes the transport. Idempotent. Raises `TimeoutError`."""
         self._stopping.set()
         self._transport.wake()
         if self._thread.is_alive():
@@ -130,9 +146,11 @@ class TransferLoop:
                 if now_s >= self._next_tick_s:
                     self._next_tick_s = now_s + self._tick_s
                     self._guarded(self._tick, None)
+                if now_s >= self._next_look_s:
+                    self._look(now_s)
                 if busy:
                     spin_until_s = now_s + self._spin_s
-                elif timeout_s <= 0:  # the device, of which nothing wakes us
+                elif timeout_s <= 0:  # waits for the device, which sends no wake-up
                     time.sleep(LONGEST_NAP_S if self._computing() else PAUSE_S)
                 elif (timeout_s < LONGEST_NAP_S or now_s < spin_until_s) and not self._computing():
                     time.sleep(PAUSE_S)
@@ -155,10 +173,17 @@ class TransferLoop:
         for operation in self._transport.progress():
             self._guarded(partial(self._agent.on_operation, operation), None)
             busy = True
+            if isinstance(operation.error, PeerLostError):
+                self._next_look_s = 0.0
         for arrival in self._transport.arrivals():
             self._guarded(partial(self._agent.on_arrival, arrival), None)
             busy = True
         return busy
+
+    def _look(self, now_s: float) -> None:
+        self._next_look_s = now_s + LOOK_S
+        for peer in self._transport.lost_peers():
+            self._guarded(partial(self._lost, peer), None)
 
     def _guarded(self, work: Callable[[], Result], otherwise: Result) -> Result:
         try:
@@ -170,6 +195,6 @@ class TransferLoop:
 
 
 def _sharpen_sleeps() -> None:
-    """Linux lets this thread's sleeps last 50 us longer than asked, for the battery's sake; from now on 1 us."""
+    """Lowers the timer slack of this thread's sleeps on Linux from 50 us to 1 us."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Runs once, before a rank serves, what is slow the first time: kernels compile, libraries load, pools grow."""
+"""Warm-up before a rank serves: compiles kernels, loads libraries, grows memory pools."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from disagg.kv.pages import TRASH_PAGE
 from disagg.kv.pool import KVPool, MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.node.sums import Sums
-from kernels.gather import gather
-from kernels.layout import segment_bytes
-from kernels.quantize import gather_codes
-from kernels.rows import Place
-from kernels.scatter import scatter
-from kernels.sum_rows import sum_rows
+from kernels.copy.gather import gather
+from kernels.copy.layout import segment_bytes
+from kernels.copy.quantize import gather_quantized
+from kernels.copy.rows import PoolSlice
+from kernels.copy.scatter import scatter
+from kernels.copy.sum_rows import sum_rows
 from staging.routes import Route
 
 if TYPE_CHECKING:
-    from disagg.model.runner import ModelRunner  # it brings transformers, which a rank without a model spares
+    from disagg.model.runner import (
+        ModelRunner,
+    )  # imports transformers, which a rank without a model need not load
 
 TOKENS = 8
 
 
 def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
-    """Prompt chunks and batches of single tokens, all on the trash page. All ranks of a group must do it together.
+    """Runs prompt chunks and a decode batch on the trash page. Collective over the group's ranks.
 
-    Chunks of 1, 2, 4, ... tokens up to `chunk_tokens`: the attention kernels compile apart by how many queries there
-    are. And `batch` single tokens together.
+    Chunks have 1, 2, 4, ... up to `chunk_tokens` tokens, because attention kernels compile per number of queries.
+    The decode batch has `batch` requests of one token.
     """
     tokens = min(chunk_tokens, runner.req_to_token.max_tokens)
     row = runner.req_to_token.alloc()
@@ -43,10 +45,10 @@ def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
 
 
 def warm_page_copies(runner: ModelRunner) -> None:
-    """Compiles the kernel that copies pages, on the trash page.
+    """Compiles the page copy kernel, on the trash page, for all alignments of its two page lists.
 
-    `Launcher` tells apart whether each of the two lists of pages begins at a 16-byte boundary. Of n copies that
-    depend on each other the i-th launch reads places i and n + i of one upload: 2 and 3 make all four cases.
+    `Launcher` specializes on 16-byte alignment of each list. Of n dependent copies, launch i reads elements i and
+    n + i of one upload, so n = 2 and n = 3 cover all four combinations.
     """
     for count in (2, 3):
         runner.copy_pages([(TRASH_PAGE, TRASH_PAGE)] * count)
@@ -58,25 +60,23 @@ def warm_copies(
     shard: Shard,
     pool: KVPool,
     sums: Sums | None,
-    codes: torch.dtype | None = None,
+    quantized: torch.dtype | None = None,
 ) -> None:
-    """Compiles gather and scatter for every width of row that the routes have, on the trash page's first slot; with
-    `codes` the gather that quantizes to them instead. With `sums` those that compute checksums, and the kernel that
-    sums up what was written to the pool.
+    """Compiles gather and scatter for every row width of the routes; with `quantized`, the quantizing gather only.
 
-    The other side is memory of its own: the ring may be in use already.
-    Twice, with slots that begin at a 16-byte boundary and beside one: Triton compiles these apart.
+    With `sums` the checksum kernels too. The launches use the trash page's first slot and scratch memory, because the
+    ring may be in use. Each runs with aligned and unaligned slots (16 bytes), which Triton compiles separately.
     """
     if pool.device.type != "cuda":
         return
     for part, of_class in zip(shard.parts, pool.parts, strict=True):
         own = {r.heads.shift(-part.heads.start) for r in routes if part.layers.covers(r.layers)}
-        _warm_copies(own, of_class, sums, codes)
+        _warm_copies(own, of_class, sums, quantized)
     torch.cuda.synchronize(pool.device)
 
 
 def _warm_copies(
-    rows: set[Span], pool: MHATokenToKVPool, sums: Sums | None, codes: torch.dtype | None
+    rows: set[Span], pool: MHATokenToKVPool, sums: Sums | None, quantized: torch.dtype | None
 ) -> None:
     slots = torch.zeros(TOKENS, dtype=torch.int32, device=pool.buffer.device)
     layer = Span(0, 1)
@@ -84,10 +84,10 @@ def _warm_copies(
     check = sums.any_check(word) if sums is not None else None
     minus = sums.any_check(word, less=word) if sums is not None else None
     for heads in rows:
-        if codes is not None:
+        if quantized is not None:
             nbytes = len(heads) * code_row_bytes(pool.head_dim)  # of one token in one layer
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
-            gather_codes(pool.buffer, slots[:1], layer, heads, codes, scratch, check)
+            gather_quantized(pool.buffer, slots[:1], layer, heads, quantized, scratch, check)
             continue
         nbytes = segment_bytes(pool.buffer, 1, layer, heads)
         scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
@@ -95,4 +95,4 @@ def _warm_copies(
             gather(pool.buffer, slots[first : first + 1], layer, heads, scratch, check)
             scatter(scratch, pool.buffer, slots[first : first + 1], layer, heads, minus)
             if check is not None:
-                sum_rows(Place(pool.buffer, slots[first : first + 1], layer, heads), check)
+                sum_rows(PoolSlice(pool.buffer, slots[first : first + 1], layer, heads), check)

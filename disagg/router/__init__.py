@@ -1,1 +1,1 @@
-"""Choice of a (prefill, decode) pair and the life of one request."""
+"""The router: choice of a pair of groups, and one session per request."""

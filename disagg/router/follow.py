@@ -1,8 +1,8 @@
-"""A router's groups, kept as somebody who knows them says: the cluster of this process, or a directory elsewhere.
+"""Keeps a router's groups up to date with a source: the cluster of this process, or a remote directory.
 
-router -- Join --> directory       asked again every second while it is lost
-router <- Groups -- directory      at once, and whenever the groups change
-router -- Using --> directory      what the router goes on using: a group that drains is stopped when nobody does
+router -- Join --> directory       repeated every second while the directory is lost
+router <- Groups -- directory      at once, and on every change
+router -- Using --> directory      groups that the router uses; a draining group stops when no router uses it
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from functools import partial
 import structlog
 
 from disagg.core.types import GroupInfo
-from disagg.router.mail import MailRoom
+from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
-from transport import messages as m
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
@@ -25,18 +25,18 @@ ASK_AGAIN_S = 1.0
 
 
 class Follower:
-    """Adds, drains and removes a router's groups. Lives on the router's loop."""
+    """Adds, drains and removes a router's groups. Used on the router's event loop."""
 
     def __init__(self, router: Router, changed: Callable[[], None] = lambda: None) -> None:
-        """`changed` is called when a group that drained is not used any more."""
+        """`changed` is called after a draining group has no more requests."""
         self._router, self._changed = router, changed
         self._draining: dict[str, asyncio.Task[None]] = {}
 
     def apply(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
-        """`groups` are all there are; those named in `draining` get nothing new. One that is missing has died."""
-        told = {group.name: group for group in groups}
+        """Adopts the complete list of groups: drains those in `draining`, removes missing ones, which are dead."""
+        listed = {group.name: group for group in groups}
         for engine in self._router.engines:
-            ours, theirs = engine.group, told.get(engine.group.name)
+            ours, theirs = engine.group, listed.get(engine.group.name)
             if theirs is None or theirs.leader.control_address != ours.leader.control_address:
                 log.warning("group_gone", group=ours.name)
                 self._router.remove(ours.name)
@@ -49,11 +49,11 @@ class Follower:
                 self._router.add(group)
 
     def using(self) -> list[str]:
-        """Names of the groups that requests are with or may be given to."""
+        """Returns the names of the groups that have or may get requests."""
         return [engine.group.name for engine in self._router.engines]
 
     async def close(self) -> None:
-        """Forgets what it waits for."""
+        """Cancels all drains."""
         tasks = list(self._draining.values())
         for task in tasks:
             task.cancel()
@@ -66,69 +66,74 @@ class Follower:
 
 @contextlib.asynccontextmanager
 async def joined(
-    mail: MailRoom,
+    dispatcher: ResponseDispatcher,
     router: Router,
     directory: str,
     usable: Callable[[GroupInfo], bool] = lambda _: True,
     ask_again_s: float = ASK_AGAIN_S,
 ) -> AsyncIterator[None]:
-    """Within the block the router uses the groups that `directory`, a control address, tells of, where `usable`.
+    """Within the block the router follows the `usable` groups of `directory`, a control address.
 
-    While the directory is lost the groups it told of are used on.
+    While the directory is lost, the router keeps its groups.
     """
-    join = _Joined(mail, router, directory, usable, ask_again_s)
-    join.ask()
+    member = _Joined(dispatcher, router, directory, usable, ask_again_s)
+    member.join()
     try:
         yield
     finally:
-        await join.close()
+        await member.close()
 
 
 class _Joined:
     def __init__(
         self,
-        mail: MailRoom,
+        dispatcher: ResponseDispatcher,
         router: Router,
         directory: str,
         usable: Callable[[GroupInfo], bool],
         ask_again_s: float,
     ) -> None:
-        self._mail, self._directory, self._usable, self._ask_again_s = mail, directory, usable, ask_again_s
-        self._follower = Follower(router, self._tell)
+        self._dispatcher, self._directory, self._usable, self._ask_again_s = (
+            dispatcher,
+            directory,
+            usable,
+            ask_again_s,
+        )
+        self._follower = Follower(router, self._report_use)
         self._version: int | None = None
         self._again: asyncio.TimerHandle | None = None
         self._closed = False
-        mail.listen(directory, self._heard)
+        dispatcher.listen(directory, self._on_message)
 
-    def ask(self) -> None:
-        self._mail.send(self._directory, m.Join())
-        self._mail.watch(self._directory)
+    def join(self) -> None:
+        self._dispatcher.send(self._directory, m.Join())
+        self._dispatcher.watch(self._directory)
 
     async def close(self) -> None:
-        """Says goodbye: else the directory would wait until it misses us."""
+        """Reports that no group is in use; otherwise the directory would wait for a timeout."""
         if self._version is not None:
-            self._mail.send(self._directory, m.Using(self._version, []))
+            self._dispatcher.send(self._directory, m.Using(self._version, []))
         self._closed = True
         if self._again is not None:
             self._again.cancel()
         await self._follower.close()
 
-    def _heard(self, message: m.Message | Exception) -> None:
+    def _on_message(self, message: m.Message | Exception) -> None:
         match message:
             case _ if self._closed:
                 return
             case m.Groups():
                 self._version = message.version
                 self._follower.apply([g for g in message.groups if self._usable(g)], message.draining)
-                self._tell()
+                self._report_use()
             case Exception():
                 log.warning("directory_lost", directory=self._directory, again_in_s=self._ask_again_s)
                 self._version = None
-                self._again = asyncio.get_running_loop().call_later(self._ask_again_s, self.ask)
+                self._again = asyncio.get_running_loop().call_later(self._ask_again_s, self.join)
             case _:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=self._directory)
 
-    def _tell(self) -> None:
-        """What is used, with the latest version: an answer to an older one must not hide what a newer one added."""
+    def _report_use(self) -> None:
+        """Sends the groups in use with the latest version; the directory ignores reports of older versions."""
         if self._version is not None and not self._closed:
-            self._mail.send(self._directory, m.Using(self._version, self._follower.using()))
+            self._dispatcher.send(self._directory, m.Using(self._version, self._follower.using()))

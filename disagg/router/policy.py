@@ -1,4 +1,4 @@
-"""Which prefill and which decode group serve a request. Pure functions over what the router knows."""
+"""Policies that choose a request's prefill and decode group, and the load counts they use. No I/O."""
 
 from __future__ import annotations
 
@@ -9,82 +9,118 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from disagg.core.config import PolicyName
+from disagg.core.config.read import PolicyName
 from disagg.core.errors import BusyError
 from disagg.core.prefixes import HeldPrefixes
 from disagg.core.types import GroupInfo
 
 SLACK = 16
-"""A sixteenth of a prompt is too little to choose a group by: see `prefix_aware`."""
+"""Groups whose costs differ by at most 1/16 of the prompt count as equal; see `prefix_aware`."""
 SESSION_LOAD = 1.25
-"""A session's group may have so many times the mean of requests (c of Mirrokni et al.)."""
+"""Load limit of a session's group relative to the mean (c of Mirrokni et al.)."""
 
 
 @dataclass(slots=True, eq=False)
-class Engine:
-    """A group as the router sees it. The session keeps the counts up to date."""
+class RoutedGroup:
+    """A group with its load counts, which `SessionLoad` updates."""
 
     group: GroupInfo
     requests: int = 0
-    """Requests of this router that are with the group now; with a decode group, each sequence of them."""
+    """This router's running requests in the group; in a decode group, their sequences."""
     tokens: int = 0
-    """Prompt tokens of those requests that it did not hold when it was chosen, as far as was known. A prefill group's
-    only until the prompt is computed: what it has before it, roughly."""
+    """Prompt tokens of those requests without prefix cache hits. In a prefill group only uncomputed prompts count, so
+    the number approximates the queue."""
     served: int = 0
-    """Requests that it was ever given."""
+    """Requests ever sent to the group."""
     lost: bool = False
     draining: bool = False
-    """It finishes what it has and is given nothing new."""
+    """The group finishes its requests and gets no new ones."""
     held: HeldPrefixes = field(default_factory=HeldPrefixes)
-    """Beginnings of prompts that it has cached; empty where nobody asks it."""
+    """Cached prefixes, from KV events; empty if the router does not watch them."""
     room: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one session that asks a decode group for room: who came first is served first."""
+    """Held by the session that reserves room in a decode group: first come, first served."""
+
+
+@dataclass(slots=True)
+class SessionLoad:
+    """The share of one session in the counts of its groups."""
+
+    prefill: RoutedGroup
+    decode: RoutedGroup
+    """The same group as `prefill` where it is colocated."""
+    sequences: int
+    """Sequences of the request; each one is part of a decode group's steps."""
+    tokens: dict[RoutedGroup, int]
+    """Prompt tokens that each group has to compute or receive."""
+
+    def begin(self) -> None:
+        """Adds the request to both groups."""
+        for engine, tokens in self.tokens.items():
+            engine.requests += self._requests(engine)
+            engine.served += 1
+            engine.tokens += tokens
+
+    def prompt_computed(self) -> None:
+        """Takes the prompt out of a prefill group's queue; a colocated group goes on with the request."""
+        if self.prefill is not self.decode:
+            self.prefill.tokens -= self.tokens[self.prefill]
+            self.tokens[self.prefill] = 0
+
+    def end(self) -> None:
+        """Takes the request out of both groups."""
+        for engine, tokens in self.tokens.items():
+            engine.requests -= self._requests(engine)
+            engine.tokens -= tokens
+
+    def _requests(self, engine: RoutedGroup) -> int:
+        return self.sequences if engine is self.decode else 1
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
-    """What a request is to a policy."""
+class RoutingRequest:
+    """Properties of a request for a policy."""
 
     tokens: int
-    """Of the prompt."""
+    """Tokens of the prompt."""
     session: str = ""
-    """Names what the client calls a conversation; empty: nothing."""
-    marks: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
-    """The prompt's, by `unit_tokens` and `switch_tokens` of the groups that hold anything; see `HeldPrefixes`."""
+    """The client's name for the conversation; empty: none."""
+    block_hashes: Mapping[tuple[int, int], Sequence[int]] = field(default_factory=dict)
+    """Block hashes of the prompt, by `unit_tokens` and `switch_tokens` of the groups; see `HeldPrefixes`."""
 
-    def missing_tokens(self, engine: Engine) -> int:
-        """Tokens of the prompt that a group lacks, as far as is known; the last one always."""
+    def missing_tokens(self, engine: RoutedGroup) -> int:
+        """Returns the prompt tokens without the group's prefix cache hit; at least 1, the last token."""
         held = engine.held
-        marks = self.marks.get((held.unit_tokens, held.switch_tokens), ())
-        return max(1, self.tokens - held.longest_tokens(marks))
+        block_hashes = self.block_hashes.get((held.unit_tokens, held.switch_tokens), ())
+        return max(1, self.tokens - held.longest_tokens(block_hashes))
 
 
-Policy = Callable[[Sequence[Engine], Asking], Engine]
-"""Chooses one of the engines of a kind. Raises `BusyError` when none can be given a request."""
+Policy = Callable[[Sequence[RoutedGroup], RoutingRequest], RoutedGroup]
+"""Chooses one of the groups of a role. Raises `BusyError` if no group is usable."""
 
 
-def least_loaded(engines: Sequence[Engine], asking: Asking) -> Engine:
-    """The engine with the fewest prompt tokens before it, then the fewest requests, then the first."""
+def least_loaded(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:
+    """Returns the group with the fewest queued prompt tokens, then the fewest requests, then the first one."""
     return min(_usable(engines), key=lambda engine: (engine.tokens, engine.requests))
 
 
-def round_robin(engines: Sequence[Engine], asking: Asking) -> Engine:
-    """Each in turn: the engine that was given the fewest requests, then the first."""
+def round_robin(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:
+    """Returns the group with the fewest requests ever sent, then the first one."""
     return min(_usable(engines), key=lambda engine: engine.served)
 
 
-def prefix_aware(engines: Sequence[Engine], asking: Asking) -> Engine:
-    """The engine with the fewest tokens before it and missing of the prompt; a session's decode group, if it has one.
+def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:
+    """Returns the group with the lowest cost: queued tokens plus uncached prompt tokens. Sessions keep a decode
+    group.
 
-    Engines that differ by a sixteenth of the prompt or less are alike: else a few common words at the beginning of
-    all prompts would lead every request to the one group that has them, and the caches of others would stay empty.
-    Of those the one with the fewest requests, then with the least cached, is chosen.
+    Groups within 1/16 of the prompt of the lowest cost count as equal. Otherwise a short prefix common to all prompts
+    would send every request to one group. Among equal groups the order is: fewest requests, then fewest cached
+    blocks.
     """
     usable = _usable(engines)
-    if asking.session and usable[0].group.role == "decode":
-        return _of_session(usable, asking.session)
-    costs = {engine: engine.tokens + asking.missing_tokens(engine) for engine in usable}
-    most = min(costs.values()) + asking.tokens // SLACK
+    if request.session and usable[0].group.role == "decode":
+        return _of_session(usable, request.session)
+    costs = {engine: engine.tokens + request.missing_tokens(engine) for engine in usable}
+    most = min(costs.values()) + request.tokens // SLACK
     alike = [engine for engine in usable if costs[engine] <= most]
     return min(alike, key=lambda e: (e.requests, len(e.held), costs[e], e.served))
 
@@ -96,18 +132,18 @@ POLICIES: dict[PolicyName, Policy] = {
 }
 
 
-def _of_session(engines: Sequence[Engine], session: str) -> Engine:
-    """Rendezvous hashing with bounded loads: the first in the session's own order of groups that is not too full.
+def _of_session(engines: Sequence[RoutedGroup], session: str) -> RoutedGroup:
+    """Returns the first group below the load limit in the session's order: rendezvous hashing with bounded loads.
 
-    A group that comes or goes moves only sessions of its own, and a full one gives way to the next in the order
-    (Thaler and Ravishankar 1998; Mirrokni, Thorup and Zadimoghaddam 2016).
+    A new or removed group moves only its own sessions (Thaler and Ravishankar 1998; Mirrokni, Thorup and
+    Zadimoghaddam 2016).
     """
     order = sorted(engines, key=lambda e: xxhash.xxh3_64_intdigest(f"{e.group.name} {session}".encode()))
     full = math.ceil(SESSION_LOAD * (1 + sum(engine.requests for engine in engines)) / len(engines))
     return next(engine for engine in order if engine.requests < full)
 
 
-def _usable(engines: Sequence[Engine]) -> list[Engine]:
+def _usable(engines: Sequence[RoutedGroup]) -> list[RoutedGroup]:
     usable = [engine for engine in engines if not engine.lost and not engine.draining]
     if not usable:
         roles = sorted({engine.group.role for engine in engines}) or ["any"]

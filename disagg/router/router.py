@@ -1,4 +1,4 @@
-"""The groups that a router may use, and who of them gets a request."""
+"""The router: its groups, the choice of a pair for each request, and retries on other groups."""
 
 from __future__ import annotations
 
@@ -16,62 +16,63 @@ from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_f
 from disagg.core.status import GroupStatus
 from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams
-from disagg.router.mail import MailRoom
-from disagg.router.policy import Asking, Engine, Policy, prefix_aware
+from disagg.router.policy import Policy, RoutedGroup, RoutingRequest, SessionLoad, prefix_aware
+from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.session import Output, Session, SessionReport
+from disagg.router.session_driver import SessionDriver
 from disagg.router.status import GroupStatuses
 from disagg.router.text import Decode
 
 log = structlog.get_logger(__name__)
 
 TRIES = 3
-"""Of one request, each with other groups."""
+"""Attempts per request, each on other groups."""
 SHUNNED_S = 5.0
-"""A pair of groups that could not reach each other is given nothing for so long, where there is another pair."""
+"""Time for which a pair with a failed transfer is avoided if another pair exists."""
 
 
 class Router:
-    """The groups a router may use, and the sessions it runs. Lives on one event loop."""
+    """Routes requests to groups and runs their sessions. Used on one event loop."""
 
     def __init__(
         self,
-        mail: MailRoom,
+        dispatcher: ResponseDispatcher,
         groups: Iterable[GroupInfo] = (),
         *,
         reserve_retry_s: float = 0.05,
         choose: Policy = prefix_aware,
     ) -> None:
-        self._mail, self._reserve_retry_s, self._choose = mail, reserve_retry_s, choose
-        self._engines: dict[str, Engine] = {}
+        self._dispatcher, self._reserve_retry_s, self._choose = dispatcher, reserve_retry_s, choose
+        self._engines: dict[str, RoutedGroup] = {}
         self._shunned: dict[tuple[str, str], float] = {}
-        """Pairs of a prefill and a decode group, and until when."""
-        self.statuses = GroupStatuses(mail, self._living, self._compares)
-        """What the groups say of themselves, once `disagg.router.status.watching` asks them."""
+        """Avoided pairs of a prefill and a decode group, with the end of the avoidance."""
+        self.statuses = GroupStatuses(dispatcher, self._living, self._compares)
+        """Statuses of the groups, updated within `disagg.router.status.watching`."""
         self._roles: tuple[str, ...] = ("prefill", "decode")
-        """Kinds of group that each request needs."""
+        """Roles of the groups that each request needs."""
         for group in groups:
             self.add(group)
 
     @property
-    def engines(self) -> tuple[Engine, ...]:
-        """All that requests may be with now."""
+    def engines(self) -> tuple[RoutedGroup, ...]:
+        """All groups with their load."""
         return tuple(self._engines.values())
 
     def add(self, group: GroupInfo) -> None:
-        """From now on requests may go to this group. Known already: nothing happens.
+        """Adds a group; no effect if the group is known.
 
-        A group of the same name with another leader takes the place of one that is gone. A cluster's groups are
-        all colocated, or none is.
+        A group of the same name with another leader replaces a dead one. Either all groups of a cluster are colocated
+        or none.
         """
         self._roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
         known = self._engines.get(group.name)
         if known is None or known.group.leader.control_address != group.leader.control_address:
-            self._engines[group.name] = Engine(group)
-            self._mail.revive(rank.control_address for rank in group.ranks)
-            self._mail.watch(group.leader.control_address)
+            self._engines[group.name] = RoutedGroup(group)
+            self._dispatcher.revive(rank.control_address for rank in group.ranks)
+            self._dispatcher.watch(group.leader.control_address)
 
     async def drain(self, name: str) -> None:
-        """No new request goes to the group; returns when its requests have ended, and forgets it. Again: the same."""
+        """Stops new requests to the group, waits for its running ones, then removes the group."""
         engine = self._engines.get(name)
         if engine is None:
             return
@@ -80,36 +81,36 @@ class Router:
             await asyncio.sleep(self._reserve_retry_s)
         if self._engines.get(name) is engine:
             del self._engines[name]
-            self._mail.forget(engine.group.leader.control_address)
+            self._dispatcher.forget(engine.group.leader.control_address)
 
     def remove(self, name: str) -> None:
-        """The group is gone, and with it all that it was given: those requests end at once. Unknown: nothing."""
+        """Removes a dead group and ends its requests; no effect on an unknown name."""
         engine = self._engines.pop(name, None)
         for rank in engine.group.ranks if engine is not None else ():
-            self._mail.lose(rank.control_address)
+            self._dispatcher.lose(rank.control_address)
 
-    def _living(self) -> list[Engine]:
+    def _living(self) -> list[RoutedGroup]:
         return [engine for engine in self._engines.values() if not self._lost(engine)]
 
-    def _of(self, role: str) -> list[Engine]:
+    def _of(self, role: str) -> list[RoutedGroup]:
         engines = [engine for engine in self._engines.values() if engine.group.role == role]
         for engine in engines:
             engine.lost = self._lost(engine)
         return engines
 
-    def _lost(self, engine: Engine) -> bool:
-        return not self._mail.lost.isdisjoint(rank.control_address for rank in engine.group.ranks)
+    def _lost(self, engine: RoutedGroup) -> bool:
+        return not self._dispatcher.lost.isdisjoint(rank.control_address for rank in engine.group.ranks)
 
     def groups(self) -> tuple[GroupStatus, ...]:
-        """What each group that lives said last, prefill first, in the order of their names."""
+        """Returns the latest status of each living group, prefill groups first, then by name."""
         return self.statuses.latest()
 
     def draining(self) -> tuple[str, ...]:
-        """Names of the groups that are given nothing new."""
+        """Returns the names of draining groups."""
         return tuple(engine.group.name for engine in self._engines.values() if engine.draining)
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Most answers to such a request, or beams, that every group which may get it computes side by side."""
+        """Returns the number of answers or beams of such a request that every living group can compute together."""
         living = [e.group for e in self._of(self._roles[-1]) if not e.lost]
         most = [
             min(
@@ -121,42 +122,43 @@ class Router:
         return min(most, default=MAX_SEQUENCES)
 
     def missing(self) -> list[str]:
-        """Roles of which no group can be given a request; empty when requests can be served."""
+        """Returns the roles without a usable group; empty if requests can be served."""
         usable = {e.group.role for e in self._engines.values() if not self._lost(e) and not e.draining}
         return sorted(set(self._roles) - usable)
 
-    def _compares(self, engine: Engine) -> bool:
-        """Whether it matters what a group has cached: where there is a choice, and by a policy that looks at it."""
+    def _compares(self, engine: RoutedGroup) -> bool:
+        """Returns whether the policy compares cached prefixes of this group: several groups, prefix-aware policy."""
         kinds = Counter(e.group.role for e in self._engines.values())
         return self._choose is prefix_aware and kinds[engine.group.role] > 1
 
-    def _asking(self, prompt: TokenIds, cache_salt: str, session: str) -> Asking:
-        """What the policy looks at. A prompt is hashed only where groups that hold something are compared."""
+    def _routing_request(self, prompt: TokenIds, cache_salt: str, session: str) -> RoutingRequest:
+        """Returns the request's properties for the policy; hashes the prompt only if a compared group caches
+        prefixes."""
         helds = [e.held for e in self._engines.values() if len(e.held) and self._compares(e)]
-        marks = {
-            (unit, switch): PrefixKey.of(prompt, cache_salt, switch).marks(unit)
+        block_hashes = {
+            (unit, switch): PrefixKey.of(prompt, cache_salt, switch).block_hashes(unit)
             for unit, switch in {(held.unit_tokens, held.switch_tokens) for held in helds}
         }
-        return Asking(len(prompt), session, marks)
+        return RoutingRequest(len(prompt), session, block_hashes)
 
-    def _pair(self, asking: Asking) -> tuple[Engine, Engine]:
-        """Who prefills and who decodes; a colocated group does both."""
+    def _pair(self, request: RoutingRequest) -> tuple[RoutedGroup, RoutedGroup]:
+        """Returns the prefill and the decode group, the same one if colocated."""
         if len(self._roles) == 1:
-            both = self._choose(self._of(self._roles[0]), asking)
+            both = self._choose(self._of(self._roles[0]), request)
             return both, both
         prefills, decodes = (self._of(role) for role in self._roles)
         met = [one for one in prefills if any(self._meet(one, other) for other in decodes)]
-        prefill = self._choose(met or prefills, asking)
+        prefill = self._choose(met or prefills, request)
         met = [other for other in decodes if self._meet(prefill, other)]
-        return prefill, self._choose(met or decodes, asking)
+        return prefill, self._choose(met or decodes, request)
 
-    def _meet(self, prefill: Engine, decode: Engine) -> bool:
-        """Whether both can be given requests, and are not known to be cut off from each other."""
+    def _meet(self, prefill: RoutedGroup, decode: RoutedGroup) -> bool:
+        """Returns whether both groups are usable and the pair is not avoided."""
         alive = not any(one.lost or one.draining for one in (prefill, decode))
         return alive and self._shunned.get(_names(prefill, decode), 0.0) <= time.monotonic()
 
-    def _shun(self, prefill: Engine, decode: Engine) -> None:
-        """A request of the pair lost its way or its bytes. Each group may be well: the wire between may not."""
+    def _shun(self, prefill: RoutedGroup, decode: RoutedGroup) -> None:
+        """Avoids a pair after a failed transfer: each group may work, the network between them may not."""
         now_s = time.monotonic()
         self._shunned = {pair: until_s for pair, until_s in self._shunned.items() if until_s > now_s}
         self._shunned[_names(prefill, decode)] = now_s + SHUNNED_S
@@ -173,25 +175,26 @@ class Router:
         cache_salt: str = "",
         session: str = "",
     ) -> AsyncGenerator[Output, None]:
-        """Streams the answer to `prompt`. `decode` turns tokens into text (needed for stop strings);
-        `disagg.router.text.decode_with` makes it of a tokenizer. Only prompts of one `cache_salt` share cached KV.
-        Requests that name the same `session` are decoded by the same group, as far as its load allows.
+        """Streams the answers to `prompt`; an early `aclose` aborts the request in both groups.
 
-        A request that loses one of its groups, or whose KV arrives damaged twice, before anything of an answer is
-        known goes to others, where there are.
+        `decode` converts tokens to text and is needed for stop strings; `disagg.router.text.decode_with` makes one.
+        Only prompts with the same `cache_salt` share cached KV. Requests with the same `session` use the same decode
+        group, unless it is overloaded.
 
-        Raises what ended the request: `InvalidRequestError`, `RequestInUseError`, `BusyError`, `PromptTooLongError`,
-        `RequestTimeoutError`, `PeerLostError`, or any other `DisaggError`. Closing the iterator aborts the request
-        on both sides.
+        A request that loses a group, or whose KV arrives damaged twice, is repeated on other groups if no output has
+        been returned.
+
+        Raises `InvalidRequestError`, `RequestInUseError`, `BusyError`, `PromptTooLongError`, `RequestTimeoutError`,
+        `PeerLostError`, or another `DisaggError`.
         """
-        check_sampling(sampling)  # the leaders look again, and at the vocabulary too
+        check_sampling(sampling)  # the leaders check again, with the vocabulary
         tokens, deadline_s = _packed(prompt), time.monotonic() + timeout_s
-        asking = self._asking(tokens, cache_salt, session)
+        request = self._routing_request(tokens, cache_salt, session)
         for epoch in range(TRIES):
-            pair, told = self._pair(asking), False
+            pair, answered = self._pair(request), False
             run = Session(
-                self._mail,
-                *pair,
+                pair[0].group,
+                pair[1].group,
                 RequestKey(request_id, epoch),
                 tokens,
                 sampling,
@@ -200,22 +203,25 @@ class Router:
                 report or SessionReport(),
                 self._reserve_retry_s,
                 cache_salt,
-                {engine: asking.missing_tokens(engine) for engine in pair},
+                self._dispatcher.lost,
+            )
+            load = SessionLoad(
+                *pair, sampling.sequences, {engine: request.missing_tokens(engine) for engine in pair}
             )
             try:
-                async with aclosing(run.run()) as outputs:
+                async with aclosing(SessionDriver(self._dispatcher, run, load).run()) as outputs:
                     async for output in outputs:
-                        told = True
+                        answered = True
                         yield output
                 return
             except (PeerLostError, ChecksumError) as error:
                 self._shun(*pair)
-                if told or epoch + 1 == TRIES or not self._has_others(pair):
+                if answered or epoch + 1 == TRIES or not self._has_others(pair):
                     raise
                 log.info("tried_elsewhere", request=request_id, not_with=_names(*pair), error=str(error))
 
-    def _has_others(self, pair: tuple[Engine, Engine]) -> bool:
-        """Whether groups that can be given a request, and meet, are there besides `pair`."""
+    def _has_others(self, pair: tuple[RoutedGroup, RoutedGroup]) -> bool:
+        """Returns whether another usable pair exists."""
         if len(self._roles) == 1:
             return any(not e.lost and not e.draining for e in self._of(self._roles[0]) if e is not pair[0])
         prefills, decodes = (self._of(role) for role in self._roles)
@@ -226,8 +232,8 @@ def _packed(prompt: Sequence[int]) -> TokenIds:
     try:
         return pack_tokens(prompt)
     except ValueError as exc:
-        raise InvalidRequestError(f"the prompt cannot be served: {exc}") from exc
+        raise InvalidRequestError(f"the prompt cannot be served: {exc}", param="prompt") from exc
 
 
-def _names(prefill: Engine, decode: Engine) -> tuple[str, str]:
+def _names(prefill: RoutedGroup, decode: RoutedGroup) -> tuple[str, str]:
     return prefill.group.name, decode.group.name

@@ -1,6 +1,5 @@
-"""What the leaders of a router's groups say of them: asked again and again, the latest kept, for metrics.
-
-`disagg.node.reports` is the other side.
+"""Latest status of each of a router's groups, and the KV events of their caches. The router renews its `Watch`
+periodically; `disagg.node.reports` sends the reports.
 """
 
 from __future__ import annotations
@@ -13,71 +12,72 @@ from typing import cast
 
 import structlog
 
-from disagg.core.config import Role
+from disagg.core.config.read import Role
 from disagg.core.errors import PeerLostError
 from disagg.core.status import GroupStatus
-from disagg.router.mail import MailRoom
-from disagg.router.policy import Engine
-from transport import messages as m
+from disagg.router.policy import RoutedGroup
+from disagg.router.response_dispatcher import ResponseDispatcher
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 
 class GroupStatuses:
-    """Lives on the router's event loop."""
+    """Watches the leaders and stores their latest reports. Used on the router's event loop."""
 
     def __init__(
         self,
-        mail: MailRoom,
-        engines: Callable[[], Sequence[Engine]],
-        compares: Callable[[Engine], bool] = lambda _: False,
+        dispatcher: ResponseDispatcher,
+        engines: Callable[[], Sequence[RoutedGroup]],
+        compares: Callable[[RoutedGroup], bool] = lambda _: False,
     ) -> None:
-        """`engines` are those whose groups live; of some of them `compares` says that cached prefixes matter."""
-        self._mail, self._engines, self._compares = mail, engines, compares
+        """`engines` returns the living groups; `compares` tells whether a group's KV events are needed."""
+        self._dispatcher, self._engines, self._compares = dispatcher, engines, compares
         self._interval_s = 0.0
-        self._heard: dict[str, GroupStatus | None] = {}
-        """By the leader's address; None until it has answered."""
+        self._statuses: dict[str, GroupStatus | None] = {}
+        """Latest status by the leader's address; None before the first report."""
 
     def ask(self, interval_s: float) -> None:
-        """Asks each leader to tell for a while, again in `interval_s`; forgets the groups that are gone."""
+        """Sends a `Watch` to each leader, to be renewed in `interval_s`; drops removed groups."""
         self._interval_s = interval_s
         engines = {engine.group.leader.control_address: engine for engine in self._engines()}
-        for leader in self._heard.keys() - engines:
+        for leader in self._statuses.keys() - engines:
             self._forget(leader)
         for leader, engine in engines.items():
-            if leader not in self._heard:
-                self._heard[leader] = None
-                self._mail.listen(leader, partial(self._on_message, leader))
-            self._mail.send(leader, m.Watch(interval_s, "news" if self._compares(engine) else "none"))
+            if leader not in self._statuses:
+                self._statuses[leader] = None
+                self._dispatcher.listen(leader, partial(self._on_message, leader))
+            self._dispatcher.send(leader, m.Watch(interval_s, "news" if self._compares(engine) else "none"))
 
     def close(self) -> None:
-        """Listens no more, and says so: else the leaders would tell us until they took us for lost."""
-        for leader in list(self._heard):
-            self._mail.send(leader, m.Watch(0.0))
+        """Ends all watches; otherwise the leaders would send reports until they expire."""
+        for leader in list(self._statuses):
+            self._dispatcher.send(leader, m.Watch(0.0))
             self._forget(leader)
 
     def latest(self) -> tuple[GroupStatus, ...]:
-        """Of each group that lives, prefill first, in the order of names; one without ranks has told nothing."""
+        """Returns the status of each living group, prefill groups first, then by name; without ranks before a
+        report."""
         engines = sorted(
             self._engines(), key=lambda e: (e.group.role != "prefill", len(e.group.name), e.group.name)
         )
         return tuple(self._of(engine) for engine in engines)
 
-    def _of(self, engine: Engine) -> GroupStatus:
+    def _of(self, engine: RoutedGroup) -> GroupStatus:
         group = engine.group
-        heard = self._heard.get(group.leader.control_address)
-        if heard is not None and heard.name == group.name:  # else it is of one that had the address before
-            return heard
+        status = self._statuses.get(group.leader.control_address)
+        if status is not None and status.name == group.name:  # else of a former group with the same address
+            return status
         return GroupStatus(group.name, cast(Role, group.role))
 
     def _forget(self, leader: str) -> None:
-        del self._heard[leader]
-        self._mail.ignore(leader)
+        del self._statuses[leader]
+        self._dispatcher.ignore(leader)
 
     def _on_message(self, leader: str, message: m.Message | PeerLostError) -> None:
         match message:
             case m.GroupReport():
-                self._heard[leader] = message.status
+                self._statuses[leader] = message.status
             case m.CacheDigest():
                 self._on_digest(leader, message)
             case PeerLostError():
@@ -94,12 +94,12 @@ class GroupStatuses:
                     log.warning("digest_not_read", peer=leader, why=str(exc))
                     return
                 if not known:
-                    self._mail.send(leader, m.Watch(self._interval_s, "all"))
+                    self._dispatcher.send(leader, m.Watch(self._interval_s, "all"))
 
 
 @contextlib.asynccontextmanager
 async def watching(statuses: GroupStatuses, interval_s: float) -> AsyncIterator[None]:
-    """Within the block the groups are asked each `interval_s`; 0: never."""
+    """Within the block, watches the groups every `interval_s`; 0: never."""
     if interval_s <= 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""From tokens to text, piece by piece, and the stop strings in it."""
+"""Incremental detokenization, with stop strings."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, Protocol
 from tokenizers.decoders import DecodeStream
 
 Decode = Callable[[Sequence[int]], str]
-"""All tokens of an answer so far -> their text. A `FastDecode` is one that costs no more the longer the answer is."""
+"""All tokens of an answer so far -> their text. The cost per token of a `FastDecode` is constant."""
 
 REPLACEMENT = "\ufffd"
 
 
 class FastDecode:
-    """Decodes with a tokenizer of the `tokenizers` library: whole answers, or by `pieces`.
+    """Decodes with a tokenizer of the `tokenizers` library: whole answers, or incrementally by `pieces`.
 
-    Special tokens are left out. Nothing of it changes after it was made: any number of answers may use it.
+    The text lacks special tokens. Immutable: any number of answers may share it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -27,36 +27,36 @@ class FastDecode:
         self._special = frozenset(token for token, text in added.items() if text.special)
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        """The whole answer's text."""
+        """Returns the text of a whole answer."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def pieces(self) -> Pieces:
-        """For one answer."""
+        """Returns the incremental decoder of one answer."""
         return _StreamedPieces(self, self._tokenizer, self._special)
 
 
 def decode_with(tokenizer: Any) -> Decode:
-    """How a tokenizer of transformers turns tokens into text; without special tokens, spaces as they are."""
+    """Returns the decoder of a transformers tokenizer, without special tokens and without clean-up of spaces."""
     if tokenizer.is_fast:
         return FastDecode(tokenizer.backend_tokenizer)
     return partial(tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
 class Pieces(Protocol):
-    """One answer's way from tokens to text."""
+    """Incremental decoder of one answer."""
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Takes tokens in; returns the text that they make certain."""
+        """Adds tokens; returns the text that is final now."""
 
     def rest(self) -> str:
-        """What was held back, half a character say; the answer has ended."""
+        """Returns the withheld text, such as half a character, at the end of the answer."""
 
 
 class _StreamedPieces:
-    """A token costs what it takes to decode it with its neighbours.
+    """Decodes with `DecodeStream`: the cost of a token is the decoding of the token with its neighbours.
 
-    `DecodeStream` gives text out once it ends with a whole character. It has no end of its own, so the tokens that
-    it still waits with are kept here too. A long run of bytes that are no text is decoded again for each of them.
+    `DecodeStream` returns text that ends with a whole character, and cannot be flushed, so this class also keeps the
+    pending tokens. A run of invalid bytes is decoded again for each of its tokens.
     """
 
     def __init__(self, decode: Decode, tokenizer: Any, special: frozenset[int]) -> None:
@@ -65,7 +65,7 @@ class _StreamedPieces:
         self._waiting: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
-        # The stream would keep special tokens until text comes, and decode them all again each time.
+        # The stream would keep special tokens pending and decode all of them for each token.
         return "".join(self._step(token) for token in tokens if token not in self._special)
 
     def rest(self) -> str:
@@ -84,13 +84,13 @@ class _StreamedPieces:
         except Exception as exc:
             if "Invalid prefix" not in str(exc):
                 raise
-        # Bytes that are no text change what stood before them, which is out: what waits begins anew.
+        # Invalid bytes would change text that was returned already: restart with the pending tokens.
         self._stream = DecodeStream(skip_special_tokens=True)
         return self._stream.step(self._tokenizer, self._waiting)
 
 
 class _WholePieces:
-    """For any `Decode`: the whole answer is decoded again for each of its tokens."""
+    """Decodes the whole answer again for each token, with any `Decode`."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -111,27 +111,27 @@ class _WholePieces:
 
 
 class TextStream:
-    """Turns an answer's tokens into text as they come.
+    """Converts an answer's tokens to text incrementally, up to the first stop string.
 
-    Text that may still change (half a character) or that may be the beginning of a stop string is held back.
-    A stop string and what follows it never come out. One that ends within the first `min_tokens` tokens is text.
+    Text that may change (half a character) or may start a stop string is withheld. The output excludes the stop
+    string and later text. A stop string that ends within the first `min_tokens` tokens is ordinary text.
     """
 
     def __init__(self, decode: Decode, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
         self._pieces = decode.pieces() if isinstance(decode, FastDecode) else _WholePieces(decode)
         self._stop = tuple(s for s in stop if s)
         self._early_tokens = min_tokens
-        """Tokens still to come in whose text no stop string counts."""
+        """Remaining tokens in whose text stop strings are ignored."""
         self._early = 0
-        """Characters of `_held` in which no stop string may end."""
+        """Characters of `_held` in which stop strings are ignored."""
         self._held = ""
         self.text = ""
-        """Everything that came out so far."""
+        """All returned text."""
         self.stopped = False
-        """A stop string was seen."""
+        """A stop string has occurred."""
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
-        """Takes tokens in; returns the text that is now certain. With `last`, nothing is held back."""
+        """Adds tokens; returns the text that is final now, all text if `last`."""
         if self.stopped:
             return ""
         early, late = tokens[: self._early_tokens], tokens[self._early_tokens :]
@@ -152,7 +152,7 @@ class TextStream:
         return self._held.find(stop, max(0, self._early - len(stop) + 1))
 
     def _unsure(self) -> int:
-        """Characters at the end that may be the beginning of a stop string."""
+        """Returns the length of the longest suffix that may start a stop string."""
         lengths = (n for s in self._stop for n in range(1, len(s)) if self._held.endswith(s[:n]))
         return max(lengths, default=0)
 

@@ -1,19 +1,24 @@
-"""What each listening socket is for, and what keeps strangers out of it."""
+"""The purpose of each listening socket, and the mechanism that protects it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import structlog
 
-from disagg.sockets.probe import Found, probe
-from disagg.sockets.processes import SPAWNED, Listener, listeners, process_tree
+from disagg.core.errors import TransportError
+from disagg.core.types import RankInfo
+from disagg.sockets.probe import ProbeReply, probe
+from disagg.sockets.processes import SPAWNED, ListeningSocket, listeners, process_tree
+from transport.tls.address import parse_address
 
 log = structlog.get_logger(__name__)
 
@@ -27,9 +32,9 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Guarded(NamedTuple):
-    """A listening socket, explained."""
+    """A listening socket with its purpose and its protection."""
 
-    listener: Listener
+    listener: ListeningSocket
     purpose: str
     protection: str
     """`API key`, `CURVE`, `TLS 1.3`, `Ray token`, `unix permissions`, `carries no data` or `nothing`."""
@@ -39,22 +44,26 @@ class Guarded(NamedTuple):
         return f"{one} ({one.interface}), {one.process} {one.pid}: {self.purpose}, {self.protection}"
 
 
-Ask = Callable[[str, int], Found]
+Ask = Callable[[str, int], ProbeReply]
+Known = Mapping[tuple[str, int], ProbeReply]
+"""By IP address and port."""
 
 
-def guarded(found: Iterable[Listener], ask: Ask = probe) -> list[Guarded]:
-    """Explains sockets of this host; `ask` connects to those of TCP. Sockets that nobody listens at any more are
-    left out."""
+def guarded(found: Iterable[ListeningSocket], ask: Ask = probe) -> list[Guarded]:
+    """Returns the purpose and protection of sockets of this host. `ask` connects to each TCP socket.
+
+    Sockets that closed meanwhile are omitted.
+    """
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
         explained = list(pool.map(lambda one: _explain(one, ask), found))
     return [one for one in explained if one is not None]
 
 
-def log_listening(pids: Iterable[int]) -> None:
-    """One log line for each socket, a warning for one that nothing protects."""
-    for one in guarded(listeners(pids)):
-        say = log.warning if one.protection == NOTHING else log.info
-        say(
+def log_listening(pids: Iterable[int], ask: Ask = probe) -> None:
+    """Logs one line for each socket; a warning for an unprotected one."""
+    for one in guarded(listeners(pids), ask):
+        emit = log.warning if one.protection == NOTHING else log.info
+        emit(
             "listening",
             address=str(one.listener),
             interface=one.listener.interface,
@@ -65,18 +74,35 @@ def log_listening(pids: Iterable[int]) -> None:
         )
 
 
-def log_own_sockets(*, descendants: bool) -> None:
-    """As `log_listening`, of this process (with those that it started). On a thread: this one may have to answer."""
+def log_own_sockets(ranks: Iterable[RankInfo] = (), *, descendants: bool) -> None:
+    """Logs this process' sockets, and with `descendants` its descendants', on a thread.
+
+    A thread probes, because the caller may be one of the probed servers. The TLS ports of `ranks` are listed without
+    a probe, which they would refuse and log.
+    """
 
     def run() -> None:
         own = os.getpid()
-        log_listening(process_tree(own) if descendants else [own])
+        log_listening(process_tree(own) if descendants else [own], _ask_unless(tls_ports(ranks)))
 
     threading.Thread(target=run, name="socket-list", daemon=True).start()
 
 
+def tls_ports(ranks: Iterable[RankInfo]) -> Known:
+    """Returns the addresses of ranks with a TLS transport, which requires a key of the cluster."""
+    found: dict[tuple[str, int], ProbeReply] = {}
+    for rank in ranks:
+        with contextlib.suppress(
+            TransportError, OSError
+        ):  # another transport's address, or an unknown host name
+            host, port, _ = parse_address("a rank", rank.transport_address)
+            where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+            found[str(where[0]), port] = ProbeReply("tls", guarded=True)
+    return found
+
+
 def open_to_others(path: Path) -> bool:
-    """Whether the permissions of a unix socket and of the folders above it let another user connect."""
+    """Whether the permissions of a unix socket and of its parent folders allow another user to connect."""
     try:
         if not path.stat().st_mode & _OTHERS_WRITE:
             return False
@@ -85,7 +111,12 @@ def open_to_others(path: Path) -> bool:
         return False
 
 
-def _explain(one: Listener, ask: Ask) -> Guarded | None:
+def _ask_unless(known: Known) -> Ask:
+    """Probes the sockets whose reply is not known."""
+    return lambda host, port: known.get((host, port)) or probe(host, port)
+
+
+def _explain(one: ListeningSocket, ask: Ask) -> Guarded | None:
     if one.family == "unix":
         return Guarded(one, *_unix(one))
     if one.family == "udp":
@@ -97,16 +128,16 @@ def _explain(one: Listener, ask: Ask) -> Guarded | None:
     return Guarded(one, purpose, protection if found.guarded else NOTHING)
 
 
-def _unix(one: Listener) -> tuple[str, str]:
+def _unix(one: ListeningSocket) -> tuple[str, str]:
     purpose = "Ray" if one.process in _RAY else "unknown"
     if one.host.startswith("@"):  # no file, so no permissions
-        # UCX takes every datagram for a wake-up and drops it (`ADAPTIVE_PROGRESS` in `transport/ucx_options.py`).
+        # UCX treats every datagram as a wake-up and drops it (`ADAPTIVE_PROGRESS` in `transport/ucx/options.py`).
         return ("wake-ups (UCX)", NO_DATA) if one.process in RANKS else (purpose, NOTHING)
     return purpose, NOTHING if open_to_others(Path(one.host)) else "unix permissions"
 
 
-def _tcp(one: Listener, found: Found) -> tuple[str, str]:
-    """Purpose, and protection if there is one."""
+def _tcp(one: ListeningSocket, found: ProbeReply) -> tuple[str, str]:
+    """Returns the purpose, and the protection that the server has if the probe was refused."""
     if found.protocol == "grpc":
         return "Ray", "Ray token"
     if found.protocol == "zmq":

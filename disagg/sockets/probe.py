@@ -1,7 +1,7 @@
-"""Asks a listening TCP socket for its protocol, and whether it lets a client without a key in.
+"""Finds the protocol of a listening TCP socket, and whether the server accepts a client without a key.
 
-The answer is what the server does, not what its configuration says. Nothing is changed by it: each question is one
-that the server refuses, or answers to everybody.
+The probe observes the server's behaviour, not its configuration. It changes no state: the server refuses each
+probe request, or would answer it for any client.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 ANSWER_S = 2.0
-"""A server on this host that says nothing for so long says nothing."""
+"""Timeout of a reply: a server on this host answers much sooner."""
 GREETING_S = 0.2
-"""ZMQ and gRPC speak first, within a millisecond."""
+"""Timeout of a greeting: ZMQ and gRPC servers send theirs within a millisecond of the connection."""
 
 _ZMQ_GREETING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03"
-"""ZMTP's signature and version: the server sends its whole greeting then, before it knows the client's mechanism."""
+"""ZMTP signature and version. The server replies with its whole greeting, before it knows the client's mechanism."""
 _ZMQ_GREETING_BYTES = 64
 _ZMQ_MECHANISM = slice(12, 32)
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -33,38 +33,38 @@ _RAY_METHODS = (
     "CoreWorkerService/GetCoreWorkerStats",
     "ReporterService/HealthCheck",
 )
-"""One of each service, of which each of Ray's servers has one."""
+"""One method of each gRPC service; every Ray server implements at least one of these services."""
 _UNAUTHENTICATED, _UNIMPLEMENTED = 16, 12
 
 
-class Found(NamedTuple):
-    """What a server says to a client without a key."""
+class ProbeReply(NamedTuple):
+    """The reply of a server to a client without a key."""
 
     protocol: str
-    """`http`, `zmq`, `grpc`, `tls`; `unknown` for one that says nothing or hangs up; `closed` when none listens."""
+    """`http`, `zmq`, `grpc` or `tls`; `unknown`: no reply, or an unknown one; `closed`: no server listens."""
     guarded: bool = False
-    """It asked for a key. (Of TLS: assumed.)"""
+    """The server requires a key. For TLS this is assumed."""
     mechanism: str = ""
-    """ZMQ's: `CURVE`, `NULL`, ..."""
+    """ZMQ security mechanism (`CURVE`, `NULL`); empty for other protocols."""
 
 
-def probe(host: str, port: int) -> Found:
-    """Connects a few times to the server at an IP address, for at most some seconds."""
+def probe(host: str, port: int) -> ProbeReply:
+    """Probes the server at an IP address with a few connections. Each read times out after `ANSWER_S`."""
     at = (_reachable(host), port)
     greeting = _ask(at, b"", GREETING_S)
     if greeting is None:
-        return Found("closed")
+        return ProbeReply("closed")
     if greeting[:1] == b"\xff":
         mechanism = _zmq_mechanism(at)
-        return Found("zmq", mechanism not in ("", "NULL"), mechanism)
+        return ProbeReply("zmq", mechanism not in ("", "NULL"), mechanism)
     if _is_http2(greeting):
-        return Found("grpc", _ray_asks_for_a_token(at))
+        return ProbeReply("grpc", _ray_asks_for_a_token(at))
     reply = _ask(at, _http_request(host, port), ANSWER_S) or b""
     if reply.startswith(b"HTTP/1."):
-        return Found("http", reply.split(b" ", 2)[1:2] == [b"401"])
+        return ProbeReply("http", reply.split(b" ", 2)[1:2] == [b"401"])
     if (_ask(at, _client_hello(), ANSWER_S) or b"")[:1] in _TLS_RECORDS:
-        return Found("tls", guarded=True)
-    return Found("unknown")
+        return ProbeReply("tls", guarded=True)
+    return ProbeReply("unknown")
 
 
 def _reachable(host: str) -> str:
@@ -74,8 +74,10 @@ def _reachable(host: str) -> str:
 def _ask(
     at: tuple[str, int], question: bytes, wait_s: float, whole: Callable[[bytes], bool] = lambda reply: True
 ) -> bytes | None:
-    """What a server answers until `whole` says that it is all, it hangs up or `wait_s` have passed without a byte;
-    None when nobody listens."""
+    """Returns the reply to `question`; None when no server listens.
+
+    The reply ends when `whole(reply)` is true, the server closes the connection, or `wait_s` pass without a byte.
+    """
     try:
         connection = socket.create_connection(at, timeout=ANSWER_S)
     except OSError:
@@ -111,7 +113,7 @@ def _client_hello() -> bytes:
 
 
 def _is_http2(greeting: bytes) -> bool:
-    """Its first frame is SETTINGS, of stream 0."""
+    """Whether the first frame of `greeting` is SETTINGS on stream 0."""
     return len(greeting) >= 9 and greeting[3] == _SETTINGS and greeting[5:9] == bytes(4)
 
 
@@ -124,7 +126,7 @@ def _ray_asks_for_a_token(at: tuple[str, int]) -> bool:
 
 
 def grpc_call(path: str) -> bytes:
-    """A whole HTTP/2 connection's bytes: one gRPC call with an empty message and no token."""
+    """Returns the bytes of an HTTP/2 connection with one gRPC call: an empty message, no token."""
     headers = {
         ":method": "POST",
         ":scheme": "http",
@@ -147,7 +149,7 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _hpack_text(text: str) -> bytes:
-    """Not indexed, not compressed; shorter than 127 bytes."""
+    """Encodes a literal HPACK string without Huffman coding. `text` is shorter than 127 bytes."""
     return bytes((len(text),)) + text.encode()
 
 
@@ -156,7 +158,7 @@ def _has_status(reply: bytes) -> bool:
 
 
 def _grpc_status(reply: bytes | None) -> int | None:
-    """The status in a reply's trailers, which gRPC's own servers do not compress; None without one."""
+    """Returns the status in a reply's trailers, which gRPC servers do not compress; None if the reply has none."""
     _, found, rest = (reply or b"").partition(b"grpc-status")
     if not found or not rest or len(rest) <= rest[0]:
         return None

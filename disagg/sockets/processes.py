@@ -1,4 +1,4 @@
-"""Which sockets processes listen at, from /proc. Linux only; other users' processes show nothing."""
+"""Listening sockets of processes, read from /proc. Linux only; sockets of other users' processes are not visible."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _UNIX_LISTENS = 0x10000
 _UNIX_DATAGRAM = "0002"
 SPAWNED = "spawn_main"
 """A rank of a benchmark, which `multiprocessing` starts."""
-_COMMANDS = ("disagg", "disagg.cli")
-"""Kinds of the processes that `disagg` starts as its commands."""
+_COMMAND = "disagg"
+"""Process kind of every `disagg` command."""
 
 
-class Listener(NamedTuple):
+class ListeningSocket(NamedTuple):
     """One socket that accepts connections or datagrams."""
 
     pid: int
@@ -31,9 +31,9 @@ class Listener(NamedTuple):
     """See `process_kind`."""
     family: Family
     host: str
-    """IP address; of a unix socket its path, which begins with `@` in the abstract namespace."""
+    """IP address, or path of a unix socket; `@` starts a name in the abstract namespace."""
     port: int
-    """0 of a unix socket."""
+    """0 for a unix socket."""
 
     def __str__(self) -> str:
         if self.family == "unix":
@@ -42,7 +42,7 @@ class Listener(NamedTuple):
 
     @property
     def interface(self) -> str:
-        """Name of the network interface that reaches the socket; `all` for all of them, `none` of a unix socket."""
+        """Network interface that reaches the socket; `all` for every interface, `none` for a unix socket."""
         if self.family == "unix":
             return "none"
         address = ipaddress.ip_address(self.host)
@@ -58,21 +58,21 @@ class Listener(NamedTuple):
         return next(named, "unknown")
 
 
-def listeners(pids: Iterable[int]) -> list[Listener]:
-    """Every listening socket of the processes, once for each process that holds it. Ended processes have none."""
-    found: list[Listener] = []
+def listeners(pids: Iterable[int]) -> list[ListeningSocket]:
+    """Returns the processes' listening sockets, once per process that holds one. Skips ended processes."""
+    found: list[ListeningSocket] = []
     for pid in pids:
         try:
             inodes = _socket_inodes(pid)
             kind = process_kind(_command_line(pid))
-            found += [Listener(pid, kind, *where) for inode, where in _tables(pid) if inode in inodes]
-        except OSError:  # it has ended, or is another user's
+            found += [ListeningSocket(pid, kind, *where) for inode, where in _tables(pid) if inode in inodes]
+        except OSError:  # the process has ended, or belongs to another user
             continue
     return found
 
 
 def process_tree(pid: int) -> list[int]:
-    """The process and all its descendants; empty when it has ended."""
+    """Returns the ids of the process and its descendants; empty when the process has ended."""
     try:
         root = psutil.Process(pid)
         return [pid, *(child.pid for child in root.children(recursive=True))]
@@ -81,7 +81,7 @@ def process_tree(pid: int) -> list[int]:
 
 
 def running_commands() -> list[int]:
-    """This user's running `disagg` commands, without this process and those that started it."""
+    """Returns the ids of this user's running `disagg` commands, except this process and its parents."""
     own = psutil.Process()
     ours = {own.pid, *(parent.pid for parent in own.parents())}
     found = []
@@ -89,14 +89,14 @@ def running_commands() -> list[int]:
         try:
             if pid not in ours and Path(f"/proc/{pid}").stat().st_uid == os.geteuid():
                 kind = process_kind(_command_line(pid))
-                found += [pid] if kind in _COMMANDS else []
+                found += [pid] if kind == _COMMAND else []
         except OSError:
             continue
     return found
 
 
 def process_kind(command: list[str]) -> str:
-    """What a command line runs: a Python module or script, `ray::Class` of Ray's processes, else the program."""
+    """Returns the Python module or script of a command line, `ray::Class` for a Ray process, else the program."""
     program = command[0] if command else ""
     if program.startswith("ray::"):
         return program.split(".")[0].split("(")[0].strip()
@@ -130,7 +130,7 @@ def _socket_inodes(pid: int) -> set[str]:
 
 
 def _tables(pid: int) -> Iterator[tuple[str, tuple[Family, str, int]]]:
-    """Inode and address of every listening socket of the process' network namespace."""
+    """Yields inode and address of every listening socket in the process's network namespace."""
     families: tuple[tuple[Family, str], ...] = (("tcp", _TCP_LISTEN), ("udp", _UDP_BOUND))
     for family, listens in families:
         for name in (family, f"{family}6"):
@@ -153,7 +153,7 @@ def _rows(pid: int, table: str) -> Iterator[list[str]]:
 
 
 def _address(text: str) -> str:
-    """An address of the kernel's tables: words of 32 bits in the machine's order, in hex."""
+    """Decodes an address of the kernel's tables: 32-bit words in host byte order, in hex."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
     if len(packed) == 4:

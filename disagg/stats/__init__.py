@@ -1,1 +1,1 @@
-"""`disagg stats`: what a server's memory is used for, now as tables and over time as a chart."""
+"""`disagg stats`: the use of a server's memory, as tables and, over time, as a chart."""

@@ -1,4 +1,4 @@
-"""Draws memory over time: for each group a stack of areas, one for each kind, and marks where room was made."""
+"""Draws memory over time: a stack of areas per group, one for each kind, and marks of preemptions and evictions."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ KIND_STYLES: dict[Kind, tuple[str, str]] = {
 """Label and colour; stacked in the order of `KINDS`, the first at the bottom."""
 PREEMPTED, EVICTED = ("preempted", "v", "#c2255c"), ("pages evicted", "|", "#5f3dc4")
 LIMIT_IS_FAR = 3.0
-"""A GPU's limit so many times above the stack is written and not drawn: it would flatten the rest."""
+"""A GPU limit above this multiple of the stack is written, not drawn: it would flatten the areas."""
 
 
 def draw_memory(groups: Sequence[GroupSeries], path: str | os.PathLike[str], title: str = "") -> None:
-    """Writes a PNG, a chart for each of `groups`. Raises `ValueError` when there is none; `OSError`."""
+    """Writes a PNG with a chart for each of `groups`. Raises `ValueError` for no group, and `OSError`."""
     if not groups:
         raise ValueError("no group to draw")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -38,7 +38,7 @@ def draw_memory(groups: Sequence[GroupSeries], path: str | os.PathLike[str], tit
         _marks(axis, group)
     axes[0].set_xlim(0, max(group.at_s[-1] for group in groups))
     figure.align_ylabels(list(axes))
-    axes[-1].set_xlabel("time since the first look (s)")
+    axes[-1].set_xlabel("time since the first sample (s)")
     figure.suptitle(title, x=0.01, ha="left")
     _legend(figure, groups)
     figure.savefig(path, dpi=120)
@@ -50,11 +50,11 @@ def _areas(axis: Any, group: GroupSeries) -> None:
     scaled = [[nbytes / unit_bytes for nbytes in group.kinds[kind]] for kind in KINDS]
     colors = [KIND_STYLES[kind][1] for kind in KINDS]
     axis.stackplot(group.at_s, scaled, colors=colors, linewidth=0)
-    # Light areas have an edge; without it nobody sees where the pool ends.
+    # The edge marks the end of the pool, whose areas are light.
     axis.plot(group.at_s, [top / unit_bytes for top in tops], color="#868e96", linewidth=0.8)
     heading = group.name
     if group.device_bytes > LIMIT_IS_FAR * max(tops):
-        heading += f"   (of {group.device_bytes / unit_bytes:,.0f} {unit} that it may use)"
+        heading += f"   (of {group.device_bytes / unit_bytes:,.0f} {unit} usable)"
     elif group.device_bytes:
         axis.axhline(group.device_bytes / unit_bytes, color="#212529", linewidth=1, linestyle="--")
     room = 26 if group.preempted else 16 if group.evicted else 6  # for the marks, in points
@@ -66,12 +66,12 @@ def _areas(axis: Any, group: GroupSeries) -> None:
 
 
 def _unit(largest_bytes: int) -> tuple[str, int]:
-    """GiB, unless that would be a label of zeros."""
+    """Returns GiB, or MiB where GiB labels would be zeros."""
     return ("GiB", 1 << 30) if largest_bytes >= (1 << 30) / 10 else ("MiB", 1 << 20)
 
 
 def _marks(axis: Any, group: GroupSeries) -> None:
-    """In a strip above the stack."""
+    """Draws the marks in a strip above the stack."""
     for (_, shape, color), happened, height in (
         (PREEMPTED, group.preempted, 1.1),
         (EVICTED, group.evicted, 1.04),

@@ -1,6 +1,6 @@
-"""Memory by kind, from what groups tell of themselves. Pure.
+"""Memory by kind, from the groups' status reports. Pure.
 
-All ranks of a group use the same slots of their pools, so a group's tokens say what part of each rank's pool is what.
+All ranks of a group use the same slots of their pools, so the group's token counts divide each rank's pool.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from disagg.core.config_tree import Role
+from disagg.core.config.tree import Role
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 
 Kind = Literal["weights", "kv_tokens", "kv_waste", "kv_cached", "kv_free", "transfer_used", "transfer_free"]
@@ -24,15 +24,15 @@ class RankMemory(msgspec.Struct, frozen=True):
     """One rank's memory, in bytes."""
 
     name: str
-    """`decode-2 r1`."""
+    """Such as `decode-2 r1`."""
     device: str
     kinds: Mapping[Kind, int]
     device_bytes: int
-    """What it may use of its GPU; 0 on a CPU."""
+    """Usable bytes of its GPU; 0 on a CPU."""
 
 
 class GroupMemory(msgspec.Struct, frozen=True):
-    """What one group holds at one moment. Tokens are slots: `pool_tokens` is the sum of the four others."""
+    """Memory of one group at one time. Tokens are slots: `pool_tokens` is the sum of the four others."""
 
     name: str
     role: Role
@@ -47,47 +47,47 @@ class GroupMemory(msgspec.Struct, frozen=True):
     ranks: tuple[RankMemory, ...]
 
     def kind_bytes(self, kind: Kind) -> int:
-        """Of all ranks together."""
+        """Bytes of one kind on all ranks."""
         return sum(rank.kinds[kind] for rank in self.ranks)
 
     @property
     def device_bytes(self) -> int:
-        """Of all ranks together."""
+        """Usable GPU bytes of all ranks."""
         return sum(rank.device_bytes for rank in self.ranks)
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Something that happened `count` times between the look at `at_s` and the one before."""
+    """`count` events between the sample at `at_s` and the one before."""
 
     at_s: float
     count: int
 
 
 class GroupSeries(msgspec.Struct, frozen=True):
-    """A group's memory over time: one number of each kind for each moment, of all its ranks together, in bytes."""
+    """A group's memory over time, in bytes: for each kind, the sum of all ranks at each time."""
 
     name: str
     role: Role
     at_s: tuple[float, ...]
-    """Since the first picture, by the server's clock."""
+    """Seconds since the first sample, by the server's clock."""
     kinds: Mapping[Kind, tuple[int, ...]]
     device_bytes: int
-    """As the last picture has it."""
+    """Value of the last sample."""
     preempted: tuple[Growth, ...]
-    """Requests that had to make room for others."""
+    """Preempted requests."""
     evicted: tuple[Growth, ...]
-    """Pages that the prefix cache gave up."""
+    """Pages evicted from the prefix cache."""
 
 
 def memory_now(status: ServiceStatus) -> list[GroupMemory]:
-    """The groups of a picture that have told of themselves."""
+    """Returns the memory of the groups that have reported in `status`."""
     return [group_memory(group) for group in status.groups if group.ranks]
 
 
 def group_memory(group: GroupStatus) -> GroupMemory:
-    """What `group` holds."""
+    """Returns the memory of `group`."""
     used_slots = group.pages_used * group.page_size
-    # Ranks and leader count at moments of their own: nothing is ever shown as less than nothing.
+    # Ranks and leader sample at different times: clamp differences at 0.
     used_tokens = min(group.tokens_held, used_slots)
     cached_tokens, pool_tokens = group.pages_cached * group.page_size, group.pages * group.page_size
     tokens: dict[Kind, int] = {
@@ -125,7 +125,7 @@ def _rank_memory(rank: RankStatus, tokens: Mapping[Kind, int], pool_tokens: int)
 
 
 def memory_series(pictures: Sequence[ServiceStatus]) -> list[GroupSeries]:
-    """Each group of `pictures` (oldest first) over the moments at which it was there, in the order of its coming."""
+    """Returns the series of each group in `pictures` (oldest first), in order of first appearance."""
     moments: dict[str, list[tuple[float, GroupMemory]]] = {}
     for picture in pictures:
         for group in memory_now(picture):
@@ -148,6 +148,6 @@ def _group_series(moments: Sequence[tuple[float, GroupMemory]]) -> GroupSeries:
 
 
 def _growths(times: Sequence[float], totals: Sequence[int]) -> tuple[Growth, ...]:
-    """A total that falls is of a group that was started anew."""
+    """Returns the increases of a total. A decrease means that the group restarted."""
     grown = [after - before for before, after in pairwise(totals)]
     return tuple(Growth(at_s, by) for at_s, by in zip(times[1:], grown, strict=True) if by > 0)

@@ -1,4 +1,4 @@
-"""Looks at a server for a while and keeps what it says."""
+"""Records a server's status for a while."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from disagg.top.client import StatusClient
 
 
 class Recording(NamedTuple):
-    """What was seen, oldest first."""
+    """The samples of a recording."""
 
     pictures: list[ServiceStatus]
+    """Oldest first."""
     failed: int
-    """Looks that found no status."""
+    """Number of failed samples."""
     trouble: str
-    """Why the last of those did not."""
+    """Error of the last failed sample."""
 
 
 def record(
     client: StatusClient,
     seconds: float,
     interval_s: float,
-    looked: Callable[[float, str], None],
+    on_sample: Callable[[float, str], None],
     *,
     clock: Clock = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Recording:
-    """Looks at once, then each `interval_s` until `seconds` are over or Ctrl-C is pressed.
+    """Samples at once, then every `interval_s` until `seconds` have passed or Ctrl-C.
 
-    After each look `looked` is called with the seconds gone, and what was wrong, if so. A server that cannot be asked
-    is asked again; but at the start that raises, as `StatusClient.status`.
+    `on_sample` receives the elapsed seconds and the error of the sample, or "". Failed samples are skipped; the first
+    one raises as `StatusClient.status`.
     """
     began_s = clock()
     pictures, failed, trouble = [_memory_of(client)], 0, ""
     try:
-        looks = int(seconds / interval_s + 1e-6)  # 0.3 / 0.1 is less than 3
-        for number in range(1, looks + 1):
+        samples = int(seconds / interval_s + 1e-6)  # 0.3 / 0.1 is less than 3
+        for number in range(1, samples + 1):
             wait(max(0.0, began_s + number * interval_s - clock()))
             now = ""
             try:
@@ -50,12 +51,12 @@ def record(
             except DisaggError as exc:
                 failed, trouble = failed + 1, str(exc)
                 now = trouble
-            looked(clock() - began_s, now)
+            on_sample(clock() - began_s, now)
     except KeyboardInterrupt:
-        pass  # what was seen until now is the recording
+        pass  # the samples until now are the recording
     return Recording(pictures, failed, trouble)
 
 
 def _memory_of(client: StatusClient) -> ServiceStatus:
-    """Without the last answers: an hour of pictures should not hold them all."""
+    """Returns the status without recent answers, which an hour of samples would accumulate."""
     return replace(client.status(), recent=())

@@ -1,4 +1,4 @@
-"""What a server's memory is used for now, as rich draws it."""
+"""Tables of a server's current memory use, in rich."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from disagg.plan import describe_bytes
+from disagg.plan.transfer import describe_bytes
 from disagg.stats.memory import GroupMemory, RankMemory
 from disagg.top.words import part_words, plain
 
 
 def tables(groups: Sequence[GroupMemory]) -> RenderableType:
-    """A row for each rank, in bytes; and one for each group, in tokens."""
+    """Returns a table of the ranks, in bytes, and a table of the groups, in tokens."""
     if not groups:
-        return Text("no group has told of itself yet", style="yellow")
+        return Text("no group has reported its memory yet", style="yellow")
     return Group(_ranks_table([rank for group in groups for rank in group.ranks]), _groups_table(groups))
 
 
@@ -66,7 +66,7 @@ def _groups_table(groups: Iterable[GroupMemory]) -> Table:
 
 
 def _table(title: str, columns: Sequence[str], more: Sequence[str] = ()) -> Table:
-    """The first column holds names, the others numbers."""
+    """Returns an empty table: names in the first column, numbers in the others."""
     table = Table(
         title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

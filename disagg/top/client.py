@@ -1,4 +1,4 @@
-"""Asks a server for its status, and says in one line what is wrong when there is none."""
+"""Client of a server's status endpoint; errors are one line."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.status import ServiceStatus
 
 TIMEOUT_S = 5.0
-"""For one answer."""
+"""Timeout of one reply."""
 
 
 class StatusClient:
-    """Speaks to one server over one connection. Use with `with`."""
+    """Queries one server over one connection. Use as a context manager."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """`url` is where the server begins, without `/v1`. Raises `ConfigError` for one that cannot be asked."""
+        """`url` is the server's base URL, without `/v1`. Raises `ConfigError` for a malformed one."""
         self._url = _status_url(url)
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._keyed = api_key is not None
-        # A transport of our own: no proxy that the environment names comes between.
+        # An explicit transport ignores the proxies of the environment.
         self._http = httpx.Client(transport=httpx.HTTPTransport(), headers=headers, timeout=TIMEOUT_S)
 
     def __enter__(self) -> StatusClient:
@@ -34,11 +34,11 @@ class StatusClient:
         self._http.close()
 
     def status(self) -> ServiceStatus:
-        """What the server does now. Raises `DisaggError` when it cannot be asked, refuses, or is none of ours."""
+        """Returns the server's status. Raises `DisaggError` for an unreachable or foreign server, or a bad key."""
         return self._ask()[1]
 
     def status_json(self) -> bytes:
-        """The same as the server says it. Raises as `status`."""
+        """Returns the status as the server's JSON. Raises as `status`."""
         return self._ask()[0]
 
     def _ask(self) -> tuple[bytes, ServiceStatus]:
@@ -47,8 +47,8 @@ class StatusClient:
         except httpx.HTTPError as exc:
             raise DisaggError(f"{self._url} cannot be reached: {str(exc) or type(exc).__name__}") from exc
         if reply.status_code == 401:
-            mend = "the one given is not its" if self._keyed else "give a key with --api-key-file"
-            raise DisaggError(f"{self._url} asks for an API key: {mend}")
+            mend = "the given key is wrong" if self._keyed else "give a key with --api-key-file"
+            raise DisaggError(f"{self._url} requires an API key: {mend}")
         if reply.status_code != 200:
             raise DisaggError(f"{self._url} answered {reply.status_code}: is a disagg server there?")
         try:
@@ -63,5 +63,5 @@ def _status_url(url: str) -> str:
     except httpx.InvalidURL as exc:
         raise ConfigError(f"--url {url}: {exc}") from exc
     if parts.scheme not in ("http", "https") or not parts.host or parts.userinfo:
-        raise ConfigError(f"--url {url}: give where the server is, such as http://127.0.0.1:8000")
+        raise ConfigError(f"--url {url}: give the base URL of the server, such as http://127.0.0.1:8000")
     return url.rstrip("/").removesuffix("/v1") + "/status"

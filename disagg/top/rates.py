@@ -1,7 +1,7 @@
-"""Rates from pictures: how fast the totals of a `ServiceStatus` grow. Pure; `api/page.html` counts the same way.
+"""Rates of the totals in successive `ServiceStatus` samples. Pure; `api/page.html` computes the same rates.
 
-A group tells of itself about once a second and is asked about once a second, so the difference of two neighbouring
-pictures may hold no report of it, or two. Rates are taken over `WINDOW_S` for that.
+Groups report, and clients sample, about once a second, so two neighbouring samples may contain no report of a group,
+or two. Rates therefore cover `WINDOW_S`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import msgspec
 from disagg.core.status import Path, ServiceStatus
 
 WINDOW_S = 5.0
-"""Pictures that are older than this do not count, where there is a younger one."""
+"""Older samples are dropped when a younger one exists."""
 SAME_START_S = 2.0
-"""Two pictures whose servers began so far apart, by their own clocks, are of two processes."""
+"""Samples whose server starts differ by more, by the servers' clocks, come from two processes."""
 MOST_LINES = 16
-"""Flows that can be told apart; when there are more they are summed for each pair of groups."""
+"""Most flows in one table; more are summed for each pair of groups."""
 
 
 class GroupRate(msgspec.Struct, frozen=True):
-    """What a group does in a second."""
+    """Rates of a group."""
 
     tokens_per_s: float
     cached_tokens_per_s: float
     busy: float
-    """Part of the time that it spends in steps, 0 to 1."""
+    """Share of time in steps, 0 to 1."""
 
 
 class FlowRate(msgspec.Struct, frozen=True):
-    """What goes from one rank to another or, summed, from one group to another."""
+    """Rate of the KV sent from one rank to another or, summed, from one group to another."""
 
     source: str
     """`prefill r0`, or `prefill`."""
@@ -38,25 +38,25 @@ class FlowRate(msgspec.Struct, frozen=True):
     path: Path
     bytes_per_s: float
     busy: float
-    """Part of the time with something under way, 0 to 1; of the busiest one where several are summed."""
+    """Share of time with a transfer in flight, 0 to 1; the busiest flow's when several are summed."""
     bytes_total: int
 
 
-class Rates(msgspec.Struct, frozen=True):
-    """What a service does in a second, over the last `seconds`."""
+class ServiceRates(msgspec.Struct, frozen=True):
+    """Rates of a service over the last `seconds`."""
 
     seconds: float
     prompt_tokens_per_s: float
     generated_tokens_per_s: float
     bytes_per_s: float
-    """KV cache that moves, over all flows."""
+    """KV bytes of all flows."""
     groups: dict[str, GroupRate]
     flows: tuple[FlowRate, ...]
-    """Between ranks, in the order of the picture."""
+    """Flows between ranks, in the order of the status."""
 
 
 def append(pictures: Sequence[ServiceStatus], newest: ServiceStatus) -> list[ServiceStatus]:
-    """`pictures`, oldest first, and `newest` behind them; without those that can tell nothing about it any more."""
+    """Appends `newest` to `pictures`, oldest first; drops samples that are too old or of another process."""
     if pictures and restarted(pictures[-1], newest):
         return [newest]
     older = [one for one in pictures if one.uptime_s < newest.uptime_s]
@@ -65,14 +65,14 @@ def append(pictures: Sequence[ServiceStatus], newest: ServiceStatus) -> list[Ser
 
 
 def restarted(before: ServiceStatus, now: ServiceStatus) -> bool:
-    """Whether they come from two processes, whose totals cannot be compared."""
+    """Whether the samples come from two processes, whose totals cannot be compared."""
     return abs((now.unix_s - now.uptime_s) - (before.unix_s - before.uptime_s)) > SAME_START_S
 
 
-def rates(pictures: Sequence[ServiceStatus]) -> Rates:
-    """Rates of the last of `pictures` (one at least, as `append` makes them).
+def rates(pictures: Sequence[ServiceStatus]) -> ServiceRates:
+    """Returns the rates at the last of `pictures`, a non-empty result of `append`.
 
-    Each total is compared with the oldest picture that has it. One that is new, or that fell, grows by 0.
+    Each total is compared with the oldest sample that has it. A new or decreased total has rate 0.
     """
     now, growth = pictures[-1], _Growth(pictures)
     flows = tuple(
@@ -88,7 +88,7 @@ def rates(pictures: Sequence[ServiceStatus]) -> Rates:
         for rank in group.ranks
         for route in rank.routes
     )
-    return Rates(
+    return ServiceRates(
         seconds=now.uptime_s - pictures[0].uptime_s,
         prompt_tokens_per_s=growth.of("prompt"),
         generated_tokens_per_s=growth.of("generated"),
@@ -106,7 +106,7 @@ def rates(pictures: Sequence[ServiceStatus]) -> Rates:
 
 
 def paired(flows: Iterable[FlowRate]) -> list[FlowRate]:
-    """The flows summed for each pair of groups and path, in the order in which the pairs first come."""
+    """Returns the flows summed for each pair of groups and path, in order of first appearance."""
     sums: dict[tuple[str, str, Path], FlowRate] = {}
     for flow in flows:
         key = (group_of(flow.source), group_of(flow.target), flow.path)
@@ -121,12 +121,12 @@ def paired(flows: Iterable[FlowRate]) -> list[FlowRate]:
 
 
 def group_of(rank: str) -> str:
-    """`decode-2` of `decode-2 r1`."""
+    """Returns the group of a rank: `decode-2` for `decode-2 r1`."""
     return rank.rpartition(" ")[0] or rank
 
 
 class _Growth:
-    """How fast the totals of the last picture grow, in units a second."""
+    """Growth of the totals at the last sample, in units a second."""
 
     def __init__(self, pictures: Sequence[ServiceStatus]) -> None:
         self._older = [(one.uptime_s, _totals(one)) for one in pictures]

@@ -1,4 +1,4 @@
-"""A picture of a server as rich draws it: totals, groups, flows, the last requests."""
+"""The view of a server in rich: totals, groups, flows, the last requests."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from rich.table import Table
 from rich.text import Text
 
 from disagg.core.status import GroupStatus, RecentAnswer, ServiceStatus
-from disagg.plan import describe_bytes
-from disagg.top.rates import MOST_LINES, FlowRate, GroupRate, Rates, paired, rates
+from disagg.plan.transfer import describe_bytes
+from disagg.top.rates import MOST_LINES, FlowRate, GroupRate, ServiceRates, paired, rates
 from disagg.top.words import count_words, part_words, plain, rate_words, time_words
 
 LEAST_REQUESTS, MOST_REQUESTS = 3, 12
-"""Rows of the last requests, however little room there is, and however much."""
+"""Fewest and most rows of the last requests, for any terminal height."""
 WIDE = 110
-"""Columns of a terminal in which every column of every table has room."""
+"""Terminal width at which every column of every table fits."""
 WORDS = frozenset({"group", "state", "from", "to", "path", "request", "ending", "prefill", "decode"})
-"""Columns that hold no numbers."""
+"""Columns of text; all others are numbers."""
 
 
 def picture(
     pictures: Sequence[ServiceStatus], width: int, height: int | None = None, trouble: str = ""
 ) -> RenderableType:
-    """The last of `pictures`, with the rates that follow from them, in `height` lines if that can be.
+    """Returns the view of the last of `pictures`, with rates, in `height` lines if possible.
 
-    `trouble` says why there is no newer one.
+    `trouble` is the error of a failed newer query, or "".
     """
     status, growing = pictures[-1], rates(pictures)
     flows = _shown(growing.flows)
@@ -49,7 +49,7 @@ def picture(
 
 
 def _lines(rows: Sequence[object]) -> int:
-    """Of a table with its title and head."""
+    """Returns the lines of a table, title and head included."""
     return len(rows) + 4
 
 
@@ -59,7 +59,7 @@ def _shown(flows: Sequence[FlowRate]) -> Sequence[FlowRate]:
     return sorted(flows, key=lambda flow: -flow.bytes_per_s)[:MOST_LINES]
 
 
-def _head(status: ServiceStatus, growing: Rates) -> list[Text]:
+def _head(status: ServiceStatus, growing: ServiceRates) -> list[Text]:
     ready = status.ready == "ready"
     first = Text.assemble(
         ("disagg", "bold"),
@@ -90,7 +90,7 @@ def _ended(what: str, count: int, style: str = "yellow") -> tuple[tuple[str, str
 
 
 def _table(title: str, *columns: str) -> Table:
-    """Words to the left, numbers to the right."""
+    """Returns an empty table: text columns left-aligned, numbers right-aligned."""
     table = Table(
         title=f"\n{title}", title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -101,7 +101,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _groups_table(status: ServiceStatus, growing: Rates, wide: bool) -> Table:
+def _groups_table(status: ServiceStatus, growing: ServiceRates, wide: bool) -> Table:
     sizes = ("ranks", "pages") if wide else ()
     columns = ("run", "wait", "tok/s", "busy", "used", "cached", "waste", "buffers")
     table = _table("Groups", "group", "state", *sizes, *columns)

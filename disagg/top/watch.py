@@ -1,4 +1,4 @@
-"""Looks at a server again and again, until Ctrl-C."""
+"""Samples a server periodically until Ctrl-C, and shows each sample."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from disagg.top.rates import append
 from disagg.top.view import picture
 
 PLAIN_WIDTH = 140
-"""Of a picture that goes into a file: a log has room for every column."""
+"""Width outside of a terminal; every column fits."""
 
 
 def console() -> Console:
-    """Standard output."""
+    """Returns a console on standard output."""
     made = Console(highlight=False)
     return made if made.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def show_once(client: StatusClient, interval_s: float, on: Console) -> None:
-    """One picture, whose rates are those of `interval_s` from now. Raises as `StatusClient.status`."""
+    """Shows one view, with rates over the next `interval_s`. Raises as `StatusClient.status`."""
     before = client.status()
     time.sleep(interval_s)
     on.print(picture(append([before], client.status()), on.width))
 
 
 def watch(client: StatusClient, interval_s: float, on: Console) -> None:
-    """A picture every `interval_s`, in place on a terminal and one below the other elsewhere. Ends with Ctrl-C only.
+    """Shows a view every `interval_s` until Ctrl-C: in place on a terminal, otherwise one below the other.
 
-    Raises as `StatusClient.status` when the server cannot be asked at the start; later that is shown, and it is asked
-    again.
+    Raises as `StatusClient.status` for the first query; later errors are shown, and the query is repeated.
     """
     pictures = [client.status()]
     seen = looks(client, pictures, lambda: time.sleep(interval_s))
@@ -52,7 +51,7 @@ def watch(client: StatusClient, interval_s: float, on: Console) -> None:
 def looks(
     client: StatusClient, pictures: list[ServiceStatus], wait: Callable[[], None]
 ) -> Iterator[tuple[list[ServiceStatus], str]]:
-    """After each `wait` what is known then, and why it holds no newer picture, if so."""
+    """Yields, after each `wait`, the samples and the error of a failed query, or ""."""
     while True:
         wait()
         trouble = ""

@@ -14,7 +14,7 @@ from api_server import ApiServer, LogLines, until
 from disagg.api import connections
 from disagg.api.connection_table import SPARE
 from disagg.api.connections import OTHER_FILES, check_file_limit
-from disagg.core.config import ApiConfig
+from disagg.core.config.read import ApiConfig
 
 GET = b"GET %s HTTP/1.1\r\nhost: x\r\n\r\n"
 

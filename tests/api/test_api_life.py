@@ -197,7 +197,7 @@ def test_a_stop_aborts_what_does_not_end(signals: int) -> None:
             until(lambda: server.value("disagg_generated_tokens_total") == 2)
             server.stop()
             if signals == 2:
-                server.hurry()
+                server.stop_now()
             assert whole.result().status_code == 503
             assert '"code":"aborted"' in streamed.result().text
         server._thread.join(10)

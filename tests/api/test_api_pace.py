@@ -52,7 +52,7 @@ class Server:
     def ask(self) -> bool:
         before = self.pace.overload
         try:
-            self.admission.knock()
+            self.admission.check_capacity()
             self.admission.enter(1)
         except BusyError:
             self.refused.append((self.now_s, 0.0))
@@ -296,7 +296,7 @@ async def full() -> tuple[Admission, list[asyncio.Task[str]]]:
             admission.leave()
 
     for alone in (True, True, False):
-        admission.knock()
+        admission.check_capacity()
         admission.enter(1)
         done.append(asyncio.create_task(answer(alone)))
     await asyncio.sleep(0)
@@ -308,7 +308,7 @@ def test_who_waits_when_an_overload_begins_is_turned_away_unless_others_of_his_r
     async def main() -> list[str]:
         admission, tasks = await full()
         with pytest.raises(BusyError):
-            admission.knock()
+            admission.check_capacity()
         answers = await asyncio.gather(*tasks)
         assert admission.inside == 0
         return answers
@@ -327,7 +327,7 @@ def test_who_has_his_turn_at_that_moment_keeps_it_or_gives_it_on() -> None:
             admission.enter(2)
         admission.enter(1)
         with pytest.raises(BusyError):
-            admission.knock()
+            admission.check_capacity()
         admission.leave()
         answers = await asyncio.gather(*tasks[1:])
         assert admission.inside == 0

@@ -14,7 +14,7 @@ from disagg.api.fields import CompletionBody
 from disagg.api.keys import load_api_keys
 from disagg.api.metrics import Metrics
 from disagg.api.server import bind
-from disagg.core.config import ApiConfig, load_config
+from disagg.core.config.read import ApiConfig, load_config
 from disagg.core.errors import BusyError, ConfigError, RequestTimeoutError
 from disagg.core.sampling import derived_seed
 
@@ -117,7 +117,7 @@ def test_an_address_in_use_or_unknown_is_one_line() -> None:
         ("port", 70000, "from 0 to 65535"),
         ("host", "", "an address or a host name"),
         ("model_name", "", "a name, or left out"),
-        ("max_running", 0, "at least 1"),
+        ("max_running", -1, "at least 0"),
         ("max_queued", -1, "at least 0"),
         ("request_timeout_s", 0, "more than 0"),
         ("drain_timeout_s", -1, "at least 0"),

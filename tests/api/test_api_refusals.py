@@ -183,7 +183,7 @@ def test_another_model(server: ApiServer, path: str) -> None:
 def test_routes_that_are_not(server: ApiServer, method: str, path: str, status: int) -> None:
     reply = server.client.request(method, path)
     assert reply.status_code == status
-    assert reply.json()["error"]["message"] == f"there is no {method} {path} here"
+    assert reply.json()["error"]["message"] == f"there is no route {method} {path}"
 
 
 @pytest.mark.parametrize("given", ["0", "-1", "nan", "soon", ""])

@@ -113,7 +113,7 @@ def test_only_the_last_answers_are_kept() -> None:
     recent = Recent()
     for number in range(KEPT + 5):
         recent.begin(f"r{number}", 0.0)
-    assert [answer.id for answer in recent.told()] == [f"r{number}" for number in range(KEPT + 4, 4, -1)]
+    assert [answer.id for answer in recent.statuses()] == [f"r{number}" for number in range(KEPT + 4, 4, -1)]
 
 
 @pytest.mark.parametrize("count", [1, 2, 999])

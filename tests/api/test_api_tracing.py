@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 
 from disagg.api.recent import Track
-from disagg.api.tracing import Phase, Tracing, phases, traced
-from disagg.core.config import MetricsConfig, load_config
+from disagg.api.tracing import SpanPhase, Tracing, phases, traced
+from disagg.core.config.read import MetricsConfig, load_config
 from disagg.core.errors import ConfigError, TransportError
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -101,16 +101,16 @@ def test_the_parts_of_an_answer() -> None:
     track.turn_s, track.first_s, track.ended_s = 11.0, 14.0, 20.0
     track.report.reserved_s, track.report.transfer_s, track.report.transferred_s = 1.5, 0.5, 3.0
     assert list(phases(track)) == [
-        Phase("queue", 10.0, 11.0),
-        Phase("reserve", 11.0, 12.5),
-        Phase("prefill", 12.5, 14.0),
-        Phase("decode", 14.0, 20.0),
-        Phase("transfer", 13.5, 14.0),
+        SpanPhase("queue", 10.0, 11.0),
+        SpanPhase("reserve", 11.0, 12.5),
+        SpanPhase("prefill", 12.5, 14.0),
+        SpanPhase("decode", 14.0, 20.0),
+        SpanPhase("transfer", 13.5, 14.0),
     ]
     track.first_s = track.report.transferred_s = 0.0
-    assert list(phases(track))[2:] == [Phase("prefill", 12.5, 20.0)]
+    assert list(phases(track))[2:] == [SpanPhase("prefill", 12.5, 20.0)]
     track.turn_s = track.report.reserved_s = 0.0
-    assert list(phases(track)) == [Phase("queue", 10.0, 20.0)]
+    assert list(phases(track)) == [SpanPhase("queue", 10.0, 20.0)]
 
 
 def test_spans_reach_a_collector() -> None:

@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from disagg.api.connection_table import SPARE, Admission, ConnectionStatistics, ConnectionTable, address_of
+from disagg.api.connection_table import (
+    SPARE,
+    ConnectionDecision,
+    ConnectionStatistics,
+    ConnectionTable,
+    address_of,
+)
 
 
 class Held:
@@ -21,7 +27,7 @@ def admitted(table: ConnectionTable, address: str, count: int = 1, busy: bool = 
     """That many new connections of an address, which must find room."""
     made = [Held() for _ in range(count)]
     for one in made:
-        assert table.admit(one, address) == Admission(held=True)
+        assert table.admit(one, address) == ConnectionDecision(held=True)
         if busy:
             table.begin(one)
     return made
@@ -32,9 +38,9 @@ def test_the_longest_waiting_connection_makes_room() -> None:
     first, second, third = admitted(table, "a", 3)
     table.begin(first)
     table.wait(first)
-    assert table.admit(Held(), "b") == Admission(held=True, evicted=second)
-    assert table.admit(Held(), "b") == Admission(held=True, evicted=third)
-    assert table.admit(Held(), "c") == Admission(held=True, evicted=first)
+    assert table.admit(Held(), "b") == ConnectionDecision(held=True, evicted=second)
+    assert table.admit(Held(), "b") == ConnectionDecision(held=True, evicted=third)
+    assert table.admit(Held(), "c") == ConnectionDecision(held=True, evicted=first)
     table.check()
 
 

@@ -18,7 +18,7 @@ from page_server import PageServer
 from status_pictures import service
 
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
-from disagg.plan import describe_bytes
+from disagg.plan.transfer import describe_bytes
 from disagg.top.rates import append, paired, rates
 from disagg.top.words import count_words, rate_words, time_words
 

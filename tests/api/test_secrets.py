@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import os
 import secrets
 import signal
 import stat
@@ -23,11 +22,11 @@ from api_server import until
 from serve_process import Served, serve_process
 from zmq.utils.monitor import recv_monitor_message
 
-from transport.control_thread import encode_envelope
-from transport.key_file import retire_keys, rotate_keys, save_keys
-from transport.keys import ControlKeys, make_keys
-from transport.messages import Plan, RankBroken, encode
-from transport.reliable import RESET, Envelope
+from transport.control.messages import Plan, RankBroken, encode
+from transport.control.reliable import RESET, Envelope
+from transport.control.thread import encode_envelope
+from transport.keys.curve import ControlKeys, make_keys
+from transport.keys.file import retire_keys, rotate_keys, save_keys
 
 FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -127,8 +126,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     with Collector() as collector:
         arguments = ["--set", f"control.key_file={control}"]
         arguments += ["--set", "log.level=debug", "--set", f"metrics.otlp_endpoint={collector.url}"]
-        environment = {**os.environ, "DISAGG_API_KEYS": keys.variable_key}
-        environment["RAY_AUTH_TOKEN_PATH"] = str(folder / "ray-token")
+        environment = {
+            "DISAGG_API_KEYS": keys.variable_key,
+            "RAY_AUTH_TOKEN_PATH": str(folder / "ray-token"),
+        }
         with serve_process(folder, *arguments, api_key=keys.file_key, environment=environment) as served:
             family = psutil.Process(served.process.pid).children(recursive=True)
             [session] = {

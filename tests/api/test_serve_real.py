@@ -18,10 +18,10 @@ from api_server import until
 from serve_process import Served, serve_process
 from transformers import AutoModelForCausalLM
 
-from disagg.core.config import Config, ModelConfig
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
-from disagg.model.tiny import byte_tokenizer
-from disagg.reference import reference_answers
+from disagg.model.load.tiny import byte_tokenizer
+from disagg.reference.answers import reference_answers
 
 PROMPT = "The capital of France is"
 TOKENS = 12

@@ -9,11 +9,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from disagg import cli
-from disagg.core.config import Config, ModelConfig
+from disagg.cli import app as cli
+from disagg.commands.run_options import DEMO_PROMPTS, RunOptions
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.errors import BusyError, ConfigError
-from disagg.run_options import DEMO_PROMPTS, RunOptions
-from transport.key_file import load_keys
+from transport.keys.file import load_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 Calls = list[tuple[str, Config, RunOptions]]
@@ -21,25 +21,25 @@ Calls = list[tuple[str, Config, RunOptions]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stands in for `disagg.demo`; lists what it was called with."""
+    """Stands in for `disagg.commands.demo`; lists what it was called with."""
     made: Calls = []
-    demo = ModuleType("disagg.demo")
+    demo = ModuleType("disagg.commands.demo")
     demo.run_demo = lambda config, options: made.append(("demo", config, options))  # type: ignore[attr-defined]
     demo.run_generate = lambda config, options: made.append(("generate", config, options))  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "disagg.demo", demo)
+    monkeypatch.setitem(sys.modules, "disagg.commands.demo", demo)
     for name in [name for name in __import__("os").environ if name.startswith("DISAGG_")]:
         monkeypatch.delenv(name)
     return made
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    demo = ModuleType("disagg.demo")
+    demo = ModuleType("disagg.commands.demo")
 
     def run_demo(config: Config, options: RunOptions) -> None:
         raise error
 
     demo.run_demo = run_demo  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "disagg.demo", demo)
+    monkeypatch.setitem(sys.modules, "disagg.commands.demo", demo)
 
 
 def test_demo_needs_no_flags(calls: Calls) -> None:
@@ -93,7 +93,7 @@ def test_deterministic(calls: Calls, command: str, flag: str, wanted: bool | Non
 def test_what_is_compared_is_deterministic_on_a_gpu(
     asked: bool | None, configured: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from disagg import reference
+    from disagg.reference import answers as reference
 
     device = SimpleNamespace(type="cuda" if cuda else "cpu")
     monkeypatch.setattr(reference, "resolve_device", lambda name: device)
@@ -202,11 +202,11 @@ def test_a_missing_dependency_is_not_hidden(
     missing = "ray"
     assert cli.run(["demo"]) == 1
     assert "No module named 'ray'" in capsys.readouterr().err
-    missing = "disagg.demo"
+    missing = "disagg.commands.demo"
     assert cli.run(["demo"]) == 1
     assert (
         capsys.readouterr().err
-        == "disagg: this installation has no module disagg.demo: install disagg anew\n"
+        == "disagg: this installation has no module disagg.commands.demo: install disagg anew\n"
     )
 
 
@@ -237,7 +237,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_help_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from disagg import cli; assert cli.run(['demo', '--help']) == 0; "
+        "import sys; from disagg.cli import app as cli; assert cli.run(['demo', '--help']) == 0; "
         "heavy = ('torch', 'ray', 'transformers', 'ucxx', 'matplotlib', 'triton', 'numpy', 'rich'); "
         "print('heavy:', [name for name in heavy if name in sys.modules])"
     )
@@ -247,7 +247,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_reader_may_leave() -> None:
-    command = f"{sys.executable} -m disagg.cli --help | head -c 1"
+    command = f"{sys.executable} -m disagg --help | head -c 1"
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr == ""
 
@@ -284,7 +284,7 @@ def test_an_interrupted_command_says_so(
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("disagg.cli_tools.print", interrupted, raising=False)
+    monkeypatch.setattr("disagg.cli.tools.print", interrupted, raising=False)
     assert cli.run(["version"]) == 130
     assert capsys.readouterr().err.strip() == "disagg: interrupted"
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from disagg import cli
-from disagg.core.config import Config
+from disagg.cli import app as cli
+from disagg.core.config.read import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,9 +29,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     for module, names in (
         ("launch", {"run_launch": asked.append}),
         ("scale", {"run_scale": scale}),
-        ("serve_http", {"run_serve_joined": lambda config, join: asked.append((config, join))}),
+        ("serve", {"run_serve_joined": lambda config, join: asked.append((config, join))}),
     ):
-        fake = ModuleType(f"disagg.{module}")
+        fake = ModuleType(f"disagg.commands.{module}")
         fake.__dict__.update(names)
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
     for name in [name for name in os.environ if name.startswith("DISAGG_")]:
@@ -126,9 +126,9 @@ def test_what_cannot_be_is_one_line_before_anything_starts(
 
 def test_help_imports_nothing_heavy_and_a_joined_server_no_ray() -> None:
     code = (
-        "import sys; from disagg import cli; assert cli.run(['launch', '--help']) == 0; "
+        "import sys; from disagg.cli import app as cli; assert cli.run(['launch', '--help']) == 0; "
         "heavy = ('torch', 'ray', 'zmq', 'rich'); print([name for name in heavy if name in sys.modules]); "
-        "import disagg.serve_http; print('ray' in sys.modules)"
+        "import disagg.commands.serve; print('ray' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-2:] == ["[]", "False"]

@@ -10,19 +10,19 @@ from types import ModuleType
 
 import pytest
 
-from disagg import cli
-from disagg.core.config import Config
+from disagg.cli import app as cli
+from disagg.core.config.read import Config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Stands in for `disagg.serve_http`; lists what it was asked to serve."""
+    """Stands in for `disagg.commands.serve`; lists what it was asked to serve."""
     asked: list[Config] = []
-    module = ModuleType("disagg.serve_http")
+    module = ModuleType("disagg.commands.serve")
     module.run_serve = asked.append  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "disagg.serve_http", module)
+    monkeypatch.setitem(sys.modules, "disagg.commands.serve", module)
     for name in [name for name in os.environ if name.startswith("DISAGG_")]:
         monkeypatch.delenv(name)
     return asked
@@ -84,7 +84,7 @@ def test_serve_colocated(served: list[Config], tmp_path: Path, capsys: pytest.Ca
 
 def test_help_imports_no_server() -> None:
     code = (
-        "import sys; from disagg import cli; assert cli.run(['serve', '--help']) == 0; "
+        "import sys; from disagg.cli import app as cli; assert cli.run(['serve', '--help']) == 0; "
         "heavy = ('torch', 'ray', 'fastapi', 'uvicorn', 'prometheus_client', 'rich'); "
         "print([name for name in heavy if name in sys.modules])"
     )

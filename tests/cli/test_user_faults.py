@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from broken_checkpoints import AT_SOURCE, AT_TOKENIZER
 
-from disagg import cli
+from disagg.cli import app as cli
 from disagg.core.errors import ConfigError
 from disagg.core.folders import make_folder, writing
-from disagg.model.tiny import make_tiny_checkpoint
+from disagg.model.load.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 READS_MODEL = (
@@ -163,7 +163,7 @@ def test_a_bench_on_a_full_disk(folder: Path, capsys: pytest.CaptureFixture[str]
 def test_an_output_stream_on_a_full_disk() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "disagg.cli", "version"],
+            [sys.executable, "-m", "disagg", "version"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -20,18 +20,25 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from disagg import cli
-from disagg.cluster import local_ray, start_cluster
-from disagg.cluster_life import Cluster
-from disagg.core.config import Config, GroupConfig, ModelConfig, TransferConfig, TransportConfig, load_config
+from disagg.cli import app as cli
+from disagg.cluster.lifecycle import Cluster
+from disagg.cluster.placement import choose_placement
+from disagg.cluster.ray import local_ray, start_cluster
+from disagg.commands.local import local_router, place
+from disagg.core.config.read import (
+    Config,
+    GroupConfig,
+    ModelConfig,
+    TransferConfig,
+    TransportConfig,
+    load_config,
+)
 from disagg.core.errors import ConfigError, PeerLostError
 from disagg.core.types import SamplingParams
-from disagg.model.tiny import make_tiny_checkpoint
-from disagg.placement import choose_placement
-from disagg.reference import reference_answers
+from disagg.model.load.tiny import make_tiny_checkpoint
+from disagg.reference.answers import reference_answers
 from disagg.router.session import SessionReport
-from disagg.serve_local import local_router, place
-from transport.keys import make_keys
+from transport.keys.curve import make_keys
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
@@ -115,18 +122,20 @@ def check_exact(
     assert all(report.released and report.nbytes > 0 for report in reports)
 
 
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "backend"),
+    [
+        (2, 1, None),
+        (1, 2, "tls"),
+        pytest.param(1, 2, None, marks=pytest.mark.slow),
+        pytest.param(2, 1, "tls", marks=pytest.mark.slow),
+        pytest.param(4, 2, None, marks=pytest.mark.slow),
+    ],
+)
 def test_every_token_equals_hugging_face(
-    ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int
+    ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int, backend: str | None
 ) -> None:
-    check_exact(checkpoint, prefill_tp, decode_tp)
-
-
-@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1)])
-def test_every_token_equals_hugging_face_over_tls(
-    ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int
-) -> None:
-    check_exact(checkpoint, prefill_tp, decode_tp, backend="tls")
+    check_exact(checkpoint, prefill_tp, decode_tp, backend)
 
 
 def test_the_wire_is_measured_at_start_and_said(ray_session: None, checkpoint: Path, cache: Path) -> None:
@@ -140,12 +149,7 @@ def test_the_wire_is_measured_at_start_and_said(ray_session: None, checkpoint: P
     assert "cpu; ucx-shm; 1." in key
 
 
-@pytest.mark.slow
-def test_every_token_equals_hugging_face_four_to_two(ray_session: None, checkpoint: Path) -> None:
-    check_exact(checkpoint, 4, 2)
-
-
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
 def test_a_dead_rank_ends_requests_with_a_clear_error(ray_session: None, checkpoint: Path, role: str) -> None:
     """The actor's process is killed while a request runs: the client hears of it within seconds, not minutes."""
 
@@ -194,8 +198,7 @@ def test_a_ring_too_small_is_refused_at_start_and_nothing_is_left(
     )
     before = set(ray_processes())
     config = msgspec.structs.replace(config, model=ModelConfig(path=str(wide)))
-    # 8192 bytes, and 8 of its checksum.
-    with pytest.raises(ConfigError, match="needs 8200"), running(config):
+    with pytest.raises(ConfigError, match="needs 8192"), running(config):
         pass
     after = {pid: name for pid, name in ray_processes().items() if pid not in before}
     assert not [name for name in after.values() if "Actor" in name]
@@ -219,7 +222,16 @@ def heard_sigint() -> Iterator[None]:
 
 def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_sigint: None) -> None:
     log = tmp_path / "stderr"
-    command = [sys.executable, "-m", "disagg.cli", "generate", "--model", str(checkpoint), "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "disagg",
+        "generate",
+        "--model",
+        str(checkpoint),
+        "--device",
+        "cpu",
+    ]
     with (
         log.open("wb") as stderr,
         subprocess.Popen(
@@ -243,7 +255,7 @@ def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_s
 def test_a_call_after_the_end_starts_no_new_ray() -> None:
     """A watcher that Ctrl-C left alone may look once more."""
     code = (
-        "from disagg.cluster import local_ray\n"
+        "from disagg.cluster.ray import local_ray\n"
         "with local_ray(1):\n"
         "    import ray\n"
         "    ref = ray.put(1)\n"
@@ -298,7 +310,7 @@ def test_one_kind_of_device_for_both_groups(
     ) -> None:
         asked.append(device)
 
-    monkeypatch.setattr("disagg.serve_local.choose_placement", choose)
+    monkeypatch.setattr("disagg.commands.local.choose_placement", choose)
     place(load_config(None, {}, {"prefill.device": prefill, "decode.device": decode}), gpus=2)
     assert asked == [chosen]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cluster_keys import join_keys, launch_keys, own_keys, published, run_file
-from disagg.core.config import ControlConfig
+from disagg.cluster.keys import join_keys, launch_keys, own_keys, published, run_file
+from disagg.core.config.read import ControlConfig
 from disagg.core.errors import ConfigError
-from transport.key_file import save_keys
-from transport.keys import make_keys
+from transport.keys.curve import make_keys
+from transport.keys.file import save_keys
 
 DIRECTORY = "tcp://127.0.0.1:5570"
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from api_server import until
 
-from disagg.cluster_life import Cluster
-from disagg.core.config import Config, Role
+from disagg.cluster.group import Group
+from disagg.cluster.lifecycle import Cluster
+from disagg.cluster.placement import GroupPlacement, choose_placement
+from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import KVLayout
-from disagg.groups import Group
-from disagg.placement import GroupPlacement, choose_placement
-from transport.key_ring import KeyRing
-from transport.keys import KeySet, make_keys
+from transport.keys.curve import KeySet, make_keys
+from transport.keys.ring import KeyRing
 
 TIMEOUT_S = 10.0
-SPEC = SimpleNamespace(fingerprint="f", layout=KVLayout(2, 2, 8, "float32"))
+SPEC = SimpleNamespace(fingerprint="f", layout=KVLayout(2, 2, 8, "float32"), context_tokens=512, state_tokens=0)
 
 
 @dataclass(eq=False)
@@ -98,7 +98,13 @@ class FakeRanks:
     def _result(self, actor: str, method: str) -> Any:
         info = SimpleNamespace(control_address=f"tcp://{actor}")
         started = SimpleNamespace(
-            info=info, spec=SPEC, pid=-1, host=f"not {socket.gethostname()}", memory="", transport="ucx-shm"
+            info=info,
+            spec=SPEC,
+            pid=-1,
+            host=f"not {socket.gethostname()}",
+            memory="",
+            transport="ucx-shm",
+            pool_tokens=1024,
         )
         return {"start": started}.get(method)
 

@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from disagg.cluster import RayRanks, local_ray, start_cluster
-from disagg.cluster_life import Cluster
-from disagg.core.config import ClusterConfig, Config, GroupConfig, ModelConfig, Role, TransferConfig
+from disagg.cluster.directory import Directory
+from disagg.cluster.lifecycle import Cluster
+from disagg.cluster.ray import RayRanks, local_ray, start_cluster
+from disagg.cluster.supervisor import supervised
+from disagg.commands.local import local_router, place
+from disagg.commands.scale import scale
+from disagg.core.config.read import ClusterConfig, Config, GroupConfig, ModelConfig, Role, TransferConfig
 from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
-from disagg.directory import Directory
-from disagg.model.tiny import make_tiny_checkpoint
-from disagg.reference import reference_answers
+from disagg.model.load.tiny import make_tiny_checkpoint
+from disagg.reference.answers import reference_answers
 from disagg.router.follow import joined
-from disagg.router.mail import MailRoom
+from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from disagg.router.session import SessionReport
-from disagg.scale import scale
-from disagg.serve_local import local_router, place
-from disagg.supervisor import supervised
-from transport.control_zmq import make_control
-from transport.keys import make_keys
+from transport.control.zmq import make_control
+from transport.keys.curve import make_keys
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
@@ -107,7 +107,7 @@ def test_groups_are_scaled_and_replaced(config: Config, expected: list[list[int]
         assert await asyncio.gather(*asked) == expected
 
     async def main(cluster: Cluster) -> None:
-        mail = MailRoom(make_control(config.control, keys), asyncio.get_running_loop())
+        mail = ResponseDispatcher(make_control(config.control, keys), asyncio.get_running_loop())
         mail.start()
         router = Router(mail)
         try:
@@ -137,7 +137,7 @@ def test_groups_are_scaled_and_replaced(config: Config, expected: list[list[int]
         with (
             local_ray(4),
             start_cluster(config, place(config, 0), keys) as cluster,
-            supervised(cluster, directory.tell, directory.wait_unused) as supervisor,
+            supervised(cluster, directory.announce, directory.wait_unused) as supervisor,
         ):
             directory.on_scale(supervisor.scale)
             asyncio.run(main(cluster))

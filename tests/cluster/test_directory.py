@@ -11,17 +11,17 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from disagg.core.config import ControlConfig
+from disagg.cluster.directory import Directory, directory_host
+from disagg.commands.scale import scale
+from disagg.core.config.read import ControlConfig
 from disagg.core.errors import ConfigError, DisaggError, PeerLostError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
-from disagg.directory import Directory, directory_host
 from disagg.router.follow import joined
-from disagg.router.mail import MailRoom
+from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
-from disagg.scale import scale
-from transport import messages as m
-from transport.control_inproc import InprocControl, InprocHub
-from transport.reliable import ReliableOptions
+from transport.control import messages as m
+from transport.control.inproc import InprocControl, InprocHub
+from transport.control.reliable import ReliableOptions
 
 SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.4)
 TIMEOUT_S = 10.0
@@ -54,7 +54,7 @@ class Place:
         for address in {g.leader.control_address for g in groups} - self.leaders.keys():
             self.leaders[address] = InprocControl(self.hub, address, SHORT)
             self.leaders[address].start(lambda peer, message: None, lambda peer: None)
-        self.directory.tell(groups, draining)
+        self.directory.announce(groups, draining)
 
     def close(self) -> None:
         for channel in self.leaders.values():
@@ -62,8 +62,8 @@ class Place:
         self.directory.close()
 
     @asynccontextmanager
-    async def router(self, name: str = "router") -> AsyncIterator[tuple[Router, MailRoom]]:
-        mail = MailRoom(InprocControl(self.hub, name, SHORT), asyncio.get_running_loop())
+    async def router(self, name: str = "router") -> AsyncIterator[tuple[Router, ResponseDispatcher]]:
+        mail = ResponseDispatcher(InprocControl(self.hub, name, SHORT), asyncio.get_running_loop())
         mail.start()
         try:
             router = Router(mail, reserve_retry_s=0.005)

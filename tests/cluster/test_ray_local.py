@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+from disagg.cluster.local_ray import LOOPBACK_ENV, ensure_token, loopback_env, session_folder
 from disagg.core.errors import ConfigError, DisaggError
-from disagg.core.folders import private_folder
-from disagg.ray_local import LOOPBACK_ENV, ensure_token, loopback_env, session_folder
+from disagg.core.folders import create_file, private_folder
 
 LONGEST_SOCKET = "session_2026-11-22_16-02-14_180559_4194304/sockets/plasma_store"
 SOCKET_PATH_BYTES = 107
@@ -42,6 +42,20 @@ def test_a_token_is_made_once_for_this_user_only(home: Path) -> None:
     assert len(token) == 64
     ensure_token()
     assert path.read_text() == token
+
+
+def test_starts_at_once_have_one_token(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start that saw no file either must not replace the token that the first one's Ray has read."""
+    path = home / ".ray" / "auth_token"
+
+    def late(made: Path, body: bytes) -> None:
+        made.write_text("of the first start")
+        made.chmod(0o600)
+        create_file(made, body)
+
+    monkeypatch.setattr("disagg.cluster.local_ray.create_file", late)
+    ensure_token()
+    assert [(one, one.read_text()) for one in path.parent.iterdir()] == [(path, "of the first start")]
 
 
 def test_a_token_that_others_can_read_is_closed(home: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import structlog
 
-from disagg.core.config import ClusterConfig, Config, TransferConfig
+from disagg.cluster.supervisor import Supervisor, supervised
+from disagg.core.config.read import ClusterConfig, Config, TransferConfig
 from disagg.core.errors import ConfigError
-from disagg.supervisor import Supervisor, supervised
 
 TIMEOUT_S = 10.0
 
@@ -205,9 +205,9 @@ def test_a_stop_does_not_wait_for_a_group_that_starts(logs: list[Any]) -> None:
 
 
 def test_a_hurry_cuts_the_drain_short(logs: list[Any]) -> None:
-    cluster, told, hurry = cluster_with(), Told(), threading.Event()
+    cluster, told, stop_now = cluster_with(), Told(), threading.Event()
     told.unused = False
     with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
-        assert not supervisor.drain(0.01, hurry)
-        hurry.set()
-        assert not supervisor.drain(1e6, hurry)
+        assert not supervisor.drain(0.01, stop_now)
+        stop_now.set()
+        assert not supervisor.drain(1e6, stop_now)

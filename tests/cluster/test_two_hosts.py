@@ -16,12 +16,12 @@ import pytest
 from api_server import until
 from two_hosts import TwoHosts, two_hosts, why_not
 
-from disagg.core.config import Config, ModelConfig
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
-from disagg.model.tiny import make_tiny_checkpoint
-from disagg.reference import reference_answers
-from transport.key_file import save_keys
-from transport.keys import make_keys
+from disagg.model.load.tiny import make_tiny_checkpoint
+from disagg.reference.answers import reference_answers
+from transport.keys.curve import make_keys
+from transport.keys.file import save_keys
 
 pytestmark = [pytest.mark.skipif(bool(why := why_not()), reason=why or "it can"), pytest.mark.slow]
 
@@ -95,7 +95,7 @@ def site(hosts: TwoHosts, folder: Path) -> Iterator[Site]:
     environment |= {"RAY_AUTH_TOKEN_PATH": str(folder / "token"), "DISAGG_API__PORT": "8000"}
     ray = [str(Path(sys.executable).with_name("ray")), "start", "--num-gpus=0", "--disable-usage-stats"]
     ray += ["--object-store-memory=100000000", "--block"]
-    disagg = [sys.executable, "-m", "disagg.cli"]
+    disagg = [sys.executable, "-m", "disagg"]
     config = ["--config", str(folder / "cluster.toml")]
     with ExitStack() as stack:
         here = Site(hosts, folder, stack.enter_context(hosts.a.threads(8)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disagg.core.config import Config, GroupConfig, TransferConfig, load_config, parse_bytes
+from disagg.core.config.read import ApiConfig, Config, GroupConfig, TransferConfig, load_config, parse_bytes
 from disagg.core.errors import ConfigError
 
 TOML = """
@@ -147,7 +147,6 @@ FLAG_MISTAKES = [
     ({"transfer.lease_timeout_s": "nan"}, "it must be more than 0"),
     ({"transfer.layer_groups": 0}, "it must be at least 1"),
     ({"prefill.device": "gpu"}, "prefill.device = 'gpu' is not allowed; it must be one of auto, cpu, cuda"),
-    ({"prefill.device": "cpu", "prefill.collective": "nccl"}, "it must be auto or shared on device cpu"),
     (
         {"prefill.pool_tokens": 1000, "prefill.max_context_tokens": 9},
         "it must be a multiple of page_size (16)",
@@ -264,3 +263,29 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_not_sizes(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize("transport", ["ucx-shm", "inproc", "ucx-rdma", "ucx-tcp", "tls"])
+def test_checksums_where_kv_crosses_a_network_unless_set(transport: str) -> None:
+    assert TransferConfig().checks(transport) == (transport in {"ucx-rdma", "ucx-tcp", "tls"})
+    assert TransferConfig(checksum=True).checks(transport)
+    assert not TransferConfig(checksum=False).checks(transport)
+
+
+def test_automatic_sizes_of_a_group() -> None:
+    on_gpu, on_cpu = GroupConfig().sized("cuda"), GroupConfig().sized("cpu")
+    assert (on_gpu.max_requests, on_gpu.max_batch, on_gpu.chunk_tokens) == (256, 256, 2048)
+    assert (on_cpu.max_requests, on_cpu.max_batch, on_cpu.chunk_tokens) == (32, 32, 256)
+    assert (on_gpu.context_limit(131072), on_cpu.context_limit(131072)) == (131072, 4096)
+    assert on_gpu.sized("cuda") == on_gpu, "chosen sizes stay"
+    given = GroupConfig(max_requests=7, max_context_tokens=100, chunk_tokens=9)
+    assert given.sized("cuda") == given.sized("cpu") == msgspec.structs.replace(given, max_batch=7)
+    assert GroupConfig(pool_tokens=1024).sized("cuda").context_limit(4096) == 1024, (
+        "no more than the pool holds"
+    )
+    assert GroupConfig(pool_tokens=1024).sized("cpu").max_context_tokens == 1024
+
+
+def test_admission_follows_the_groups_unless_set() -> None:
+    assert (ApiConfig().max_running, ApiConfig().running_limit) == (0, 256)
+    assert ApiConfig(max_running=3).running_limit == 3

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import structlog
 
-from disagg.core.config import LogConfig
+from disagg.core.config.read import LogConfig
 from disagg.core.log import configure, get_logger
 
 

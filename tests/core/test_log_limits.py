@@ -16,7 +16,7 @@ import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from disagg.core.config import LogConfig
+from disagg.core.config.read import LogConfig
 from disagg.core.log import configure
 from disagg.core.log_limits import (
     LIMITED,
@@ -96,7 +96,7 @@ def test_a_peer_that_renames_itself_gains_little(limited: Limited) -> None:
 
 
 def test_long_values_are_cut_in_limited_lines_only(limited: Limited) -> None:
-    limited.log("warning", "strange_letter", peer="p", error="x" * 100_000)
+    limited.log("warning", "active_message_dropped", peer="p", error="x" * 100_000)
     limited.log("error", "group_broken", reason="y" * 100_000)
     cut, whole = limited.lines
     assert len(cut["error"]) < MAX_VALUE_CHARS + 50

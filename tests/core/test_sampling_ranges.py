@@ -56,8 +56,9 @@ def test_edges_are_allowed(values: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("values", "what"), BAD)
 def test_what_is_out_of_range_is_named_with_its_range(values: dict[str, Any], what: str) -> None:
-    with pytest.raises(InvalidRequestError, match=what):
+    with pytest.raises(InvalidRequestError, match=what) as error:
         check_sampling(SamplingParams(**values), 10)
+    assert error.value.param in values
 
 
 def test_end_tokens_of_the_model_count_unless_they_are_ignored() -> None:

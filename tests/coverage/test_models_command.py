@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from bad_checks import ends_badly
 
-from disagg.cli import run
+from disagg.cli.app import run
 from disagg.coverage import check
 from disagg.coverage.page import render
 from disagg.coverage.types import causal_types, chosen_types
 from disagg.coverage.verdict import Verdict
 from disagg.coverage.workers import check_types
-from disagg.model.paged import PagedStep
+from disagg.model.attention.paged import PagedStep
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 SAMPLE = ("gemma2", "camembert", "mixtral", "lfm2", "roformer", "hrm_text", "qwen3_5", "bart")
@@ -110,9 +110,9 @@ def test_without_check_types_are_listed(capsys: pytest.CaptureFixture[str]) -> N
     ("arguments", "message"),
     [
         (["--types", "no_such"], "no causal model of this type"),
-        (["--out", "x.md"], "nothing to write without --check"),
+        (["--out", "x.md"], "--out needs --check: only a check has results to write"),
         (["--check", "--types", "llama", "--out", "x.md"], "the page has all types"),
-        (["--check", "--jobs", "-1"], "no negative number"),
+        (["--check", "--jobs", "-1"], "--jobs must be 0 or more"),
     ],
 )
 def test_flags_that_cannot_be(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

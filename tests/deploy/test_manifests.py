@@ -18,7 +18,7 @@ from manifest_pods import RAY_HEALTH, ROUTER_HEALTH
 from manifest_product import load
 from network_policies import leaving
 
-from disagg.cli import app
+from disagg.cli.app import app
 
 KUBERNETES = "1.33"
 CRDS = os.environ.get("DISAGG_KUBERAY_CRDS")

@@ -14,6 +14,20 @@ import pytest
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent.parent
+COPIES = (
+    "copy/test_copy_kernels.py",
+    "copy/test_move_kernel.py",
+    "copy/test_page_copy.py",
+    "copy/test_checksum.py",
+    "copy/test_quantize.py",
+)
+ATTENTION = (
+    "attention/test_prefill_attention.py",
+    "attention/test_decode_attention.py",
+    "attention/test_kv_write.py",
+)
+SWEEPS = ("attention/test_prefill_attention.py", "copy/test_checksum.py")
+LAYERS = ("layers/test_small_layers.py", "layers/test_rank_sum.py")
 
 
 def interpret(*command: str) -> None:
@@ -26,20 +40,22 @@ def interpret(*command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "files",
+    ("files", "marked"),
     [
-        ("test_copy_kernels.py", "test_move_kernel.py", "test_page_copy.py", "test_checksum.py"),
-        ("test_decode_attention.py", "test_prefill_attention.py", "test_kv_write.py", "test_quantize.py"),
-        ("test_small_layers.py", "test_rank_sum.py"),
+        pytest.param(COPIES, "not slow and not gpu", id="copies"),
+        pytest.param(ATTENTION, "not slow and not gpu", id="attention"),
+        pytest.param(SWEEPS, "slow and not gpu", id="rest of the sweeps", marks=pytest.mark.slow),
+        pytest.param(LAYERS, "not slow and not gpu", id="small layers"),
     ],
-    ids=["copies", "attention", "small layers"],
 )
-def test_tests_pass_in_the_interpreter(files: tuple[str, ...]) -> None:
+def test_tests_pass_in_the_interpreter(files: tuple[str, ...], marked: str) -> None:
     interpret(
         "-m",
         "pytest",
         "-p",
         "no:cacheprovider",
+        "-m",
+        marked,
         "-k",
         "not reference and not cuda",
         *(str(FOLDER / name) for name in files),

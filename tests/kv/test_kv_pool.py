@@ -8,8 +8,8 @@ import torch
 from disagg.core.errors import ConfigError
 from disagg.core.types import KVLayout
 from disagg.kv.pool import MHATokenToKVPool, dtype_name
-from kernels.kv_write import dequantize, quantize
-from kernels.layer_kv import QUANTIZED
+from kernels.attention.kv_write import dequantize, quantize
+from kernels.attention.layer_kv import QUANTIZED
 
 SLOTS, HEADS, DIM = 12, 3, 8
 

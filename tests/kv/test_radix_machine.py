@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from kv_memory import KVMemory, Word
 
-from disagg.core.config_tree import EvictionName
+from disagg.core.config.tree import EvictionName
 from disagg.core.prefixes import HeldPrefixes, PrefixKey
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache
@@ -216,7 +216,7 @@ class CacheMachine(CountedMachine):
         for request in self.running:
             key = PrefixKey.of(request.tokens, request.salt)
             unit = self.router.unit_tokens
-            held = self.router.longest_tokens(key.marks(unit))
+            held = self.router.longest_tokens(key.block_hashes(unit))
             assert held == self.cache.match(key).tokens // unit * unit
 
     @invariant()

@@ -10,7 +10,7 @@ import pytest
 from model_helpers import ANSWER_TOKENS, SIZES, load_plain, prompts
 from plain_greedy import plain_greedy
 
-from disagg.model.tiny import make_tiny_checkpoint
+from disagg.model.load.tiny import make_tiny_checkpoint
 
 
 @pytest.fixture(scope="session")

@@ -27,10 +27,10 @@ from transformers import (
 from disagg.core.errors import ConfigError, InvariantError, UnsupportedModelError
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.build import build_model
-from disagg.model.collective import SingleCollective, ThreadCollective, run_ranks
-from disagg.model.source import ModelSource
-from disagg.model.spec import spec_from_config
+from disagg.model.collective.base import SingleCollective, ThreadCollective, run_ranks
+from disagg.model.load.build import build_model
+from disagg.model.load.source import ModelSource
+from disagg.model.spec.model_spec import spec_from_config
 from disagg.model.unsplit import generate_unsplit
 
 TOKENS = 12
@@ -138,7 +138,7 @@ def test_a_module_called_outside_of_a_step_says_so(tmp_path: Path) -> None:
 def test_the_kernels_are_for_models_whose_layers_they_can_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("disagg.model.kernel_step.unsupported", lambda *sizes: "")
+    monkeypatch.setattr("disagg.model.attention.kernel_step.unsupported", lambda *sizes: "")
     alibi, plain = (save_adapted(ADAPTED[name](), tmp_path / name) for name in ("bloom", "falcon"))
     assert make_runner(plain).attention_kernels
     assert not make_runner(alibi).attention_kernels

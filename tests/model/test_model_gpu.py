@@ -12,12 +12,12 @@ from plain_greedy import plain_greedy
 
 from disagg.core.types import SamplingParams
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.collective import ThreadCollective, run_ranks
-from disagg.model.nccl_collective import NcclCollective
-from disagg.model.runner import ModelRunner
-from disagg.model.sampler import sample
-from disagg.model.shared_collective import SharedCollective
-from disagg.model.source import ModelSource
+from disagg.model.collective.base import ThreadCollective, run_ranks
+from disagg.model.collective.nccl import NcclCollective
+from disagg.model.collective.shared import SharedCollective
+from disagg.model.load.source import ModelSource
+from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.model.sampling.sampler import sample
 from disagg.model.unsplit import generate_unsplit
 
 pytestmark = pytest.mark.gpu
@@ -87,13 +87,15 @@ def test_a_real_shape_with_random_weights_is_split_alike() -> None:
     def work(collective: ThreadCollective) -> torch.Tensor:
         runner = ModelRunner(
             source,
+            RunnerOptions(
+                dtype=torch.bfloat16,
+                pool_tokens=1024,
+                page_size=16,
+                rows=1,
+                max_tokens=256,
+            ),
             collective=collective,
             device="cuda",
-            dtype=torch.bfloat16,
-            pool_tokens=1024,
-            page_size=16,
-            rows=1,
-            max_tokens=256,
         )
         runner.pool.poison()
         row = runner.req_to_token.alloc()

@@ -10,8 +10,8 @@ from torch import nn
 
 from disagg.core.errors import MismatchError
 from disagg.core.types import TokenLogprobs
-from disagg.model.rounding import Judge, asked_of, judge_answer, judge_by, shaken, view_of, worst_of
-from disagg.verdict import judged_of, verdict, within
+from disagg.model.rounding import Judge, compared_tokens, judge_answer, judge_by, shaken, view_of, worst_of
+from disagg.reference.verdict import judged_of, verdict, within
 
 TOLD = TokenLogprobs(5, -1.0, ((5, -1.0), (7, -1.1)))
 """Token 5, only just."""
@@ -94,4 +94,4 @@ def test_noise_is_a_unit_of_each_module_s_result_and_goes_again() -> None:
         for row, asked, best in zip(plain, [[5], [], [0, 1]], judge.best, strict=True)
     ]
     assert all(a != b for a, b in zip(judge.views, judge.shaken, strict=True))
-    assert asked_of(TOLD) == [5, 5, 7]
+    assert compared_tokens(TOLD) == [5, 5, 7]

@@ -14,11 +14,11 @@ from disagg.core.errors import ConfigError, PromptTooLongError
 from disagg.core.types import SamplingParams, Span
 from disagg.model import batch, unsplit
 from disagg.model.batch import SequenceSlice, StepBatch, build_index
-from disagg.model.collective import ThreadCollective, run_ranks
-from disagg.model.next_tokens import next_tokens
-from disagg.model.penalties import Row
+from disagg.model.collective.base import ThreadCollective, run_ranks
+from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner
-from disagg.model.source import ModelSource
+from disagg.model.sampling.next_tokens import next_tokens
+from disagg.model.sampling.penalties import SamplingRow
 from disagg.model.unsplit import generate_unsplit
 
 Checkpoint = Callable[[str], Path]
@@ -124,7 +124,7 @@ def test_answers_end_at_stop_tokens_and_seeds_repeat(
     assert generate_unsplit(runner, prompts(), drawn, chunk_tokens=9) == first
     asked: list[list[int]] = []
 
-    def recorded(logits: torch.Tensor, rows: list[Row], eos_ids: tuple[int, ...]) -> Any:
+    def recorded(logits: torch.Tensor, rows: list[SamplingRow], eos_ids: tuple[int, ...]) -> Any:
         asked.append([len(row.answer) for row in rows])
         return next_tokens(logits, rows, eos_ids)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from disagg.core.config import Role
+from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError, HandshakeError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
 from disagg.node.links import Link, make_link

@@ -9,19 +9,20 @@ import pytest
 import torch
 from fake_model import VOCAB, fake_spec
 
-from decode_node.costs import Rates
+from decode_node.costs import CostEstimates
 from decode_node.leader import DecodeLeader
 from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.sampling import sampling_of
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.model.chunks import PromptChunks
-from disagg.model.next_tokens import Chosen, next_tokens
-from disagg.model.penalties import Row, history_of
-from disagg.node.ledger import Ledger
+from disagg.model.sampling.next_tokens import Chosen, next_tokens
+from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.node.kv_manager import KVManager
 from prefill_node.first_tokens import ROWS, First, first_tokens
 from prefill_node.scheduler import PrefillRequest
-from transport import messages as m
+from transport.control import messages as m
 
 KEY = RequestKey("r")
 
@@ -32,14 +33,16 @@ class Decode:
     def __init__(self, sampling: SamplingParams) -> None:
         self.sent: list[Any] = []
         self.scheduler = DecodeScheduler(
-            Ledger(pool_tokens=256, page_size=4, rows=8, eviction="lru"),
-            group="decode",
-            ranks=1,
-            max_batch=8,
-            max_context_tokens=256,
-            first_ticket=7,
-            chunks=PromptChunks(64),
-            rates=Rates(1e3, 1e3),
+            KVManager(pool_tokens=256, page_size=4, rows=8, eviction="lru"),
+            SchedulerOptions(
+                group="decode",
+                ranks=1,
+                max_batch=8,
+                max_context_tokens=256,
+                first_ticket=7,
+                chunks=PromptChunks(64),
+                rates=CostEstimates(1e3, 1e3),
+            ),
         )
         send = lambda peer, message: self.sent.append(message)  # noqa: E731
         spec = fake_spec(layers=1, kv_heads=1)
@@ -162,7 +165,7 @@ def test_many_answers_to_many_prompts_are_chosen_in_parts(monkeypatch: pytest.Mo
         first = found[request.key]
         assert isinstance(first, First)
         for number, token in enumerate(first.tokens):
-            alone = Row(sampling_of(sampling, number), (), history_of(request.prompt, sampling))
+            alone = SamplingRow(sampling_of(sampling, number), (), history_of(request.prompt, sampling))
             (chosen,) = next_tokens(logits[row : row + 1], [alone], ())
             assert isinstance(chosen, Chosen)
             assert token == chosen.token

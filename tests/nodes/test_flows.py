@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.core.status import RouteStatus
-from prefill_node.flows import BusyTime, Exposed, Flows
+from prefill_node.exposed import Exposed
+from prefill_node.flows import BusyTime, Flows
 
 
 @settings(max_examples=50)
@@ -81,12 +82,12 @@ def test_exposed_begins_when_the_last_kv_is_written() -> None:
     assert not exposed, "another chunk follows"
     exposed.computed([one], first, 1.0)
     exposed.computed([other], second, 1.5)
-    exposed.look(2.0)
+    exposed.poll(2.0)
     assert (one.computed_s, other.computed_s) == (None, None)
     first.done = True
-    exposed.look(3.0)
+    exposed.poll(3.0)
     assert (one.computed_s, other.computed_s) == (3.0, None)
-    exposed.look(3.5)
+    exposed.poll(3.5)
     exposed.finished(one, 4.0)
     assert exposed.total_s == 1.0
     second.done = True

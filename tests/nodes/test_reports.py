@@ -6,7 +6,7 @@ import pytest
 
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.node.reports import FORGET_AFTER, Reports
-from transport import messages as m
+from transport.control import messages as m
 
 STATUS = GroupStatus("decode", "decode")
 
@@ -25,7 +25,7 @@ class Leader:
 
     def tell(self) -> list[str]:
         self.told.clear()
-        self.reports.tell(STATUS)
+        self.reports.publish(STATUS)
         return self.told
 
 
@@ -54,8 +54,8 @@ def test_who_asks_is_told_for_five_of_its_intervals() -> None:
 def test_ranks_are_kept_in_their_order_and_no_others() -> None:
     reports = Leader().reports
     for rank in (1, 0, 5):
-        reports.heard(RankStatus(f"decode r{rank}", rank), ranks=2)
-    reports.heard(RankStatus("decode r1", 1, faults_total=3), ranks=2)
+        reports.update_rank(RankStatus(f"decode r{rank}", rank), ranks=2)
+    reports.update_rank(RankStatus("decode r1", 1, faults_total=3), ranks=2)
     assert [rank.name for rank in reports.ranks] == ["decode r0", "decode r1"]
     assert reports.ranks[1].faults_total == 3
 

@@ -17,21 +17,21 @@ def test_a_group_is_whole_when_its_last_silent_peer_is_heard() -> None:
     silences, one, two = Silences(), group("one", "a", "b"), group("two", "b", "c")
     silences.linked(one, ["a", "b"])
     silences.linked(two, ["c"])
-    assert silences.fell_silent("a")
-    assert not silences.fell_silent("a"), "known already"
-    assert silences.fell_silent("b")
-    assert silences.heard("a") == [], "b is still missing"
-    assert silences.heard("b") == [one], "and the other group does not speak to b"
-    assert silences.heard("b") == [], "it was not silent"
+    assert silences.mark_silent("a")
+    assert not silences.mark_silent("a"), "known already"
+    assert silences.mark_silent("b")
+    assert silences.mark_met("a") == [], "b is still missing"
+    assert silences.mark_met("b") == [one], "and the other group does not speak to b"
+    assert silences.mark_met("b") == [], "it was not silent"
 
 
 def test_who_is_dead_is_not_waited_for() -> None:
     silences, one, two = Silences(), group("one", "a", "b"), group("two", "c")
     silences.linked(one, ["a"])
     silences.linked(two, ["c"])
-    silences.fell_silent("a")
-    silences.fell_silent("c")
+    silences.mark_silent("a")
+    silences.mark_silent("c")
     silences.dead("b")
-    assert not silences.speaks_to("a"), "a group without one of its ranks is gone"
-    assert silences.heard("a") == []
-    assert silences.heard("c") == [two]
+    assert not silences.is_linked("a"), "a group without one of its ranks is gone"
+    assert silences.mark_met("a") == []
+    assert silences.mark_met("c") == [two]

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from disagg.core.config import ClusterConfig, Config, GroupConfig, ModelConfig
+from disagg.cluster.group import with_placement
+from disagg.cluster.placement import choose_placement
+from disagg.core.config.read import ClusterConfig, Config, GroupConfig, ModelConfig
 from disagg.core.errors import ConfigError
-from disagg.groups import with_placement
 from disagg.kv.req_to_token import ReqToTokenPool
-from disagg.model.collective import ThreadCollective
+from disagg.model.collective.base import ThreadCollective
 from disagg.node import sizing
 from disagg.node.sizing import MemoryBudget, fill_memory
-from disagg.placement import choose_placement
-from disagg.plan_memory import memory_lines, model_layouts, plan_memory
+from disagg.plan.memory import memory_lines, model_layouts, plan_memory
 
 GB = 10**9
 PAGE = 16
@@ -78,9 +78,12 @@ class Runner:
         self.sizes.append(tokens)
 
 
-def fill(monkeypatch: pytest.MonkeyPatch, runner: Any, limit_bytes: int) -> None:
+def fill(
+    monkeypatch: pytest.MonkeyPatch, runner: Any, limit_bytes: int, max_context_tokens: int = 4096
+) -> None:
     monkeypatch.setattr(sizing, "measure", lambda *_: budget(limit_bytes))
-    fill_memory(runner, Config(), GroupConfig(tp=1), "decode")
+    group = GroupConfig(tp=1, max_context_tokens=max_context_tokens)
+    fill_memory(runner, Config(), group, "decode")
 
 
 def test_the_pool_is_made_with_its_trash_page(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +100,18 @@ def test_too_little_for_one_request_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert "\n" not in str(caught.value)
 
 
+def test_an_automatic_context_takes_a_pool_smaller_than_the_models_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = Runner()
+    fill(monkeypatch, runner, 20 * GB + 131072 * 4000, max_context_tokens=0)
+    assert 3000 < runner.sizes[0] < runner.req_to_token.max_tokens
+    with pytest.raises(ConfigError, match="only 0 tokens"):
+        fill(monkeypatch, Runner(), 16 * GB, max_context_tokens=0)
+
+
 def test_a_gpu_that_something_else_uses_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"something else uses the GPU.*lower decode.mem_fraction"):
+    with pytest.raises(ConfigError, match=r"another process uses the GPU.*lower decode.mem_fraction"):
         fill(monkeypatch, Runner(fits=False), 120 * GB)
 
 
@@ -174,7 +187,7 @@ def test_the_plan_of_a_known_model() -> None:
     assert decode.pool_tokens * 131072 < 80 * GB * 0.88 - whole
     told = memory_lines([prefill, decode])
     assert told[1].startswith("decode, 1 rank: 70.4 GB for this rank: weights 16.1")
-    assert "requests of 4,096 tokens" in told[1]
+    assert "3 requests of 131,072 tokens" in told[1], "the model's context"
     assert "no room for a KV cache" in memory_lines(plan_memory(config, 16 * GB))[1]
 
 

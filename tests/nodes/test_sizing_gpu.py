@@ -7,11 +7,11 @@ import gc
 import pytest
 import torch
 
-from disagg.core.config import Config, GroupConfig
+from disagg.core.config.read import Config, GroupConfig
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.collective import SingleCollective
+from disagg.model.collective.base import SingleCollective
+from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner
-from disagg.model.source import ModelSource
 from disagg.node.assemble import make_runner
 from disagg.node.sizing import fill_memory, measure
 

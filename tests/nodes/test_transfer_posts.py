@@ -31,7 +31,7 @@ class Waiting:
     def progress(self) -> list[Any]:
         return []
 
-    arrivals = progress
+    arrivals = lost_peers = progress
 
     def close(self) -> None: ...
 

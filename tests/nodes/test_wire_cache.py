@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 
 from disagg.node.wire_cache import WireCache, cache_path
 from staging.wire import Wire
-from transport.ucx_library import settings
+from transport.ucx.library import settings
 
 NVLINK, TCP = Wire(2e-5, 3.5e11), Wire(1e-4, 1e9)
 

@@ -17,12 +17,12 @@ from local_groups import TIMEOUT_S, Checkpoints, LocalGroups, local_groups, rand
 import decode_node.probe
 import prefill_node.calibration
 import prefill_node.probe
-from disagg.core.config import Config
+from disagg.core.config.read import Config
 from disagg.core.types import SamplingParams
 from prefill_node.calibration import Calibration, Calibrator
 from staging.wire import PROBE_REPEATS, PROBE_SIZES_BYTES
-from transport import messages as m
-from transport.tags import is_letter, is_probe, probe_tag
+from transport.control import messages as m
+from transport.tags import is_active_message, is_probe, probe_tag
 
 RING_BYTES = 32 << 20
 TIMED = len(PROBE_SIZES_BYTES) * (1 + PROBE_REPEATS)
@@ -116,7 +116,7 @@ def test_a_known_wire_is_not_measured_again(start: Callable[..., LocalGroups], c
     measured = calibrate(start())
     groups = start(calibrate="always")
     sizes = counted(groups, is_probe)
-    groups.prefill[0].asked = config_of(calibrate="auto")
+    groups.prefill[0].user_config = config_of(calibrate="auto")
     assert groups.prefill[0].calibrate(groups.decode_info) is None, "not on a CPU, unless told to"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Calibrator, "wanted", True)
@@ -136,7 +136,7 @@ def test_what_is_set_wins(start: Callable[..., LocalGroups]) -> None:
 
 def test_all_is_set(start: Callable[..., LocalGroups]) -> None:
     groups = start(segment_overhead_s=1e-4, wire_bytes_per_s=1e9, max_segment_bytes=1 << 20)
-    sizes = counted(groups, is_letter)
+    sizes = counted(groups, is_active_message)
     found = calibrate(groups)
     assert (sizes, found.failed) == ([], False)
     assert (
@@ -149,7 +149,7 @@ def test_peer_memory_is_not_measured(start: Callable[..., LocalGroups]) -> None:
     sizes = counted(groups, is_probe)
     found = calibrate(groups)
     assert (sizes, found.path, found.failed) == ([], "peer memory", False)
-    assert "the decode pool is written to" in found.found
+    assert "the decode pool is written directly" in found.found
     assert found.chosen == "a chunk of 24 tokens leaves in 2 layer groups", "as before"
 
 
@@ -198,7 +198,7 @@ def test_a_ring_in_use(start: Callable[..., LocalGroups], checkpoints: Checkpoin
     check_exact(groups, checkpoints)
 
 
-LOST: dict[str, Callable[[int], bool]] = {"letter": is_letter, "message": is_probe}
+LOST: dict[str, Callable[[int], bool]] = {"letter": is_active_message, "message": is_probe}
 
 
 @pytest.mark.parametrize("nth", [0, 2])

@@ -13,7 +13,7 @@ from prefill_node.probe import Probed, Prober
 from staging.allocator import StagingAllocator
 from staging.buffer import StagingBuffer
 from staging.wire import PROBE_LIMIT_S, PROBE_REPEATS, PROBE_SIZES_BYTES, Wire
-from transport import messages as m
+from transport.control import messages as m
 from transport.inproc import InprocFabric, InprocTransport
 
 SIZE_BYTES = 16 << 20
@@ -25,7 +25,7 @@ class Ends:
 
     def __init__(self) -> None:
         self.now_s, self.wire = 0.0, Wire(2e-5, 1e12)
-        self.letters: list[m.Message] = []
+        self.active_messages: list[m.Message] = []
         self.deaf = self.offered = self.writable = False
         self.ended: list[Probed] = []
         fabric = InprocFabric()
@@ -58,7 +58,7 @@ class Ends:
         )
 
     def to_decode(self, peer: str, message: m.Message) -> None:
-        self.letters.append(message)
+        self.active_messages.append(message)
         if isinstance(message, m.ProbeRequest) and not self.deaf:
             self.receiver.on_request("prefill", message)
         elif isinstance(message, m.ProbeEnded):
@@ -66,7 +66,7 @@ class Ends:
 
     def to_prefill(self, peer: str, message: m.Message) -> None:
         assert isinstance(message, m.ProbeAnswer)
-        self.letters.append(message)
+        self.active_messages.append(message)
         self.prober.on_answer("decode", message)
 
     def start(self, known: Callable[[str, str], Wire | None] = lambda host, device: None) -> None:
@@ -112,7 +112,7 @@ def test_the_wire_is_found() -> None:
     assert probed.wire.overhead_s == pytest.approx(2e-5, rel=0.01)
     assert probed.wire.bytes_per_s == pytest.approx(1e12, rel=0.01)
     assert ends.sent == [size for size in PROBE_SIZES_BYTES for _ in range(EACH)]
-    kinds = [type(letter) for letter in ends.letters]
+    kinds = [type(letter) for letter in ends.active_messages]
     assert kinds == [m.ProbeRequest, m.ProbeAnswer, m.ProbeEnded]
 
 
@@ -137,14 +137,14 @@ def test_the_ring_is_held_until_a_receive_has_ended() -> None:
     ends = Ends()
     ends.start()
     ends.announce()
-    [request, *_] = ends.letters
+    [request, *_] = ends.active_messages
     assert isinstance(request, m.ProbeRequest)
     ends.receiver.on_ended("prefill", m.ProbeEnded(request.number))
     assert ends.receiver.lease is not None, "a receive may still write there"
     refused = m.ProbeRequest(7, 512)
     ends.receiver.on_request("prefill", refused)
-    assert isinstance(ends.letters[-1], m.ProbeAnswer)
-    assert "in use" in ends.letters[-1].refused
+    assert isinstance(ends.active_messages[-1], m.ProbeAnswer)
+    assert "in use" in ends.active_messages[-1].refused
     ends.land()
     assert ends.receiver.lease is None
     assert ends.ring.statistics().leases == 0
@@ -205,11 +205,14 @@ def test_a_repeated_request_is_answered_and_holds_no_more() -> None:
     ends = Ends()
     for _ in range(2):
         ends.receiver.on_request("prefill", m.ProbeRequest(7, 512))
-    assert [letter.refused for letter in ends.letters if isinstance(letter, m.ProbeAnswer)] == ["", ""]
+    assert [letter.refused for letter in ends.active_messages if isinstance(letter, m.ProbeAnswer)] == [
+        "",
+        "",
+    ]
     assert ends.ring.statistics().leases == 1
     ends.receiver.on_request("another", m.ProbeRequest(7, 512))
-    assert isinstance(ends.letters[-1], m.ProbeAnswer)
-    assert "in use" in ends.letters[-1].refused
+    assert isinstance(ends.active_messages[-1], m.ProbeAnswer)
+    assert "in use" in ends.active_messages[-1].refused
 
 
 def test_it_asks_again_until_it_may() -> None:
@@ -219,7 +222,7 @@ def test_it_asks_again_until_it_may() -> None:
     for _ in range(3):
         ends.now_s += 0.05
         assert 0 < ends.prober.poll(ends.now_s) <= 0.05
-    assert len(ends.letters) == 8
+    assert len(ends.active_messages) == 8
     ends.ring.free(lease.id)
     ends.now_s += 0.05
     ends.prober.poll(ends.now_s)
@@ -250,7 +253,7 @@ def test_what_never_comes_is_given_up(state: dict[str, Any], expected: str) -> N
 
 
 def _about(ends: Ends) -> dict[str, str]:
-    answers = [letter for letter in ends.letters if isinstance(letter, m.ProbeAnswer)]
+    answers = [letter for letter in ends.active_messages if isinstance(letter, m.ProbeAnswer)]
     return {"host": answers[-1].host, "device": "cpu"} if answers else {}
 
 

@@ -15,8 +15,8 @@ from prefill_node.probe import Probed, Prober
 from staging.allocator import StagingAllocator
 from staging.buffer import StagingBuffer
 from staging.wire import PROBE_REPEATS, PROBE_SIZES_BYTES
-from transport import messages as m
-from transport.letters import Letters
+from transport.active_messages import ActiveMessages
+from transport.control import messages as m
 from transport.select import make_transport
 
 RING_BYTES = 16 << 20
@@ -34,8 +34,8 @@ class End:
         self.name = name
 
     def join(self, pipe: Connection, peer: str, handlers: dict[Any, Any]) -> None:
-        self.letters = Letters(self.transport, self.name, handlers, lambda *about: None)
-        self.letters.know(peer)
+        self.active_messages = ActiveMessages(self.transport, self.name, handlers, lambda *about: None)
+        self.active_messages.know(peer)
         pipe.send(self.transport.address)
         self.transport.connect(peer, pipe.recv())
 
@@ -44,9 +44,9 @@ class End:
         while not until():
             assert time.monotonic() < deadline_s, self.name
             for operation in self.transport.progress():
-                self.letters.ended(operation) or probes.ended(operation)
+                self.active_messages.ended(operation) or probes.ended(operation)
             for arrival in self.transport.arrivals():
-                self.letters.arrived(arrival) or probes.arrived(arrival)
+                self.active_messages.arrived(arrival) or probes.arrived(arrival)
             probes.poll(time.monotonic())
             self.transport.wait(0.005)
 
@@ -59,7 +59,7 @@ def receive(pipe: Connection) -> None:
         end.buffer,
         end.allocator,
         "cpu",
-        send=lambda peer, message: end.letters.send(peer, message),
+        send=lambda peer, message: end.active_messages.send(peer, message),
         offered=lambda peer: False,
         freed=lambda: None,
         clock=time.monotonic,
@@ -80,7 +80,7 @@ def test_a_wire_between_two_processes() -> None:
         end.transport,
         end.buffer,
         end.allocator,
-        send=lambda peer, message: end.letters.send(peer, message),
+        send=lambda peer, message: end.active_messages.send(peer, message),
         writable=lambda peer: False,
         freed=lambda: None,
         clock=time.monotonic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import pytest
@@ -11,10 +12,12 @@ from local_groups import small_config
 from simulated_groups import LOST, ROUTER, Simulation
 
 from decode_node.fences import CLOSED
+from decode_node.receive_state import ReceiveTransferState
 from decode_node.receiver import ARRIVAL_POLL_S
+from decode_node.tickets import VERIFIED_WAIT_S
 from disagg.core.errors import TransportError
-from disagg.core.types import SamplingParams
-from transport import messages as m
+from disagg.core.types import RequestKey, SamplingParams
+from transport.control import messages as m
 from transport.peer_memory import MemoryHandle, open_memory
 
 P, D = "prefill-0", "decode-0"
@@ -71,7 +74,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Ordered:
     config = small_config(1, 1, chunk_tokens=64, layer_groups=1, peer_memory=True)
     simulation = Ordered(config, 0, monkeypatch)
     simulation.deliver(D, P)
-    assert simulation.ranks[P]._agent.statistics().open_pools == 1
+    assert simulation.ranks[P].statistics()["transfer"].open_pools == 1
     return simulation
 
 
@@ -113,7 +116,7 @@ def test_a_pool_that_is_offered_again_and_refused_leaves_open_tickets_as_they_ar
     decode.link(order.groups[0])
     order.deliver(D, P)
     order.deliver(P, D)
-    assert order.ranks[P]._agent.statistics().refused_pools == 1
+    assert order.ranks[P].statistics()["transfer"].refused_pools == 1
     while order.devices[P].work:
         order.devices[P].step()
     order.settle()
@@ -131,12 +134,12 @@ def test_a_pool_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("prefill_node.peer_pools.warm", fail)
     order = Ordered(small_config(1, 1, peer_memory=True), 0, monkeypatch)
     order.deliver(D, P)
-    statistics = order.ranks[P]._agent.statistics()
+    statistics = order.ranks[P].statistics()["transfer"]
     assert (statistics.open_pools, statistics.refused_pools) == (0, 1)
     order.router.submit(TOKENS, SamplingParams(max_tokens=1))
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
-    assert order.ranks[P]._agent.statistics().segments_written == 0
+    assert order.ranks[P].statistics()["transfer"].segments_written == 0
 
 
 def test_a_receiver_does_not_poll_for_a_request_that_is_over(order: Ordered) -> None:
@@ -168,7 +171,7 @@ def test_the_prefill_group_keeps_its_pages_until_all_is_verified(
             order.devices[name].step()
 
     def sending() -> int:
-        return order.ranks[P]._leader.statistics().sending
+        return order.ranks[P].statistics()["leader"].sending
 
     for _ in range(2 if damaged else 1):
         run_device(P)
@@ -180,12 +183,44 @@ def test_the_prefill_group_keeps_its_pages_until_all_is_verified(
         assert sending() == 1, "all is written, nothing is verified"
         run_device(D)
         order.wire(D)
+        order.deliver(D, P)  # it asks for a segment again
         for _ in range(2):
-            order.wire(P)  # a letter comes
+            order.wire(P)  # or has verified all: a letter comes
     assert len(flips.struck) == damaged
     assert sending() == 0
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
+
+
+def test_a_verified_ticket_waits_a_moment_for_others(order: Ordered) -> None:
+    """One letter tells of several. Only while more is expected, and not for long."""
+    order.reserve()
+    order.compute()
+    order.reserve()  # expected by the decode rank; the prefill group has not heard of it
+    tickets = order.ranks[D]._agent._tickets
+    (first, second) = tickets.open.values()
+    while first.state is not ReceiveTransferState.LANDED:
+        for name in (P, D):
+            while order.devices[name].work:
+                order.devices[name].step()
+            order.wire(name)
+    assert second.wanted
+    landed_s = order.now_s
+    (outgoing,) = order.ranks[P]._agent._tickets.open.values()
+    assert tickets.due_s > landed_s - VERIFIED_WAIT_S, "it waits"
+    assert not told(order)
+    while not outgoing.reported:
+        order.wire(D)
+        order.wire(P)
+    assert told(order) == [[(first.key, first.ticket.number)]]
+    assert order.now_s - landed_s < VERIFIED_WAIT_S + 0.005, "not for the other one"
+    order.settle()
+    assert len(told(order)) == 2
+    assert tickets.due_s == math.inf
+
+
+def told(order: Ordered) -> list[list[tuple[RequestKey, int]]]:
+    return [letter.tickets for letter in order.seen if isinstance(letter, m.TransferVerified)]
 
 
 def test_pages_that_were_given_back_are_not_sent_again(order: Ordered) -> None:
@@ -194,13 +229,13 @@ def test_pages_that_were_given_back_are_not_sent_again(order: Ordered) -> None:
     order.compute()
     agent = order.ranks[P]._agent
     (outgoing,) = agent._tickets.open.values()
-    while not outgoing.finished:
+    while not outgoing.reported:
         for name in (P, D):
             while order.devices[name].work:
                 order.devices[name].step()
             order.wire(name)
     (item,) = outgoing.items.values()
-    agent._on_send_again(item.peer, m.SendAgain(outgoing.key, outgoing.ticket.number, 0, item.segment.index))
+    agent.on_send_again(item.peer, m.SendAgain(outgoing.key, outgoing.ticket.number, 0, item.segment.index))
     assert agent.statistics().segments_sent_again == 0
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]

@@ -7,12 +7,12 @@ from typing import Any
 from disagg.core.errors import PeerLostError
 from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, Shard, Span
-from disagg.router.policy import Engine
+from disagg.router.policy import RoutedGroup
 from disagg.router.status import GroupStatuses
-from transport import messages as m
+from transport.control import messages as m
 
 
-class Mail:
+class StatusDispatcher:
     """Keeps what is sent, and who listens."""
 
     def __init__(self) -> None:
@@ -30,10 +30,10 @@ class Mail:
         del self.listeners[peer]
 
 
-def engine(name: str, address: str) -> Engine:
+def engine(name: str, address: str) -> RoutedGroup:
     rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), address, b"")
     layout = KVLayout(1, 1, 8, "float32")
-    return Engine(GroupInfo(name, name.split("-")[0], 1, "", layout, 16, "inproc", (rank,)))
+    return RoutedGroup(GroupInfo(name, name.split("-")[0], 1, "", layout, 16, "inproc", (rank,)))
 
 
 def told(name: str, tokens: int = 0) -> m.GroupReport:
@@ -41,43 +41,48 @@ def told(name: str, tokens: int = 0) -> m.GroupReport:
 
 
 def test_groups_in_their_order_with_the_latest_of_each() -> None:
-    mail, engines = Mail(), [engine(name, name) for name in ("decode", "prefill-10", "prefill-2", "prefill")]
-    statuses = GroupStatuses(mail, lambda: engines)  # type: ignore[arg-type]
+    dispatcher, engines = (
+        StatusDispatcher(),
+        [engine(name, name) for name in ("decode", "prefill-10", "prefill-2", "prefill")],
+    )
+    statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
     assert [group.name for group in statuses.latest()] == ["prefill", "prefill-2", "prefill-10", "decode"]
     statuses.ask(2.0)
     statuses.ask(2.0)
-    assert sorted(mail.sent, key=str) == sorted([(e.group.name, m.Watch(2.0)) for e in engines] * 2, key=str)
-    mail.listeners["decode"](told("decode", 1))
-    mail.listeners["decode"](told("decode", 5))
-    mail.listeners["decode"](m.Join())  # logged
+    assert sorted(dispatcher.sent, key=str) == sorted(
+        [(e.group.name, m.Watch(2.0)) for e in engines] * 2, key=str
+    )
+    dispatcher.listeners["decode"](told("decode", 1))
+    dispatcher.listeners["decode"](told("decode", 5))
+    dispatcher.listeners["decode"](m.Join())  # logged
     assert statuses.latest()[-1].tokens_total == 5
     assert statuses.latest()[0] == GroupStatus("prefill", "prefill")
 
 
 def test_who_is_gone_is_forgotten() -> None:
-    mail, engines = Mail(), [engine("decode", "a"), engine("decode-2", "b")]
-    statuses = GroupStatuses(mail, lambda: engines)  # type: ignore[arg-type]
+    dispatcher, engines = StatusDispatcher(), [engine("decode", "a"), engine("decode-2", "b")]
+    statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
     statuses.ask(1.0)
     for address, name in (("a", "decode"), ("b", "decode-2")):
-        mail.listeners[address](told(name))
-    mail.listeners["a"](PeerLostError("lost"))
+        dispatcher.listeners[address](told(name))
+    dispatcher.listeners["a"](PeerLostError("lost"))
     assert [bool(group.ranks) for group in statuses.latest()] == [False, True]
     del engines[1]
     assert [group.name for group in statuses.latest()] == ["decode"]
     statuses.ask(1.0)
-    assert set(mail.listeners) == {"a"}, "b is asked no more, a again"
-    mail.sent.clear()
+    assert set(dispatcher.listeners) == {"a"}, "b is asked no more, a again"
+    dispatcher.sent.clear()
     statuses.close()
-    assert not mail.listeners
-    assert mail.sent == [("a", m.Watch(0.0))]
+    assert not dispatcher.listeners
+    assert dispatcher.sent == [("a", m.Watch(0.0))]
 
 
 def test_another_group_at_the_same_address_is_not_taken_for_it() -> None:
-    mail, engines = Mail(), [engine("decode", "a")]
-    statuses = GroupStatuses(mail, lambda: engines)  # type: ignore[arg-type]
+    dispatcher, engines = StatusDispatcher(), [engine("decode", "a")]
+    statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
     statuses.ask(1.0)
-    mail.listeners["a"](told("decode", 3))
+    dispatcher.listeners["a"](told("decode", 3))
     engines[0] = engine("decode-2", "a")
     assert statuses.latest() == (GroupStatus("decode-2", "decode"),)
-    mail.listeners["a"](told("decode-2", 1))
+    dispatcher.listeners["a"](told("decode-2", 1))
     assert statuses.latest()[0].tokens_total == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 from hypothesis import assume, given
@@ -15,36 +14,37 @@ from disagg.core.types import (
     GroupInfo,
     KVLayout,
     RankInfo,
-    RequestKey,
-    SamplingParams,
     Shard,
     Span,
 )
-from disagg.kv.journal import MarkJournal
-from disagg.router.policy import SESSION_LOAD, SLACK, Asking, Engine, prefix_aware
-from disagg.router.session import Session, SessionReport
+from disagg.kv.event_log import KVEventLog
+from disagg.router.policy import SESSION_LOAD, SLACK, RoutedGroup, RoutingRequest, SessionLoad, prefix_aware
 
 UNIT = 64
 LAYOUT = KVLayout(1, 1, 8, "float32")
 
 
-def engine(name: str, role: str = "prefill", **counts: int) -> Engine:
+def engine(name: str, role: str = "prefill", **counts: int) -> RoutedGroup:
     rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"")
-    return Engine(GroupInfo(name, role, PROTOCOL_VERSION, "", LAYOUT, 16, "inproc", (rank,)), **counts)
+    return RoutedGroup(GroupInfo(name, role, PROTOCOL_VERSION, "", LAYOUT, 16, "inproc", (rank,)), **counts)
 
 
-def holds(engine: Engine, *prompts: range, unit: int = UNIT, switch: int = 0, salt: str = "") -> Engine:
+def holds(
+    engine: RoutedGroup, *prompts: range, unit: int = UNIT, switch: int = 0, salt: str = ""
+) -> RoutedGroup:
     """The engine has told that it has cached the prompts."""
-    journal = MarkJournal(unit)
-    journal.add({mark: None for p in prompts for mark in PrefixKey.of(p, salt, switch).marks(unit)})
-    assert engine.held.apply(journal.digest(), switch)
+    kv_events = KVEventLog(unit)
+    kv_events.add({mark: None for p in prompts for mark in PrefixKey.of(p, salt, switch).block_hashes(unit)})
+    assert engine.held.apply(kv_events.digest(), switch)
     return engine
 
 
-def asking(prompt: range, *engines: Engine, session: str = "", salt: str = "") -> Asking:
+def asking(prompt: range, *engines: RoutedGroup, session: str = "", salt: str = "") -> RoutingRequest:
     kinds = {(e.held.unit_tokens, e.held.switch_tokens) for e in engines if len(e.held)}
-    marks = {(unit, switch): PrefixKey.of(prompt, salt, switch).marks(unit) for unit, switch in kinds}
-    return Asking(len(prompt), session, marks)
+    block_hashes = {
+        (unit, switch): PrefixKey.of(prompt, salt, switch).block_hashes(unit) for unit, switch in kinds
+    }
+    return RoutingRequest(len(prompt), session, block_hashes)
 
 
 def test_the_longest_beginning_wins_until_its_load_outweighs_it() -> None:
@@ -128,7 +128,7 @@ def test_the_choice_is_never_far_from_the_least_to_do(
 def test_a_session_never_overfills_a_group(requests: list[int], session: str) -> None:
     assume(session)
     engines = [engine(f"e{i}", "decode", requests=count, tokens=9 * i) for i, count in enumerate(requests)]
-    one = prefix_aware(engines, Asking(10, session))
+    one = prefix_aware(engines, RoutingRequest(10, session))
     assert one.requests < SESSION_LOAD * (sum(requests) + 1) / len(requests) + 1
 
 
@@ -136,25 +136,25 @@ def test_a_session_never_overfills_a_group(requests: list[int], session: str) ->
 def test_a_session_keeps_its_group_when_others_come_and_go(groups: int, gone: int, session: str) -> None:
     """Rendezvous hashing: only the sessions of a group that goes move, only to a new one do they move to."""
     engines = [engine(f"decode-{i}", "decode") for i in range(groups)]
-    home = prefix_aware(engines, Asking(10, session))
+    home = prefix_aware(engines, RoutingRequest(10, session))
     left = [e for i, e in enumerate(engines) if i != gone % groups]
     if home in left:
-        assert prefix_aware(left, Asking(10, session)) is home
+        assert prefix_aware(left, RoutingRequest(10, session)) is home
     more = [*engines, engine("decode-new", "decode")]
-    assert prefix_aware(more, Asking(10, session)).group.name in (home.group.name, "decode-new")
+    assert prefix_aware(more, RoutingRequest(10, session)).group.name in (home.group.name, "decode-new")
 
 
 def test_sessions_spread_and_a_full_group_gives_way() -> None:
     engines = [engine(f"decode-{i}", "decode") for i in range(4)]
-    homes = Counter(prefix_aware(engines, Asking(1, f"s{i}")).group.name for i in range(400))
+    homes = Counter(prefix_aware(engines, RoutingRequest(1, f"s{i}")).group.name for i in range(400))
     assert min(homes.values()) > 50
     for number in range(400):  # all at once: nobody is over 1.25 times the mean
-        prefix_aware(engines, Asking(1, f"s{number}")).requests += 1
+        prefix_aware(engines, RoutingRequest(1, f"s{number}")).requests += 1
     assert max(e.requests for e in engines) <= 125
-    home = prefix_aware([engine(f"decode-{i}", "decode") for i in range(4)], Asking(1, "s"))
+    home = prefix_aware([engine(f"decode-{i}", "decode") for i in range(4)], RoutingRequest(1, "s"))
     for one in engines:
         one.requests = 9 if one.group.name == home.group.name else 1
-    assert prefix_aware(engines, Asking(1, "s")).group.name != home.group.name
+    assert prefix_aware(engines, RoutingRequest(1, "s")).group.name != home.group.name
 
 
 def test_prefill_groups_know_no_sessions() -> None:
@@ -166,18 +166,16 @@ def test_prefill_groups_know_no_sessions() -> None:
 
 def test_several_answers_weigh_in_a_decode_group_as_if_each_were_asked_for_alone() -> None:
     prefill, one, other = engine("p"), engine("a", "decode"), engine("b", "decode")
-    mail: Any = None
 
-    def session(decode: Engine, n: int) -> Session:
-        asked = (RequestKey("r"), [1], SamplingParams(n=n), 0.0, None, SessionReport(), 0.0, "")
-        return Session(mail, prefill, decode, *asked, {prefill: 0, decode: 0})  # all of it is cached
+    def load(decode: RoutedGroup, n: int) -> SessionLoad:
+        return SessionLoad(prefill, decode, n, {prefill: 0, decode: 0})  # the whole prompt is cached
 
-    wide = session(one, 8)
-    wide._begin()
+    wide = load(one, 8)
+    wide.begin()
     for _ in range(8):
         chosen = prefix_aware([one, other], asking(range(1)))
         assert chosen is other or other.requests == 8
-        session(chosen, 1)._begin()
+        load(chosen, 1).begin()
     assert prefill.requests == 9, "each prompt is computed once"
-    wide._end()
+    wide.end()
     assert (prefill.requests, one.requests) == (8, 0)

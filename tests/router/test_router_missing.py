@@ -9,9 +9,9 @@ import pytest
 from disagg.api.errors import api_error
 from disagg.core.errors import RequestInUseError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
-from disagg.router.mail import MailRoom
+from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
-from transport.control_inproc import InprocControl, InprocHub
+from transport.control.inproc import InprocControl, InprocHub
 
 
 def group(role: str, ranks: int) -> GroupInfo:
@@ -23,56 +23,56 @@ def group(role: str, ranks: int) -> GroupInfo:
 
 def test_a_group_that_lost_any_rank_is_missing() -> None:
     async def main() -> None:
-        mail = MailRoom(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
-        mail.start()
+        dispatcher = ResponseDispatcher(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
+        dispatcher.start()
         try:
-            router = Router(mail, [group("prefill", 2), group("decode", 1)])
+            router = Router(dispatcher, [group("prefill", 2), group("decode", 1)])
             assert router.missing() == []
-            mail.lose("somebody else")
+            dispatcher.lose("somebody else")
             assert router.missing() == []
-            mail.lose("prefill-1")
+            dispatcher.lose("prefill-1")
             assert router.missing() == ["prefill"]
-            mail.lose("decode-0")
+            dispatcher.lose("decode-0")
             assert router.missing() == ["decode", "prefill"]
         finally:
-            mail.close()
+            dispatcher.close()
 
     asyncio.run(main())
 
 
 def test_a_request_id_in_use_is_refused() -> None:
     async def main() -> None:
-        mail = MailRoom(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
-        mail.start()
+        dispatcher = ResponseDispatcher(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
+        dispatcher.start()
         try:
-            with mail.open(RequestKey("one")):
+            with dispatcher.open(RequestKey("one")):
                 refused = pytest.raises(RequestInUseError, match="request id 'one' is in use")
-                with refused as caught, mail.open(RequestKey("one")):
+                with refused as caught, dispatcher.open(RequestKey("one")):
                     pass
-                with mail.open(RequestKey("two")):
+                with dispatcher.open(RequestKey("two")):
                     pass
-            with mail.open(RequestKey("one")):
+            with dispatcher.open(RequestKey("one")):
                 pass
             told = api_error(caught.value)
             assert (told.status, told.code, caught.value.exit_code) == (409, "request_in_use", 2)
         finally:
-            mail.close()
+            dispatcher.close()
 
     asyncio.run(main())
 
 
 def test_a_colocated_group_is_all_that_a_request_needs() -> None:
     async def main() -> None:
-        mail = MailRoom(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
-        mail.start()
+        dispatcher = ResponseDispatcher(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
+        dispatcher.start()
         try:
-            router = Router(mail, [group("colocated", 2)])
+            router = Router(dispatcher, [group("colocated", 2)])
             assert router.missing() == []
-            mail.lose("colocated-1")
+            dispatcher.lose("colocated-1")
             assert router.missing() == ["colocated"]
             router.remove("colocated")
             assert router.missing() == ["colocated"], "what is missed does not change with the loss"
         finally:
-            mail.close()
+            dispatcher.close()
 
     asyncio.run(main())

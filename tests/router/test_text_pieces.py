@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from disagg.model.tiny import EOS_ID, byte_tokenizer
+from disagg.model.load.tiny import EOS_ID, byte_tokenizer
 from disagg.router.text import FastDecode, TextStream, decode_with
 
 CORPUS = ["The sea is blue, naïve café. 日本語のテキスト 你好世界 😀😃🤖👨‍👩‍👧 one two STOP three"] * 3

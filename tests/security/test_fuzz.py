@@ -1,4 +1,4 @@
-"""Hostile frames at the ports of a control channel and of the HTTP API. `test_serve_closed.py` does it to all."""
+"""Hostile frames at the ports of a control channel and of the HTTP API; at all ports: `test_sockets_real.py`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from api_server import ApiServer
 from hostile_frames import fuzz_port
 
 from disagg.core.types import RequestKey
-from transport.control_zmq import ZmqControl
-from transport.keys import make_keys
-from transport.messages import FirstTokens, Message
+from transport.control.messages import FirstTokens, Message
+from transport.control.zmq import ZmqControl
+from transport.keys.curve import make_keys
 
 FRAMES = 2000
 

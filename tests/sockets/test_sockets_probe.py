@@ -14,14 +14,28 @@ from pathlib import Path
 
 import pytest
 import zmq
+from api_server import until
+from structlog.testing import capture_logs
 
-from disagg.core.config import ControlConfig
-from disagg.doctor_sockets import probe_sockets
-from disagg.sockets.guards import NO_DATA, NOTHING, Guarded, guarded, open_to_others
-from disagg.sockets.probe import Found, probe
-from disagg.sockets.processes import Listener, listeners, process_kind
-from transport.control_zmq import make_control
-from transport.keys import make_keys
+from disagg.core.config.read import ControlConfig
+from disagg.core.types import RankInfo, Shard, Span
+from disagg.doctor.sockets import probe_sockets
+from disagg.sockets.guards import (
+    NO_DATA,
+    NOTHING,
+    Guarded,
+    guarded,
+    log_own_sockets,
+    open_to_others,
+    tls_ports,
+)
+from disagg.sockets.probe import ProbeReply, probe
+from disagg.sockets.processes import ListeningSocket, listeners, process_kind
+from transport.control.zmq import make_control
+from transport.keys.curve import make_keys
+from transport.keys.ring import KeyRing
+from transport.tls.address import Address, parse_address
+from transport.tls.transport import TlsTransport
 
 
 @contextmanager
@@ -65,7 +79,7 @@ def test_http(status: int, asks: bool) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        assert probe("127.0.0.1", server.server_port) == Found("http", asks)
+        assert probe("127.0.0.1", server.server_port) == ProbeReply("http", asks)
         server.shutdown()
         thread.join()
 
@@ -73,7 +87,7 @@ def test_http(status: int, asks: bool) -> None:
 def test_zmq_without_keys_is_open() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
         port = router.bind_to_random_port("tcp://127.0.0.1")
-        assert probe("127.0.0.1", port) == Found("zmq", False, "NULL")
+        assert probe("127.0.0.1", port) == ProbeReply("zmq", False, "NULL")
 
 
 def test_a_control_channel_with_keys_is_not() -> None:
@@ -81,7 +95,7 @@ def test_a_control_channel_with_keys_is_not() -> None:
     control.start(lambda peer, message: None, lambda peer: None)
     try:
         port = int(control.address.rsplit(":", 1)[1])
-        assert probe("127.0.0.1", port) == Found("zmq", True, "CURVE")
+        assert probe("127.0.0.1", port) == ProbeReply("zmq", True, "CURVE")
     finally:
         control.close()
 
@@ -100,15 +114,15 @@ SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 )
 def test_grpc(reply: bytes, asks: bool) -> None:
     with answering(SETTINGS, reply) as port:
-        assert probe("127.0.0.1", port) == Found("grpc", asks)
+        assert probe("127.0.0.1", port) == ProbeReply("grpc", asks)
 
 
 def test_tls_and_a_server_that_says_nothing() -> None:
     with answering(b"", b"\x15\x03\x03\x00\x02\x02\x28") as port:
-        assert probe("127.0.0.1", port) == Found("tls", True)
+        assert probe("127.0.0.1", port) == ProbeReply("tls", True)
     with answering(b"", b"") as port:
-        assert probe("127.0.0.1", port) == Found("unknown")
-    assert probe("127.0.0.1", port) == Found("closed")
+        assert probe("127.0.0.1", port) == ProbeReply("unknown")
+    assert probe("127.0.0.1", port) == ProbeReply("closed")
 
 
 def test_listeners_of_this_process(tmp_path: Path) -> None:
@@ -154,7 +168,7 @@ def test_processes_that_have_ended_listen_nowhere() -> None:
 @pytest.mark.parametrize(
     ("command", "kind"),
     [
-        ("/v/bin/python -m disagg.cli serve", "disagg.cli"),
+        ("/v/bin/python -m disagg serve", "disagg"),
         ("/v/bin/python3 /v/bin/disagg serve", "disagg"),
         ("/v/bin/python -u /x/log_monitor.py --a", "log_monitor.py"),
         ("ray::PrefillActor.park   ", "ray::PrefillActor"),
@@ -184,33 +198,69 @@ def test_who_may_open_a_unix_socket(tmp_path: Path) -> None:
     assert open_to_others(Path("/dev/null")), "another file that everybody may write"
 
 
-def of(process: str, host: str, port: int = 0) -> Listener:
-    return Listener(1, process, "tcp" if port else "unix", host, port)
+def of(process: str, host: str, port: int = 0) -> ListeningSocket:
+    return ListeningSocket(1, process, "tcp" if port else "unix", host, port)
 
 
 @pytest.mark.parametrize(
     ("listener", "found", "purpose", "protection"),
     [
-        (of("disagg.cli", "127.0.0.1", 1), Found("http", True), "HTTP API", "API key"),
-        (of("disagg.cli", "127.0.0.1", 1), Found("http", False), "HTTP API", NOTHING),
-        (of("ray::RuntimeEnvAgent", "127.0.0.1", 1), Found("http", True), "Ray", "Ray token"),
-        (of("raylet", "127.0.0.1", 1), Found("grpc", True), "Ray", "Ray token"),
-        (of("raylet", "127.0.0.1", 1), Found("grpc", False), "Ray", NOTHING),
-        (of("ray::DecodeActor", "127.0.0.1", 1), Found("zmq", True, "CURVE"), "control channel", "CURVE"),
-        (of("ray::DecodeActor", "127.0.0.1", 1), Found("zmq", False, "NULL"), "control channel", NOTHING),
-        (of("ray::DecodeActor", "10.0.0.1", 1), Found("tls", True), "KV transport", "TLS 1.3"),
-        (of("ray::DecodeActor", "127.0.0.1", 1), Found("unknown"), "KV transport (UCX)", NOTHING),
-        (of("ray::DecodeActor", "@1"), Found("unknown"), "wake-ups (UCX)", NO_DATA),
-        (of("raylet", "@1"), Found("unknown"), "Ray", NOTHING),
-        (of("monitor.py", "127.0.0.1", 44217), Found("http", False), "Ray", NOTHING),
+        (of("disagg", "127.0.0.1", 1), ProbeReply("http", True), "HTTP API", "API key"),
+        (of("disagg", "127.0.0.1", 1), ProbeReply("http", False), "HTTP API", NOTHING),
+        (of("ray::RuntimeEnvAgent", "127.0.0.1", 1), ProbeReply("http", True), "Ray", "Ray token"),
+        (of("raylet", "127.0.0.1", 1), ProbeReply("grpc", True), "Ray", "Ray token"),
+        (of("raylet", "127.0.0.1", 1), ProbeReply("grpc", False), "Ray", NOTHING),
+        (
+            of("ray::DecodeActor", "127.0.0.1", 1),
+            ProbeReply("zmq", True, "CURVE"),
+            "control channel",
+            "CURVE",
+        ),
+        (
+            of("ray::DecodeActor", "127.0.0.1", 1),
+            ProbeReply("zmq", False, "NULL"),
+            "control channel",
+            NOTHING,
+        ),
+        (of("ray::DecodeActor", "10.0.0.1", 1), ProbeReply("tls", True), "KV transport", "TLS 1.3"),
+        (of("ray::DecodeActor", "127.0.0.1", 1), ProbeReply("unknown"), "KV transport (UCX)", NOTHING),
+        (of("ray::DecodeActor", "@1"), ProbeReply("unknown"), "wake-ups (UCX)", NO_DATA),
+        (of("raylet", "@1"), ProbeReply("unknown"), "Ray", NOTHING),
+        (of("monitor.py", "127.0.0.1", 44217), ProbeReply("http", False), "Ray", NOTHING),
     ],
 )
-def test_explanations(listener: Listener, found: Found, purpose: str, protection: str) -> None:
+def test_explanations(listener: ListeningSocket, found: ProbeReply, purpose: str, protection: str) -> None:
     assert guarded([listener], lambda host, port: found) == [Guarded(listener, purpose, protection)]
 
 
 def test_a_socket_that_closed_meanwhile_is_left_out() -> None:
-    assert guarded([of("raylet", "127.0.0.1", 1)], lambda host, port: Found("closed")) == []
+    assert guarded([of("raylet", "127.0.0.1", 1)], lambda host, port: ProbeReply("closed")) == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_the_start_log_connects_to_no_tls_port(host: str) -> None:
+    """The transport would refuse each question, and log it."""
+    with capture_logs() as lines:
+        transport = TlsTransport(host, KeyRing(make_keys()))
+        try:
+            address = parse_address("it", transport.address)
+            rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), "tcp://127.0.0.1:1", transport.address)
+            log_own_sockets([rank], descendants=False)
+            [listed] = until(lambda: [one for one in lines if f":{address.port}" in one.get("address", "")])
+            assert (listed["purpose"], listed["protection"]) == ("KV transport", "TLS 1.3")
+            assert transport._listener.refused == 0
+            assert probe("127.0.0.1", address.port) == ProbeReply("tls", guarded=True)
+            until(lambda: transport._listener.refused > 0)  # by the question, of which the log tells
+        finally:
+            transport.close()
+    assert lines.index(listed) < [one["event"] for one in lines].index("tls_refused")
+
+
+def test_only_tls_addresses_are_known() -> None:
+    good = Address("127.0.0.1", 4711, bytes(16)).pack()
+    shard = Shard(0, Span(0, 1), Span(0, 1))
+    ranks = [RankInfo(0, shard, "tcp://127.0.0.1:1", address) for address in (b"ucx's", b"", good)]
+    assert tls_ports(ranks) == {("127.0.0.1", 4711): ProbeReply("tls", guarded=True)}
 
 
 def test_the_doctor_warns_of_open_sockets() -> None:

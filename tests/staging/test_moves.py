@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from disagg.core.types import KVLayout, Segment, Shard, Span
-from kernels.gather import gather
-from kernels.scatter import scatter
+from kernels.copy.gather import gather
+from kernels.copy.scatter import scatter
 from staging.allocator import StagingAllocator
 from staging.buffer import StagingBuffer
 from staging.planner import layer_groups, plan_segments

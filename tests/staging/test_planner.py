@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import KVLayout, Segment, Span
-from staging.planner import group_count, layer_groups, plan_segments, segment_count_bound, smallest_ring_bytes
+from staging.planner import (
+    cut_tails,
+    group_count,
+    layer_groups,
+    plan_segments,
+    segment_count_bound,
+    smallest_ring_bytes,
+)
 from staging.routes import Route, plan_routes
 from staging.shards import make_shards
 
@@ -141,6 +148,36 @@ def test_smallest_ring_is_one_token_of_one_layer_and_suffices() -> None:
     with pytest.raises(ConfigError, match=rf"may have {small - 1} bytes.* needs {small}: enlarge"):
         plan_segments(routes, LAYOUT, Span(0, 2), [Span(0, 6)], {0: small - 1, 1: small - 1})
     assert smallest_ring_bytes(LAYOUT, ()) == 0
+
+
+@given(
+    tp=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    size=st.integers(1, 40),
+    groups=st.integers(1, 6),
+    tail_bytes=st.integers(1, 2000),
+    first_index=st.integers(0, 9),
+)
+def test_tails_are_cut_off_the_last_segments_only(
+    tp: tuple[int, int], size: int, groups: int, tail_bytes: int, first_index: int
+) -> None:
+    sources, destinations = (make_shards(6, 8, each) for each in tp)
+    tokens = Span(5, 5 + size)
+    for src in sources:
+        routes = [route for route in plan_routes(sources, destinations) if route.src_rank == src.rank]
+        layers = layer_groups(Span(0, 6), groups)
+        planned = plan_segments(routes, LAYOUT, tokens, layers, dict.fromkeys(range(3), 1 << 40), first_index)
+        cut = cut_tails(planned, {0, 1}, tail_bytes)
+        check_segments(cut, routes, LAYOUT, tokens, 1 << 40)
+        assert [segment.index for segment in cut] == list(range(first_index, first_index + len(cut)))
+        for rank in {route.dst_rank for route in routes}:
+            before, after = ([s for s in found if s.dst_rank == rank] for found in (planned, cut))
+            token_bytes = before[-1].nbytes // size
+            if rank == 2 or before[-1].nbytes < 3 * tail_bytes or size == 1:
+                assert len(after) == len(before)
+                continue
+            assert len(after) == len(before) + 1
+            assert after[-2].tokens.stop == after[-1].tokens.start, "in the order in which they are covered"
+            assert tail_bytes <= after[-1].nbytes < tail_bytes + token_bytes or len(after[-2].tokens) == 1
 
 
 def test_no_tokens_no_segments() -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from disagg.core.types import CHECKSUM_BYTES
-from kernels.checksum import SUM_BYTES
+from kernels.copy.checksum import SUM_BYTES
 from staging.trailer import largest_segment_bytes, message_bytes, trailer
 
 

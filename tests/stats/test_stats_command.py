@@ -13,7 +13,7 @@ import pytest
 from scripted_server import ScriptedServer
 from status_pictures import MIB, service
 
-from disagg import cli
+from disagg.cli import app as cli
 from disagg.stats.record import record
 from disagg.top.client import StatusClient
 
@@ -90,7 +90,7 @@ def test_ctrl_c_ends_it_and_it_is_drawn(
     assert cli.run(["stats", "--url", told.url, "--plot", str(out)]) == 0
     said = capsys.readouterr()
     assert len(waits) == 4
-    assert f"{out}: 4 looks in 3 s\n" in said.out
+    assert f"{out}: 4 samples in 3 s\n" in said.out
     assert "decode-2 r0" in said.out
     assert out.read_bytes().startswith(b"\x89PNG")
 
@@ -108,7 +108,7 @@ def test_a_plot_without_a_name_has_one_and_says_it(
     monkeypatch.chdir(tmp_path)
     assert cli.run(["stats", "--url", told.url, "--plot", *more]) == 0
     said = capsys.readouterr()
-    assert f"{tmp_path / 'memory.png'}: 4 looks in 3 s\n" in (said.err if more == ["--json"] else said.out)
+    assert f"{tmp_path / 'memory.png'}: 4 samples in 3 s\n" in (said.err if more == ["--json"] else said.out)
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     if more == ["--json"]:
         assert json.loads(said.out)["series"]
@@ -137,12 +137,12 @@ def test_what_cannot_be_recorded_is_one_line(
     short = ["--seconds", "0.1", "--interval-s", "0.1"]
     for flags, said, code in [
         (["--plot", "memory.jpg"], "give a name that ends in .png", 2),
-        (["--plot", str(tmp_path / "no" / "memory.png")], "there is no folder", 2),
+        (["--plot", str(tmp_path / "no" / "memory.png")], "/no does not exist", 2),
         (["--plot", png, "--seconds", "0.5"], "--seconds 0.5: give one interval (1) to 86400 seconds", 2),
         (["--plot", str(tmp_path / "folder.png"), *short], "cannot be written: Is a directory", 2),
         (["--interval-s", "0"], "give 0.1 to 3600 seconds", 2),
         (["--api-key-file", "/nowhere"], "--api-key-file /nowhere cannot be read", 2),
-        (["--url", "ftp://x"], "give where the server is, such as http://", 2),
+        (["--url", "ftp://x"], "give the base URL of the server, such as http://", 2),
         (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1/status cannot be reached", 1),
     ]:
         assert cli.run(["stats", "--url", told.url, *flags]) == code, flags
@@ -157,17 +157,17 @@ def test_nothing_to_draw_is_said(
 ) -> None:
     waits[:] = [0.0] * 3  # the next one is Ctrl-C
     assert cli.run(["stats", "--url", told.url, "--plot", str(tmp_path / "memory.png")]) == 1
-    assert "it was ended before a second look, so there is nothing to draw" in capsys.readouterr().err
+    assert "the recording has one sample, and a plot needs two; record for longer" in capsys.readouterr().err
     waits[:] = [0.0] * 3
     told.models = msgspec.to_builtins(service(10.0, (), ()))
     assert cli.run(["stats", "--url", told.url, "--plot", str(tmp_path / "memory.png")]) == 1
-    assert "no group has told of itself, so there is nothing to draw" in capsys.readouterr().err
+    assert "no group has reported its memory, so there is nothing to draw" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
 def test_help_of_stats_is_light() -> None:
     code = (
-        "import sys; from disagg import cli; assert cli.run(['stats', '--help']) == 0; "
+        "import sys; from disagg.cli import app as cli; assert cli.run(['stats', '--help']) == 0; "
         "print([name for name in ('torch', 'rich', 'httpx', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -106,7 +106,7 @@ def test_tables_say_it_in_bytes_and_in_tokens() -> None:
     assert "decode r1 300 KiB 80 KiB 11% 50 KiB 70 KiB 64 KiB 25% 80 GiB" in shown(
         replace(group, ranks=ranks)
     )
-    assert shown() == ["no group has told of itself yet"]
+    assert shown() == ["no group has reported its memory yet"]
 
 
 def test_names_in_tables_command_no_terminal() -> None:
@@ -169,7 +169,7 @@ def test_a_limit_is_drawn_where_it_flattens_nothing(
     draw_memory(looks(device_bytes)[1:], tmp_path / "memory.png")
     [axis] = drawn[0].axes
     assert len([line for line in axis.lines if line.get_linestyle() == "--"]) == dashed
-    assert ("that it may use" in axis.get_title("left")) == (not dashed)
+    assert ("usable" in axis.get_title("left")) == (not dashed)
 
 
 def test_nothing_is_no_chart(tmp_path: Path) -> None:

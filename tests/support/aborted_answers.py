@@ -10,7 +10,7 @@ from local_groups import LocalGroups, ask
 
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
-from transport import messages as m
+from transport.control import messages as m
 
 
 def answers_with_aborts(

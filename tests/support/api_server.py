@@ -19,8 +19,8 @@ from disagg.api.model import ServedModel
 from disagg.api.server import bind, serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
-from disagg.core.config import ApiConfig
-from disagg.model.tiny import VOCAB_SIZE, byte_tokenizer
+from disagg.core.config.read import ApiConfig
+from disagg.model.load.tiny import VOCAB_SIZE, byte_tokenizer
 
 T = TypeVar("T")
 TEMPLATE = (
@@ -78,7 +78,7 @@ class ApiServer:
     def __exit__(self, *exc: object) -> None:
         self.client.close()
         self.stop()
-        self.hurry()
+        self.stop_now()
         self._thread.join(20)
         self.model.close()
         self._patches.close()
@@ -88,7 +88,7 @@ class ApiServer:
         """As the first signal does."""
         self._on_loop(self._stop.set)
 
-    def hurry(self) -> None:
+    def stop_now(self) -> None:
         """As the second one does."""
         self._on_loop(self._hurry.set)
 

@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from decode_node.incoming import Incoming, Item
+from decode_node.incoming import IncomingSegment, IncomingTransfer, pool_slice
 from decode_node.landing import Landing
 from decode_node.verifier import Verifier
 from disagg.core.types import CHECKSUM_BYTES, Segment
 from transport.base import Arrival, Operation, Transport
-from transport.notices import Written
-from transport.tags import is_letter
+from transport.completion_notifications import Written
+from transport.tags import is_active_message
 
-Choose = Callable[[Incoming, Segment, bool], int | None]
+Choose = Callable[[IncomingTransfer, Segment, bool], int | None]
 """`choose(incoming, segment, again)`: a bit of the segment to invert; negative: a bit of its checksum; None: none."""
 
 
@@ -30,7 +30,7 @@ def first_sendings(seed: int, trailer: bool = False) -> Choose:
     """A random bit of every segment when it comes for the first time; or of its checksum."""
     generator = random.Random(seed)
 
-    def choose(incoming: Incoming, segment: Segment, again: bool) -> int | None:
+    def choose(incoming: IncomingTransfer, segment: Segment, again: bool) -> int | None:
         if again:
             return None
         return -1 - generator.randrange(64) if trailer else generator.randrange(8 * segment.nbytes)
@@ -47,7 +47,7 @@ class Flips:
     """Each segment, and whether it came for the second time."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def bit(self, incoming: Incoming, segment: Segment, again: bool) -> int | None:
+    def bit(self, incoming: IncomingTransfer, segment: Segment, again: bool) -> int | None:
         with self.lock:
             bit = self.choose(incoming, segment, again)
             if bit is not None:
@@ -60,17 +60,17 @@ def install(patch: pytest.MonkeyPatch, choose: Choose) -> Flips:
     flips = Flips(choose)
     scatter, begin = Landing._scatter, Verifier.begin
 
-    def scatter_damaged(self: Landing, item: Item) -> None:
+    def scatter_damaged(self: Landing, item: IncomingSegment) -> None:
         bit = flips.bit(item.incoming, item.segment, item.again)
         if bit is not None:
             message = self._ring.view(item)
             invert(message[: item.segment.nbytes] if bit >= 0 else message[-CHECKSUM_BYTES:], bit)
         scatter(self, item)
 
-    def begin_damaged(self: Verifier, incoming: Incoming, written: Written) -> None:
+    def begin_damaged(self: Verifier, incoming: IncomingTransfer, written: Written) -> None:
         bit = flips.bit(incoming, written.segment, written.again)
         if bit is not None and bit >= 0:
-            invert_in_pool(self._place(incoming, written.segment), bit)
+            invert_in_pool(pool_slice(written.segment, incoming, self._shard, self._pool), bit)
         elif bit is not None:
             total = written.total ^ (1 << (-1 - bit) % 63)
             written = Written(written.segment, total, written.again)
@@ -118,7 +118,7 @@ class FlippingTransport:
 
     def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
         operation = self._inner.receive(peer, arrival, into, context)
-        if not is_letter(arrival.tag) and arrival.tag not in self._seen:
+        if not is_active_message(arrival.tag) and arrival.tag not in self._seen:
             self._seen.add(arrival.tag)
             self._damaged[operation] = into
         return operation

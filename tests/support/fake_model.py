@@ -17,11 +17,11 @@ from disagg.core.types import KVLayout, LayerClass, SamplingParams, Shard
 from disagg.kv.pool import MHATokenToKVPool, make_pool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.batch import StepBatch
-from disagg.model.beam_search import BeamSearch
-from disagg.model.next_tokens import BeamStep, Chosen, likeliest, next_tokens
 from disagg.model.page_copies import copy_in_order
-from disagg.model.penalties import Row
-from disagg.model.spec import ModelSpec, shard_of
+from disagg.model.sampling.beam_search import BeamSearch
+from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_tokens
+from disagg.model.sampling.penalties import SamplingRow
+from disagg.model.spec.model_spec import ModelSpec, shard_of
 
 VOCAB = 64
 HEAD_DIM = 4
@@ -78,7 +78,7 @@ def fake_answers(prompt: Sequence[int], sampling: SamplingParams) -> list[list[i
 def _fake_answer(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
     answer: list[int] = []
     while len(answer) < sampling.max_tokens:
-        row = Row(sampling, answer, None)
+        row = SamplingRow(sampling, answer, None)
         (chosen,) = next_tokens(fake_logits([*prompt, *answer])[None], [row], ())
         assert isinstance(chosen, Chosen)
         answer.append(chosen.token)

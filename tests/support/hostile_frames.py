@@ -1,4 +1,4 @@
-"""Bytes that no honest client sends, for every kind of port: UCX, ZMQ, HTTP/2, HTTP and TLS, whole and broken."""
+"""Hostile bytes for every kind of socket: frames of UCX, ZMQ, HTTP/2, HTTP and TLS, whole and broken."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import socket
 import struct
 from dataclasses import dataclass
 
+from disagg.sockets.probe import grpc_call
+from disagg.sockets.processes import ListeningSocket
+
 UCX_MAGIC = struct.pack("<Q", 0xCAFEBABE12345678)
-"""What UCX's TCP expects first. It is all that UCX asks of a peer."""
+"""First bytes of a connection to UCX over TCP. UCX authenticates a peer by nothing else."""
 _UCX_CONNECT, _UCX_PUT = 32, 33
 _MOST_PER_CONNECTION = 20
 _TIMEOUT_S = 5.0
@@ -18,6 +21,7 @@ _GREETINGS = (
     b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32),  # ZMQ
     b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32),
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",  # gRPC
+    grpc_call("/ray.rpc.CoreWorkerService/PushTask"),
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
 )
@@ -25,21 +29,21 @@ _GREETINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Fuzzed:
-    """What was done to a port."""
+    """Frames and connections that a socket received."""
 
     frames: int
-    """Given to the kernel. A server that hangs up has not read those behind."""
+    """Passed to the kernel. A server that closes a connection does not read the frames left in it."""
     connections: int
 
 
 def ucx_put(address: int, data: bytes) -> bytes:
-    """UCX's TCP writes `data` at `address` of the process that reads this behind `UCX_MAGIC`."""
+    """Returns a frame that, sent after `UCX_MAGIC`, makes UCX write `data` at `address` of the receiving process."""
     request = struct.pack("<QQI", address, len(data), 1)
     return struct.pack("<BI", _UCX_PUT, len(request)) + request + data
 
 
 def hostile_frame(draw: random.Random) -> bytes:
-    """One frame. Its kind, its lengths and its bytes are drawn."""
+    """Returns one frame of random protocol, length fields and content."""
     noise = draw.randbytes(draw.choice((0, 1, 7, 20, 64, 500, 3000)))
     length = draw.choice((0, len(noise), draw.getrandbits(16), (1 << 32) - 1, 1 << 31))
     match draw.randrange(7):
@@ -59,19 +63,39 @@ def hostile_frame(draw: random.Random) -> bytes:
             return noise or b"\0"
 
 
+def fuzz(listener: ListeningSocket, frames: int, seed: int) -> Fuzzed:
+    """Sends `frames` hostile frames to the socket. Raises `OSError` when the socket refuses a connection."""
+    if listener.family == "unix":
+        return _fuzz_datagrams(listener.host, frames, seed)
+    return fuzz_port(listener.host, listener.port, frames, seed)
+
+
 def fuzz_port(host: str, port: int, frames: int, seed: int) -> Fuzzed:
-    """Sends so many frames, some behind a protocol's true greeting. Raises `OSError` when nobody listens."""
+    """Sends `frames` hostile frames to a TCP port. Raises `OSError` when the port refuses a connection.
+
+    A connection carries up to 20 frames, written with one call; three of four connections start with a valid
+    greeting.
+    """
     draw, sent, connections = random.Random(seed), 0, 0
     while sent < frames:
         with socket.create_connection((host, port), timeout=_TIMEOUT_S) as connection:
             connections += 1
-            # A reset at the end: closed ports that linger would soon be all that there are.
+            # Close with a reset: sockets in TIME_WAIT would use up the local ports.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             count = min(frames - sent, draw.randint(1, _MOST_PER_CONNECTION))
-            with contextlib.suppress(OSError):  # it hangs up
-                if draw.random() < 0.75:
-                    connection.sendall(draw.choice(_GREETINGS))
-                for _ in range(count):
-                    connection.sendall(hostile_frame(draw))
+            greeting = draw.choice(_GREETINGS) if draw.random() < 0.75 else b""
+            with contextlib.suppress(OSError):  # the server closed the connection
+                connection.sendall(greeting + b"".join(hostile_frame(draw) for _ in range(count)))
             sent += count
     return Fuzzed(sent, connections)
+
+
+def _fuzz_datagrams(name: str, frames: int, seed: int) -> Fuzzed:
+    """Sends to a datagram socket of the abstract namespace, whose `name` starts with `@`. Every fourth is empty."""
+    draw = random.Random(seed)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        sender.setblocking(False)
+        for number in range(frames):
+            with contextlib.suppress(BlockingIOError):  # the receive queue is full
+                sender.sendto(hostile_frame(draw) if number % 4 else b"", "\0" + name[1:])
+    return Fuzzed(frames, 1)

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from decode_node.rank import DecodeRank
 from disagg.colocated.rank import ColocatedRank
-from disagg.core.config import (
+from disagg.core.config.read import (
     ClusterConfig,
     Config,
     GroupConfig,
@@ -24,24 +24,25 @@ from disagg.core.config import (
     TransferConfig,
     TransportConfig,
 )
+from disagg.core.errors import BusyError, PeerLostError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams, TokenLogprobs
-from disagg.model.collective import SingleCollective, ThreadCollective
-from disagg.model.source import ModelSource
-from disagg.model.tiny import make_tiny_checkpoint
+from disagg.model.collective.base import SingleCollective, ThreadCollective
+from disagg.model.load.source import ModelSource
+from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.node.links import make_link
-from disagg.router.mail import MailRoom
 from disagg.router.policy import POLICIES
+from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from disagg.router.session import Output, SessionReport
 from disagg.router.status import watching
 from prefill_node.rank import PrefillRank
-from transport import messages as m
 from transport.base import Transport
-from transport.control_inproc import InprocControl, InprocHub
+from transport.control import messages as m
+from transport.control.inproc import InprocControl, InprocHub
+from transport.control.reliable import ReliableOptions
 from transport.inproc import InprocFabric, InprocTransport
-from transport.reliable import ReliableOptions
-from transport.tags import is_letter
+from transport.tags import is_active_message
 
 TIMEOUT_S = 30.0
 RANKS: dict[str, type[Any]] = {"prefill": PrefillRank, "decode": DecodeRank, "colocated": ColocatedRank}
@@ -74,8 +75,8 @@ def small_config(
     return Config(
         prefill=GroupConfig(
             tp=prefill_tp, page_size=prefill_page, chunk_tokens=chunk_tokens, groups=groups[0], **shared
-        ),
-        decode=GroupConfig(tp=decode_tp, page_size=decode_page, groups=groups[1], **shared),
+        ).sized("cpu"),
+        decode=GroupConfig(tp=decode_tp, page_size=decode_page, groups=groups[1], **shared).sized("cpu"),
         transfer=TransferConfig(
             ring_bytes=ring_bytes,
             staging_bytes=max(4096, ring_bytes),
@@ -201,7 +202,7 @@ class LocalGroups:
         """Calls back with source, destination and message, whichever way it goes. Under a lock: must not send."""
 
         def letter(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
-            if is_letter(tag):
+            if is_active_message(tag):
                 callback(source, destination, m.decode(data.numpy().tobytes()))
 
         self.hub.observe(callback)
@@ -223,7 +224,9 @@ class LocalGroups:
     @asynccontextmanager
     async def router(self) -> AsyncIterator[Router]:
         """A router of its own on the running loop; its groups are asked how they are each `metrics.interval_s`."""
-        mail = MailRoom(InprocControl(self.hub, "router", self._options), asyncio.get_running_loop())
+        mail = ResponseDispatcher(
+            InprocControl(self.hub, "router", self._options), asyncio.get_running_loop()
+        )
         mail.start()
         try:
             router = Router(mail, self.infos.values(), choose=POLICIES[self.config.router.policy])
@@ -414,6 +417,22 @@ class Checkpoints:
             model = AutoModelForCausalLM.from_pretrained(source.name, dtype=torch.float32)
             self._models[source.name] = model
         return self._models[source.name]
+
+
+async def exact_again(router: Router, checkpoints: Checkpoints) -> None:
+    """Soon requests are taken again; meanwhile they end with a clear error, and what ends well is exact."""
+    prompts, greedy = random_prompts(60, 30), SamplingParams(max_tokens=8)
+    async with asyncio.timeout(TIMEOUT_S):
+        for number in range(1_000_000):
+            asked = (ask(router, f"again{number}-{i}", p, greedy) for i, p in enumerate(prompts))
+            try:
+                answers = await asyncio.gather(*asked)
+            except (PeerLostError, BusyError):
+                await asyncio.sleep(0.02)
+                continue
+            for answer, prompt in zip(answers, prompts, strict=True):
+                assert answer.tokens == checkpoints.greedy(checkpoints.source(), prompt, 8)
+            return
 
 
 def random_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

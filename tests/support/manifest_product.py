@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from manifest_model import Object, Pod, Rendered
 
-from disagg.core.config import Config, load_config
+from disagg.core.config.read import Config, load_config
 
 RAY_DRAIN_S = 30
 """How long a Ray node that is told to stop lets what runs on it finish."""

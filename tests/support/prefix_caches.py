@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from disagg.core.config import Config
+from disagg.core.config.read import Config
 from disagg.kv.radix import RadixStatistics
 
 

@@ -7,12 +7,13 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 
-from disagg.core.config import TransportConfig
+from disagg.core.config.read import TransportConfig
 from transport.base import Transport
 from transport.reach import Choice, choose
 from transport.select import make_transport
@@ -35,7 +36,11 @@ class RankProcess:
         self.process = context.Process(target=_serve, args=(theirs, choice), daemon=True)
         self.process.start()
         theirs.close()
-        self.address: bytes = self._answer()
+
+    @cached_property
+    def address(self) -> bytes:
+        """The transport's address: the first message of the process. Waits for its start."""
+        return bytes(self._answer())
 
     @property
     def pid(self) -> int:
@@ -44,6 +49,7 @@ class RankProcess:
 
     def ask(self, *command: Any) -> Any:
         """See `_serve`."""
+        _ = self.address  # received before any answer
         self._pipe.send(command)
         return self._answer()
 

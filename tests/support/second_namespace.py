@@ -1,9 +1,8 @@
-"""A second network namespace on this machine, joined with the first one by a veth pair: a stranger's machine."""
+"""A second network namespace on this machine, joined to the first by a veth pair: another machine, for tests."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import secrets
@@ -12,13 +11,12 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
+from two_hosts import Host
+
 T = TypeVar("T")
-_CLONE_NEWNET = 0x40000000
 _AT_ONCE = 500
 _WAIT_MS = 2000
 
@@ -27,26 +25,20 @@ _WAIT_MS = 2000
 class Outside:
     """The other namespace."""
 
-    name: str
+    there: Host
     host: str
-    """This machine's address, as seen from there."""
+    """This machine's address on the veth pair."""
 
     def run(self, call: Callable[[], T]) -> T:
-        """Calls it on a thread whose new sockets are the other namespace's."""
-        with ThreadPoolExecutor(1, initializer=self._enter) as pool:
+        """Calls it on a thread whose new sockets belong to the other namespace."""
+        with self.there.threads(1) as pool:
             return pool.submit(call).result()
 
-    def open_ports(self, ports: Iterable[int]) -> list[int]:
-        """Those of this machine's TCP ports to which a connection from there comes about."""
+    def open_ports(self, ports: Iterable[int], address: str = "") -> list[int]:
+        """Returns the TCP ports that accept a connection from there, at `address` (default: `host`)."""
         wanted = list(ports)
         parts = [wanted[at : at + _AT_ONCE] for at in range(0, len(wanted), _AT_ONCE)]
-        return self.run(lambda: [port for part in parts for port in _connected(self.host, part)])
-
-    def _enter(self) -> None:
-        libc = ctypes.CDLL(None, use_errno=True)
-        with Path("/run/netns", self.name).open() as namespace:
-            if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), f"setns {self.name}")
+        return self.run(lambda: [port for part in parts for port in _connected(address or self.host, part)])
 
 
 def why_no_namespace() -> str:
@@ -81,7 +73,8 @@ def outside() -> Iterator[Outside]:
         _must(f"link set {here} up")
         _must(f"-n {name} address add {net}.2/24 dev {there}")
         _must(f"-n {name} link set {there} up")
-        yield Outside(name, f"{net}.1")
+        _must(f"-n {name} route add default via {net}.1")  # to this machine's other addresses
+        yield Outside(Host(name, f"{net}.2"), f"{net}.1")
 
 
 def _connected(host: str, ports: list[int]) -> list[int]:

@@ -1,72 +1,143 @@
-"""`disagg serve` as users run it: a process of its own over Ray, on the CPU, with a tiny checkpoint."""
+"""`disagg` as users run it: a command in a process of its own, and `disagg serve` over Ray on the CPU."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import openai
-from api_server import TEMPLATE, until
+import psutil
+from api_server import TEMPLATE
 
-from disagg.model.tiny import byte_tokenizer, make_tiny_checkpoint
+from disagg.model.load.tiny import byte_tokenizer, make_tiny_checkpoint
+from disagg.sockets.processes import ListeningSocket, listeners, process_tree
 
 API_KEY = "secret"
+START_TIMEOUT_S = 240.0
+END_TIMEOUT_S = 60.0
+LOOK_EACH_S = 0.3
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
-class Served:
-    """The server's process and the way to it."""
+class Command:
+    """A running command, and every socket at which its processes were seen to listen."""
 
     process: subprocess.Popen[bytes]
+    log: Path
+    home: Path
+    seen: set[ListeningSocket]
+
+    def look(self) -> list[ListeningSocket]:
+        """Returns the listening sockets of all its processes, and adds them to `seen`."""
+        found = listeners(process_tree(self.process.pid))
+        self.seen.update(found)
+        return found
+
+    def logged(self, pattern: str) -> str:
+        """Waits until the log matches `pattern`, and returns the first group. Looks at the sockets meanwhile."""
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while (match := re.search(pattern, self.log.read_text())) is None:
+            assert not self.ended(), self.log.read_text()
+            assert time.monotonic() < until_s, self.log.read_text()
+        return match[1]
+
+    def ended(self) -> bool:
+        """Looks at the sockets, then waits `LOOK_EACH_S` for the command to end."""
+        self.look()
+        try:
+            self.process.wait(LOOK_EACH_S)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def family(self) -> list[psutil.Process]:
+        """The command's process and all its descendants."""
+        return [psutil.Process(pid) for pid in process_tree(self.process.pid)]
+
+
+@dataclass
+class Served(Command):
+    """A server that is ready."""
+
     url: str
     checkpoint: Path
     client: openai.OpenAI
-    log: Path
 
     def metric(self, name: str) -> float:
+        """A metric's value; 0 until the server has it."""
         text = httpx.get(f"{self.url}/metrics", trust_env=False).text
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
 
 @contextmanager
+def command(
+    folder: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+) -> Iterator[Command]:
+    """A `disagg` command with an empty home. The block's end ends it and its processes.
+
+    The command inherits this process' environment without Ray's settings; `environment` is added.
+    """
+    log, home = folder / "log", folder / "home"
+    home.mkdir()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "disagg", *arguments],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**inherited, "HOME": str(home), **(environment or {})},
+        )
+    try:
+        yield Command(process, log, home, set())
+    finally:
+        family = [psutil.Process(pid) for pid in process_tree(process.pid)]
+        process.terminate()
+        try:
+            process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        for one in alive:
+            one.kill()
+
+
+@contextmanager
 def serve_process(
     folder: Path, *flags: str, api_key: str = API_KEY, environment: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
-    """Two prefill ranks and one decode rank; ended with a signal at the end of the block, if they run until then."""
+    """`disagg serve` with a tiny checkpoint, two prefill ranks and one decode rank; see `command`."""
     checkpoint = make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(checkpoint)
     (folder / "keys").write_text(f"{api_key}\n")
-    command = [sys.executable, "-m", "disagg.cli", "serve", "--model", str(checkpoint), "--device", "cpu"]
-    command += ["--prefill-tp", "2", "--decode-tp", "1", "--port", "0"]
-    command += ["--api-key-file", str(folder / "keys"), "--set", "log.format=json", *flags]
-    log = folder / "log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            cwd=Path(__file__).parents[2],
-            env=environment,
-        )
-    try:
-        said = until(
-            lambda: process.poll() is not None or re.search(r'"url": "([^"]+)"', log.read_text()),
-            timeout_s=120,
-        )
-        assert isinstance(said, re.Match), log.read_text()
-        with openai.OpenAI(base_url=f"{said[1]}/v1", api_key=api_key, max_retries=0, timeout=60) as client:
-            yield Served(process, said[1], checkpoint, client, log)
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(timeout=60)
+    arguments = [
+        "serve",
+        "--model",
+        str(checkpoint),
+        "--device",
+        "cpu",
+        "--prefill-tp",
+        "2",
+        "--decode-tp",
+        "1",
+    ]
+    arguments += ["--port", "0", "--api-key-file", str(folder / "keys"), "--set", "log.format=json", *flags]
+    with command(folder, arguments, environment) as one:
+        url = one.logged(r'"url": "([^"]+)"')
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, timeout=60) as client:
+            yield Served(one.process, one.log, one.home, one.seen, url, checkpoint, client)

@@ -22,16 +22,16 @@ from simulated_memory import Device, late_kernels, poison_host, poison_pages, po
 from simulated_router import SimulatedRouter
 
 from decode_node.rank import DecodeRank
-from disagg.core.config import Config
+from disagg.core.config.read import Config
 from disagg.core.errors import TransportError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from prefill_node.probe import Probed
 from prefill_node.rank import PrefillRank
-from transport import messages as m
-from transport.control import ControlChannel
+from transport.control import messages as m
+from transport.control.base import ControlChannel
 from transport.inproc import InprocFabric, InprocTransport
 from transport.peer_memory import MemoryHandle, open_memory
-from transport.tags import is_letter
+from transport.tags import is_active_message
 
 ROUTER = "router"
 LOST: Any = object()
@@ -293,7 +293,7 @@ class Simulation:
             self.step()
 
     def _on_wire(self, source: str, destination: str, tag: int, data: torch.Tensor) -> None:
-        if is_letter(tag):
+        if is_active_message(tag):
             self.seen.append(m.decode(data.numpy().tobytes()))
 
     # --- building
@@ -318,7 +318,7 @@ class Simulation:
             rank._loop.call = lambda work, timeout_s=0.0: work()
             rank._compute = SimpleNamespace(start=lambda: None)
             self.ranks[name], self.devices[name] = rank, Device()
-            rank._agent._queue.mark = self.devices[name].mark
+            rank._agent._queue.record_event = self.devices[name].record_event
             memory = rank._agent._ring if cls is DecodeRank else rank._agent._space
             poison_ring(memory.allocator, memory.buffer.memory)
             if cls is DecodeRank:
@@ -338,7 +338,7 @@ class Simulation:
         mine = [rank for rank in self.ranks.values() if rank.role == cls.role]
         for rank in mine:
             rank.join(info)
-        poison_pages(mine[0]._leader._scheduler._ledger, mine)
+        poison_pages(mine[0]._leader._scheduler._kv_manager, mine)
         if cls is DecodeRank:
             poison_host(mine[0]._leader._scheduler, mine)
         return info

@@ -18,8 +18,8 @@ import prefill_node.mover
 from decode_node.scheduler import DecodeScheduler
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
-from disagg.node.ledger import Ledger
-from kernels.rows import Place
+from disagg.node.kv_manager import KVManager
+from kernels.copy.rows import PoolSlice
 from staging.allocator import Lease, StagingAllocator
 
 POISON = 0xFF
@@ -32,7 +32,7 @@ class Device:
     def __init__(self) -> None:
         self.work: deque[Callable[[], None]] = deque()
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         event = SimpleNamespace(done=False)
         self.work.append(lambda: setattr(event, "done", True))
         return SimpleNamespace(query=lambda: event.done)
@@ -42,16 +42,16 @@ class Device:
             self.work.popleft()()
 
 
-def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
+def poison_pages(kv_manager: KVManager, ranks: Sequence[Any]) -> None:
     """From now on freed pages turn to NaN in the pools of `ranks`, and must still be NaN when they are handed out.
 
     On a GPU as well, where it waits for the device: nothing that is queued may write them any more.
     """
-    allocator = ledger._pages
+    allocator = kv_manager._pages
     take, free = allocator._take_pages, allocator.free
 
     def slots(pages: Sequence[int]) -> torch.Tensor:
-        return slots_of(pages, ledger.page_size, Span(0, ledger.page_size * len(pages))).long()
+        return slots_of(pages, kv_manager.page_size, Span(0, kv_manager.page_size * len(pages))).long()
 
     def memories() -> Iterator[tuple[Any, torch.Tensor]]:
         """Of every rank and class of layers."""
@@ -80,7 +80,7 @@ def poison_pages(ledger: Ledger, ranks: Sequence[Any]) -> None:
 
 def poison_host(scheduler: DecodeScheduler, ranks: Sequence[Any]) -> None:
     """From now on freed blocks of host memory turn to NaN on all `ranks`."""
-    host = scheduler.pressure.host
+    host = scheduler.preemptor.host
     free = host.free
 
     def poisoning_free(blocks: Sequence[int]) -> None:
@@ -117,13 +117,13 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
     def late_scatter(view: torch.Tensor, pool: torch.Tensor, *rest: Any) -> None:
         devices[pool.data_ptr()].work.append(partial(scatter, view, pool, *rest))
 
-    def late_sum(place: Place, check: Any) -> None:
+    def late_sum(place: PoolSlice, check: Any) -> None:
         devices[place.pool.data_ptr()].work.append(partial(sum_rows, place, check))
 
     def late_move(prepare: Callable[..., Callable[[], None]]) -> Callable[..., Callable[[], None]]:
         """In two parts, as on a GPU: what has read its fence word may still write after that was closed."""
 
-        def prepared(source: Place, target: Place, *rest: Any) -> Callable[[], None]:
+        def prepared(source: PoolSlice, target: PoolSlice, *rest: Any) -> Callable[[], None]:
             *codes, fence, ticket, check = rest
             found = torch.empty_like(fence)
             move = prepare(source, target, *codes, found, ticket, check)
@@ -132,9 +132,9 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
 
         return prepared
 
-    for name in ("prepare_move", "prepare_move_codes"):
+    for name in ("prepare_move", "prepare_quantized_move"):
         patch.setattr(prefill_node.direct, name, late_move(getattr(prefill_node.direct, name)))
-    for name in ("gather", "gather_codes"):
+    for name in ("gather", "gather_quantized"):
         patch.setattr(prefill_node.mover, name, late(getattr(prefill_node.mover, name)))
     patch.setattr("decode_node.landing.scatter", late_scatter)
     patch.setattr("decode_node.verifier.sum_rows", late_sum)

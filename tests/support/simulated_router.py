@@ -11,7 +11,7 @@ from fake_model import VOCAB, fake_answers
 
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Ticket
-from transport import messages as m
+from transport.control import messages as m
 
 FOREVER_S = 1e6
 STEM_TOKENS = 48

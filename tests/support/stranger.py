@@ -1,6 +1,7 @@
-"""Run as root: `stranger.py UID PID...` becomes that user and tries to open what the processes have.
+"""What another user of this machine can open of running processes: `opened_by` runs this file as that user.
 
-Prints one JSON list: everything that it could open. It imports before it changes the user, who may not read Python.
+As a script, run by root: `stranger.py UID PID_OR_PATH...` prints a JSON list. It imports its modules before it
+changes the user, because that user may not be allowed to read Python's files.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ctypes
 import json
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,23 +25,35 @@ class IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def main(uid: int, pids: list[int]) -> list[str]:
-    """What could be opened."""
+def opened_by(uid: int, *targets: int | Path) -> list[str]:
+    """Returns what the user can open of processes, by id, and of files and folders.
+
+    An attempt that fails with anything but `PermissionError` is in the list too, with its error.
+    """
+    command = [sys.executable, __file__, str(uid), *map(str, targets)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout))
+
+
+def main(uid: int, pids: list[int], paths: list[str]) -> list[str]:
+    """See `opened_by`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.shmat.restype = ctypes.c_void_p
-    # Root reads first what it takes to find the places. A real stranger would have to guess them.
+    # Root finds the places first. A real stranger would have to guess them.
     tries: list[tuple[str, Callable[[], object]]] = []
+    paths = paths + [path for pid in pids for path in (*_process_files(pid), *_shared_files(pid))]
+    names = sorted({name for pid in pids for name in _streams(pid)})
+    paths += [str(Path(name).parent) for name in names if name.startswith("/")]
+    for path in dict.fromkeys(paths):
+        tries.append((path, lambda path=path: _open(path, os.O_RDONLY)))
+        if not Path(path).is_dir():
+            tries.append((f"{path} to write", lambda path=path: _open(path, os.O_RDWR)))
     for pid in pids:
-        tries += [(path, lambda path=path: os.close(os.open(path, os.O_RDONLY))) for path in _paths(pid)]
-        tries += [
-            (f"{path} to write", lambda path=path: os.close(os.open(path, os.O_RDWR))) for path in _paths(pid)
-        ]
         tries.append((f"process_vm_readv {pid}", lambda pid=pid: _read_memory(libc, pid)))
         tries.append((f"ptrace {pid}", lambda pid=pid: _call(libc.ptrace(_PTRACE_ATTACH, pid, 0, 0))))
-        tries += [(f"unix:{name}", lambda name=name: _connect(name)) for name in _streams(pid)]
-    tries += [
-        (f"/dev/shm/{one.name}", lambda one=one: one.read_bytes()) for one in Path("/dev/shm").glob("ucx*")
-    ]
+    tries += [(f"unix:{name}", lambda name=name: _connect(name)) for name in names]
+    tries += [(str(one), lambda one=one: one.read_bytes()) for one in Path("/dev/shm").glob("ucx*")]
     segments = _segments(pids)
     os.setgroups([])
     os.setgid(uid)
@@ -49,21 +63,35 @@ def main(uid: int, pids: list[int]) -> list[str]:
     for name, attempt in tries:
         try:
             attempt()
-        except OSError:
+        except PermissionError:
             continue
-        opened.append(name)
+        except OSError as error:
+            opened.append(f"{name}: {error}")
+        else:
+            opened.append(name)
     return opened
 
 
-def _paths(pid: int) -> list[str]:
-    found = [f"/proc/{pid}/mem", f"/proc/{pid}/environ", f"/proc/{pid}/maps"]
+def _open(path: str, flags: int) -> None:
+    os.close(os.open(path, flags | os.O_NONBLOCK))
+
+
+def _shared_files(pid: int) -> list[str]:
+    """Files that the process maps as shared and writable, and that still have a name."""
+    rows = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    shared = [row[5] for row in rows if len(row) == 6 and row[1][1::2] == "ws" and row[5].startswith("/")]
+    return [path for path in shared if not path.endswith("(deleted)")]
+
+
+def _process_files(pid: int) -> list[str]:
+    found = [f"/proc/{pid}/{name}" for name in ("mem", "environ", "maps", "fd")]
     for folder in ("fd", "map_files"):
         found += [str(one) for one in Path(f"/proc/{pid}/{folder}").iterdir()]
     return found
 
 
 def _streams(pid: int) -> list[str]:
-    """Unix sockets that the process listens at for connections."""
+    """Names of the unix sockets at which the process accepts connections."""
     inodes = set()
     for one in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -107,4 +135,6 @@ def _connect(name: str) -> None:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(int(sys.argv[1]), [int(pid) for pid in sys.argv[2:]])))  # noqa: T201
+    user, *what = sys.argv[1:]
+    pids = [int(one) for one in what if one.isdigit()]
+    print(json.dumps(main(int(user), pids, [one for one in what if not one.isdigit()])))  # noqa: T201

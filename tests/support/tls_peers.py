@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import torch
 
 from transport.base import Arrival, Operation
-from transport.key_ring import AnyKeys, as_ring
-from transport.keys import ControlKeys
-from transport.tls import TlsTransport
-from transport.tls_address import Address, parse_address
-from transport.tls_frames import REPLY_LANE, FrameReader, Hello
-from transport.tls_identity import Contexts
-from transport.tls_stream import TlsStream, make_stream
+from transport.keys.curve import ControlKeys
+from transport.keys.ring import AnyKeys, as_ring
+from transport.tls.address import Address, parse_address
+from transport.tls.frames import REPLY_LANE, FrameReader, Hello
+from transport.tls.identity import Contexts
+from transport.tls.stream import TlsStream, make_stream
+from transport.tls.transport import TlsTransport
 
 MIB = 1 << 20
 HOST = "127.0.0.1"

@@ -10,7 +10,7 @@ from adapted import ADAPTED, greedy, save_adapted
 from local_groups import local_groups, random_prompts, small_config
 
 from disagg.core.types import SamplingParams
-from disagg.model.source import ModelSource
+from disagg.model.load.source import ModelSource
 
 TOKENS = 8
 

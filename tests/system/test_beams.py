@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import msgspec
 import pytest
 from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from slow_parameters import sampled
 
-from disagg.core.config import ModelConfig
+from disagg.core.config.read import ModelConfig
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
 
@@ -53,8 +55,13 @@ SEARCHES = [
 ]
 
 
-@pytest.mark.parametrize("pages", [(16, 16), (4, 1), (2, 8)], ids=str)
-@pytest.mark.parametrize("tp", [(1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("tp", "pages"),
+    sampled(
+        itertools.product([(1, 1), (2, 3)], [(16, 16), (4, 1), (2, 8)]),
+        lambda tp, pages: (tp == (1, 1)) == (pages == (16, 16)),
+    ),
+)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 def test_beams_are_those_of_transformers(
     checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], device: str

@@ -25,11 +25,11 @@ from simulated_memory import poison_pages
 from disagg.core.errors import BusyError, PeerLostError, PromptTooLongError, RequestError
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
-from disagg.model.source import ModelSource
+from disagg.model.load.source import ModelSource
 from disagg.node.plan import StepPlan
 from disagg.router.router import Router
-from transport import messages as m
-from transport.reliable import ReliableOptions
+from transport.control import messages as m
+from transport.control.reliable import ReliableOptions
 
 TOKENS = 6
 SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.6)
@@ -51,7 +51,7 @@ def steps_of(groups: LocalGroups, name: str = "colocated") -> list[StepPlan]:
 def poisoned(groups: LocalGroups) -> LocalGroups:
     """Its pages turn to NaN when they are freed."""
     for ranks in groups.groups.values():
-        poison_pages(ranks[0]._leader._scheduler._ledger, ranks)
+        poison_pages(ranks[0]._leader._scheduler._kv_manager, ranks)
     return groups
 
 

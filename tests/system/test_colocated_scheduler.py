@@ -12,7 +12,7 @@ from disagg.colocated.scheduler import ColocatedRequest, ColocatedScheduler
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
-from disagg.node.ledger import Ledger
+from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan, Work
 
 BUDGET, BATCH = 7, 3
@@ -20,8 +20,8 @@ BUDGET, BATCH = 7, 3
 
 def make(rows: int = 4, pool_tokens: int = 80, **changes: Any) -> ColocatedScheduler:
     limits = {"chunks": PromptChunks(BUDGET), "max_batch": BATCH, "max_context_tokens": 40} | changes
-    ledger = Ledger(pool_tokens=pool_tokens, page_size=4, rows=rows)
-    return ColocatedScheduler(ledger, group="colocated", first_ticket=(1 << 32) - 2, **limits)
+    kv_manager = KVManager(pool_tokens=pool_tokens, page_size=4, rows=rows)
+    return ColocatedScheduler(kv_manager, group="colocated", first_ticket=(1 << 32) - 2, **limits)
 
 
 def add(scheduler: ColocatedScheduler, name: str, tokens: int, answer: int = 4) -> ColocatedRequest:
@@ -75,8 +75,8 @@ class ColocatedMachine(RuleBasedStateMachine):
         except BusyError:
             assert self.requests(), "an empty group has room for whatever fits it"
         else:
-            assert request.holding is not None
-            assert len(request.holding.pages) * 4 >= tokens + answer
+            assert request.block_table is not None
+            assert len(request.block_table.pages) * 4 >= tokens + answer
             assert request.ticket.number not in self.numbers
             self.numbers.add(request.ticket.number)
 
@@ -128,7 +128,7 @@ class ColocatedMachine(RuleBasedStateMachine):
     def nothing_in_use_is_freed(self) -> None:
         self.scheduler.check()
         for request in self.requests():
-            assert request.holding is not None
+            assert request.block_table is not None
         for work in self.plan.work if self.plan is not None else ():
             assert self.scheduler.requests[work.key].in_step
         found = self.scheduler.statistics()
@@ -197,9 +197,9 @@ def test_a_fixed_chunk_goes_along_whole_or_not_at_all() -> None:
 
 
 def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step() -> None:
-    ledger = Ledger(pool_tokens=80, page_size=4, rows=3)
+    kv_manager = KVManager(pool_tokens=80, page_size=4, rows=3)
     scheduler = ColocatedScheduler(
-        ledger,
+        kv_manager,
         group="colocated",
         chunks=PromptChunks(7, whole=True),
         max_batch=3,

@@ -6,16 +6,23 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from local_groups import (
+    Checkpoints,
+    LocalGroups,
+    ask,
+    exact_again,
+    local_groups,
+    random_prompts,
+    small_config,
+)
 
-from disagg.core.errors import BusyError, PeerLostError
+from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
-from transport import messages as m
-from transport.reliable import ReliableOptions
+from transport.control import messages as m
+from transport.control.reliable import ReliableOptions
 
 SOON = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
-GREEDY = SamplingParams(max_tokens=8)
 TIMEOUT_S = 30.0
 SIDES = {
     "decode": ["decode-0", "decode-1"],
@@ -28,25 +35,6 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(TIMEOUT_S):
         while not condition():
             await asyncio.sleep(0.005)
-
-
-async def exact_again(router: Router, checkpoints: Checkpoints) -> None:
-    """Soon requests are taken again; meanwhile they end with a clear error, and what ends well is exact."""
-    async with asyncio.timeout(TIMEOUT_S):
-        for number in range(1_000_000):
-            try:
-                answers = await asyncio.gather(
-                    *(
-                        ask(router, f"again{number}-{i}", p, GREEDY)
-                        for i, p in enumerate(random_prompts(60, 30))
-                    )
-                )
-            except (PeerLostError, BusyError):
-                await asyncio.sleep(0.02)
-                continue
-            for answer, prompt in zip(answers, random_prompts(60, 30), strict=True):
-                assert answer.tokens == checkpoints.greedy(checkpoints.source(), prompt, 8)
-            return
 
 
 @pytest.mark.parametrize("side", SIDES)

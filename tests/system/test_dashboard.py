@@ -17,7 +17,7 @@ from promql_page import Page, QueryError
 from system_server import SystemServer
 
 from disagg.core.status import ServiceStatus
-from transport.reliable import ReliableOptions
+from transport.control.reliable import ReliableOptions
 
 DASHBOARD = json.loads(
     (Path(__file__).parents[2] / "deploy" / "grafana" / "disagg.json").read_text(encoding="utf-8")

@@ -45,7 +45,7 @@ def test_turns_of_a_conversation_bring_only_what_is_new(
     first, *turns = random_prompts(53, 9, 1, 40, seed=2)
     config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], peer_memory=peer_memory)
     with local_groups(config, checkpoints.source()) as groups:
-        poison_pages(groups.decode[0]._leader._scheduler._ledger, groups.decode)
+        poison_pages(groups.decode[0]._leader._scheduler._kv_manager, groups.decode)
         said = groups.serve(lambda router: conversation(router, first, turns))
         found, source = cache_of(groups.decode), groups.source
     for prompt, answer in said:
@@ -131,8 +131,15 @@ def test_who_decodes_is_chosen_by_what_it_holds(checkpoints: Checkpoints) -> Non
     assert len(set.union(*homes)) == 3
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+@pytest.mark.parametrize(
+    ("preemption", "peer_memory"),
+    [
+        ("recompute", True),
+        ("swap", False),
+        pytest.param("recompute", False, marks=pytest.mark.slow),
+        pytest.param("swap", True, marks=pytest.mark.slow),
+    ],
+)
 def test_sharing_in_a_pool_that_is_too_small_with_aborts(
     checkpoints: Checkpoints, peer_memory: bool, preemption: str
 ) -> None:
@@ -148,7 +155,7 @@ def test_sharing_in_a_pool_that_is_too_small_with_aborts(
     sampling = SamplingParams(max_tokens=40)
     victims = {index: choose.randrange(1, 30) for index in range(0, 16, 4)}
     with local_groups(config, checkpoints.source()) as groups:
-        poison_pages(groups.decode[0]._leader._scheduler._ledger, groups.decode)
+        poison_pages(groups.decode[0]._leader._scheduler._kv_manager, groups.decode)
         results = answers_with_aborts(groups, prompts, sampling, victims)
         found, source = cache_of(groups.decode), groups.source
     check_survivors(results, victims, lambda i: checkpoints.greedy(source, prompts[i], 40))

@@ -13,15 +13,15 @@ from aborted_answers import answers_with_aborts, check_survivors
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from simulated_memory import poison_pages
 
-from disagg.core.config import Config, ModelConfig
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
-from disagg.model.collective import SingleCollective
+from disagg.model.collective.base import SingleCollective
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner
 from disagg.router.router import Router
-from transport import messages as m
-from transport.reliable import ReliableOptions
+from transport.control import messages as m
+from transport.control.reliable import ReliableOptions
 
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.6)
@@ -37,7 +37,7 @@ def config_of(tp: tuple[int, int], peer_memory: bool) -> Config:
 def poisoned(groups: LocalGroups) -> LocalGroups:
     """Its pages turn to NaN when they are freed."""
     for ranks in (groups.prefill, groups.decode):
-        poison_pages(ranks[0]._leader._scheduler._ledger, ranks)
+        poison_pages(ranks[0]._leader._scheduler._kv_manager, ranks)
     return groups
 
 

@@ -1,4 +1,7 @@
-"""Split over any two groups, the tokens are those of Hugging Face's `generate()`: the whole system in one process."""
+"""Split over any two groups, the tokens are those of Hugging Face's `generate()`: the whole system in one process.
+
+`make test` runs a sample, with every pair of sizes and every pair of page sizes; `make test-slow` runs the rest.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,14 @@ import itertools
 
 import pytest
 from local_groups import Checkpoints, local_groups, random_prompts, small_config
+from slow_parameters import sampled
 
 from disagg.core.types import SamplingParams
 
 SIZES = (1, 2, 3, 4)
 PAGES = (1, 16, 64)
 PAGE_PAIRS = list(itertools.product(PAGES, PAGES))
-SIZE_PAIRS = list(itertools.product(SIZES, SIZES))
+KV_HEADS = (1, 2, 4, 6)
 TOKENS = 6
 
 
@@ -29,24 +33,42 @@ def check(
         assert answer.report.released
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 6])
-@pytest.mark.parametrize("tp", SIZE_PAIRS, ids=lambda tp: f"{tp[0]}to{tp[1]}")
-def test_every_pair_of_sizes(checkpoints: Checkpoints, tp: tuple[int, int], kv_heads: int) -> None:
-    """Page sizes go round with the pairs, so that each pair of page sizes meets each number of KV heads."""
-    turn = SIZES.index(tp[0]) * len(SIZES) + SIZES.index(tp[1])
-    check(checkpoints, "llama", kv_heads, tp, PAGE_PAIRS[turn % len(PAGE_PAIRS)])
+def in_latin_square(prefill_tp: int, decode_tp: int, kv_heads: int) -> bool:
+    """Chooses one number of KV heads for each pair of sizes: each number meets each size of either group."""
+    turn = SIZES.index(prefill_tp) + SIZES.index(decode_tp)
+    return KV_HEADS.index(kv_heads) == turn % len(KV_HEADS)
 
 
-@pytest.mark.parametrize("pages", PAGE_PAIRS, ids=lambda pages: f"{pages[0]}to{pages[1]}")
-def test_every_pair_of_page_sizes(checkpoints: Checkpoints, pages: tuple[int, int]) -> None:
-    check(checkpoints, "llama", 4, (2, 1), pages)
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp", "kv_heads"),
+    sampled(itertools.product(SIZES, SIZES, KV_HEADS), in_latin_square),
+)
+def test_every_pair_of_sizes(
+    checkpoints: Checkpoints, prefill_tp: int, decode_tp: int, kv_heads: int
+) -> None:
+    """Page sizes alternate with the pairs, so that each pair of page sizes meets each number of KV heads."""
+    turn = SIZES.index(prefill_tp) * len(SIZES) + SIZES.index(decode_tp)
+    check(checkpoints, "llama", kv_heads, (prefill_tp, decode_tp), PAGE_PAIRS[turn % len(PAGE_PAIRS)])
 
 
-@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 3), (3, 2), (4, 3)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize(
+    ("prefill_page", "decode_page"),
+    sampled(PAGE_PAIRS, lambda prefill, decode: (prefill, decode) in ((1, 64), (16, 16), (64, 1))),
+)
+def test_every_pair_of_page_sizes(checkpoints: Checkpoints, prefill_page: int, decode_page: int) -> None:
+    check(checkpoints, "llama", 4, (2, 1), (prefill_page, decode_page))
+
+
+@pytest.mark.parametrize(
+    ("prefill_tp", "decode_tp"),
+    sampled([(1, 1), (2, 1), (1, 3), (3, 2), (4, 3)], lambda *tp: tp in ((2, 1), (1, 3))),
+)
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral", "gemma2"])
-def test_other_architectures(checkpoints: Checkpoints, architecture: str, tp: tuple[int, int]) -> None:
+def test_other_architectures(
+    checkpoints: Checkpoints, architecture: str, prefill_tp: int, decode_tp: int
+) -> None:
     """The windows of Mistral and Gemma2 are shorter than three of the prompts."""
-    check(checkpoints, architecture, 2, tp, (16, 1))
+    check(checkpoints, architecture, 2, (prefill_tp, decode_tp), (16, 1))
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 512])
@@ -70,7 +92,7 @@ def test_more_requests_than_fit_wait_their_turn(checkpoints: Checkpoints) -> Non
 def test_seeded_sampling_is_the_same_split_and_unsplit(checkpoints: Checkpoints) -> None:
     import torch
 
-    from disagg.model.collective import SingleCollective
+    from disagg.model.collective.base import SingleCollective
     from disagg.model.unsplit import generate_unsplit
     from disagg.node.assemble import make_runner
 

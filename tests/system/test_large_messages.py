@@ -10,7 +10,7 @@ from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_pro
 from disagg.core.errors import ProtocolError
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
-from transport import messages as m
+from transport.control import messages as m
 
 LONG, SHORT = random_prompts(450, 30, seed=11)
 """With pages of one token, `LONG` has 450 of them, which a message names twice."""
@@ -22,7 +22,7 @@ def check(groups: LocalGroups, checkpoints: Checkpoints, kind: str, limit_router
 
     async def work(router: Router) -> None:
         if limit_router:
-            channel: Any = router._mail._control
+            channel: Any = router._dispatcher._control
             channel._max_message_bytes = limit_router
         with pytest.raises(ProtocolError, match=rf"^{kind} takes \d+ bytes; a message may take"):
             await ask(router, "long", LONG, SAMPLING)
@@ -60,7 +60,7 @@ def test_a_sender_fails_the_request(checkpoints: Checkpoints, monkeypatch: pytes
     def encode(message: m.Message) -> bytes:
         return m.encode(message, 2000 if isinstance(message, m.LeaseRequest) else m.MAX_MESSAGE_BYTES)
 
-    monkeypatch.setattr("transport.letters.encode", encode)
+    monkeypatch.setattr("transport.active_messages.encode", encode)
     config = small_config(1, 2, chunk_tokens=512, ring_bytes=4096)
     with local_groups(config, checkpoints.source()) as groups:
         check(groups, checkpoints, "LeaseRequest")

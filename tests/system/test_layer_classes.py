@@ -15,12 +15,12 @@ from local_groups import Checkpoints, LocalGroups, local_groups, random_prompts,
 from prefix_caches import cache_of
 from simulated_memory import poison_host, poison_pages
 
-from disagg.core.config import ModelConfig
+from disagg.core.config.read import ModelConfig
 from disagg.core.errors import UnsupportedModelError
 from disagg.core.types import SamplingParams
 from disagg.kv.pool import ClassedKVPool
-from disagg.model.source import ModelSource
-from disagg.reference import reference_answers
+from disagg.model.load.source import ModelSource
+from disagg.reference.answers import reference_answers
 
 SIZES = [(1, 2), (2, 1), (4, 2)]
 PAGES = [(16, 4), (1, 16), (8, 64)]
@@ -163,5 +163,5 @@ def test_index_keys_in_8_bits_are_refused(sources: Callable[[str], ModelSource])
 
 def _poison(groups: LocalGroups) -> None:
     scheduler = groups.decode[0]._leader._scheduler
-    poison_pages(scheduler._ledger, groups.decode)
+    poison_pages(scheduler._kv_manager, groups.decode)
     poison_host(scheduler, groups.decode)

@@ -12,7 +12,7 @@ from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_pro
 from disagg.core.errors import RequestTimeoutError, TransportError
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
-from transport import messages as m
+from transport.control import messages as m
 from transport.peer_memory import MemoryHandle
 
 TOKENS = 6
@@ -98,27 +98,27 @@ def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
 ) -> None:
     """It was promised before its request was ended, and then the wire lost it."""
     from decode_node.writes import PeerWrites
-    from prefill_node.tickets import Tickets
+    from prefill_node.tickets import OutgoingTickets
     from transport.base import Arrival, Transport
     from transport.tags import unpack
 
     lost: list[int] = []
-    on_notice = PeerWrites.on_notice
+    on_notification = PeerWrites.on_notification
 
     def lose_one(self: PeerWrites, incoming: object, peer: str, arrival: Arrival) -> None:
         if lost:
-            on_notice(self, incoming, peer, arrival)  # type: ignore[arg-type]
+            on_notification(self, incoming, peer, arrival)  # type: ignore[arg-type]
             return
         lost.append(arrival.tag)
         transport: Transport = self._transport
         transport.discard(peer, arrival)
 
-    def promise(self: Tickets, peer: str, message: m.StopSending) -> None:
+    def promise(self: OutgoingTickets, peer: str, message: m.StopSending) -> None:
         index = unpack(lost[0]).segment
         self._send(peer, m.SenderEnded(message.key, message.ticket, 0, [index], "it has left"))
 
-    monkeypatch.setattr(PeerWrites, "on_notice", lose_one)
-    monkeypatch.setattr(Tickets, "on_stop_sending", promise)
+    monkeypatch.setattr(PeerWrites, "on_notification", lose_one)
+    monkeypatch.setattr(OutgoingTickets, "on_stop_sending", promise)
     source = checkpoints.source()
     prompts = random_prompts(70, 55, seed=8)
     config = small_config(1, 1, peer_memory=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import msgspec
@@ -11,11 +12,12 @@ import torch
 from architectures import HYBRIDS, MORE_HYBRIDS, save
 from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from simulated_memory import poison_host, poison_pages
+from slow_parameters import sampled
 
-from disagg.core.config import Config, ModelConfig
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
-from disagg.model.collective import SingleCollective
-from disagg.model.source import ModelSource
+from disagg.model.collective.base import SingleCollective
+from disagg.model.load.source import ModelSource
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner
 from disagg.router.router import Router
@@ -42,7 +44,7 @@ def config_of(
 def poisoned(groups: LocalGroups) -> LocalGroups:
     """Pages and host blocks turn to NaN when they are freed, and pages must still be NaN when they are taken."""
     scheduler = groups.decode[0]._leader._scheduler
-    poison_pages(scheduler._ledger, groups.decode)
+    poison_pages(scheduler._kv_manager, groups.decode)
     poison_host(scheduler, groups.decode)
     return groups
 
@@ -88,10 +90,10 @@ def test_tokens_are_those_of_generate(checkpoints: Checkpoints, tp: tuple[int, i
     ("name", "way"),
     [
         ("falcon-h1", "swap"),
-        ("jamba", "recompute"),
+        pytest.param("jamba", "recompute", marks=pytest.mark.slow),
         ("qwen3-next", "recompute"),
-        ("zamba2", "recompute"),
-        ("nemotron-h", "recompute"),
+        pytest.param("zamba2", "recompute", marks=pytest.mark.slow),
+        pytest.param("nemotron-h", "recompute", marks=pytest.mark.slow),
     ],
 )
 def test_a_recurrent_state_outlives_its_pages(
@@ -153,8 +155,10 @@ def test_windows_and_both_ways_in_one_run(checkpoints: Checkpoints) -> None:
         assert answer.tokens[: len(wanted)] == wanted
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("tp", [(1, 1), (2, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize(
+    ("tp", "way"),
+    sampled(itertools.product([(1, 1), (2, 2)], WAYS), lambda tp, way: (tp == (1, 1)) == (way == "swap")),
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_sequences_of_a_request_leave_and_come_back_together(
     checkpoints: Checkpoints, tp: tuple[int, int], way: str, device: str

@@ -116,7 +116,7 @@ def test_sharing_under_a_pool_that_is_too_small_with_aborts(
     prompts = [stems[i % 3][i // 3] for i in range(18)]
     victims = {index: choose.randrange(1, 20) for index in range(0, 18, 3)}
     with local_groups(config, checkpoints.source()) as groups:
-        poison_pages(groups.prefill[0]._leader._scheduler._ledger, groups.prefill)
+        poison_pages(groups.prefill[0]._leader._scheduler._kv_manager, groups.prefill)
         results = answers_with_aborts(groups, prompts, GREEDY, victims)
         found, source = cache_of(groups.prefill), groups.source
     check_survivors(results, victims, lambda i: checkpoints.greedy(source, prompts[i], TOKENS))
@@ -129,7 +129,7 @@ def test_models_with_a_recurrent_state_have_none(
     state_tokens: int, caches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulation = Simulation(small_config(), 0, monkeypatch, state_tokens=state_tokens)
-    memory = simulation.ranks["prefill-0"]._leader.statistics().memory
+    memory = simulation.ranks["prefill-0"].statistics()["leader"].memory
     assert (memory.cache is not None) == caches
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disagg.cluster.placement import choose_placement, place_colocated
 from disagg.core.errors import BusyError, ConfigError, InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RankInfo, Shard, Span
-from disagg.node.ledger import Holding, Ledger
-from disagg.placement import choose_placement, place_colocated
-from disagg.router.policy import POLICIES, Asking, Engine, Policy, least_loaded, round_robin
+from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.router.policy import POLICIES, Policy, RoutedGroup, RoutingRequest, least_loaded, round_robin
 from disagg.router.text import TextStream
 
 
@@ -65,13 +65,13 @@ def test_placement_on_a_cpu_by_wish_and_on_a_gpu_that_is_not_there() -> None:
         choose_placement(0, device="cuda")
 
 
-ASKING = Asking(5, "session")
+ASKING = RoutingRequest(5, "session")
 
 
-def engine(name: str, **changes: int | bool) -> Engine:
+def engine(name: str, **changes: int | bool) -> RoutedGroup:
     rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), name, b"")
     info = GroupInfo(name, "prefill", PROTOCOL_VERSION, "f", KVLayout(1, 1, 1, "float32"), 1, "ucx", (rank,))
-    one = Engine(info)
+    one = RoutedGroup(info)
     for field, value in changes.items():
         setattr(one, field, value)
     return one
@@ -193,68 +193,68 @@ def test_the_first_of_several_stop_strings_counts() -> None:
 
 
 def test_ledger_gives_both_or_none() -> None:
-    ledger = Ledger(pool_tokens=64, page_size=16, rows=2)
-    assert ledger.capacity_tokens == 64
-    first = ledger.reserve(33)
+    kv_manager = KVManager(pool_tokens=64, page_size=16, rows=2)
+    assert kv_manager.capacity_tokens == 64
+    first = kv_manager.reserve(33)
     assert first is not None
     assert len(first.pages) == 3
-    assert ledger.reserve(17) is None, "two pages are not there"
-    second = ledger.reserve(16)
+    assert kv_manager.reserve(17) is None, "two pages are not there"
+    second = kv_manager.reserve(16)
     assert second is not None
-    assert ledger.reserve(0) is None, "no row is left"
-    ledger.check([[first], [second]])
+    assert kv_manager.reserve(0) is None, "no row is left"
+    kv_manager.check([[first], [second]])
     with pytest.raises(InvariantError):
-        ledger.check([[first]])
-    ledger.release(first)
+        kv_manager.check([[first]])
+    kv_manager.release(first)
     with pytest.raises(ValueError, match="released twice"):
-        ledger.release(first)
-    ledger.release(second)
-    ledger.check([])
-    assert ledger.statistics().free_rows == 2
+        kv_manager.release(first)
+    kv_manager.release(second)
+    kv_manager.check([])
+    assert kv_manager.statistics().free_rows == 2
 
 
 def test_ledger_begins_with_what_is_cached_and_evicts_the_rest_when_it_must() -> None:
-    ledger = Ledger(pool_tokens=64, page_size=16, rows=3, eviction="lru")
+    kv_manager = KVManager(pool_tokens=64, page_size=16, rows=3, eviction="lru")
     prompt, other = PrefixKey.of(range(40)), PrefixKey.of(range(100, 140))
-    first = ledger.reserve(40, prompt)
+    first = kv_manager.reserve(40, prompt)
     assert first is not None
     assert first.cached_tokens == 0
-    ledger.keep(first, prompt)
-    second = ledger.reserve(33, PrefixKey.of(range(33)))
+    kv_manager.keep(first, prompt)
+    second = kv_manager.reserve(33, PrefixKey.of(range(33)))
     assert second is not None
     assert second.cached_tokens == 32
     assert second.pages[:2] == first.pages[:2]
     assert second.pages[2] != first.pages[2], "the last page is its own"
-    ledger.check([[first], [second]])
-    before = ledger.statistics()
-    assert ledger.reserve(40, other) is None, "what is read cannot be evicted"
-    assert ledger.statistics() == before
-    ledger.release(first)
-    ledger.release(second)
-    third = ledger.reserve(64, other)
+    kv_manager.check([[first], [second]])
+    before = kv_manager.statistics()
+    assert kv_manager.reserve(40, other) is None, "what is read cannot be evicted"
+    assert kv_manager.statistics() == before
+    kv_manager.release(first)
+    kv_manager.release(second)
+    third = kv_manager.reserve(64, other)
     assert third is not None
-    assert ledger.statistics().cache.evicted_pages == 2
-    ledger.release(third)
-    ledger.check([])
+    assert kv_manager.statistics().cache.evicted_pages == 2
+    kv_manager.release(third)
+    kv_manager.check([])
 
 
 def test_ledger_leaves_a_token_to_compute() -> None:
-    ledger = Ledger(pool_tokens=64, page_size=16, rows=3, eviction="lru")
+    kv_manager = KVManager(pool_tokens=64, page_size=16, rows=3, eviction="lru")
     prompt = PrefixKey.of(range(32))
-    first = ledger.reserve(32, prompt)
-    ledger.keep(first, prompt)
-    again = ledger.reserve(32, prompt)
+    first = kv_manager.reserve(32, prompt)
+    kv_manager.keep(first, prompt)
+    again = kv_manager.reserve(32, prompt)
     assert again.cached_tokens == 16
-    ledger.keep(again, prompt)
-    ledger.release(again)
-    ledger.release(first)
-    assert ledger.statistics().cache.cached_pages == 2, "its second copy of the last page is gone"
-    ledger.check([])
+    kv_manager.keep(again, prompt)
+    kv_manager.release(again)
+    kv_manager.release(first)
+    assert kv_manager.statistics().cache.cached_pages == 2, "its second copy of the last page is gone"
+    kv_manager.check([])
 
 
 def test_ledger_notices_a_page_owned_twice() -> None:
-    ledger = Ledger(pool_tokens=64, page_size=16, rows=2)
-    one = ledger.reserve(16)
+    kv_manager = KVManager(pool_tokens=64, page_size=16, rows=2)
+    one = kv_manager.reserve(16)
     assert one is not None
     with pytest.raises(InvariantError):
-        ledger.check([[one], [Holding(1, one.sequence)]])
+        kv_manager.check([[one], [BlockTable(1, one.sequence)]])

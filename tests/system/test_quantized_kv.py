@@ -10,13 +10,13 @@ import torch
 from architectures import HYBRIDS, save
 from local_groups import Checkpoints, local_groups, random_prompts, small_config
 
-from disagg.core.config import ModelConfig
+from disagg.core.config.read import ModelConfig
 from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
-from disagg.model.collective import SingleCollective
-from disagg.model.source import ModelSource
+from disagg.model.collective.base import SingleCollective
+from disagg.model.load.source import ModelSource
 from disagg.node.assemble import make_runner
-from disagg.reference import reference_answers
+from disagg.reference.answers import reference_answers
 
 TOKENS = 6
 
@@ -59,8 +59,8 @@ def test_kv_that_is_quantized_on_its_way(
         layouts = [info.layout for info in (groups.prefill_info, groups.decode_info)]
         assert [layout.dtype for layout in layouts] == ["float32", kv_dtype]
         answers = groups.answers(prompts, sampling)
-        written = sum(rank._agent.statistics().segments_written for rank in groups.prefill)
-        nbytes = sum(rank._agent.statistics().bytes_sent for rank in groups.prefill)
+        written = sum(rank.statistics()["transfer"].segments_written for rank in groups.prefill)
+        nbytes = sum(rank.statistics()["transfer"].bytes_sent for rank in groups.prefill)
     assert [answer.tokens for answer in answers] == expected.answers
     assert nbytes == sum(map(len, prompts)) * layouts[1].token_bytes
     assert (written > 0) == peer_memory

@@ -4,7 +4,7 @@ What is equal, and to what:
 
 - what lands in a decode pool is what the prefill pool has, quantized: bit for bit what the decode pool's own write
   would have made of it;
-- so all tokens are those of an engine that prefills in floats, quantizes, and decodes (`disagg.reference`);
+- so all tokens are those of an engine that prefills in floats, quantizes, and decodes (`disagg.reference.answers`);
 - they are not those of groups that both have 8 bits: there the prompt's own attention reads codes, so all layers but
   the first compute other K and V.
 """
@@ -23,13 +23,13 @@ from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, 
 from prefix_caches import cache_of, with_caches
 from simulated_memory import poison_host, poison_pages
 
-from disagg.bench.handoff_ranks import TimedDecodeRank, TimedPrefillRank
-from disagg.core.config import Config, ModelConfig
+from disagg.bench.handoff.ranks import TimedDecodeRank, TimedPrefillRank
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import RequestKey, SamplingParams, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool
-from disagg.model.source import ModelSource
-from disagg.reference import reference_answers
+from disagg.model.load.source import ModelSource
+from disagg.reference.answers import reference_answers
 from disagg.router.router import Router
 
 TOKENS = 6
@@ -222,7 +222,7 @@ def test_forks_and_swapped_pages_of_codes(
     )
     with local_groups(msgspec.structs.replace(roomy, decode=decode), source) as groups:
         scheduler = groups.decode[0]._leader._scheduler
-        poison_pages(scheduler._ledger, groups.decode)
+        poison_pages(scheduler._kv_manager, groups.decode)
         poison_host(scheduler, groups.decode)
         for _ in range(12):  # who meets whom is up to the threads
             assert all_at_once(groups, SAMPLINGS) == calm

@@ -13,9 +13,9 @@ import pytest
 import torch
 from local_groups import Answered, Checkpoints, ask, local_groups, random_prompts, small_config
 
-from disagg.core.config import Config, ModelConfig
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.types import SamplingParams
-from disagg.model.collective import SingleCollective
+from disagg.model.collective.base import SingleCollective
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner
 from disagg.router.router import Router

@@ -12,9 +12,9 @@ from local_groups import Answered, Checkpoints, ask, local_groups, random_prompt
 
 from disagg.core.errors import InvalidRequestError
 from disagg.core.types import SamplingParams
-from disagg.model.collective import SingleCollective
-from disagg.model.source import ModelSource
-from disagg.model.tiny import EOS_ID, VOCAB_SIZE
+from disagg.model.collective.base import SingleCollective
+from disagg.model.load.source import ModelSource
+from disagg.model.load.tiny import EOS_ID, VOCAB_SIZE
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner
 from disagg.router.router import Router

@@ -10,17 +10,19 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from decode_node.costs import Rates
-from decode_node.request import DecodeRequest, Place, Sequence
-from decode_node.scheduler import DecodeScheduler, Stepped
-from disagg.core.config_tree import EvictionName
+from decode_node.costs import CostEstimates
+from decode_node.request import DecodeRequest, Residency, Sequence
+from decode_node.scheduler import DecodeScheduler
+from decode_node.scheduler_options import SchedulerOptions
+from decode_node.step_planner import Stepped
+from disagg.core.config.tree import EvictionName
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
-from disagg.model.beam_search import Candidate
 from disagg.model.chunks import PromptChunks
-from disagg.node.ledger import Ledger
+from disagg.model.sampling.beam_search import Candidate
+from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan, Swap, Work
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler
 
@@ -39,9 +41,9 @@ class PrefillMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        ledger = Ledger(pool_tokens=64, page_size=4, rows=3, eviction=self.eviction)
+        kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3, eviction=self.eviction)
         self.scheduler = PrefillScheduler(
-            ledger, ranks=RANKS, chunks=PromptChunks(7), max_context_tokens=40, max_waiting=3
+            kv_manager, ranks=RANKS, chunks=PromptChunks(7), max_context_tokens=40, max_waiting=3
         )
         self.count = 0
         self.plan: StepPlan | None = None
@@ -76,9 +78,9 @@ class PrefillMachine(RuleBasedStateMachine):
     @rule()
     def admit(self) -> None:
         for request in self.scheduler.admit():
-            assert request.holding is not None
-            others = [r.holding.row for r in self.requests() if r.holding and r is not request]
-            assert request.holding.row not in others
+            assert request.block_table is not None
+            others = [r.block_table.row for r in self.requests() if r.block_table and r is not request]
+            assert request.block_table.row not in others
             self.admitted.append(request)
 
     @precondition(lambda self: self.plan is None)
@@ -88,13 +90,13 @@ class PrefillMachine(RuleBasedStateMachine):
         if self.plan is not None:
             assert 0 < sum(len(work.tokens) for work in self.plan.work) <= 7
             for work in self.plan.work:
-                holding = self.scheduler.requests[work.key].holding
-                assert holding is not None
+                block_table = self.scheduler.requests[work.key].block_table
+                assert block_table is not None
                 first = work.key not in self.computed
                 assert bool(work.pages) == first, "pages travel once"
-                start = self.computed.get(work.key, holding.cached_tokens)
+                start = self.computed.get(work.key, block_table.cached_tokens)
                 assert work.start == start, "chunks follow each other, and what is cached"
-                self.write(work, holding.pages)
+                self.write(work, block_table.pages)
                 self.computed[work.key] = work.span.stop
 
     def write(self, work: Work, pages: list[int]) -> None:
@@ -144,11 +146,11 @@ class PrefillMachine(RuleBasedStateMachine):
         self.scheduler.check()
         for request in self.requests():
             if request.in_step:
-                assert request.holding is not None, "a running step reads and writes its pages"
+                assert request.block_table is not None, "a running step reads and writes its pages"
             if request.admitted and not request.closing and len(request.sent_ranks) < RANKS:
-                assert request.holding is not None, "segments are still gathered from its pages"
+                assert request.block_table is not None, "segments are still gathered from its pages"
             if request.closing and len(request.closed_ranks) < RANKS and len(request.sent_ranks) < RANKS:
-                assert request.holding is not None, "a rank may still gather from its pages"
+                assert request.block_table is not None, "a rank may still gather from its pages"
 
     def teardown(self) -> None:
         if self.plan is not None:
@@ -199,22 +201,24 @@ class DecodeMachine(RuleBasedStateMachine):
         self, preemption: Any, blocks: int, state_tokens: int, whole_prompts: bool, fixed: bool
     ) -> None:
         whole_prompts, state_tokens = (False, 0) if self.eviction else (whole_prompts, state_tokens)
-        self.ledger = Ledger(pool_tokens=64, page_size=4, rows=4, eviction=self.eviction)
+        self.kv_manager = KVManager(pool_tokens=64, page_size=4, rows=4, eviction=self.eviction)
         self.scheduler = DecodeScheduler(
-            self.ledger,
-            group="decode",
-            ranks=RANKS,
-            max_batch=3,
-            max_context_tokens=40,
-            first_ticket=(1 << 32) - 2,
-            chunks=PromptChunks(5, whole_prompts, state_tokens > 0, fixed),
-            rates=Rates(1e3, 1e4),
-            preemption=preemption,
-            block_pages=2,
-            state_tokens=state_tokens,
+            self.kv_manager,
+            SchedulerOptions(
+                group="decode",
+                ranks=RANKS,
+                max_batch=3,
+                max_context_tokens=40,
+                first_ticket=(1 << 32) - 2,
+                chunks=PromptChunks(5, whole_prompts, state_tokens > 0, fixed),
+                rates=CostEstimates(1e3, 1e4),
+                preemption=preemption,
+                block_pages=2,
+                state_tokens=state_tokens,
+            ),
         )
         self.scheduler.join(blocks)
-        take = self.ledger._pages._take_pages
+        take = self.kv_manager._pages._take_pages
 
         def emptied(count: int) -> list[int]:
             pages = take(count)
@@ -222,7 +226,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 self.kv.pop(slot, None)
             return pages
 
-        self.ledger._pages._take_pages = emptied  # type: ignore[method-assign]
+        self.kv_manager._pages._take_pages = emptied  # type: ignore[method-assign]
         self.whole_prompts, self.state_tokens = whole_prompts, state_tokens
         self.fixed = fixed and state_tokens > 0
 
@@ -242,7 +246,7 @@ class DecodeMachine(RuleBasedStateMachine):
         kind = {"beams": sequences} if beams else {"n": sequences}
         sampling = SamplingParams(max_tokens=answer, **kind)
         landing, prefix = tokens + self.state_tokens, PrefixKey.of(range(tokens))
-        waits = any(r.place in (Place.LEAVING, Place.OUT) for r in self.live())
+        waits = any(r.residency in (Residency.LEAVING, Residency.OUT) for r in self.live())
         most_pages = tokens // 4 + sequences * (-(-(tokens + answer) // 4) - tokens // 4)
         try:
             request = self.scheduler.reserve(
@@ -261,12 +265,14 @@ class DecodeMachine(RuleBasedStateMachine):
         else:
             assert not waits, "who was preempted comes back first"
             assert request.ticket.number not in self.numbers
-            assert request.holdings[0].row == request.ticket.row
+            assert request.block_tables[0].row == request.ticket.row
             assert len(request.pages()) == -(-landing // 4), "what is received, and no more"
-            assert all(holding.pages == request.pages() for holding in request.holdings), "by all of them"
+            assert all(block_table.pages == request.pages() for block_table in request.block_tables), (
+                "by all of them"
+            )
             others = sum(len(r.sequences) for r in self.live() if r is not request)
-            assert others == 0 or self.ledger.free_pages >= others, "each may need a page soon"
-            cached = request.holdings[0].cached_tokens
+            assert others == 0 or self.kv_manager.free_pages >= others, "each may need a page soon"
+            cached = request.block_tables[0].cached_tokens
             assert cached < tokens
             assert cached == 0 or self.eviction
             assert request.ticket.tokens == Span(cached, landing)
@@ -293,12 +299,12 @@ class DecodeMachine(RuleBasedStateMachine):
     def write(self, sequence: Sequence, positions: Iterable[int]) -> None:
         known = (*sequence.prompt, *sequence.tokens)
         for position in positions:
-            self.kv[sequence.holding.pages[position // 4] * 4 + position % 4] = known[: position + 1]
+            self.kv[sequence.block_table.pages[position // 4] * 4 + position % 4] = known[: position + 1]
 
     def reads_its_own(self, sequence: Sequence, positions: Iterable[int]) -> None:
         known = (*sequence.prompt, *sequence.tokens)
         for position in positions:
-            slot = sequence.holding.pages[position // 4] * 4 + position % 4
+            slot = sequence.block_table.pages[position // 4] * 4 + position % 4
             assert self.kv.get(slot) == known[: position + 1], "KV is missing, or of other tokens"
 
     def copy_page(self, source: int, destination: int) -> None:
@@ -328,7 +334,7 @@ class DecodeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is None)
     @rule()
     def step(self) -> None:
-        before = {r: r.pages() for r in self.live() if self.scheduler.pressure.runs(r)}
+        before = {r: r.pages() for r in self.live() if self.scheduler.preemptor.runs(r)}
         self.plan = self.scheduler.next_step()
         self.only_younger_ones_leave(before)
         works = self.plan.work if self.plan is not None else []
@@ -342,7 +348,7 @@ class DecodeMachine(RuleBasedStateMachine):
             self.reads_its_own(sequence, range(work.span.stop))
         self.whole_groups_compute(stepped)
         for copy in self.plan.copies if self.plan is not None else ():
-            written = {one.holding.pages[one.computed_tokens // 4] for _, one in stepped}
+            written = {one.block_table.pages[one.computed_tokens // 4] for _, one in stepped}
             assert copy.destination in written, "copies are for this step"
         for swap in self.plan.swaps if self.plan is not None else ():
             assert swap.key not in {work.key for work in works}, "its pages are copied beside the step"
@@ -360,7 +366,7 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def known(self, work: Work) -> int:
         """Tokens of the sequence that a planned work computes."""
-        rows = {one.holding.row: one.known_tokens for one in self.scheduler.requests[work.key].sequences}
+        rows = {one.block_table.row: one.known_tokens for one in self.scheduler.requests[work.key].sequences}
         return rows[work.row]
 
     def whole_groups_compute(self, stepped: list[Stepped]) -> None:
@@ -371,7 +377,7 @@ class DecodeMachine(RuleBasedStateMachine):
             assert not any(one.ended for one in request.sequences), "what has ended holds nothing"
 
     def only_younger_ones_leave(self, before: dict[DecodeRequest, list[int]]) -> None:
-        kept = [request for request in before if request.place is Place.RESIDENT]
+        kept = [request for request in before if request.residency is Residency.RESIDENT]
         for victim in before.keys() - set(kept):
             assert any(request.age < victim.age for request in kept), "pages are for an older one"
             assert not victim.pages() or set(victim.pages()) <= set(before[victim]), "all or nothing"
@@ -380,7 +386,7 @@ class DecodeMachine(RuleBasedStateMachine):
         known = [*request.prompt, *sequence.tokens]
         assert len(request.landed_ranks) == RANKS, "no token before all KV is here"
         assert not request.closing
-        assert work.row == sequence.holding.row
+        assert work.row == sequence.block_table.row
         assert work.start == sequence.computed_tokens
         assert work.tokens == known[work.start : work.span.stop]
         prompt_tokens = len(request.prompt)
@@ -399,10 +405,13 @@ class DecodeMachine(RuleBasedStateMachine):
             assert work.like != work.row
             table[: work.first_page] = self.tables[work.like][: work.first_page]
         table[work.first_page :] = work.pages or table[work.first_page :]
-        pages, needed = sequence.holding.pages, -(-work.span.stop // 4)
+        pages, needed = sequence.block_table.pages, -(-work.span.stop // 4)
         assert table[:needed] == pages[:needed], "the ranks know every page that the step touches"
         for page in pages[work.start // 4 : needed]:
-            readers, own = self.ledger._pages.readers(page), sum(page in h.pages for h in request.holdings)
+            readers, own = (
+                self.kv_manager._pages.readers(page),
+                sum(page in h.pages for h in request.block_tables),
+            )
             assert readers == own, "what others share is not written"
             assert own == 1 or request.left_tokens, (
                 "nor what another sequence reads, unless it waits for that"
@@ -488,7 +497,7 @@ class DecodeMachine(RuleBasedStateMachine):
             if request.in_step or len(request.landed_ranks) < RANKS:
                 assert request.pages(), "a step, or a segment, may still write its pages"
             if len(request.landed_ranks) < RANKS:
-                readers = [self.ledger._pages.readers(page) for page in request.ticket.pages]
+                readers = [self.kv_manager._pages.readers(page) for page in request.ticket.pages]
                 own = len(request.sequences)
                 assert readers == [own] * len(readers), "segments are written where nobody else reads"
 
@@ -527,7 +536,7 @@ class DecodeMachine(RuleBasedStateMachine):
                         self.scheduler.rank_closed(request, rank)
         assert not self.requests()
         self.scheduler.check()
-        assert self.ledger.free_pages == 16
+        assert self.kv_manager.free_pages == 16
 
 
 class CachingDecodeMachine(DecodeMachine):
@@ -547,16 +556,18 @@ TestCachingDecode.settings = STEPS
 
 
 def test_requests_beyond_the_batch_take_turns() -> None:
-    ledger = Ledger(pool_tokens=640, page_size=4, rows=5)
+    kv_manager = KVManager(pool_tokens=640, page_size=4, rows=5)
     scheduler = DecodeScheduler(
-        ledger,
-        group="decode",
-        ranks=1,
-        max_batch=2,
-        max_context_tokens=40,
-        first_ticket=0,
-        chunks=PromptChunks(8),
-        rates=Rates(1.0, 1.0),
+        kv_manager,
+        SchedulerOptions(
+            group="decode",
+            ranks=1,
+            max_batch=2,
+            max_context_tokens=40,
+            first_ticket=0,
+            chunks=PromptChunks(8),
+            rates=CostEstimates(1.0, 1.0),
+        ),
     )
     for number in range(5):
         request = scheduler.reserve(
@@ -580,16 +591,20 @@ def test_requests_beyond_the_batch_take_turns() -> None:
 
 
 def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step_and_keeps_room_for_its_state() -> None:
-    ledger = Ledger(pool_tokens=64, page_size=4, rows=3)
+    kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3)
     scheduler = PrefillScheduler(
-        ledger, ranks=1, chunks=PromptChunks(7, whole=True), max_context_tokens=40, max_waiting=3
+        kv_manager, ranks=1, chunks=PromptChunks(7, whole=True), max_context_tokens=40, max_waiting=3
     )
     for number, tokens in enumerate((5, 20, 3)):
         ticket = Ticket(key_of(number), number, "decode", Span(0, tokens + 8))
         scheduler.submit(
             PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), ticket, "router", 0.0)
         )
-    assert [len(request.holding.pages) for request in scheduler.admit() if request.holding] == [4, 7, 3]
+    assert [len(request.block_table.pages) for request in scheduler.admit() if request.block_table] == [
+        4,
+        7,
+        3,
+    ]
     first, second = scheduler.next_step(), scheduler.next_step()
     assert first is not None
     assert [len(work.tokens) for work in first.work] == [5, 20]
@@ -599,9 +614,9 @@ def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step_and_keeps_room_fo
 
 def test_fixed_chunks_are_those_of_a_prompt_alone() -> None:
     """One that does not fit behind others waits, and so does what comes behind it."""
-    ledger = Ledger(pool_tokens=128, page_size=4, rows=4)
+    kv_manager = KVManager(pool_tokens=128, page_size=4, rows=4)
     chunks = PromptChunks(7, recurrent=True, fixed=True)
-    scheduler = PrefillScheduler(ledger, ranks=1, chunks=chunks, max_context_tokens=40, max_waiting=3)
+    scheduler = PrefillScheduler(kv_manager, ranks=1, chunks=chunks, max_context_tokens=40, max_waiting=3)
     for number, tokens in enumerate((9, 15, 3)):
         ticket = Ticket(key_of(number), number, "decode", Span(0, tokens))
         scheduler.submit(
@@ -616,9 +631,9 @@ def test_fixed_chunks_are_those_of_a_prompt_alone() -> None:
 
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_prompt_is_cached_when_it_is_computed_and_its_logits_are_good(wrong: bool) -> None:
-    ledger = Ledger(pool_tokens=64, page_size=4, rows=3, eviction="lru")
+    kv_manager = KVManager(pool_tokens=64, page_size=4, rows=3, eviction="lru")
     scheduler = PrefillScheduler(
-        ledger, ranks=1, chunks=PromptChunks(99), max_context_tokens=40, max_waiting=3
+        kv_manager, ranks=1, chunks=PromptChunks(99), max_context_tokens=40, max_waiting=3
     )
     starts = []
     for number in range(2):

@@ -20,15 +20,15 @@ from local_groups import (
     small_config,
 )
 
-from disagg.core.config import Config
+from disagg.core.config.read import Config
 from disagg.core.errors import InvalidRequestError, PromptTooLongError
 from disagg.core.sampling import sampling_of
 from disagg.core.types import SamplingParams
-from disagg.model.source import ModelSource
-from disagg.model.tiny import EOS_ID
+from disagg.model.load.source import ModelSource
+from disagg.model.load.tiny import EOS_ID
 from disagg.router.router import Router
 from disagg.router.session import Output
-from transport import messages as m
+from transport.control import messages as m
 
 TOKENS = 20
 DRAWN = SamplingParams(max_tokens=TOKENS, temperature=1.3, seed=5, min_tokens=TOKENS)

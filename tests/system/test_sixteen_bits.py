@@ -11,19 +11,20 @@ import torch
 from local_groups import Checkpoints, local_groups, random_prompts, small_config
 
 from decode_node import landing
-from disagg.core.config import Config, ModelConfig
+from disagg.core.config.read import Config, ModelConfig
 from disagg.core.errors import MismatchError
 from disagg.core.sampling import MAX_LOGPROBS
 from disagg.core.types import SamplingParams, Span
 from disagg.model.rounding import Judged
-from disagg.reference import equal_tokens, reference_answers
-from disagg.verdict import judged_of, verdict, within
-from kernels.checksum import Check
+from disagg.reference.answers import equal_tokens, reference_answers
+from disagg.reference.verdict import judged_of, verdict, within
+from kernels.copy.checksum import Check
 
 TOLD = SamplingParams(max_tokens=16, logprobs=MAX_LOGPROBS)
 PROMPTS = random_prompts(5, 61, 29, 90, 44, 17, seed=1)
 Found = dict[str, list[Judged] | None]
-Scatter = Callable[..., None]
+Fault = Callable[[torch.Tensor, torch.Tensor, Span, Span], None]
+"""`fault(pool, slots, layers, heads)` damages rows that were scattered to the pool."""
 
 
 def config_of(checkpoints: Checkpoints, dtype: str, **changes: Any) -> Config:
@@ -56,47 +57,36 @@ def test_what_rounding_decides_is_said_and_no_failure(checkpoints: Checkpoints, 
     assert "only where rounding decides" in said
 
 
-def _without_a_head(real: Scatter) -> Scatter:
-    """One KV head's values are lost on the way, in one layer."""
-
-    def scatter(
-        source: torch.Tensor,
-        pool: torch.Tensor,
-        slots: torch.Tensor,
-        layers: Span,
-        heads: Span,
-        check: Check | None,
-    ) -> None:
-        real(source, pool, slots, layers, heads, check)
-        pool[1, 1, slots.long(), 0] = 0
-
-    return scatter
+def _lose_a_head(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span) -> None:
+    """Zeroes the values of one KV head, in one layer."""
+    pool[1, 1, slots.long(), 0] = 0
 
 
-def _negated(real: Scatter) -> Scatter:
-    """K of the first layer."""
-
-    def scatter(
-        source: torch.Tensor,
-        pool: torch.Tensor,
-        slots: torch.Tensor,
-        layers: Span,
-        heads: Span,
-        check: Check | None,
-    ) -> None:
-        real(source, pool, slots, layers, heads, check)
-        if layers.start == 0:
-            own = pool[0, 0, :, heads.start : heads.stop]
-            own[slots.long()] = -own[slots.long()]
-
-    return scatter
+def _negate(pool: torch.Tensor, slots: torch.Tensor, layers: Span, heads: Span) -> None:
+    """Negates K of the first layer."""
+    if layers.start == 0:
+        own = pool[0, 0, :, heads.start : heads.stop]
+        own[slots.long()] = -own[slots.long()]
 
 
-@pytest.mark.parametrize("fault", [_without_a_head, _negated])
+@pytest.mark.parametrize("fault", [_lose_a_head, _negate])
 def test_kv_that_arrives_wrong_is_a_failure(
-    fault: Callable[[Scatter], Scatter], checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+    fault: Fault, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(landing, "scatter", fault(landing.scatter))
+    real = landing.scatter
+
+    def scatter(
+        source: torch.Tensor,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        layers: Span,
+        heads: Span,
+        check: Check | None,
+    ) -> None:
+        real(source, pool, slots, layers, heads, check)
+        fault(pool, slots, layers, heads)
+
+    monkeypatch.setattr(landing, "scatter", scatter)
     found, name = compared(config_of(checkpoints, "bfloat16"), checkpoints)
     said = r"of 6 answers differ from .*; r\d: token \d+ is \d+.*rounding explains"
     with pytest.raises(MismatchError, match=said):

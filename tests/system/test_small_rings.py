@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import msgspec
 import pytest
 import torch
 from local_groups import Checkpoints, LocalGroups, local_groups, random_prompts, small_config
+from slow_parameters import sampled
 
 from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams, Span
-from disagg.model.source import ModelSource
-from disagg.model.tiny import make_tiny_checkpoint
+from disagg.model.load.source import ModelSource
+from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.links import make_link
 from staging.planner import layer_groups, segment_count_bound
-from transport import messages as m
+from transport.control import messages as m
 
 
-@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (1, 2), (3, 2)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
-@pytest.mark.parametrize("chunk_tokens", [16, 128])
+@pytest.mark.parametrize(
+    ("tp", "chunk_tokens"),
+    sampled(
+        itertools.product([(1, 1), (2, 1), (1, 2), (3, 2)], [16, 128]),
+        lambda tp, chunk_tokens: chunk_tokens == (16 if tp in ((1, 1), (3, 2)) else 128),
+    ),
+)
 def test_a_ring_smaller_than_a_request_and_than_a_chunk(
     checkpoints: Checkpoints, tp: tuple[int, int], chunk_tokens: int
 ) -> None:
@@ -60,9 +67,13 @@ def test_memory_too_small_for_one_token_of_one_layer_is_refused(
     assert len(answer.tokens) == 2
 
 
-@pytest.mark.parametrize("pages", [(1, 1), (16, 64)])
-@pytest.mark.parametrize("groups_count", [1, 3])
-@pytest.mark.parametrize("tp", [(1, 1), (2, 1), (2, 3)], ids=lambda tp: f"{tp[0]}to{tp[1]}")
+@pytest.mark.parametrize(
+    ("tp", "groups_count", "pages"),
+    sampled(
+        itertools.product([(1, 1), (2, 1), (2, 3)], [1, 3], [(1, 1), (16, 64)]),
+        lambda tp, groups_count, pages: (groups_count == 1) == (pages == (1, 1)),
+    ),
+)
 def test_messages_follow_groups_and_chunks_only(
     checkpoints: Checkpoints, tp: tuple[int, int], groups_count: int, pages: tuple[int, int]
 ) -> None:

@@ -11,7 +11,7 @@ from api_server import until
 from local_groups import Checkpoints, LocalGroups, small_config
 from system_server import SystemServer
 
-from disagg import cli
+from disagg.cli import app as cli
 
 torch.set_num_threads(1)
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
-from transport import messages as m
-from transport.control_inproc import InprocControl
-from transport.reliable import ReliableOptions
+from transport.control import messages as m
+from transport.control.inproc import InprocControl
+from transport.control.reliable import ReliableOptions
 
 torch.set_num_threads(1)
 INTERVAL_S = 0.02

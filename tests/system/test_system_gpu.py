@@ -7,9 +7,9 @@ import pytest
 import torch
 from local_groups import Checkpoints, local_groups, random_prompts, small_config
 
-from disagg.core.config import ModelConfig
+from disagg.core.config.read import ModelConfig
 from disagg.core.types import SamplingParams
-from disagg.model.collective import SingleCollective
+from disagg.model.collective.base import SingleCollective
 from disagg.model.unsplit import generate_unsplit
 from disagg.node.assemble import make_runner
 

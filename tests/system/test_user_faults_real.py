@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from broken_checkpoints import AT_BUILD
 
-from disagg.model.tiny import make_tiny_checkpoint
+from disagg.model.load.tiny import make_tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DISAGG_")}
     return subprocess.run(
-        [sys.executable, "-m", "disagg.cli", *arguments, "--device", "cpu"],
+        [sys.executable, "-m", "disagg", *arguments, "--device", "cpu"],
         capture_output=True,
         text=True,
         cwd=folder,
@@ -39,7 +39,7 @@ def one_line(done: subprocess.CompletedProcess[str], *said: str) -> None:
         assert noise not in done.stderr + done.stdout
 
 
-@pytest.mark.parametrize("fault", ["another shape", "a missing weight"])
+@pytest.mark.parametrize("fault", ["another shape", pytest.param("a missing weight", marks=pytest.mark.slow)])
 def test_a_rank_that_cannot_load_its_weights(tmp_path: Path, fault: str) -> None:
     broken, said = AT_BUILD[fault]
     folder = make_tiny_checkpoint(tmp_path / "model", layers=2)

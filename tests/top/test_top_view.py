@@ -18,7 +18,7 @@ from rich.console import Console
 from scripted_server import ScriptedServer
 from status_pictures import service
 
-from disagg import cli
+from disagg.cli import app as cli
 from disagg.core.status import ServiceStatus
 from disagg.top.client import StatusClient
 from disagg.top.view import picture
@@ -160,10 +160,10 @@ def test_what_cannot_be_watched_is_one_line(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "key").write_text("wrong\n")
     with ApiServer("secret") as server:
         for flags, said, code in [
-            (["--url", server.url], "asks for an API key: give a key with --api-key-file", 1),
-            (["--url", server.url, "--api-key-file", str(tmp_path / "key")], "the one given is not its", 1),
+            (["--url", server.url], "requires an API key: give a key with --api-key-file", 1),
+            (["--url", server.url, "--api-key-file", str(tmp_path / "key")], "the given key is wrong", 1),
             (["--url", f"{server.url}/nowhere", "--api-key-file", str(tmp_path / "key")], "API key", 1),
-            (["--url", "ftp://x"], "give where the server is, such as http://", 2),
+            (["--url", "ftp://x"], "give the base URL of the server, such as http://", 2),
             (["--interval-s", "0"], "give 0.1 to 3600 seconds", 2),
             (["--api-key-file", "/nowhere"], "--api-key-file /nowhere cannot be read", 2),
         ]:
@@ -188,7 +188,7 @@ def test_another_server_is_named_as_such(told: ScriptedServer, capsys: pytest.Ca
 
 def test_help_is_light() -> None:
     code = (
-        "import sys; from disagg import cli; assert cli.run(['top', '--help']) == 0; "
+        "import sys; from disagg.cli import app as cli; assert cli.run(['top', '--help']) == 0; "
         "print([name for name in ('torch', 'rich', 'httpx', 'msgspec') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

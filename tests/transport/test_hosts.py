@@ -6,10 +6,10 @@ import socket
 
 import pytest
 
-from disagg.core.config import ControlConfig
-from transport.control_zmq import make_control
+from disagg.core.config.read import ControlConfig
+from transport.control.zmq import make_control
 from transport.hosts import LOOPBACK, is_loopback, own_host
-from transport.keys import make_keys
+from transport.keys.curve import make_keys
 
 
 def test_a_configured_address_is_taken_as_it_is() -> None:

@@ -11,9 +11,9 @@ import torch
 from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.types import Segment, Span
 from transport.base import Operation, OperationState
+from transport.completion_notifications import CompletionNotifications, Written
 from transport.handles import MemoryHandle
 from transport.inproc import InprocFabric, InprocTransport
-from transport.notices import Notices, Written
 from transport.peer_memory import offer, open_memory
 from transport.slots import SLOT_BYTES
 from transport.tags import pack
@@ -33,7 +33,7 @@ def test_the_owner_s_process_gets_the_memory_itself() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"host": "elsewhere"}, "another host"), ({"process": 1}, "belongs to one process")],
+    [({"host": "elsewhere"}, "another host"), ({"process": 1}, "cannot be opened from another process")],
 )
 def test_what_cannot_be_opened_says_why(change: dict[str, object], message: str) -> None:
     memory = torch.zeros(4)
@@ -58,10 +58,12 @@ def pair() -> tuple[InprocTransport, InprocTransport]:
     return a, b
 
 
-def received(transport: InprocTransport, notices: Notices, context: object) -> Operation:
+def received(
+    transport: InprocTransport, notifications: CompletionNotifications, context: object
+) -> Operation:
     """The operation of the one notice that has come."""
     [arrival] = transport.arrivals()
-    notices.receive("a", arrival, context)
+    notifications.receive("a", arrival, context)
     while not (ended := transport.progress()):
         pass
     return ended[0]
@@ -69,7 +71,7 @@ def received(transport: InprocTransport, notices: Notices, context: object) -> O
 
 def test_a_notice_tells_of_its_segment_and_slots_come_back() -> None:
     a, b = pair()
-    sender, receiver = Notices(a), Notices(b)
+    sender, receiver = CompletionNotifications(a), CompletionNotifications(b)
     for turn in range(200):  # more than there are slots at first
         sender.send("b", pack(7, 1, turn), WRITTEN, context=f"sent {turn}")
         operation = received(b, receiver, f"came {turn}")
@@ -89,9 +91,9 @@ def test_a_notice_that_cannot_be_read_is_a_protocol_error() -> None:
     memory = torch.full((16,), 0xC1, dtype=torch.uint8)
     a.register(memory)
     a.send("b", pack(7, 1, 0), memory)
-    notices = Notices(b)
-    operation = received(b, notices, "came")
-    with pytest.raises(ProtocolError, match="a notice of 16 bytes cannot be read"):
-        notices.read(operation)
+    notifications = CompletionNotifications(b)
+    operation = received(b, notifications, "came")
+    with pytest.raises(ProtocolError, match="a completion notification of 16 bytes cannot be decoded"):
+        notifications.read(operation)
     a.close()
     b.close()

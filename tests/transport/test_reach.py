@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 import structlog
 
-from disagg.core.config import TransportConfig
+from disagg.core.config.read import TransportConfig
 from disagg.core.errors import ConfigError
-from transport import reach, ucx_library
+from transport import reach
 from transport.hosts import interface_of
 from transport.inproc import InprocFabric
-from transport.reach import Choice, Probes, Reach, choose
+from transport.reach import Choice, Probes, choose
 from transport.select import make_transport
-from transport.ucx_options import options, prepare_host
+from transport.ucx import library as ucx_library
+from transport.ucx.options import options, prepare_host
+from transport.ucx.reach import Reach
 
 LOCAL, REMOTE = "127.0.0.1", "10.1.2.3"
 NO_RDMA, NO_SHM = "this host has no RDMA device", "seccomp"
@@ -96,7 +98,7 @@ def test_environment_cannot_change_the_transports() -> None:
 def test_too_small_shared_memory_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"none: No such file"):
         prepare_host(Reach.ONE_HOST, {}, tmp_path / "none")
-    monkeypatch.setattr("transport.ucx_options.SHM_LEAST_BYTES", 1 << 60)
+    monkeypatch.setattr("transport.ucx.options.SHM_LEAST_BYTES", 1 << 60)
     with pytest.raises(ConfigError, match=r"MiB free.*--shm-size=1g.*volume `shm`"):
         prepare_host(Reach.ONE_HOST, {}, tmp_path)
     prepare_host(Reach.RDMA, {}, tmp_path)
@@ -131,5 +133,5 @@ def test_ucx_offers_what_it_has() -> None:
 
 def test_interface_of_an_address() -> None:
     assert interface_of("127.0.0.1") == interface_of("localhost") == "lo"
-    with pytest.raises(ConfigError, match=r"203\.0\.113\.9 is no address of this host"):
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.9 is not an address of this host"):
         interface_of("203.0.113.9")

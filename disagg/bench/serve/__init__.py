@@ -1,1 +1,2 @@
-"""`disagg bench serve`: load against an OpenAI-compatible endpoint, each answer timed and checked. Needs no GPU."""
+"""`disagg bench serve`: load on an OpenAI-compatible endpoint, with each answer timed and checked. Needs no
+GPU."""

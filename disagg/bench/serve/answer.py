@@ -1,4 +1,4 @@
-"""One answer: events with the times at which they came, and the checks of what they say. No I/O."""
+"""One streamed answer: its events with arrival times, and checks of their content. No I/O."""
 
 from __future__ import annotations
 
@@ -7,73 +7,74 @@ from typing import Any
 import msgspec
 
 from disagg.bench.serve.sse import SseError, SseParser
-from disagg.bench.serve.workload import Asked
+from disagg.bench.serve.workload import WorkloadRequest
 
 OK = "ok"
 REFUSED = "http 429"
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of one request. Times are seconds from the start of the run."""
+class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one request. Times are seconds from the start of the run."""
 
     index: int
     due_s: float | None
-    """When it was to be sent; None in a closed loop."""
+    """Scheduled send time; None in a closed loop."""
     sent_s: float
     first_s: float | None
-    """When the first token came; None without any."""
+    """Time of the first token; None without one."""
     gaps_s: list[float]
-    """Between events that brought tokens, in order."""
+    """Intervals between events with tokens, in order."""
     ended_s: float
-    """When `[DONE]` came, or the failure was seen."""
+    """Time of `[DONE]`, or of the failure."""
     asked_input_tokens: int | None
     asked_output_tokens: int
     input_tokens: int | None
-    """By the server's usage, as `output_tokens`; None where it sent none."""
+    """Reported by the server's usage, like `output_tokens`; None without usage."""
     output_tokens: int | None
     finish_reason: str | None
     kind: str
     """`ok`, or the kind of failure: `http 500`, `disconnect`, `token count`, ..."""
     problem: str
-    """The failure in words."""
+    """Description of the failure."""
 
     @property
     def ttft_s(self) -> float | None:
-        """From sending, with connecting, to the first token."""
+        """Time to first token, from sending, including connecting."""
         return None if self.first_s is None else self.first_s - self.sent_s
 
     @property
     def latency_s(self) -> float:
-        """From sending to the end."""
+        """Time from sending to the end."""
         return self.ended_s - self.sent_s
 
     @property
     def token_s(self) -> float | None:
-        """Mean time of a token after the first; None without a second one. Independent of how many come at once."""
+        """Mean time of a token after the first; None without a second one. Independent of the tokens per
+        event."""
         if not self.gaps_s or not self.output_tokens or self.output_tokens < 2:
             return None
         return sum(self.gaps_s) / (self.output_tokens - 1)
 
     @property
     def late_s(self) -> float | None:
-        """By how much the client itself was late to send it."""
+        """Delay of the client itself in sending."""
         return None if self.due_s is None else self.sent_s - self.due_s
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     text: str | None = None
     delta: dict[str, Any] | None = None
     finish_reason: str | None = None
 
     def brings_token(self) -> bool:
-        """Whether this event stands for a token.
+        """Whether this event carries a token.
 
-        Text may be empty: of a special token, or of one that ends within a character. An empty event that opens a
-        chat (the role) or says why the answer ended stands for none.
+        The text of a token may be empty: a special token, or one that ends within a character. An empty event
+        that opens a chat (the role) or gives the finish reason carries none.
         """
         if self.delta is None:
             return bool(self.text) or (self.text is not None and self.finish_reason is None)
-        # `reasoning_content` and the like are tokens as well.
+        # fields such as `reasoning_content` are tokens too
         texts = [value for key, value in self.delta.items() if key != "role" and isinstance(value, str)]
         return any(texts) or (bool(texts) and "role" not in self.delta and self.finish_reason is None)
 
@@ -84,7 +85,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_StreamChoice] = []
     usage: _Usage | None = None
     error: Any = None
 
@@ -92,11 +93,11 @@ class _Event(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Event).decode
 
 
-class Answer:
-    """Takes the bytes of one answer as they come; `row` says what it was."""
+class ResponseParser:
+    """Parses the bytes of one answer as they arrive; `row` returns its result."""
 
-    def __init__(self, asked: Asked) -> None:
-        self._asked = asked
+    def __init__(self, request: WorkloadRequest) -> None:
+        self._request = request
         self._events = SseParser()
         self._first_s: float | None = None
         self._last_s = 0.0
@@ -108,15 +109,15 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether more bytes change nothing."""
+        """Whether the request has already failed, so that more bytes change nothing."""
         return self._failure is not None
 
     def fail(self, kind: str, problem: str) -> None:
-        """The request failed; what failed first stands."""
+        """Marks the request as failed; the first failure counts."""
         self._failure = self._failure or (kind, " ".join(problem.split()))
 
     def feed(self, chunk: bytes, now_s: float) -> None:
-        """Bytes of the stream that came at `now_s`."""
+        """Processes bytes of the stream that arrived at `now_s`."""
         try:
             events = self._events.feed(chunk)
         except SseError as exc:
@@ -127,19 +128,19 @@ class Answer:
                 return
             self._take(event, now_s)
 
-    def row(self, due_s: float | None, sent_s: float, now_s: float) -> Row:
-        """What became of the request, checked."""
+    def row(self, due_s: float | None, sent_s: float, now_s: float) -> RequestResult:
+        """Returns the checked result of the request."""
         kind, problem = self._failure or self._check() or (OK, "")
         usage = self._usage
-        return Row(
-            index=self._asked.index,
+        return RequestResult(
+            index=self._request.index,
             due_s=due_s,
             sent_s=sent_s,
             first_s=self._first_s,
             gaps_s=self._gaps_s,
             ended_s=now_s if self._done_s is None else self._done_s,
-            asked_input_tokens=self._asked.input_tokens,
-            asked_output_tokens=self._asked.output_tokens,
+            asked_input_tokens=self._request.input_tokens,
+            asked_output_tokens=self._request.output_tokens,
             input_tokens=usage.prompt_tokens if usage else None,
             output_tokens=usage.completion_tokens if usage else None,
             finish_reason=self._finish_reason,
@@ -178,29 +179,32 @@ class Answer:
         self._last_s = now_s
 
     def _check(self) -> tuple[str, str] | None:
-        asked, usage, reason = self._asked, self._usage, self._finish_reason
+        request, usage, reason = self._request, self._usage, self._finish_reason
         if self._done_s is None:
             cut = ", within an event" if self._events.cut else ""
             return "no [DONE]", f"the stream ended without [DONE]{cut}"
         if usage is None:
-            return "no usage", "the stream had no usage event: is stream_options.include_usage known there?"
-        if asked.input_tokens not in (None, usage.prompt_tokens):
+            return (
+                "no usage",
+                "the stream had no usage event: does the server support stream_options.include_usage?",
+            )
+        if request.input_tokens not in (None, usage.prompt_tokens):
             return (
                 "token count",
-                f"{usage.prompt_tokens} prompt tokens by usage, {asked.input_tokens} were sent",
+                f"{usage.prompt_tokens} prompt tokens by usage, {request.input_tokens} were sent",
             )
-        if reason not in (("length",) if asked.ignore_eos else ("length", "stop")):
+        if reason not in (("length",) if request.ignore_eos else ("length", "stop")):
             return "finish reason", f"finish_reason is {reason}" + (
-                ", not length" if asked.ignore_eos else ""
+                ", not length" if request.ignore_eos else ""
             )
-        given, wanted = usage.completion_tokens, asked.output_tokens
+        given, wanted = usage.completion_tokens, request.output_tokens
         if given > wanted or (reason == "length" and given < wanted):
-            return "token count", f"{given} tokens came, {wanted} were asked for, finish_reason is {reason}"
+            return "token count", f"{given} tokens received, {wanted} requested, finish_reason is {reason}"
         return None
 
 
 def error_message(body: bytes) -> str:
-    """The message of an error answer in OpenAI's shape; else the beginning of its text."""
+    """Returns the message of an error reply in OpenAI's format; otherwise the start of its text."""
     try:
         found = msgspec.json.decode(body)
     except msgspec.DecodeError:

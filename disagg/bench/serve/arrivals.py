@@ -1,4 +1,4 @@
-"""When requests are sent in an open loop: drawn before the first one is, so that answers cannot change it."""
+"""Send times of an open loop, drawn before the first request so that answers cannot influence them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ ArrivalKind = Literal["poisson", "fixed", "burst"]
 
 @dataclass(frozen=True)
 class Arrivals:
-    """A process of arrivals; `rate` is its mean, in requests a second, whatever the kind."""
+    """An arrival process; `rate` is its mean, in requests per second, for every kind."""
 
     kind: ArrivalKind
-    """poisson: independent of each other. fixed: evenly spaced. burst: `burst_requests` at once, the groups of
-    them as a Poisson process."""
+    """poisson: independent arrivals. fixed: evenly spaced. burst: groups of `burst_requests` at once, with
+    the groups as a Poisson process."""
     rate: float
     burst_requests: int
     seed: int
 
     def first(self, requests: int) -> list[float]:
-        """When the first `requests` are due, seconds from the start, in order."""
+        """Returns the send times of the first `requests`, in seconds from the start, in order."""
         return list(islice(self._times(), requests))
 
     def until(self, duration_s: float) -> list[float]:
-        """When those that are due before `duration_s` are, in order."""
+        """Returns all send times before `duration_s`, in order."""
         return list(takewhile(lambda due_s: due_s < duration_s, self._times()))
 
     def _times(self) -> Iterator[float]:

@@ -1,4 +1,4 @@
-"""A run of `disagg bench serve`, from what was asked to the report."""
+"""A run of `disagg bench serve`, from its settings to the report."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import httpx
 
-from disagg.bench.report import Label
+from disagg.bench.common.report import Label
 from disagg.bench.serve.arrivals import Arrivals
-from disagg.bench.serve.client import Client
-from disagg.bench.serve.load import Clock, Counts, Load
+from disagg.bench.serve.client import ServeClient
+from disagg.bench.serve.load import Load, LoadProgress, RunClock
 from disagg.bench.serve.report import Report
 from disagg.bench.serve.summary import Slo, summarize
 from disagg.bench.serve.workload import Workload
@@ -20,32 +20,32 @@ from disagg.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class ServeBench:
-    """What to do. `check` first."""
+    """Settings of a run. Call `check` first."""
 
     url: str
     api_key: str | None
     workload: Workload
-    """Its model may be empty: the first one that the server names."""
+    """The workload; an empty model name selects the first model of the server."""
     arrivals: Arrivals | None
-    """Of an open loop; None: closed."""
+    """Arrivals of an open loop; None: closed loop."""
     concurrency: int | None
-    """Of a closed loop."""
+    """Concurrency of a closed loop."""
     requests: int | None
     duration_s: float | None
-    """How long requests are sent; one of the two is given."""
+    """Duration of sending; either this or the number of requests is given."""
     slo: Slo
     timeout_s: float
-    """Of one answer."""
-    asked: dict[str, Label | None]
-    """The same in words, for the report."""
+    """Time limit for one answer."""
+    settings: dict[str, Label | None]
+    """The settings as labels, for the report."""
 
     def due_s(self) -> list[float] | None:
-        """When requests are sent; None in a closed loop. Raises `ConfigError` when none would be."""
+        """Returns the send times; None in a closed loop. Raises `ConfigError` when there would be none."""
         if self.arrivals is None:
             return None
         if self.requests is not None:
             return self.arrivals.first(self.requests)
-        assert self.duration_s is not None, "one of the two is given"
+        assert self.duration_s is not None, "either requests or duration_s is given"
         due_s = self.arrivals.until(self.duration_s)
         if not due_s:
             raise ConfigError(
@@ -56,7 +56,7 @@ class ServeBench:
 
 
 def check_url(url: str) -> str:
-    """`url` without a slash at its end. Raises `ConfigError` unless it is one of HTTP, and names no password."""
+    """Returns `url` without a final slash. Raises `ConfigError` unless it is an HTTP URL without a password."""
     try:
         parts = httpx.URL(url)
         usable = (
@@ -71,28 +71,32 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def run(bench: ServeBench, tell: Callable[[Counts, int | None], None] = lambda counts, total: None) -> Report:
-    """One request that does not count, then the load. `tell` hears of each request that ends, and of how many.
+def run(
+    bench: ServeBench,
+    report_progress: Callable[[LoadProgress, int | None], None] = lambda counts, total: None,
+) -> Report:
+    """Sends one probe request, then the load. `report_progress` is called with the counts after each request,
+    and the total.
 
-    Raises `DisaggError` when the server cannot be reached or answers the first request with anything but a right
-    answer or 429: it would answer the others no better.
+    Raises `DisaggError` when the server cannot be reached, or answers the probe with neither a valid answer
+    nor 429.
     """
-    return asyncio.run(_run(bench, tell))
+    return asyncio.run(_run(bench, report_progress))
 
 
-async def _run(bench: ServeBench, tell: Callable[[Counts, int | None], None]) -> Report:
+async def _run(bench: ServeBench, report_progress: Callable[[LoadProgress, int | None], None]) -> Report:
     due_s = bench.due_s()
     total = len(due_s) if due_s is not None else bench.requests
-    clock, workload = Clock(), bench.workload
-    async with Client(bench.url, bench.api_key, workload.chat, bench.timeout_s, clock) as client:
+    clock, workload = RunClock(), bench.workload
+    async with ServeClient(bench.url, bench.api_key, workload.chat, bench.timeout_s, clock) as client:
         workload = replace(workload, model=workload.model or await client.model())
         await client.probe(workload.probe())
-        load = Load(workload.request, client.ask, clock, lambda counts: tell(counts, total))
+        load = Load(workload.request, client.ask, clock, lambda counts: report_progress(counts, total))
         clock.start()
         if due_s is not None:
             rows = await load.open_loop(due_s)
         else:
-            assert bench.concurrency is not None, "one of the two loops is asked for"
+            assert bench.concurrency is not None, "either arrivals or concurrency is given"
             rows = await load.closed_loop(bench.concurrency, bench.requests, bench.duration_s)
-    asked = bench.asked | {"model": workload.model}
-    return Report(asked, bench.slo, summarize(rows, bench.slo, load.most_running), rows)
+    settings = bench.settings | {"model": workload.model}
+    return Report(settings, bench.slo, summarize(rows, bench.slo, load.most_running), rows)

@@ -1,4 +1,4 @@
-"""Draws a run of `disagg bench serve`: how latencies are distributed, and when each request ran."""
+"""Draws the latency distributions and request timelines of a `disagg bench serve` run."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from disagg.bench.serve.answer import OK, REFUSED, Row
+from disagg.bench.serve.answer import OK, REFUSED, RequestResult
 from disagg.bench.serve.report import Report
 
 _COLORS = {"waiting": "#b9c7d6", "answering": "#3b6ea5", "429": "#f59f00", "error": "#c0392b"}
 
 
 def write_serve_chart(path: Path, report: Report) -> None:
-    """A PNG: the distribution functions of TTFT and ITL with their SLOs, and a line for each request."""
+    """Writes a PNG: the distribution functions of TTFT and ITL with their SLOs, and a line for each request."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 8), layout="constrained")
@@ -26,7 +26,7 @@ def write_serve_chart(path: Path, report: Report) -> None:
     _runs(areas["runs"], report.rows)
     found = report.summary
     figure.suptitle(
-        f"{report.asked['model']}: {found.ok} of {found.requests} requests, {found.request_rate:.3g}/s",
+        f"{report.settings['model']}: {found.ok} of {found.requests} requests, {found.request_rate:.3g}/s",
         fontsize=11,
     )
     figure.savefig(path, dpi=140)
@@ -46,8 +46,8 @@ def _distribution(axis: Any, name: str, values_s: Sequence[float], limit_s: floa
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _runs(axis: Any, rows: Sequence[Row]) -> None:
-    """From sending to the first token, and from there to the end."""
+def _runs(axis: Any, rows: Sequence[RequestResult]) -> None:
+    """Draws each request, from sending to the first token, and from there to the end."""
     stretches: dict[str, list[tuple[int, float, float]]] = {name: [] for name in _COLORS}
     for row in rows:
         if row.kind != OK:
@@ -57,7 +57,9 @@ def _runs(axis: Any, rows: Sequence[Row]) -> None:
         first_s = row.ended_s if row.first_s is None else row.first_s
         stretches["waiting"].append((row.index, row.sent_s, first_s))
         stretches["answering"].append((row.index, first_s, row.ended_s))
-    height = max(0.6, min(4.0, 300 / len(rows)))  # points: lines of many requests touch, of few stay lines
+    height = max(
+        0.6, min(4.0, 300 / len(rows))
+    )  # in points: lines of many requests touch, of few remain lines
     for name, lines in stretches.items():
         if lines:
             places, begin_s, end_s = zip(*lines, strict=True)

@@ -1,4 +1,5 @@
-"""HTTP: sends requests, hands what comes to `Answer`, and puts failures of the connection into words."""
+"""The HTTP client: sends requests, passes response bytes to `ResponseParser`, and describes connection
+failures."""
 
 from __future__ import annotations
 
@@ -10,27 +11,27 @@ from types import TracebackType
 import httpx
 import msgspec
 
-from disagg.bench.serve.answer import OK, REFUSED, Answer, Row, error_message
-from disagg.bench.serve.load import Clock
-from disagg.bench.serve.workload import Asked
+from disagg.bench.serve.answer import OK, REFUSED, RequestResult, ResponseParser, error_message
+from disagg.bench.serve.load import RunClock
+from disagg.bench.serve.workload import WorkloadRequest
 from disagg.core.errors import DisaggError
 
 _KEEP_ALIVE_S = 2.0
-"""Less than servers keep idle connections (uvicorn: 5 s), else a request could meet a connection being closed, and a
-disconnect would be counted that is the client's own doing."""
+"""Shorter than the servers' keep-alive (uvicorn: 5 s). Otherwise a request could use a connection that is
+being closed, and count a disconnect caused by the client."""
 _ERROR_BYTES = 1 << 16
-"""Read of the body of an error."""
+"""Most bytes read of an error body."""
 
 
-class Client:
-    """Asks one endpoint, with as many connections as there are requests. Use with `async with`.
+class ServeClient:
+    """Sends requests to one endpoint, each on its own connection. Use with `async with`.
 
-    Each request that is under way has an `httpx.AsyncClient` of its own: what one pool does for each request grows
-    with the square of its connections (httpcore 1.0), and a hundred of them made the client late.
+    Each running request has its own `httpx.AsyncClient`: the cost of a shared pool per request grows with the
+    square of its connections (httpcore 1.0), and a hundred of them delayed the client.
     """
 
-    def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: Clock) -> None:
-        """`url` without the slash at its end; `timeout_s` is for a whole answer."""
+    def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: RunClock) -> None:
+        """`url` has no final slash; `timeout_s` is for a whole answer."""
         self._path = f"{url}/chat/completions" if chat else f"{url}/completions"
         self._models = f"{url}/models"
         self._timeout_s, self._clock = timeout_s, clock
@@ -38,10 +39,10 @@ class Client:
         if api_key is not None:
             self._headers["authorization"] = f"Bearer {api_key}"
         self._tls = httpx.create_ssl_context()
-        self._made: list[httpx.AsyncClient] = []  # all of them, closed at the end
-        self._free: list[httpx.AsyncClient] = []  # those that no request uses; the last one used is the next
+        self._made: list[httpx.AsyncClient] = []  # all clients, closed at the end
+        self._free: list[httpx.AsyncClient] = []  # unused clients; the last one used is the next
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> ServeClient:
         return self
 
     async def __aexit__(
@@ -56,19 +57,19 @@ class Client:
         try:
             yield http
         finally:
-            # After a failure as well: httpx has closed the connection, and opens another.
+            # Also after a failure: httpx has closed the connection, and opens a new one.
             self._free.append(http)
 
     def _connect(self) -> httpx.AsyncClient:
         limits = httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S)
-        # A transport of our own: no proxy that the environment names comes between client and server.
+        # An explicit transport: httpx then ignores proxies of the environment.
         transport = httpx.AsyncHTTPTransport(verify=self._tls, limits=limits)
         http = httpx.AsyncClient(transport=transport, headers=self._headers, timeout=None)
         self._made.append(http)
         return http
 
     async def model(self) -> str:
-        """The first model that the server names. Raises `DisaggError` where it names none."""
+        """Returns the first model of the server. Raises `DisaggError` when the server lists none."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 with self._connection() as http:
@@ -80,37 +81,39 @@ class Client:
         try:
             return msgspec.json.decode(response.content, type=_Models).data[0].id
         except (msgspec.DecodeError, IndexError) as exc:
-            raise DisaggError(f"{self._models} names no model: give one with --model") from exc
+            raise DisaggError(f"{self._models} lists no model: choose one with --model") from exc
 
-    async def probe(self, asked: Asked) -> None:
-        """Asks once. Raises `DisaggError` unless it is answered, or refused because the server is busy."""
-        row = await self.ask(asked, None)
+    async def probe(self, request: WorkloadRequest) -> None:
+        """Sends one request. Raises `DisaggError` unless the reply is an answer or a 429."""
+        row = await self.ask(request, None)
         if row.kind not in (OK, REFUSED):
             raise DisaggError(_refusal(self._path, row.kind, row.problem))
 
-    async def ask(self, asked: Asked, due_s: float | None) -> Row:
-        """Sends a request and takes its answer; every failure of it is in the row."""
-        answer, sent_s = Answer(asked), self._clock.now()
+    async def ask(self, request: WorkloadRequest, due_s: float | None) -> RequestResult:
+        """Sends a request and reads its answer; the row describes every failure."""
+        answer, sent_s = ResponseParser(request), self._clock.now()
         try:
             async with asyncio.timeout(self._timeout_s):
                 with self._connection() as http:
-                    await self._stream(http, asked, answer)
+                    await self._stream(http, request, answer)
         except TimeoutError:
-            answer.fail("timeout", f"no end of the answer within {self._timeout_s:g} s")
+            answer.fail("timeout", f"the answer did not end within {self._timeout_s:g} s")
         except httpx.ConnectError as exc:
             answer.fail("connect", _words(exc))
         except httpx.HTTPError as exc:
             answer.fail("disconnect", _words(exc))
         return answer.row(due_s, sent_s, self._clock.now())
 
-    async def _stream(self, http: httpx.AsyncClient, asked: Asked, answer: Answer) -> None:
-        async with http.stream("POST", self._path, content=asked.body) as response:
+    async def _stream(
+        self, http: httpx.AsyncClient, request: WorkloadRequest, answer: ResponseParser
+    ) -> None:
+        async with http.stream("POST", self._path, content=request.body) as response:
             if response.status_code != 200:
                 answer.fail(f"http {response.status_code}", error_message(await _some(response)))
                 return
             kind = response.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):
-                answer.fail("malformed", f"no stream of events but {kind or 'no content type'}")
+                answer.fail("malformed", f"not an event stream: {kind or 'no content type'}")
                 return
             async for chunk in response.aiter_raw():
                 answer.feed(chunk, self._clock.now())
@@ -127,7 +130,7 @@ class _Models(msgspec.Struct):
 
 
 async def _some(response: httpx.Response) -> bytes:
-    """The body, up to `_ERROR_BYTES`."""
+    """Returns the body, up to `_ERROR_BYTES`."""
     body = b""
     async for chunk in response.aiter_raw():
         body += chunk

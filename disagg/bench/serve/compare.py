@@ -1,4 +1,4 @@
-"""The same load on two systems with the same number of ranks, one after the other: split, and colocated."""
+"""The same load on a split and a colocated system with the same number of ranks, one after the other."""
 
 from __future__ import annotations
 
@@ -9,42 +9,42 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from disagg.bench.serve.bench import ServeBench, run
-from disagg.bench.serve.compare_report import SYSTEMS, Compared, Comparison, Systems
+from disagg.bench.serve.compare_report import SYSTEMS, Compared, Systems, SystemsComparison
 from disagg.bench.serve.equal import Answers, ask_answers, compare_answers
 from disagg.bench.serve.judge import judge
-from disagg.bench.serve.load import Counts
+from disagg.bench.serve.load import LoadProgress
 from disagg.bench.serve.report import Report
-from disagg.core.config import Config, GroupConfig
+from disagg.core.config.read import Config, GroupConfig
 from disagg.core.errors import ConfigError, DisaggError
 
 WARM_SEED, CHECK_SEED = 1 << 20, 1 << 21
-"""Added to the seed: what warms up or is compared shares no prompt with what is measured."""
+"""Offsets of the seed: warm-up and comparison share no prompt with the measurement."""
 WARM_REQUESTS = 4
-"""For each rank."""
+"""Warm-up requests per rank."""
 
 Serve = Callable[[Config, float], AbstractContextManager[str]]
-"""`serve(config, request_timeout_s)`: a server for as long as the block lasts; its URL."""
-Tell = Callable[[str, Counts | None, int | None], None]
-"""`tell(what, counts, total)`: what happens now, and how far it is."""
+"""`serve(config, request_timeout_s)`: runs a server for the duration of the block, and yields its URL."""
+ReportProgress = Callable[[str, LoadProgress | None, int | None], None]
+"""`report_progress(what, counts, total)`: the current phase and its progress."""
 
 
 @dataclass(frozen=True)
 class CompareBench:
-    """What to do."""
+    """Settings of a comparison."""
 
     systems: Systems
     loads: tuple[ServeBench, ...]
-    """In this order on each system. Their `url` is void."""
+    """Loads, in order, on each system. Their `url` is ignored."""
     check_equal: bool
     """Whether greedy answers are compared, token by token."""
 
 
 def both_systems(config: Config, colocated_tp: int | None = None) -> Systems:
-    """The split system as configured, and a colocated one of as many ranks.
+    """Returns the configured split system, and a colocated one with as many ranks.
 
-    Its groups are of `colocated_tp` ranks, by default as many as a decode group has; they are like the decode groups
-    (pool, batch, pages), and `chunk_tokens` is that of the prefill groups; what is set of `colocated` wins. Raises
-    `ConfigError` when the ranks do not make whole groups.
+    The colocated groups have `colocated_tp` ranks, by default as many as a decode group. Pool, batch and
+    pages follow the decode groups, `chunk_tokens` the prefill groups; explicit settings of `colocated` take
+    precedence. Raises `ConfigError` when the ranks cannot be divided into whole groups.
     """
     for name, group in (("prefill", config.prefill), ("decode", config.decode)):
         if group.tp is None:
@@ -73,23 +73,23 @@ def _set(group: GroupConfig) -> dict[str, object]:
     return {name: value for name, value in msgspec.structs.asdict(group).items() if value != default[name]}
 
 
-def compare(bench: CompareBench, serve: Serve, tell: Tell) -> Comparison:
-    """Starts each system, warms it up, puts the loads on it, stops it.
+def compare(bench: CompareBench, serve: Serve, report_progress: ReportProgress) -> SystemsComparison:
+    """Starts each system, warms it up, runs the loads, and stops the system.
 
-    Raises `DisaggError` when one cannot be started, or answers wrongly before anything is measured.
+    Raises `DisaggError` when a system cannot be started, or fails a warm-up request.
     """
     found: dict[str, list[Report]] = {}
     answers: dict[str, Answers] = {}
     for name in SYSTEMS:
-        tell(f"{name}: starting", None, None)
+        report_progress(f"{name}: starting", None, None)
         with serve(bench.systems[name], bench.loads[0].timeout_s) as url:
             loads = [replace(load, url=url) for load in bench.loads]
-            tell(f"{name}: warming up", None, None)
+            report_progress(f"{name}: warming up", None, None)
             _warm_up(loads[0], sum(kind.ranks * kind.groups for kind in bench.systems[name].kinds.values()))
             if bench.check_equal:
                 answers[name] = ask_answers(_with_seed(loads[0], CHECK_SEED))
-            found[name] = [_measure(name, load, tell) for load in loads]
-            tell(f"{name}: stopping", None, None)
+            found[name] = [_measure(name, load, report_progress) for load in loads]
+            report_progress(f"{name}: stopping", None, None)
     runs = [
         Compared(load.arrivals.rate if load.arrivals else None, {name: found[name][i] for name in SYSTEMS})
         for i, load in enumerate(bench.loads)
@@ -97,18 +97,18 @@ def compare(bench: CompareBench, serve: Serve, tell: Tell) -> Comparison:
     equal = None
     if bench.check_equal:
         both = [answers[name] for name in SYSTEMS]
-        tell("comparing answers", None, None)
+        report_progress("comparing answers", None, None)
         equal = judge(bench.systems, both, compare_answers(*both))
-    return Comparison(bench.systems, bench.loads[0].slo, runs, equal)
+    return SystemsComparison(bench.systems, bench.loads[0].slo, runs, equal)
 
 
-def _measure(name: str, load: ServeBench, tell: Tell) -> Report:
+def _measure(name: str, load: ServeBench, report_progress: ReportProgress) -> Report:
     at = f" at {load.arrivals.rate:g}/s" if load.arrivals else ""
-    return run(load, lambda counts, total: tell(f"{name}{at}", counts, total))
+    return run(load, lambda counts, total: report_progress(f"{name}{at}", counts, total))
 
 
 def _warm_up(load: ServeBench, ranks: int) -> None:
-    """All at once, so that every group of the system gets some."""
+    """Sends all warm-up requests at once, so that every group of the system receives some."""
     count = WARM_REQUESTS * ranks
     warm = replace(
         _with_seed(load, WARM_SEED), arrivals=None, concurrency=count, requests=count, duration_s=None

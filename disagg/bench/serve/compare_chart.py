@@ -1,4 +1,4 @@
-"""Draws both systems of `disagg bench serve --compare` over each other."""
+"""Draws both systems of `disagg bench serve --compare` in one chart."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from disagg.bench.serve.answer import OK
-from disagg.bench.serve.compare_report import SYSTEMS, Comparison, words
+from disagg.bench.serve.compare_report import SYSTEMS, SystemsComparison, words
 from disagg.bench.serve.report import Report
 
 _COLORS = dict(zip(SYSTEMS, ("#3b6ea5", "#e07b39"), strict=True))
@@ -14,8 +14,8 @@ _SLO = "#c0392b"
 _LEGEND: dict[str, Any] = {"fontsize": 8, "edgecolor": "none", "framealpha": 0.9}
 
 
-def write_compare_chart(path: Path, found: Comparison) -> None:
-    """A PNG: distributions of TTFT and ITL of both systems; with several rates also goodput and p99 ITL over them."""
+def write_compare_chart(path: Path, found: SystemsComparison) -> None:
+    """Writes a PNG: distributions of TTFT and ITL; with several rates also goodput and p99 ITL by rate."""
     from matplotlib.figure import Figure
 
     rates = [run.rate for run in found.runs if run.rate is not None]
@@ -28,12 +28,14 @@ def write_compare_chart(path: Path, found: Comparison) -> None:
     if over_rates:
         _over_rates(areas, found, rates)
     systems = "   ".join(f"{name}: {words(config)}" for name, config in found.systems.items())
-    figure.suptitle(f"{next(iter(found.runs[0].reports.values())).asked['model']}\n{systems}", fontsize=11)
+    figure.suptitle(f"{next(iter(found.runs[0].reports.values())).settings['model']}\n{systems}", fontsize=11)
     figure.savefig(path, dpi=140)
 
 
-def _distributions(axis: Any, found: Comparison, name: str, limit_s: float | None, values: Any) -> None:
-    """The higher the rate, the stronger the line."""
+def _distributions(
+    axis: Any, found: SystemsComparison, name: str, limit_s: float | None, values: Any
+) -> None:
+    """Draws the distributions; higher rates have stronger lines."""
     from matplotlib.ticker import LogLocator
 
     for number, run in enumerate(found.runs, 1):
@@ -56,12 +58,12 @@ def _distributions(axis: Any, found: Comparison, name: str, limit_s: float | Non
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.xaxis.set_major_formatter("{x:g}")
-    axis.xaxis.set_minor_formatter("")  # else their labels overlap within one decade
+    axis.xaxis.set_minor_formatter("")  # otherwise their labels overlap within one decade
     axis.legend(loc="lower right", **_LEGEND)
     _plain(axis)
 
 
-def _over_rates(areas: dict[str, Any], found: Comparison, rates: list[float]) -> None:
+def _over_rates(areas: dict[str, Any], found: SystemsComparison, rates: list[float]) -> None:
     for system in SYSTEMS:
         reports = [run.reports[system] for run in found.runs]
         style = {"color": _COLORS[system], "marker": "o", "ms": 4, "label": system}
@@ -74,7 +76,7 @@ def _over_rates(areas: dict[str, Any], found: Comparison, rates: list[float]) ->
     if found.slo.itl_s is not None:
         areas["tail"].axhline(1e3 * found.slo.itl_s, color=_SLO, lw=1, ls="--", label="SLO of the mean")
     for name, label in (("goodput", "goodput, requests/s"), ("tail", "p99 inter-token latency, ms")):
-        areas[name].set_xlabel("requests/s asked")
+        areas[name].set_xlabel("requests/s offered")
         areas[name].set_ylabel(label)
         areas[name].set_ylim(bottom=0)
         areas[name].set_xticks(rates, [f"{rate:g}" for rate in rates])

@@ -1,4 +1,5 @@
-"""What `disagg bench serve --compare` found: a table of both systems at every load, and JSON with every request."""
+"""The report of `disagg bench serve --compare`: a table of both systems at every load, and JSON with every
+request."""
 
 from __future__ import annotations
 
@@ -7,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from disagg.bench.report import provenance, short
+from disagg.bench.common.report import provenance, short
 from disagg.bench.serve.equal import Equality
 from disagg.bench.serve.report import Report, client, rounded
 from disagg.bench.serve.summary import Slo, Spread, notes
-from disagg.core.config import Config
+from disagg.core.config.read import Config
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 SYSTEMS = ("split", "colocated")
-"""In the order in which they run."""
+"""Names of the systems, in the order of their runs."""
 Systems = dict[str, Config]
-"""By the names of `SYSTEMS`."""
+"""Configurations by the names of `SYSTEMS`."""
 _COLUMNS = ("p50", "p90", "p99")
 
 
@@ -27,37 +28,37 @@ class Compared(msgspec.Struct, frozen=True):
     """One load on both systems."""
 
     rate: float | None
-    """Requests a second; None in a closed loop."""
+    """Requests per second; None in a closed loop."""
     reports: dict[str, Report]
 
 
-class Comparison(msgspec.Struct, frozen=True):
-    """All of it."""
+class SystemsComparison(msgspec.Struct, frozen=True):
+    """Results of all loads on both systems."""
 
     systems: Systems
     slo: Slo
     runs: list[Compared]
     equal: Equality | None
-    """Of greedy answers, when that was asked for."""
+    """Comparison of greedy answers; None if not requested."""
 
     @property
     def faultless(self) -> bool:
-        """Whether every request was answered rightly, or refused with 429."""
+        """Whether every request was answered correctly, or refused with 429."""
         return all(report.faultless for run in self.runs for report in run.reports.values())
 
     @property
     def answered(self) -> bool:
-        """Whether each load was answered at least once."""
+        """Whether each load has at least one answer."""
         return all(report.summary.ok for run in self.runs for report in run.reports.values())
 
 
 def words(config: Config) -> str:
-    """`1 x prefill TP 2, 1 x decode TP 1`."""
+    """Describes a system as `1 x prefill TP 2, 1 x decode TP 1`."""
     return ", ".join(f"{kind.groups} x {role} TP {kind.ranks}" for role, kind in config.kinds.items())
 
 
-def comparison_table(found: Comparison) -> Table:
-    """Two rows for each load, one under the other; latencies in ms, rates a second."""
+def comparison_table(found: SystemsComparison) -> Table:
+    """Returns a table with two rows for each load; latencies in ms, rates per second."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -86,13 +87,13 @@ def _milliseconds(spread: Spread | None) -> Iterator[str]:
         yield "-" if spread is None else short(1e3 * getattr(spread, name))
 
 
-def comparison_lines(found: Comparison) -> Iterator[str]:
-    """What ran, failures, what a reader must know, and whether answers were equal."""
+def comparison_lines(found: SystemsComparison) -> Iterator[str]:
+    """Yields the systems, failures, notes on the figures, and the comparison of answers."""
     for name, config in found.systems.items():
         yield f"{name}: {words(config)}"
     limits = {"TTFT": found.slo.ttft_s, "mean ITL": found.slo.itl_s}
     given = " and ".join(f"{name} <= {limit:g} s" for name, limit in limits.items() if limit is not None)
-    yield f"goodput: answers with {given}" if given else "goodput: every right answer, for no SLO was given"
+    yield f"goodput: answers with {given}" if given else "goodput: every correct answer, as no SLO is set"
     for run in found.runs:
         for name, report in run.reports.items():
             at = f"{name} at {run.rate:g}/s" if run.rate is not None else name
@@ -105,7 +106,7 @@ def comparison_lines(found: Comparison) -> Iterator[str]:
 
 
 def equality_lines(equal: Equality) -> Iterator[str]:
-    """Where the greedy answers of both systems part."""
+    """Yields the positions where the greedy answers of both systems differ."""
     if not equal.differences:
         yield f"all {equal.tokens} tokens of {equal.prompts} greedy answers are the same on both systems"
         return
@@ -116,15 +117,16 @@ def equality_lines(equal: Equality) -> Iterator[str]:
         yield f"answer {one.prompt} differs from token {one.position} on: {said}"
     differ = f"{len(equal.differences)} of {equal.prompts} greedy answers differ"
     if equal.within_rounding:
-        yield f"{differ}, only where rounding decides; one engine, behind the same tokens, at most: {equal.rounding}"
+        largest = "the largest difference of one engine after the same tokens"
+        yield f"{differ}, only where rounding decides; {largest}: {equal.rounding}"
     elif equal.rounding:
         yield f"{differ}, by more than rounding explains: {equal.rounding}"
     else:
         yield differ
 
 
-def comparison_json(found: Comparison) -> str:
-    """Everything, with the command, the client's machine and the time. Times in seconds."""
+def comparison_json(found: SystemsComparison) -> str:
+    """Returns all results as JSON, with the command, the client's machine and the time. Times in seconds."""
     content: dict[str, Any] = {
         **provenance(),
         "client": client(),
@@ -141,7 +143,7 @@ def comparison_json(found: Comparison) -> str:
 
 def _report(report: Report) -> dict[str, Any]:
     return {
-        "asked": report.asked,
+        "settings": report.settings,
         "summary": report.summary,
         "notes": notes(report.summary),
         "requests": [rounded(row) for row in report.rows],

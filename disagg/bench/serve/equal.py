@@ -1,4 +1,4 @@
-"""Greedy answers of two servers to the same prompts, token by token."""
+"""Compares greedy answers of two servers to the same prompts, token by token."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ import msgspec
 
 from disagg.bench.serve.answer import error_message
 from disagg.bench.serve.bench import ServeBench
-from disagg.bench.serve.workload import Asked, Workload
+from disagg.bench.serve.workload import Workload, WorkloadRequest
 from disagg.core.errors import DisaggError
 from disagg.core.sampling import MAX_LOGPROBS
 from disagg.core.types import TokenLogprobs
 
 PROMPTS = 8
-"""Asked at once, so that they meet in batches."""
+"""Number of prompts, sent at once so that they share batches."""
 
 
 @dataclass(frozen=True)
 class Greedy:
-    """One answer."""
+    """One greedy answer."""
 
     prompt: list[int]
     tokens: list[str]
-    told: list[TokenLogprobs]
-    """Of each token; empty when the server says less."""
+    logprobs: list[TokenLogprobs]
+    """Log-probabilities of each token; empty when the server does not provide them."""
 
 
 Answers = list[Greedy]
-"""To each prompt."""
+"""An answer for each prompt."""
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Where two answers to one prompt part."""
+    """The first difference between two answers to one prompt."""
 
     prompt: int
     position: int
-    """Of the first token that differs."""
+    """Position of the first token that differs."""
     tokens: list[str | None]
-    """What each server said there; None where its answer had ended."""
+    """Each server's token at the position; None where its answer had ended."""
 
 
 class Equality(msgspec.Struct, frozen=True):
-    """What the comparison of two servers found."""
+    """Result of the comparison of two servers."""
 
     prompts: int
     tokens: int
-    """Of the first server."""
+    """Number of tokens of the first server."""
     differences: list[Difference]
     rounding: str = ""
-    """What was found when the unsplit engine judged answers that differ; empty when it was not asked."""
+    """The unsplit engine's judgement of differing answers; empty without one."""
     within_rounding: bool = False
-    """It finds in all of them only what rounding explains."""
+    """Whether rounding explains all differences."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -63,24 +63,24 @@ class _Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float]] = []
 
 
-class _Choice(msgspec.Struct):
+class _CompletionChoice(msgspec.Struct):
     logprobs: _Logprobs
 
 
 class _Reply(msgspec.Struct):
-    choices: list[_Choice]
+    choices: list[_CompletionChoice]
 
 
 def ask_answers(bench: ServeBench) -> Answers:
-    """Answers to the first prompts of the bench's load. Raises `DisaggError` unless all are answered."""
+    """Returns the answers to the first prompts of the load. Raises `DisaggError` unless all are answered."""
     try:
         return asyncio.run(_ask_all(bench, replace(bench.workload, chat=False)))
     except httpx.HTTPError as exc:
-        raise DisaggError(f"{bench.url}: answers are to be compared, but none came: {exc!r}") from exc
+        raise DisaggError(f"{bench.url}: no answer to compare: {exc!r}") from exc
 
 
 def compare_answers(one: Answers, other: Answers) -> Equality:
-    """Answers of two servers to the same prompts, in the same order."""
+    """Compares the answers of two servers to the same prompts, in the same order."""
     found = [
         Difference(number, position, [_at(mine, position), _at(theirs, position)])
         for number, (mine, theirs) in enumerate(_pairs(one, other))
@@ -94,35 +94,37 @@ def _pairs(one: Answers, other: Answers) -> Iterator[tuple[list[str], list[str]]
 
 
 async def _ask_all(bench: ServeBench, workload: Workload) -> Answers:
-    transport = httpx.AsyncHTTPTransport()  # our own: no proxy that the environment names comes in between
+    transport = (
+        httpx.AsyncHTTPTransport()
+    )  # an explicit transport: httpx then ignores proxies of the environment
     async with httpx.AsyncClient(transport=transport, timeout=bench.timeout_s) as http:
         models = (await http.get(f"{bench.url}/models")).json()
         workload = replace(workload, model=workload.model or models["data"][0]["id"])
-        asked = (_ask(http, f"{bench.url}/completions", workload.request(i)) for i in range(PROMPTS))
-        return await asyncio.gather(*asked)
+        answers = (_ask(http, f"{bench.url}/completions", workload.request(i)) for i in range(PROMPTS))
+        return await asyncio.gather(*answers)
 
 
-async def _ask(http: httpx.AsyncClient, url: str, asked: Asked) -> Greedy:
-    body = msgspec.json.decode(asked.body)
+async def _ask(http: httpx.AsyncClient, url: str, request: WorkloadRequest) -> Greedy:
+    body = msgspec.json.decode(request.body)
     del body["stream"], body["stream_options"]
     response = await http.post(
         url, json=body | {"logprobs": MAX_LOGPROBS, "return_tokens_as_token_ids": True}
     )
     if response.status_code != 200:
         raise DisaggError(
-            f"{url}: answers are to be compared, but prompt {asked.index} was answered with "
+            f"{url}: the comparison needs answers, but prompt {request.index} was answered with "
             f"{response.status_code}: {error_message(response.content)}"
         )
     found = msgspec.json.decode(response.content, type=_Reply).choices[0].logprobs
     rows = zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=False)
-    told = [
+    logprobs = [
         TokenLogprobs(_id(token), one, tuple((_id(t), p) for t, p in top.items())) for token, one, top in rows
     ]
-    return Greedy(body["prompt"], found.tokens, told)
+    return Greedy(body["prompt"], found.tokens, logprobs)
 
 
 def _id(token: str) -> int:
-    """Of `token_id:5`."""
+    """Returns 5 for `token_id:5`."""
     return int(token.removeprefix("token_id:"))
 
 

@@ -1,4 +1,4 @@
-"""How long prompts and answers are: a number, a range, or a distribution."""
+"""Lengths of prompts and answers: a number, a range, or a distribution."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from disagg.core.errors import ConfigError
 
 SHAREGPT_LIKE = {"--input-tokens": "lognormal:161,1.4,2048", "--output-tokens": "lognormal:338,1.0,2048"}
-"""A model of conversations, not their data: lognormal lengths whose means are those that Kwon et al., 2023 (the vLLM
-paper, figure 11), give for ShareGPT; the spreads and the cut are our choice."""
+"""A synthetic model of conversations: lognormal lengths with the means that Kwon et al., 2023 (the vLLM
+paper, figure 11) give for ShareGPT. The spreads and the limit are chosen here."""
 
 UNLIMITED_TOKENS = 1 << 40
-"""More than any model takes."""
+"""Larger than any model's context."""
 
 _FIXED = re.compile(r"(\d+)")
 _UNIFORM = re.compile(r"(\d+)-(\d+)")
@@ -29,12 +29,12 @@ class Lengths:
     low_tokens: int
     high_tokens: int
     mean_tokens: float | None = None
-    """Of a lognormal distribution, before it is cut to the limits; None: uniform between them."""
+    """Mean of a lognormal distribution before truncation; None: uniform between the limits."""
     sigma: float = 0.0
     """Standard deviation of the logarithm."""
 
     def draw(self, random: np.random.Generator) -> int:
-        """A length, both limits included."""
+        """Returns a random length, limits included."""
         if self.mean_tokens is None:
             return int(random.integers(self.low_tokens, self.high_tokens, endpoint=True))
         # The mean of a lognormal is exp(mu + sigma^2 / 2).
@@ -44,7 +44,8 @@ class Lengths:
 
 
 def parse_lengths(flag: str, spec: str) -> Lengths:
-    """`512`, `128-1024`, `lognormal:MEAN,SIGMA[,MAX]` or `sharegpt-like`, which depends on the flag.
+    """Parses `512`, `128-1024`, `lognormal:MEAN,SIGMA[,MAX]`, or `sharegpt-like`, whose meaning depends on
+    the flag.
 
     Raises `ConfigError` that names the flag.
     """

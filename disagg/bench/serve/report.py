@@ -1,4 +1,4 @@
-"""What `disagg bench serve` found: a table, and JSON with every request."""
+"""The report of `disagg bench serve`: a table, and JSON with every request."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from disagg.bench.report import Label, provenance, short
-from disagg.bench.serve.answer import Row
+from disagg.bench.common.report import Label, provenance, short
+from disagg.bench.serve.answer import RequestResult
 from disagg.bench.serve.summary import Slo, Spread, Summary, notes
 
 if TYPE_CHECKING:
@@ -18,27 +18,27 @@ if TYPE_CHECKING:
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A run."""
+    """Settings and results of a run."""
 
-    asked: dict[str, Label | None]
-    """What it was told to do."""
+    settings: dict[str, Label | None]
+    """Settings of the run."""
     slo: Slo
     summary: Summary
-    rows: list[Row]
+    rows: list[RequestResult]
 
     @property
     def faultless(self) -> bool:
-        """Whether every request was answered rightly, or refused with 429."""
+        """Whether every request was answered correctly, or refused with 429."""
         return not self.summary.errors
 
 
 def latency_table(report: Report) -> Table:
-    """A row for each latency, in ms."""
+    """Returns a table with a row for each latency, in ms."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     found = report.summary
-    title = f"{found.ok} of {found.requests} requests answered rightly in {found.seconds:.4g} s"
+    title = f"{found.ok} of {found.requests} requests answered correctly in {found.seconds:.4g} s"
     table = Table(title=title, box=SIMPLE_HEAD, title_justify="left")
     for name in ("ms", "mean", "p50", "p90", "p99", "max"):
         table.add_column(name, justify="left" if name == "ms" else "right", no_wrap=True)
@@ -49,7 +49,7 @@ def latency_table(report: Report) -> Table:
 
 
 def lines(report: Report) -> Iterator[str]:
-    """Rates, failures with an example of each kind, and what a reader must know."""
+    """Yields rates, failures with an example of each kind, and notes on the figures."""
     found = report.summary
     yield (
         f"throughput: {short(found.request_rate)} requests/s, {short(found.input_token_rate)} input tokens/s, "
@@ -68,13 +68,14 @@ def lines(report: Report) -> Iterator[str]:
 
 
 def report_json(report: Report) -> str:
-    """Everything, with the command, the client's machine and the time. Times in seconds, those
-    of requests to the microsecond, a line for each request.
+    """Returns all results as JSON, with the command, the client's machine and the time.
+
+    Times in seconds, those of requests to the microsecond, with a line for each request.
     """
     content = {
         **provenance(),
         "client": client(),
-        "asked": report.asked,
+        "settings": report.settings,
         "slo": report.slo,
         "summary": report.summary,
         "notes": notes(report.summary),
@@ -85,7 +86,7 @@ def report_json(report: Report) -> str:
 
 
 def client() -> dict[str, Label]:
-    """What the client's own speed depends on. Nothing of torch: the client needs no GPU, and takes none."""
+    """Returns the properties that determine the client's speed. Without torch: the client needs no GPU."""
     import httpx
 
     from disagg import __version__
@@ -107,8 +108,8 @@ def _spreads(found: Summary) -> Iterator[tuple[str, Spread | None]]:
         yield "sent after it was due", found.late_s
 
 
-def rounded(row: Row) -> dict[str, Any]:
-    """A request's fields, times to the microsecond."""
+def rounded(row: RequestResult) -> dict[str, Any]:
+    """Returns a request's fields, with times to the microsecond."""
 
     def short_of(value: Any) -> Any:
         if isinstance(value, list):

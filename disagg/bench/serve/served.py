@@ -1,4 +1,4 @@
-"""`disagg serve` in a process of its own, for as long as a benchmark needs it."""
+"""Runs `disagg serve` in a child process for the duration of a benchmark."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ import msgspec
 import yaml
 
 import disagg
-from disagg.core.config import Config
-from disagg.core.config_tree import LogConfig
+from disagg.core.config.read import Config
+from disagg.core.config.tree import LogConfig
 from disagg.core.errors import ConfigError, DisaggError
 
 LOOK_S = 0.05
 STOP_TIMEOUT_S = 90.0
-"""For running answers (`api.drain_timeout_s`), and for the ranks to end."""
+"""Time limit for running answers (`api.drain_timeout_s`) and for the ranks to end."""
 
 
 class _Line(msgspec.Struct):
@@ -32,15 +32,16 @@ class _Line(msgspec.Struct):
 
 @contextmanager
 def served(config: Config, request_timeout_s: float) -> Iterator[str]:
-    """Where its API begins, once it serves; at the end of the block it is stopped, gracefully if it can be.
+    """Yields the API's base URL once the server is ready; stops the server at the end of the block,
+    gracefully if possible.
 
-    On this machine, on a free port, without API keys; `request_timeout_s` for each request: the client decides.
-    Raises `DisaggError` with its last words when it ends before it serves.
+    The server uses this machine, a free port and no API keys; `request_timeout_s` applies to each request.
+    Raises `DisaggError` with the last log line when the server ends before it is ready.
     """
     with tempfile.TemporaryDirectory(prefix="disagg-serve-") as folder:
         settings, log = Path(folder) / "config.yaml", Path(folder) / "log"
         settings.write_text(yaml.safe_dump(msgspec.to_builtins(_local(config, request_timeout_s))))
-        command = [sys.executable, "-m", "disagg.cli", "serve", "--config", str(settings)]
+        command = [sys.executable, "-m", "disagg", "serve", "--config", str(settings)]
         with log.open("wb") as stderr:
             process = subprocess.Popen(command, stdout=stderr, stderr=stderr, env=_environment())
         try:
@@ -56,7 +57,7 @@ def _local(config: Config, request_timeout_s: float) -> Config:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without settings, which are in the file; the package that runs is this one."""
+    """Returns this environment without settings, which are in the file, and with this package on the path."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("DISAGG_")}
     root = str(Path(disagg.__file__).parents[1])
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
@@ -64,15 +65,15 @@ def _environment() -> dict[str, str]:
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     while True:
-        ended = process.poll() is not None  # before the look at what it said: nothing is missed
+        ended = process.poll() is not None  # before reading the log: no line is missed
         lines = log.read_text(errors="replace").splitlines()
         for line in lines:
             if url := _url(line):
                 return f"{url}/v1"
         if ended:
-            last = next((line for line in reversed(lines) if line.strip()), "nothing was said")
+            last = next((line for line in reversed(lines) if line.strip()), "no output")
             error = ConfigError if process.returncode == ConfigError.exit_code else DisaggError
-            raise error(f"the server ended before it served: {last.removeprefix('disagg: ')}")
+            raise error(f"the server ended before it was ready: {last.removeprefix('disagg: ')}")
         time.sleep(LOOK_S)
 
 

@@ -1,37 +1,38 @@
-"""Server-sent events (the WHATWG HTML standard, 9.2) out of bytes that are cut anywhere."""
+"""A parser of server-sent events (the WHATWG HTML standard, 9.2) for bytes cut at any position."""
 
 from __future__ import annotations
 
 import re
 
 LIMIT_BYTES = 1 << 20
-"""An event that is longer is no token; without a limit a broken server could fill the memory."""
+"""Largest event: without a limit, a broken server could exhaust the memory."""
 
 _LINE_END = re.compile(rb"\r\n|\r|\n")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class SseError(ValueError):
-    """What came is no stream of events."""
+    """Raised for bytes that are not an event stream."""
 
 
 class SseParser:
-    """Payloads of `data` fields; comments, names and ids of events are passed over."""
+    """Returns the payloads of `data` fields; ignores comments, names and ids of events."""
 
     def __init__(self) -> None:
-        self._rest = b""  # of a line that has not ended
-        self._data: list[bytes] = []  # lines of an event that has not ended
+        self._rest = b""  # an incomplete line
+        self._data: list[bytes] = []  # lines of an incomplete event
         self._data_bytes = 0
-        self._after_cr = False  # a line feed that comes next belongs to the line end before it
+        self._after_cr = False  # a following line feed belongs to the previous line end
         self._first_line = True
 
     @property
     def cut(self) -> bool:
-        """Whether an event has begun that has not ended: at the end of a stream, it was cut."""
+        """Whether an event is incomplete: at the end of a stream, it was cut."""
         return bool(self._rest or self._data)
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """The events that `chunk` completes, in order. Raises `SseError` beyond `LIMIT_BYTES` of one event."""
+        """Returns the events completed by `chunk`, in order. Raises `SseError` beyond `LIMIT_BYTES` of one
+        event."""
         if not chunk:
             return []
         if self._after_cr:
@@ -45,7 +46,7 @@ class SseParser:
         return events
 
     def _line(self, line: bytes) -> bytes | None:
-        """Takes a line; returns the event that it ends, if any."""
+        """Processes a line; returns the event that it completes, if any."""
         if self._first_line:
             line, self._first_line = line.removeprefix(_BYTE_ORDER_MARK), False
         if not line:

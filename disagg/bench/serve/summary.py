@@ -1,4 +1,4 @@
-"""The arithmetic of `disagg bench serve`: rows in, figures out. Pure."""
+"""The arithmetic of `disagg bench serve`: figures from rows. Pure."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from disagg.bench.handoff_figures import percentile
-from disagg.bench.serve.answer import OK, REFUSED, Row
+from disagg.bench.handoff.figures import percentile
+from disagg.bench.serve.answer import OK, REFUSED, RequestResult
 
 LATE_S = 0.010
-"""A client that is later than this for one arrival in a hundred did not offer the load that was asked for."""
+"""Largest p99 delay of the client; beyond it, the client did not offer the requested load."""
 _PERCENTS = (50, 90, 99)
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Of a quantity over requests, or over gaps between tokens; seconds. No value is made up between two."""
+    """Percentiles of a quantity over requests, or over intervals between tokens; seconds. Values are not
+    interpolated."""
 
     mean: float
     p50: float
@@ -27,51 +28,51 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class Slo(msgspec.Struct, frozen=True):
-    """What an answer must keep to count as goodput; None: anything will do."""
+    """Limits that an answer must meet to count as goodput; None: no limit."""
 
     ttft_s: float | None = None
     itl_s: float | None = None
-    """For the mean over an answer's tokens after the first, as DistServe's TPOT (Zhong et al., 2024)."""
+    """Limit for the mean over an answer's tokens after the first, as DistServe's TPOT (Zhong et al., 2024)."""
 
-    def met_by(self, row: Row) -> bool:
-        """Whether an answer that is right kept it. Without a token it counts from its end, without a second one
-        there is nothing to wait for."""
+    def met_by(self, row: RequestResult) -> bool:
+        """Whether a correct answer met the SLO. Without a token, its end counts as TTFT; without a second
+        token, ITL is met."""
         first_s = row.latency_s if row.ttft_s is None else row.ttft_s
         kept_first = self.ttft_s is None or first_s <= self.ttft_s
         return kept_first and (self.itl_s is None or row.token_s is None or row.token_s <= self.itl_s)
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Figures of a run. Latencies and rates are of right answers only; None where there is nothing to say."""
+    """Figures of a run. Latencies and rates count correct answers only; None without data."""
 
     requests: int
     ok: int
     refused: int
-    """With status 429."""
+    """Requests refused with status 429."""
     errors: dict[str, int]
     """All other failures and failed checks, by kind."""
     seconds: float
-    """From the first request sent to the last one ended."""
+    """From the first send to the end of the last request."""
     most_running: int
     ttft_s: Spread | None
     itl_s: Spread | None
-    """All gaps between two events that brought tokens, of all answers."""
+    """All intervals between two events with tokens, over all answers."""
     token_s: Spread | None
     """Mean time of an answer's token after the first, over answers."""
     latency_s: Spread | None
     late_s: Spread | None
-    """Of all arrivals of an open loop, also of those that failed."""
+    """Delays of all arrivals of an open loop, including failed ones."""
     request_rate: float
-    """A second, as all rates."""
+    """Requests per second; all rates are per second."""
     input_token_rate: float
     output_token_rate: float
     goodput: float
-    """Requests a second that met the SLO."""
+    """Requests per second that met the SLO."""
     tokens_per_event: float | None
 
 
-def summarize(rows: Sequence[Row], slo: Slo, most_running: int) -> Summary:
-    """Raises `ValueError` without rows."""
+def summarize(rows: Sequence[RequestResult], slo: Slo, most_running: int) -> Summary:
+    """Returns the figures of a run. Raises `ValueError` without rows."""
     if not rows:
         raise ValueError("no requests")
     right = [row for row in rows if row.kind == OK]
@@ -104,7 +105,7 @@ def summarize(rows: Sequence[Row], slo: Slo, most_running: int) -> Summary:
 
 
 def spread(values: Iterable[float | None]) -> Spread | None:
-    """Of the values that there are; None without any."""
+    """Returns the spread of the values that are not None; None without any."""
     found = sorted(value for value in values if value is not None)
     if not found:
         return None
@@ -113,7 +114,7 @@ def spread(values: Iterable[float | None]) -> Spread | None:
 
 
 def notes(summary: Summary) -> list[str]:
-    """What a reader of the figures must know, each a sentence."""
+    """Returns notes on the figures, each a sentence."""
     found = []
     late_s = summary.late_s
     if late_s is not None and late_s.p99 > LATE_S:
@@ -128,5 +129,5 @@ def notes(summary: Summary) -> list[str]:
             "per token counts tokens"
         )
     if summary.ok < summary.requests:
-        found.append("latencies and rates are of right answers only")
+        found.append("latencies and rates count correct answers only")
     return found

@@ -1,4 +1,4 @@
-"""What is asked: bodies of requests, each a function of the seed and its number alone."""
+"""The workload: request bodies, each a function of the seed and its index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from disagg.bench.serve.lengths import Lengths
 
-# Streams of random numbers besides that of the arrivals, 0: none depends on how much another drew.
+# Streams of random numbers besides that of the arrivals, 0: each is independent of draws from the others.
 _REQUESTS, _PREFIXES, _PROBE = 1, 2, 3
 _TEXT = (
     "time year people way day man thing woman life child world school state family student group country problem "
@@ -23,14 +23,14 @@ _TEXT = (
 _WORDS = _TEXT.split()
 
 
-class Asked(msgspec.Struct, frozen=True):
+class WorkloadRequest(msgspec.Struct, frozen=True):
     """One request."""
 
     index: int
     input_tokens: int | None
-    """Exact; None where text is sent, whose tokens only the server knows."""
+    """Exact number of tokens; None for text, whose tokens only the server can count."""
     output_tokens: int
-    """At most; exactly with `ignore_eos`."""
+    """Most tokens of the answer; exact with `ignore_eos`."""
     ignore_eos: bool
     body: bytes
     """JSON."""
@@ -42,30 +42,30 @@ class Workload:
 
     model: str
     chat: bool
-    """Text to `/chat/completions`, as many words as `input` says; else token ids to `/completions`."""
+    """True: text to `/chat/completions`, with `input` words; False: token ids to `/completions`."""
     input: Lengths
     output: Lengths
     prefix_tokens: int
-    """In front of what `input` says; 0: prompts share nothing on purpose."""
+    """Length of a prefix before the `input` tokens; 0: no shared prefixes."""
     prefixes: int
-    """How many different ones there are; each request takes one of them at random."""
+    """Number of different prefixes, of which each request uses a random one."""
     token_ids: tuple[int, int]
     """The lowest and the highest token id of prompts."""
     ignore_eos: bool
     seed: int
 
-    def request(self, index: int) -> Asked:
-        """Request number `index`, the same for the same seed."""
+    def request(self, index: int) -> WorkloadRequest:
+        """Returns request `index`, equal for equal seeds."""
         random = np.random.default_rng([self.seed, _REQUESTS, index])
         prompt = self._units(random, self.input.draw(random))
         if self.prefix_tokens:
             prompt = [*self._prefixes[int(random.integers(self.prefixes))], *prompt]
-        return self._asked(index, prompt, self.output.draw(random))
+        return self._build(index, prompt, self.output.draw(random))
 
-    def probe(self) -> Asked:
-        """A request like the others that shares no prefix with them, for one token."""
+    def probe(self) -> WorkloadRequest:
+        """Returns a similar request for one token that shares no prefix with the others."""
         random = np.random.default_rng([self.seed, _PROBE])
-        return self._asked(-1, self._units(random, self.input.draw(random)), 1)
+        return self._build(-1, self._units(random, self.input.draw(random)), 1)
 
     @cached_property
     def _prefixes(self) -> list[list[Any]]:
@@ -73,14 +73,14 @@ class Workload:
         return [self._units(random, self.prefix_tokens) for _ in range(self.prefixes)]
 
     def _units(self, random: np.random.Generator, count: int) -> list[Any]:
-        """Token ids; or words, where text is sent."""
+        """Returns token ids, or words for text."""
         if self.chat:
             return [_WORDS[i] for i in random.integers(len(_WORDS), size=count)]
         low, high = self.token_ids
         units: list[Any] = random.integers(low, high, size=count, endpoint=True).tolist()
         return units
 
-    def _asked(self, index: int, prompt: Sequence[Any], output_tokens: int) -> Asked:
+    def _build(self, index: int, prompt: Sequence[Any], output_tokens: int) -> WorkloadRequest:
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": output_tokens,
@@ -92,7 +92,7 @@ class Workload:
             body["messages"] = [{"role": "user", "content": " ".join(prompt)}]
         else:
             body["prompt"] = prompt
-        if self.ignore_eos:  # not OpenAI's: sent only where it is asked for
+        if self.ignore_eos:  # not part of OpenAI's API: sent only if set
             body["ignore_eos"] = True
         tokens = None if self.chat else len(prompt)
-        return Asked(index, tokens, output_tokens, self.ignore_eos, msgspec.json.encode(body))
+        return WorkloadRequest(index, tokens, output_tokens, self.ignore_eos, msgspec.json.encode(body))

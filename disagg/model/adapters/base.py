@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from disagg.core.errors import InvariantError
-from disagg.model.paged import AttentionContext, paged_attention
+from disagg.model.attention.paged import AttentionContext, paged_attention
 
 
 class StepInputs:
@@ -56,14 +56,14 @@ class StepInputs:
         return self._positions
 
     def attend(
-        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **asked: Any
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **named: Any
     ) -> torch.Tensor:
         """Attention of `module`, which has a `layer_idx`: `q`, `k`, `v` `[rows, tokens, heads, dim]`.
 
-        `asked`: keyword arguments of `paged_attention`. Returns `[rows, tokens, query heads * dim of v]`.
+        `named`: keyword arguments of `paged_attention`. Returns `[rows, tokens, query heads * dim of v]`.
         """
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out, _ = paged_attention(module, q, k, v, None, paged_context=self.context, **asked)
+        out, _ = paged_attention(module, q, k, v, None, paged_context=self.context, **named)
         return out.flatten(2)
 
 

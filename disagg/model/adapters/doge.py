@@ -14,7 +14,7 @@ from torch.nn.functional import pad, softplus
 from transformers.models.doge.modeling_doge import apply_rotary_pos_emb
 
 from disagg.model.adapters.base import Adapter, StepInputs, plan_of, projected
-from disagg.model.shapes import DOGE_ELEMENTS
+from disagg.model.spec.shapes import DOGE_ELEMENTS
 
 
 def _adapt(model: Any, step: StepInputs) -> None:

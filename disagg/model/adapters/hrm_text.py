@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from disagg.model.adapters.base import Adapter, StepInputs
-from disagg.model.paged import AttentionContext
-from kernels.attention import AttentionParams
+from disagg.model.attention.paged import AttentionContext
+from kernels.attention.common import AttentionParams
 
 
 def _adapt(model: Any, step: StepInputs) -> None:

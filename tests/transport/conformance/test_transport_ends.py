@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from transport_harness import POISON, Pair, settle
+from transport_harness import POISON, Pair, break_connection, settle
 
 from disagg.core.errors import PeerLostError
 from transport.base import OperationState
@@ -101,6 +101,24 @@ def test_reconnect(pair: Pair) -> None:
         pair.until(lambda receive=receive: receive.ended)
         settle(got)
         assert torch.equal(got, sent)
+
+
+def test_a_lost_peer_is_named_until_it_is_disconnected(pair: Pair) -> None:
+    """And is whole again when it is connected anew."""
+    first = pair.a.transport.send("b", 7, pair.a.random(100))
+    pair.until(lambda: pair.b.has(7))
+    pair.b.transport.discard("a", pair.b.arrival(7))
+    pair.until(lambda: first.ended)
+    assert pair.a.transport.lost_peers() == []
+    break_connection(pair)
+    pair.until(lambda: pair.a.transport.lost_peers() == ["b"])
+    send = pair.a.transport.send("b", 1, pair.a.random(100))
+    pair.until(lambda: send.ended)
+    assert isinstance(send.error, PeerLostError)
+    pair.a.transport.disconnect("b")
+    assert pair.a.transport.lost_peers() == []
+    test_reconnect(pair)
+    assert pair.a.transport.lost_peers() == pair.b.transport.lost_peers() == []
 
 
 def test_close_with_everything_pending(pair: Pair) -> None:

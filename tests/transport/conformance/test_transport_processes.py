@@ -19,8 +19,8 @@ from disagg.core.errors import PeerLostError
 MIB = 1 << 20
 KINDS = [
     pytest.param(("ucx", "cpu"), id="ucx"),
-    pytest.param(("ucx-tcp", "cpu"), id="ucx-tcp"),
-    pytest.param(("tls", "cpu"), id="tls"),
+    pytest.param(("ucx-tcp", "cpu"), id="ucx-tcp", marks=pytest.mark.slow),
+    pytest.param(("tls", "cpu"), id="tls", marks=pytest.mark.slow),
     pytest.param(("tls-lanes", "cpu"), id="tls-lanes"),
     pytest.param(("ucx", "cuda"), id="ucx-cuda", marks=pytest.mark.gpu),
     pytest.param(("tls", "cuda"), id="tls-cuda", marks=pytest.mark.gpu),

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from transport.base import Arrival, Operation, Transport
 from transport.inproc import InprocFabric
-from transport.key_ring import KeyRing
-from transport.keys import ControlKeys
-from transport.reach import Reach
-from transport.select import make_transport
+from transport.keys.curve import ControlKeys
+from transport.keys.ring import KeyRing
+from transport.select import TLSOptions, make_transport
+from transport.ucx.reach import Reach
 
 POISON = 0xA5
 KEYS = ControlKeys("server public", "server secret", "client public", "client secret")
@@ -49,7 +50,7 @@ class Node:
         return view
 
     def pump(self) -> None:
-        """Drives the transport once and checks its books."""
+        """Drives the transport once and checks its state."""
         self.ended += self.transport.progress()
         self.arrived += self.transport.arrivals()
         self.transport.check()
@@ -104,13 +105,24 @@ def make_node(
         gpu=device.type == "cuda",
         reach=Reach.TCP if link == "tcp" else Reach.ONE_HOST,
         interface="lo",
-        keys=KeyRing(KEYS),
-        tls_lanes=3 if link == "lanes" else 1,
+        tls=TLSOptions(KeyRing(KEYS), lanes=3 if link == "lanes" else 1),
     )
     memory = torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
     settle(memory)
     transport.register(memory)
     return Node(name, transport, memory)
+
+
+def break_connection(pair: Pair) -> None:
+    """Breaks a's connection to b, over which something has passed, behind the transports' backs; both live."""
+    transport: Any = pair.a.transport
+    if pair.fabric is not None:
+        pair.fabric.sever("a", "b")
+    elif pair.backend.startswith("tls"):
+        for stream in list(transport._peers["b"].outgoing._streams):
+            stream.shut()
+    else:
+        transport._peers["b"].endpoint.close_blocking()
 
 
 def settle(tensor: torch.Tensor) -> None:

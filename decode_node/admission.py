@@ -1,0 +1,127 @@
+"""DecodeAdmission to the decode group: which requests get a ticket, a row and pages."""
+
+from __future__ import annotations
+
+import itertools
+
+from decode_node.preemptor import Preemptor
+from decode_node.request import DecodeRequest, Residency, Sequence
+from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.errors import BusyError, InvalidRequestError, PromptTooLongError
+from disagg.core.prefixes import PrefixKey
+from disagg.core.sampling import sampling_of, sequences_that_fit
+from disagg.core.tokens import TokenIds
+from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.node.kv_manager import BlockTable, KVManager
+from transport.tags import TICKET_NUMBERS
+
+
+class DecodeAdmission:
+    """Makes tickets, and reserves the rows and pages of each. Pure: no threads, no clocks, no I/O."""
+
+    def __init__(self, kv_manager: KVManager, options: SchedulerOptions, preemptor: Preemptor) -> None:
+        self._kv_manager, self._options, self._preemptor = kv_manager, options, preemptor
+        self._max_tokens = min(options.max_context_tokens, kv_manager.capacity_tokens)
+        self._ages = itertools.count(options.first_ticket)
+
+    @property
+    def max_sequences(self) -> int:
+        """Sequences of one request at most: a step computes them together, and each needs a row.
+
+        1 with a recurrent state, which sequences cannot share.
+        """
+        if self._options.state_tokens or self._options.chunks.whole:
+            return 1
+        return min(self._options.max_batch, self._kv_manager.rows)
+
+    def reserve(
+        self,
+        key: RequestKey,
+        prompt: TokenIds,
+        sampling: SamplingParams,
+        *,
+        router: str,
+        prefill_group: str,
+        deadline_s: float,
+        prefix: PrefixKey | None = None,
+    ) -> DecodeRequest:
+        """Reserves a row for each sequence and the pages that land, behind the cached pages of `prefix`.
+
+        At least one token lands. Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
+        """
+        self._require_fits(len(prompt), sampling)
+        landing = len(prompt) + self._options.state_tokens
+        block_table = self._block_table(landing, sampling.sequences, prefix)
+        age = next(self._ages)
+        tokens = Span(block_table.cached_tokens if self._options.has_kv else len(prompt), landing)
+        missing = tuple(block_table.pages[tokens.start // self._kv_manager.page_size :])
+        number, group = age % TICKET_NUMBERS, self._options.group
+        request = DecodeRequest(
+            key,
+            Ticket(key, number, group, tokens, block_table.row, missing),
+            age,
+            prompt,
+            sampling,
+            router,
+            prefill_group,
+            deadline_s,
+            sequences=[],
+            holds_state=self._options.state_tokens > 0,
+            prefix=prefix,
+        )
+        for number in range(sampling.sequences):
+            table = self._kv_manager.fork(block_table) if number else block_table
+            assert table is not None, "a row is free for each sequence"
+            own = sampling_of(sampling, number)
+            request.sequences.append(
+                Sequence(number, own, table, request.prompt, computed_tokens=len(prompt))
+            )
+        return request
+
+    def _block_table(self, tokens: int, sequences: int, prefix: PrefixKey | None) -> BlockTable:
+        """Reserves pages for `tokens`. Raises `BusyError`, also while a preempted request waits for pages."""
+        spare_pages = self._preemptor.spare_pages()
+        enough = spare_pages is not None and self._kv_manager.free_rows >= sequences
+        block_table = self._kv_manager.reserve(tokens, prefix, spare_pages or 0) if enough else None
+        if block_table is None:
+            memory = self._kv_manager.statistics()
+            preempted = sum(r.residency is not Residency.RESIDENT for r in self._preemptor.live())
+            raise BusyError(
+                f"the decode group has no room for {tokens} tokens more now "
+                f"({self._kv_manager.free_pages} pages and {memory.free_rows} rows are free, "
+                f"{preempted} requests wait for pages)"
+            )
+        return block_table
+
+    def _require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Raises unless the request fits when it is alone."""
+        self._require_sequences(prompt_tokens, sampling)
+        total, state_tokens = prompt_tokens + sampling.max_tokens, self._options.state_tokens
+        if total > self._max_tokens:
+            raise PromptTooLongError(
+                f"prompt of {prompt_tokens} and answer of up to {sampling.max_tokens} tokens do not fit the decode "
+                f"group, which takes {self._max_tokens} in all: raise decode.max_context_tokens or "
+                f"decode.pool_tokens, or shorten them"
+            )
+        if prompt_tokens + state_tokens > self._kv_manager.capacity_tokens:
+            raise PromptTooLongError(
+                f"prompt of {prompt_tokens} tokens, with the {state_tokens} that its recurrent state takes, "
+                f"does not fit the decode group's pool of {self._kv_manager.capacity_tokens}: "
+                f"raise decode.pool_tokens, or shorten it"
+            )
+
+    def _require_sequences(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+        if sampling.sequences > self.max_sequences:
+            name = "beams" if sampling.beams else "n"
+            raise InvalidRequestError(
+                f"{name} = {sampling.sequences} is not allowed; this group computes up to {self.max_sequences} "
+                f"sequences of one request (decode.max_batch, decode.max_requests; 1 with a recurrent state)"
+            )
+        size, pool_tokens = self._kv_manager.page_size, self._kv_manager.capacity_tokens
+        fitting = sequences_that_fit(prompt_tokens, sampling.max_tokens, pool_tokens, size)
+        if 1 < sampling.sequences > fitting:
+            raise PromptTooLongError(
+                f"a prompt of {prompt_tokens} tokens and {sampling.sequences} answers of up to {sampling.max_tokens} "
+                f"tokens do not fit the decode group's {self._kv_manager.pages} pages of {size} tokens: raise "
+                f"decode.pool_tokens, or ask for fewer or shorter ones"
+            )

@@ -1,0 +1,58 @@
+"""Which part of a ticket's KV was announced: proves that each cell is written exactly once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from disagg.core.errors import ProtocolError
+from disagg.core.types import KVLayout, Segment, Span
+from staging.routes import Route
+
+
+class Coverage:
+    """Progress of one ticket's segments.
+
+    The planner cuts the segments of one route and one layer without gap or overlap. One number for each
+    (route, layer) therefore describes the part that was announced.
+    """
+
+    def __init__(self, routes: tuple[Route, ...], tokens: Span, layout: KVLayout) -> None:
+        self._routes, self._tokens, self._layout = routes, tokens, layout
+        self._next = {route: [tokens.start] * len(route.layers) for route in routes}
+        self._from: Counter[int] = Counter()
+        for route in routes:
+            self._from[route.src_rank] += self._bytes(route.layers, route.heads, tokens)
+        self.total_bytes = self._from.total()
+
+    def bytes_from(self, src_rank: int) -> int:
+        """Bytes that one source rank sends in all."""
+        return self._from[src_rank]
+
+    def add(self, segment: Segment) -> None:
+        """Adds a segment. Raises `ProtocolError`, changing nothing, when it is not the next of its route."""
+        route = self._route_of(segment)
+        nbytes = self._bytes(segment.layers, segment.heads, segment.tokens)
+        if segment.nbytes != nbytes:
+            raise ProtocolError(f"{segment} has {segment.nbytes} bytes, its route needs {nbytes}")
+        rows = segment.layers.shift(-route.layers.start)
+        ahead = self._next[route]
+        if not self._tokens.covers(segment.tokens) or any(ahead[row] != segment.tokens.start for row in rows):
+            raise ProtocolError(f"{segment} overlaps an earlier one or leaves a gap")
+        for row in rows:
+            ahead[row] = segment.tokens.stop
+
+    def is_early(self, segment: Segment) -> bool:
+        """True when another segment of its route must come first. Raises `ProtocolError` when it is on no route."""
+        route = self._route_of(segment)
+        ahead = self._next[route]
+        return any(ahead[row] < segment.tokens.start for row in segment.layers.shift(-route.layers.start))
+
+    def _route_of(self, segment: Segment) -> Route:
+        for route in self._routes:
+            same = route.src_rank == segment.src_rank and route.heads == segment.heads
+            if same and segment.layers and segment.tokens and route.layers.covers(segment.layers):
+                return route
+        raise ProtocolError(f"{segment} is on no route to this rank")
+
+    def _bytes(self, layers: Span, heads: Span, tokens: Span) -> int:
+        return len(layers) * len(heads) * len(tokens) * self._layout.class_of(layers).cell_bytes

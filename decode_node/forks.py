@@ -1,0 +1,78 @@
+"""Sequences of one request: beams that fork, sequences that end early, and pages that go to the prefix cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from decode_node.request import DecodeRequest, Residency, Sequence, common_pages
+from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import TOKEN_BYTES
+from disagg.model.sampling.beam_search import Candidate
+from disagg.node.kv_manager import KVManager
+
+
+class Forks:
+    """Forks and frees sequences between steps. Pure: no threads, no clocks, no I/O."""
+
+    def __init__(self, kv_manager: KVManager, ranks: int) -> None:
+        self._kv_manager, self._ranks = kv_manager, ranks
+
+    def branch(self, request: DecodeRequest, beams: list[Candidate]) -> None:
+        """Replaces the request's sequences by `beams`, in this order; `beam.parent` indexes the old sequences.
+
+        Not while a step computes the request. A sequence without a beam becomes a fork of one with several.
+        """
+        before = request.sequences
+        assert len(beams) == len(before), "as many beams as sequences"
+        answers = [[*before[beam.parent].tokens, beam.token] for beam in beams]
+        parents = {beam.parent for beam in beams}
+        unused = [one for index, one in enumerate(before) if index not in parents]
+        after: list[Sequence] = []
+        for beam, answer in zip(beams, answers, strict=True):
+            one = before[beam.parent]
+            if beam.parent in parents:
+                parents.discard(beam.parent)
+            else:
+                one = self._refork(unused.pop(), one)
+            one.tokens, one.score = answer, beam.score
+            after.append(one)
+        request.sequences = after
+
+    def _refork(self, unused: Sequence, parent: Sequence) -> Sequence:
+        self._kv_manager.refork(unused.block_table, parent.block_table)
+        unused.computed_tokens = parent.computed_tokens
+        del unused.published_pages[common_pages(unused.published_pages, unused.block_table.pages) :]
+        return unused
+
+    def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
+        """Marks a sequence that has its last token. Returns True when all of the request's have: close it then."""
+        sequence.ended = request.some_ended = True
+        return all(one.ended for one in request.sequences)
+
+    def prune(self, request: DecodeRequest) -> None:
+        """Frees the pages of ended sequences. Between steps, for a resident request that is not recomputed.
+
+        During recomputation the release is deferred: the first sequence computes the tokens that all share.
+        """
+        request.some_ended = False
+        for sequence in [one for one in request.sequences if one.ended]:
+            self.cache(request, [sequence])
+            request.sequences.remove(sequence)
+            if sequence.block_table.row == request.ticket.row:  # the ticket keeps its row until it is closed
+                heir = request.sequences[0]
+                rows = heir.block_table.row, sequence.block_table.row
+                sequence.block_table.row, heir.block_table.row = rows
+                heir.published_pages = []
+            self._kv_manager.release(sequence.block_table)
+
+    def cache(self, request: DecodeRequest, sequences: Iterable[Sequence]) -> None:
+        """Adds the full pages of the sequences to the prefix cache, if all KV has landed. No step may write them."""
+        landed = len(request.landed_ranks) == self._ranks and request.begun
+        if request.prefix is None or not landed or request.residency is not Residency.RESIDENT:
+            return
+        for sequence in sequences:
+            data = request.prefix.data + PrefixKey.of(sequence.tokens).data
+            known = PrefixKey(data[: sequence.computed_tokens * TOKEN_BYTES], request.prefix.salt)
+            self._kv_manager.keep(sequence.block_table, known)
+            if sequence.left_tokens > 1:
+                return  # this one was computing the tokens that the later ones share

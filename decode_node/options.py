@@ -1,0 +1,66 @@
+"""Settings and surroundings of a decode rank's receiver: what every one of its parts is constructed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.core.config.read import Config
+from disagg.core.ports import Clock
+from disagg.core.timeline import Timeline
+from disagg.core.types import Shard
+from disagg.kv.pool import KVPool
+from disagg.node.rank import aligned
+from transport.base import Transport
+from transport.control import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverOptions:
+    """Settings of one receiver."""
+
+    page_size: int
+    """Tokens of a page."""
+    ring_bytes: int
+    fence_rows: int
+    """Fence words that guard the pool against its writers; 0 offers the pool to no peer."""
+    checksum: bool
+    """Segments carry checksums."""
+    quarantine_s: float
+    """A writer that was fenced by mistake has noticed by then, and its last launch has ended."""
+    lease_timeout_s: float
+    watermark_interval_s: float
+    """Seconds between two repetitions of a watermark."""
+
+    @staticmethod
+    def of(config: Config, *, page_size: int, rows: int) -> ReceiverOptions:
+        """Returns the options that `config` sets; its `transfer` is sized. `rows`: requests that run at once."""
+        transfer = config.transfer
+        return ReceiverOptions(
+            page_size=page_size,
+            ring_bytes=aligned(transfer.ring_bytes),
+            fence_rows=rows if config.transport.peer_memory else 0,
+            checksum=bool(transfer.checksum),
+            quarantine_s=2 * config.control.peer_timeout_s,
+            lease_timeout_s=transfer.lease_timeout_s,
+            watermark_interval_s=transfer.watermark_interval_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiverContext:
+    """The rank that a receiver belongs to, and its connections."""
+
+    rank: int
+    shard: Shard
+    pool: KVPool
+    transport: Transport
+    address: str
+    """The rank's control address."""
+    lane: str
+    """The rank's name in the timeline."""
+    send: Callable[[str, m.Message], None]
+    """Sends a message over the control channel to a peer's address."""
+    to_leader: Callable[[m.Message], None]
+    timeline: Timeline
+    clock: Clock

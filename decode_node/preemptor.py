@@ -1,0 +1,249 @@
+"""Preemption: which requests give up their pages when the pool is full, and which come back first.
+
+Pure: no threads, no clocks, no I/O. A request may take pages only from younger ones (by ticket), the youngest first,
+and from each all or nothing. The pages of a *recomputed* victim are free immediately. The pages of a *swapped* victim
+are copied to host memory; they are free when every rank has reported the end of its copy, because the next write
+there may be a transfer, which no compute stream orders.
+
+Progress: nothing preempts the oldest running request, and it gets the pages that it lacks. It can take all pages of
+the younger running ones. Requests whose KV is landing, whose pages are copied or that close need no page to finish
+that; then they run (and can be victims) or have freed their pages. Admission refuses a request that does not fit
+alone. The oldest request therefore ends, the next one is the oldest, and so on. A preempted request resumes when the
+running ones leave enough pages, at the latest when no other is resident. While one waits no ticket is made, so the
+preempted requests are finitely many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from decode_node.costs import Kind, cheaper
+from decode_node.request import DecodeRequest, Residency
+from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.errors import InvariantError
+from disagg.core.types import RequestKey
+from disagg.kv.host_blocks import HostBlocks
+from disagg.kv.page_values import PageCopy
+from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.plan import Swap
+
+
+@dataclass(slots=True)
+class PreemptionCounts:
+    """Preemptions since the start."""
+
+    recomputed: int = 0
+    swapped: int = 0
+    swapped_pages: int = 0
+
+
+class Preemptor:
+    """Owns the host blocks; `KVManager` owns the pages. `requests` is the scheduler's, only read here."""
+
+    def __init__(
+        self, kv_manager: KVManager, requests: Mapping[RequestKey, DecodeRequest], options: SchedulerOptions
+    ) -> None:
+        self._kv_manager, self._requests, self._options = kv_manager, requests, options
+        self._ranks = options.ranks
+        self._watermark_pages = math.ceil(options.watermark * kv_manager.pages)
+        self._orders: list[Swap] = []
+        self._copies: list[PageCopy] = []
+        self.host = HostBlocks(0, options.block_pages)
+        """Empty until the group is complete and the host memory of each rank is known."""
+        self.rates = options.rates
+        self.counts = PreemptionCounts()
+
+    # --- for the scheduler
+
+    def live(self) -> list[DecodeRequest]:
+        """Requests that do not close."""
+        return [request for request in self._requests.values() if not request.closing]
+
+    def spare_pages(self) -> int | None:
+        """Pages that an admission must leave free; None while a preempted request waits: then none is admitted."""
+        waits = any(r.residency in (Residency.LEAVING, Residency.OUT) for r in self.live())
+        return None if waits else self._spare_pages()
+
+    def resume(self) -> None:
+        """Gives pages to preempted requests, the oldest first, while pages last."""
+        out = [r for r in self.live() if r.residency is Residency.OUT]
+        for request in sorted(out, key=_age):
+            assert request.layout is not None, "a preempted request has its layout"
+            left_pages = self._kv_manager.free_pages - request.layout.pages
+            if left_pages < self._spare_pages():
+                break  # no younger, smaller request overtakes
+            pages = self._kv_manager.refill(request.block_tables, request.layout)
+            if pages is None:
+                break
+            for sequence in request.sequences:
+                sequence.published_pages = []
+            if request.blocks:
+                self._order(request, Residency.RETURNING, pages)
+            else:
+                self._begin_again(request)
+
+    def make_room(self, chosen: Sequence[DecodeRequest]) -> list[DecodeRequest]:
+        """Returns the requests of `chosen` that have a slot for their next token; the others wait or are preempted.
+
+        The oldest gets pages first. A waiting request keeps its pages, and goes on when an older one has ended.
+        """
+        if self._grow(chosen):
+            return list(chosen)
+        taken: set[DecodeRequest] = set()
+        coming = sum(len(r.pages()) for r in self._requests.values() if r.residency is Residency.LEAVING)
+        for request in sorted(chosen, key=_age):
+            if request.residency is not Residency.RESIDENT:
+                continue  # preempted for an older request
+            need = len(self._growing(request))
+            fits = self._grow([request])
+            while not fits and coming < need and (victim := self._youngest_behind(request)) is not None:
+                coming += self._preempt(victim)
+                fits = self._grow([request])
+            if fits:
+                taken.add(request)
+            else:
+                coming = max(0, coming - need)  # reserved for this request
+        return [request for request in chosen if request in taken]
+
+    def swapped(self, request: DecodeRequest, rank: int) -> None:
+        """Records that a rank has ended its copy. After the last rank the source of the copy is freed."""
+        request.swapped_ranks.add(rank)
+        if not request.copying or len(request.swapped_ranks) < self._ranks:
+            return
+        request.swapped_ranks.clear()
+        if request.residency is Residency.LEAVING:
+            self._vacate(request)
+            request.residency = Residency.OUT
+        else:
+            self.drop(request)
+            request.residency = Residency.RESIDENT
+
+    def drop(self, request: DecodeRequest) -> None:
+        """Frees the request's host blocks."""
+        self.host.free(request.blocks)
+        request.blocks = []
+
+    def take_orders(self) -> list[Swap]:
+        """Returns the copies to and from host memory for the next plan, once."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    def take_copies(self) -> list[PageCopy]:
+        """Returns the page copies that the next step makes before it computes (copy on write), once."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless each request's blocks and pages match its residency."""
+        requests = list(self._requests.values())
+        self.host.check([block for request in requests for block in request.blocks])
+        for request in requests:
+            if request.residency is Residency.RESIDENT:
+                sound = not request.blocks
+            elif request.residency is Residency.OUT:
+                sound = not request.pages()
+            else:
+                sound = bool(request.blocks) and bool(request.pages())
+            if not sound:
+                raise InvariantError(
+                    f"{request.key} is {request.residency.value}: {request.block_tables}, {request.blocks}"
+                )
+
+    # --- its parts
+
+    def _spare_pages(self) -> int:
+        """Returns a page for each resident sequence, at least the watermark; 0 when none is resident.
+
+        An admission should not preempt others. The watermark is that of vLLM's block manager (Kwon et al., 2023).
+        """
+        resident = sum(
+            len(request.sequences)
+            for request in self.live()
+            if request.residency in (Residency.RESIDENT, Residency.RETURNING)
+        )
+        return max(resident, self._watermark_pages) if resident else 0
+
+    def _growing(self, request: DecodeRequest) -> list[BlockTable]:
+        """Block tables that lack a slot for the next token."""
+        if not self._options.has_kv or request.again:  # recomputed tokens have their slots
+            return []
+        return [
+            one.block_table
+            for one in request.sequences
+            if one.block_table.sequence.tokens <= one.computed_tokens
+        ]
+
+    def _grow(self, requests: Iterable[DecodeRequest]) -> bool:
+        """Adds a slot for the next token of each sequence. Returns False, changing nothing, without enough pages."""
+        growing = [block_table for request in requests for block_table in self._growing(request)]
+        copies = self._kv_manager.grow(growing)
+        if copies is None:
+            return False
+        self._copies += copies
+        return True
+
+    def _youngest_behind(self, request: DecodeRequest) -> DecodeRequest | None:
+        victims = [r for r in self._requests.values() if r.age > request.age and self.runs(r)]
+        return max(victims, key=_age, default=None)
+
+    def runs(self, request: DecodeRequest) -> bool:
+        """True when all KV and the first token are here, and no page is being copied out or back."""
+        landed = len(request.landed_ranks) == self._ranks
+        return landed and request.begun and not request.closing and request.residency is Residency.RESIDENT
+
+    def _preempt(self, victim: DecodeRequest) -> int:
+        """Takes all pages of a request. Returns how many of them are free only after a copy."""
+        assert not victim.in_step, "steps are planned one after the other"
+        pages, kind = victim.pages(), self._kind(victim)
+        blocks = self.host.alloc(len(pages)) if kind == "swap" else None
+        sequences = victim.sequences
+        if blocks is None:  # do not wait for host memory: its holder is itself preempted and waiting
+            tokens = [sequence.known_tokens - 1 for sequence in sequences]
+            victim.layout = self._kv_manager.layout(victim.block_tables, tokens)
+            self._vacate(victim)
+            victim.holds_state, victim.residency = False, Residency.OUT
+            self.counts.recomputed += 1
+            return 0
+        victim.layout = self._kv_manager.layout(
+            victim.block_tables, [one.block_table.tokens for one in sequences]
+        )
+        victim.blocks = blocks
+        self._order(victim, Residency.LEAVING, pages)
+        self.counts.swapped += 1
+        self.counts.swapped_pages += len(pages)
+        return len(pages)
+
+    def _vacate(self, request: DecodeRequest) -> None:
+        for block_table in request.block_tables:
+            self._kv_manager.vacate(block_table)
+
+    def _begin_again(self, request: DecodeRequest) -> None:
+        """Makes a request with empty pages resident. The first of its sequences recomputes what they share."""
+        assert request.layout is not None, "a preempted request has its layout"
+        known_pages = 0
+        for sequence, (tokens, numbers) in zip(request.sequences, request.layout.sequences, strict=True):
+            shared = sum(number < known_pages for number in numbers)
+            known_pages += len(numbers) - shared
+            sequence.computed_tokens = min(tokens, shared * self._kv_manager.page_size)
+        request.residency, request.again = Residency.RESIDENT, request.left_tokens > 0
+
+    def _kind(self, victim: DecodeRequest) -> Kind:
+        """Returns the cheaper way. Tokens that forks share behind the prompt are counted for each."""
+        if victim.again:
+            return "recompute"  # most of its pages hold nothing yet
+        if self._options.preemption == "auto":
+            answers = sum(len(sequence.tokens) for sequence in victim.sequences)
+            tokens, steps = victim.prompt_tokens, answers if self._options.chunks.recurrent else 0
+            return cheaper(len(victim.pages()), tokens + answers - steps, self.rates, steps=steps)
+        return self._options.preemption
+
+    def _order(self, request: DecodeRequest, residency: Residency, pages: list[int]) -> None:
+        request.residency = residency
+        out = residency is Residency.LEAVING
+        self._orders.append(Swap(request.key, request.ticket.number, out, pages, list(request.blocks)))
+
+
+def _age(request: DecodeRequest) -> int:
+    return request.age

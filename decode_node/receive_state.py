@@ -1,0 +1,224 @@
+"""State machines of the receiving side: for each segment, each source rank of a transfer, and each transfer.
+
+The tables below are the only place that says which event leads to which state. `StateMachine.advance` is the only
+code that changes a state. An event returns the actions that its caller performs.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from typing import Generic, NamedTuple, TypeVar
+
+from disagg.core.errors import InvariantError
+
+
+class ReceiveState(enum.Enum):
+    """State of a segment that comes through the ring. It holds its lease until LANDED or DROPPED."""
+
+    LEASED = "leased"
+    """Ring space is granted; the bytes have not arrived."""
+    RECEIVING = "receiving"
+    """The transport writes the ring region."""
+    SCATTERING = "scattering"
+    """A kernel reads the ring region and writes pages."""
+    LANDED = "landed"
+    """The bytes are in their pages, and their checksum matches."""
+    DROPPED = "dropped"
+    """The segment does not land."""
+
+
+class SegmentEvent(enum.Enum):
+    """Event of a segment that comes through the ring."""
+
+    ARRIVED = "arrived"
+    """A message of the expected size is here."""
+    REJECTED = "rejected"
+    """A message came before its lease was writable, or with a wrong size."""
+    CANCELLED = "cancelled"
+    """The source has ended or is fenced, and did not send the segment."""
+    RECEIVED = "received"
+    """The receive has ended; the request goes on."""
+    RECEIVED_VOID = "received void"
+    """The receive has ended; the request is over."""
+    RECEIVE_FAILED = "receive failed"
+    LAUNCH_FAILED = "launch failed"
+    """The scatter could not be launched."""
+    VERIFIED = "verified"
+    """The scatter is done, and the checksum matches."""
+    DAMAGED = "damaged"
+    """The checksum does not match; the source sends the segment again."""
+    ABANDONED = "abandoned"
+    """The checksum does not match; the segment is not sent again."""
+
+
+class SourceState(enum.Enum):
+    """State of one prefill rank in one transfer."""
+
+    SENDING = "sending"
+    STOPPING = "stopping"
+    """`StopSending` is sent; the answer has not come."""
+    ENDED = "ended"
+    """The rank sends nothing more; it has listed what it sent."""
+    LOST = "lost"
+    """The rank is fenced; its later messages are void."""
+
+
+class SourceEvent(enum.Enum):
+    """Event of a prefill rank in one transfer."""
+
+    STOP = "stop"
+    """The transfer closes while the rank may still send."""
+    END = "end"
+    """`SenderEnded` came."""
+    LOSE = "lose"
+    """The rank is gone."""
+
+
+class ReceiveTransferState(enum.Enum):
+    """State of one ticket's transfer into this rank."""
+
+    RECEIVING = "receiving"
+    """KV is missing, and the request goes on."""
+    LANDED = "landed"
+    """All KV is in its pages, and all checksums match."""
+    FAILED = "failed"
+    """The leader knows of an error; nothing more is scattered."""
+    CLOSING = "closing"
+    """The leader ended the request; ring regions or writers may be left."""
+    CLOSED = "closed"
+    """Nothing can be written for the ticket any more."""
+
+
+class ReceiveTransferEvent(enum.Enum):
+    """Event of a transfer."""
+
+    COMPLETED = "completed"
+    """The last missing segment has landed."""
+    FAIL = "fail"
+    CLOSE = "close"
+    """The leader ends the request."""
+    DRAINED = "drained"
+    """No ring region is held, and no writer can write."""
+
+
+class Action(enum.Enum):
+    """Action that follows an event."""
+
+    COUNT_LANDED = "count landed"
+    """Add the segment's bytes to its transfer's."""
+    FREE_LEASE = "free lease"
+    AWAIT_AGAIN = "await again"
+    """Expect the segment a second time, in the same lease."""
+    SEND_STOP = "send stop"
+    """Send `StopSending` to the source rank."""
+    REPORT_LANDED = "report landed"
+    """Send `Landed` to the leader and `TransferVerified` to the sources."""
+    REPORT_FAILED = "report failed"
+    """Send `RankFailed` to the leader."""
+    REPORT_CLOSED = "report closed"
+    """Forget the ticket, and send `RankClosed` to the leader."""
+
+
+State = TypeVar("State", bound=enum.Enum)
+Event = TypeVar("Event", bound=enum.Enum)
+
+
+class Transition(NamedTuple, Generic[State]):
+    """What an event does in one state."""
+
+    state: State
+    """The next state."""
+    actions: tuple[Action, ...] = ()
+    """In the order in which the caller performs them."""
+
+
+_DROPPED = Transition(ReceiveState.DROPPED, (Action.FREE_LEASE,))
+
+SEGMENT_TRANSITIONS: dict[tuple[ReceiveState, SegmentEvent], Transition[ReceiveState]] = {
+    (ReceiveState.LEASED, SegmentEvent.ARRIVED): Transition(ReceiveState.RECEIVING),
+    (ReceiveState.LEASED, SegmentEvent.REJECTED): _DROPPED,
+    (ReceiveState.LEASED, SegmentEvent.CANCELLED): _DROPPED,
+    (ReceiveState.RECEIVING, SegmentEvent.RECEIVED): Transition(ReceiveState.SCATTERING),
+    (ReceiveState.RECEIVING, SegmentEvent.RECEIVED_VOID): _DROPPED,
+    (ReceiveState.RECEIVING, SegmentEvent.RECEIVE_FAILED): _DROPPED,
+    (ReceiveState.SCATTERING, SegmentEvent.LAUNCH_FAILED): _DROPPED,
+    (ReceiveState.SCATTERING, SegmentEvent.VERIFIED): Transition(
+        ReceiveState.LANDED, (Action.COUNT_LANDED, Action.FREE_LEASE)
+    ),
+    (ReceiveState.SCATTERING, SegmentEvent.DAMAGED): Transition(ReceiveState.LEASED, (Action.AWAIT_AGAIN,)),
+    (ReceiveState.SCATTERING, SegmentEvent.ABANDONED): _DROPPED,
+}
+
+SOURCE_TRANSITIONS: dict[tuple[SourceState, SourceEvent], Transition[SourceState]] = {
+    (SourceState.SENDING, SourceEvent.STOP): Transition(SourceState.STOPPING, (Action.SEND_STOP,)),
+    (SourceState.SENDING, SourceEvent.END): Transition(SourceState.ENDED),
+    (SourceState.SENDING, SourceEvent.LOSE): Transition(SourceState.LOST),
+    (SourceState.STOPPING, SourceEvent.STOP): Transition(SourceState.STOPPING),
+    (SourceState.STOPPING, SourceEvent.END): Transition(SourceState.ENDED),
+    (SourceState.STOPPING, SourceEvent.LOSE): Transition(SourceState.LOST),
+    (SourceState.ENDED, SourceEvent.STOP): Transition(SourceState.ENDED),
+    (SourceState.ENDED, SourceEvent.END): Transition(SourceState.ENDED),
+    (SourceState.ENDED, SourceEvent.LOSE): Transition(SourceState.LOST),
+    (SourceState.LOST, SourceEvent.STOP): Transition(SourceState.LOST),
+    (SourceState.LOST, SourceEvent.LOSE): Transition(SourceState.LOST),
+}
+
+TRANSFER_TRANSITIONS: dict[
+    tuple[ReceiveTransferState, ReceiveTransferEvent], Transition[ReceiveTransferState]
+] = {
+    (ReceiveTransferState.RECEIVING, ReceiveTransferEvent.COMPLETED): Transition(
+        ReceiveTransferState.LANDED, (Action.REPORT_LANDED,)
+    ),
+    (ReceiveTransferState.RECEIVING, ReceiveTransferEvent.FAIL): Transition(
+        ReceiveTransferState.FAILED, (Action.REPORT_FAILED,)
+    ),
+    (ReceiveTransferState.RECEIVING, ReceiveTransferEvent.CLOSE): Transition(ReceiveTransferState.CLOSING),
+    (ReceiveTransferState.LANDED, ReceiveTransferEvent.FAIL): Transition(
+        ReceiveTransferState.FAILED, (Action.REPORT_FAILED,)
+    ),
+    (ReceiveTransferState.LANDED, ReceiveTransferEvent.CLOSE): Transition(ReceiveTransferState.CLOSING),
+    # Segments whose scatter was launched before the error or the end still land; the leader may cache their pages.
+    (ReceiveTransferState.FAILED, ReceiveTransferEvent.COMPLETED): Transition(
+        ReceiveTransferState.FAILED, (Action.REPORT_LANDED,)
+    ),
+    (ReceiveTransferState.FAILED, ReceiveTransferEvent.FAIL): Transition(ReceiveTransferState.FAILED),
+    (ReceiveTransferState.FAILED, ReceiveTransferEvent.CLOSE): Transition(ReceiveTransferState.CLOSING),
+    (ReceiveTransferState.CLOSING, ReceiveTransferEvent.COMPLETED): Transition(
+        ReceiveTransferState.CLOSING, (Action.REPORT_LANDED,)
+    ),
+    (ReceiveTransferState.CLOSING, ReceiveTransferEvent.FAIL): Transition(ReceiveTransferState.CLOSING),
+    (ReceiveTransferState.CLOSING, ReceiveTransferEvent.CLOSE): Transition(ReceiveTransferState.CLOSING),
+    (ReceiveTransferState.CLOSING, ReceiveTransferEvent.DRAINED): Transition(
+        ReceiveTransferState.CLOSED, (Action.REPORT_CLOSED,)
+    ),
+    # The receive of a repeated completion notification can fail after the close.
+    (ReceiveTransferState.CLOSED, ReceiveTransferEvent.FAIL): Transition(ReceiveTransferState.CLOSED),
+}
+
+
+class StateMachine(Generic[State, Event]):
+    """State of one `subject`, which names it in errors."""
+
+    __slots__ = ("_state", "_subject", "_transitions")
+
+    def __init__(
+        self,
+        subject: object,
+        initial: State,
+        transitions: Mapping[tuple[State, Event], Transition[State]],
+    ) -> None:
+        self._subject, self._state, self._transitions = subject, initial, transitions
+
+    @property
+    def state(self) -> State:
+        """The current state."""
+        return self._state
+
+    def advance(self, event: Event) -> tuple[Action, ...]:
+        """Changes the state; returns the actions to perform. Raises `InvariantError` for a pair not in the table."""
+        transition = self._transitions.get((self._state, event))
+        if transition is None:
+            raise InvariantError(f"{self._subject} is {self._state.value}: unexpected event {event.value!r}")
+        self._state = transition.state
+        return transition.actions

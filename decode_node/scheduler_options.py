@@ -1,0 +1,36 @@
+"""Settings of the decode group's scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from decode_node.costs import CostEstimates
+from disagg.core.config.read import Preemption
+from disagg.model.chunks import PromptChunks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """Settings of one scheduler, which its parts share."""
+
+    group: str
+    """The group's name."""
+    ranks: int
+    max_batch: int
+    """Sequences in one step at most."""
+    max_context_tokens: int
+    first_ticket: int
+    """Number of the first ticket."""
+    chunks: PromptChunks
+    """How prompts, and without recurrent layers answers, are cut when they are recomputed."""
+    rates: CostEstimates
+    """Estimates before the first measurement."""
+    preemption: Preemption = "auto"
+    watermark: float = 0.0
+    """Share of the pages that an admission leaves free."""
+    block_pages: int = 1
+    """Pages in one host block; see `HostBlocks`."""
+    state_tokens: int = 0
+    """Tokens whose pages a recurrent state takes when it lands; the answer takes these pages over. 0 without one."""
+    has_kv: bool = True
+    """False for a model without attention: only the recurrent state lands, and answers need no pages."""

@@ -1,0 +1,295 @@
+"""What a client asked for, checked and in the engine's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from disagg.api.body import check_number, decode_object, to_struct
+from disagg.api.errors import ApiError, bad
+from disagg.api.fields import MESSAGE_OFF, OFF, AnswerBody, ChatBody, CompletionBody, PromptMessage
+from disagg.api.model import ServedModel
+from disagg.core.config.read import ApiConfig
+from disagg.core.errors import InvalidRequestError
+from disagg.core.sampling import check_sampling, sampling_of
+from disagg.core.types import SamplingParams
+
+COMPLETION_TOKENS = 16
+"""OpenAI's default for completions; chat answers may be as long as the context allows."""
+STOP_CHARACTERS = 256
+SALT_CHARACTERS = 256
+SESSION_CHARACTERS = 256
+BIASES = 1024
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles, and what templates call them: `developer` is OpenAI's newer word for `system`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """What the engine is asked for at once: answers to one prompt, that share its KV."""
+
+    first: int
+    """Number of the first of them among all answers to the request."""
+    prompt: Sequence[int]
+    sampling: SamplingParams
+
+    @property
+    def answers(self) -> range:
+        """Numbers of its answers."""
+        return range(self.first, self.first + self.sampling.n)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """Answers to give: `n` for each of `prompts` (tokens). Choice `p * n + i` is the i-th to prompt p.
+
+    The engine makes `made` for each, `sampling.n`: as many, or more of which the best are given.
+    """
+
+    prompts: tuple[Sequence[int], ...]
+    n: int
+    sampling: SamplingParams
+    stream: bool
+    usage: bool
+    """A last chunk with token counts was asked for."""
+    logprobs: bool = False
+    """Log-probabilities were asked for."""
+    token_ids: bool = False
+    """Tokens of log-probabilities are named by their numbers."""
+    cache_salt: str = ""
+    """Only prompts of the same salt share cached KV."""
+    session: str = ""
+    """The client's name for a conversation, to be decoded in one place; empty: it gave none."""
+
+    @property
+    def made(self) -> int:
+        """Answers made for each prompt."""
+        return self.sampling.n
+
+    @property
+    def answers(self) -> int:
+        """Answers made in all."""
+        return len(self.prompts) * self.made
+
+    @property
+    def sequences(self) -> int:
+        """What the engine computes side by side in all: answers, or beams."""
+        return len(self.prompts) * self.sampling.sequences
+
+    def parts(self, most: Callable[[int, int], int]) -> list[EngineRequest]:
+        """What to ask the engine for, which computes so many sequences of one request side by side as `most` says.
+
+        That is asked with the tokens of the prompt, and the most of an answer. Answers that the engine does not
+        compute together are the same asked for one by one.
+        """
+        firsts = range(0, self.answers, self.made)
+        parts = zip(firsts, self.prompts, strict=True)
+        return [part for first, prompt in parts for part in self._parts_of(first, prompt, most)]
+
+    def _parts_of(
+        self, first: int, prompt: Sequence[int], most: Callable[[int, int], int]
+    ) -> list[EngineRequest]:
+        together = max(1, most(len(prompt), self.sampling.max_tokens))
+        if self.sampling.beams > together:
+            raise bad(
+                "use_beam_search",
+                f"use_beam_search with {self.sampling.beams} beams of up to {self.sampling.max_tokens} tokens is not "
+                f"possible here; up to {together} are",
+            )
+        if self.sampling.sequences <= together:
+            return [EngineRequest(first, prompt, self.sampling)]
+        each = (sampling_of(self.sampling, number) for number in range(self.made))
+        return [
+            EngineRequest(first + at, prompt, msgspec.structs.replace(one, n=1))
+            for at, one in enumerate(each)
+        ]
+
+
+async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
+    """A body of `/v1/completions`. Raises an `ApiError` for whatever is wrong with it."""
+    body = to_struct(decode_object(raw), CompletionBody, OFF)
+    check_model(body.model, model)
+    _check_limits(body, config)
+    prompts = await _prompts(body.prompt, model, config)
+    max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
+    asked = _asked(body, prompts, "prompt", max_tokens, body.logprobs, model)
+    return replace(asked, token_ids=body.return_tokens_as_token_ids)
+
+
+async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
+    """A body of `/v1/chat/completions`. Raises an `ApiError` for whatever is wrong with it."""
+    body = to_struct(decode_object(raw), ChatBody, OFF)
+    check_model(body.model, model)
+    _check_limits(body, config)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad("top_logprobs", "top_logprobs needs logprobs: true")
+    prompt = await model.render(conversation(body.messages))
+    given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
+    max_tokens = given[0] if given else max(1, model.context_tokens - len(prompt))
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _asked(body, [prompt], "messages", max_tokens, logprobs, model)
+
+
+def check_model(name: str | None, model: ServedModel) -> None:
+    """Raises a 404 for another model than the one that is served."""
+    if name is not None and name != model.name:
+        raise ApiError(
+            404,
+            f"the model {name!r} is not served here; {model.name!r} is",
+            param="model",
+            code="model_not_found",
+        )
+
+
+def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates take them: text parts become one text, joined by line breaks."""
+    if not messages:
+        raise bad("messages", "messages is empty")
+    turns = []
+    for number, fields in enumerate(messages):
+        at = f"messages[{number}]."
+        message = to_struct(fields, PromptMessage, MESSAGE_OFF, at)
+        if message.role not in ROLES:
+            raise bad(
+                f"{at}role", f"{at}role = {message.role!r} is not supported; roles are {', '.join(ROLES)}"
+            )
+        if message.content is None and message.role != "assistant":
+            raise bad(f"{at}content", f"{at}content is missing")
+        content = message.content or ""
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+        turns.append(
+            {"role": ROLES[message.role], "content": text} | ({"name": message.name} if message.name else {})
+        )
+    return turns
+
+
+async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfig) -> list[Sequence[int]]:
+    if isinstance(prompt, str):
+        return [await model.encode(prompt)]
+    if not prompt or type(prompt[0]) is int:
+        return [model.check_tokens(prompt, "prompt")]
+    if len(prompt) > config.max_prompts:
+        raise bad(
+            "prompt",
+            f"prompt has {len(prompt)} prompts; this server takes {config.max_prompts} in one request",
+        )
+    if all(isinstance(item, str) for item in prompt):
+        return [await model.encode(item) for item in prompt]
+    if all(isinstance(item, list) for item in prompt):
+        return [model.check_tokens(item, f"prompt[{at}]") for at, item in enumerate(prompt)]
+    raise bad(
+        "prompt", "prompt must be a text, a list of texts, a list of tokens, or a list of lists of tokens"
+    )
+
+
+def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
+    check_number("n", body.n, 1, config.max_n)
+    if body.best_of is not None:
+        check_number("best_of", body.best_of, body.n, config.max_n)
+        if body.best_of > body.n and body.stream:
+            raise bad(
+                "best_of", "best_of more than n cannot be streamed: which answers are the best is known last"
+            )
+    if body.use_beam_search and body.stream:
+        raise bad("use_beam_search", "use_beam_search cannot be streamed: its answers are known last")
+    for name, plain in (("length_penalty", 1.0), ("early_stopping", False)):
+        if getattr(body, name) != plain and not body.use_beam_search:
+            raise bad(name, f"{name} needs use_beam_search: true")
+    if body.stream_options is not None and not body.stream:
+        raise bad("stream_options", "stream_options needs stream: true")
+    for name, values in (("stop", _stop(body)), ("stop_token_ids", body.stop_token_ids)):
+        if len(values) > config.max_stop:
+            raise bad(name, f"{name} has {len(values)} entries; this server takes {config.max_stop}")
+    if any(len(text) > STOP_CHARACTERS for text in _stop(body)):
+        raise bad("stop", f"stop has a text of more than {STOP_CHARACTERS} characters")
+    if len(body.cache_salt) > SALT_CHARACTERS:
+        raise bad("cache_salt", f"cache_salt has more than {SALT_CHARACTERS} characters")
+    if len(body.prompt_cache_key or "") > SESSION_CHARACTERS:
+        raise bad("prompt_cache_key", f"prompt_cache_key has more than {SESSION_CHARACTERS} characters")
+    if len(body.logit_bias) > BIASES:
+        raise bad("logit_bias", f"logit_bias has {len(body.logit_bias)} entries; this server takes {BIASES}")
+
+
+def _stop(body: AnswerBody) -> tuple[str, ...]:
+    return ((body.stop,) if body.stop else ()) if isinstance(body.stop, str) else tuple(body.stop)
+
+
+def _asked(
+    body: AnswerBody,
+    prompts: Sequence[Sequence[int]],
+    param: str,
+    max_tokens: int,
+    logprobs: int | None,
+    model: ServedModel,
+) -> GenerationRequest:
+    for prompt in prompts:
+        if not prompt:
+            raise bad(param, f"{param} has no tokens: there is nothing to go on from")
+        if len(prompt) + max_tokens > model.context_tokens:
+            raise bad(
+                param,
+                f"{len(prompt)} tokens in the prompt and up to {max_tokens} in the answer are more than the "
+                f"{model.context_tokens} that this server takes in all: shorten the prompt or lower max_tokens",
+                "context_length_exceeded",
+            )
+    sampling = _sampling(body, max_tokens, logprobs, model)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    return GenerationRequest(
+        tuple(prompts),
+        body.n,
+        sampling,
+        body.stream,
+        usage,
+        logprobs=logprobs is not None,
+        cache_salt=body.cache_salt,
+        session=body.prompt_cache_key or "",
+    )
+
+
+def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: ServedModel) -> SamplingParams:
+    beams = (body.best_of or body.n) if body.use_beam_search else 0
+    made = body.n if beams else (body.best_of or body.n)
+    if beams and logprobs is not None:
+        raise bad("logprobs", "logprobs is not supported with use_beam_search")
+    if made > body.n and logprobs is None:
+        logprobs = 0  # which are the best
+    temperature = (0.0 if beams else 1.0) if body.temperature is None else body.temperature
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=0 if body.top_k == -1 else body.top_k,  # other servers' word for off
+        top_p=body.top_p,
+        seed=body.seed,
+        stop=_stop(body),
+        stop_token_ids=tuple(body.stop_token_ids),
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
+        min_p=body.min_p,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=_biases(body.logit_bias),
+        logprobs=logprobs,
+        n=made,
+        beams=beams,
+        length_penalty=body.length_penalty,
+        early_stopping=body.early_stopping,
+    )
+    try:
+        check_sampling(sampling, model.vocab_tokens)
+    except InvalidRequestError as exc:
+        param, message = exc.param, str(exc)
+        if isinstance(body, ChatBody) and param == "logprobs":
+            param, message = "top_logprobs", f"top_{message}"  # the field's name in a chat body
+        raise bad(param, message) from exc
+    return sampling
+
+
+def _biases(given: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in given:
+        if not (token.isascii() and token.isdigit() and len(token) < 10):
+            raise bad("logit_bias", f"logit_bias has the key {token!r}, which is not a token's number")
+    return tuple((int(token), bias) for token, bias in given.items())

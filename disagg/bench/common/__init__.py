@@ -1,0 +1,1 @@
+"""Shared parts of benchmarks: processes, clocks, ceilings, reports."""

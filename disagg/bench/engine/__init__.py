@@ -1,0 +1,1 @@
+"""Benchmarks of parts of the engine: decode steps, KV management, collectives."""

@@ -1,0 +1,228 @@
+"""A decode step of a whole model, compared with the bytes it must read: all weights, and each request's KV,
+once.
+
+With `deterministic`, also the cost of `model.deterministic`: decode and prefill steps in both modes, in one
+run, and a check that logits have the same bits alone and in the batch.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from disagg.bench.common.measure import copy_rate, rounding, seconds_of
+from disagg.bench.common.report import Measurement, Result
+from disagg.core.errors import ConfigError, InvariantError
+from disagg.core.types import Span
+from disagg.kv.pages import slots_of
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.collective.base import SingleCollective
+from disagg.model.load.source import ModelSource
+from disagg.model.runner import ModelRunner, RunnerOptions
+
+COPY_BYTES = 1 << 30
+"""Bytes of the plain copy that is the ceiling, on a GPU; a sixteenth on a CPU."""
+
+
+@dataclass(frozen=True)
+class DecodeBench:
+    """Settings of a run: `batch` requests of `context_tokens` each, with one more token of each per step."""
+
+    device: torch.device
+    model: str
+    """A model name of `disagg.model.load.named`."""
+    dtype: torch.dtype
+    batch: int
+    context_tokens: int
+    page_size: int
+    repeats: int
+    deterministic: bool = False
+    """Also measures the deterministic mode, and prefill steps in both modes."""
+    prefill_tokens: int = 4096
+    """Tokens of a prefill step, taken from the prompts of as many requests as needed."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context_tokens", "page_size", "repeats", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)} is not allowed; it must be at least 1")
+
+
+def run(bench: DecodeBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
+    """Measures the time of a step, its read rate relative to the copy rate, and tokens per second. With both
+    modes, also prefill steps and the slowdown of the deterministic mode."""
+    report_progress("device copy")
+    nbytes = COPY_BYTES if bench.device.type == "cuda" else COPY_BYTES // 16
+    ceiling = copy_rate(bench.device, bench.device, nbytes, bench.repeats)
+    results, times = _measure(bench, False, ceiling, report_progress)
+    if bench.deterministic:
+        more, slower = _measure(bench, True, ceiling, report_progress)
+        results += [*more, *_cost(bench, times, slower)]
+    return results
+
+
+def _measure(
+    bench: DecodeBench, deterministic: bool, ceiling: Measurement, report_progress: Callable[[str], None]
+) -> tuple[list[Result], dict[str, tuple[float, ...]]]:
+    """Returns the results of one mode, and its seconds for each kind of step. Frees the model's memory."""
+    found = _measure_mode(bench, deterministic, ceiling, report_progress)
+    gc.collect()  # a model's modules have reference cycles
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def _measure_mode(
+    bench: DecodeBench, deterministic: bool, ceiling: Measurement, report_progress: Callable[[str], None]
+) -> tuple[list[Result], dict[str, tuple[float, ...]]]:
+    mode = ", deterministic" if deterministic else ""
+    report_progress(f"{bench.model}{mode}: loading")
+    runner, batch = prepare(bench, deterministic)
+    runner.record(bench.batch)
+    report_progress(f"decode steps{mode}")
+    times = {"decode": seconds_of(lambda: runner.forward(batch), bench.device, bench.repeats)}
+    check(runner, batch)
+    results = _decode_results(bench, runner, f"{bench.model}{mode}", times["decode"], ceiling)
+    if bench.deterministic:
+        report_progress(f"prefill steps{mode}")
+        chunk = prefill_step(bench, batch)
+        times["prefill"] = seconds_of(lambda: runner.forward(chunk), bench.device, bench.repeats)
+        results.append(_prefill_result(bench, f"{bench.model}{mode}", chunk, times["prefill"]))
+    return results, times
+
+
+def _decode_results(
+    bench: DecodeBench, runner: ModelRunner, name: str, seconds: tuple[float, ...], ceiling: Measurement
+) -> list[Result]:
+    weights_bytes, kv_bytes = read_weights_bytes(runner), read_kv_bytes(runner, bench)
+    title = f"{name}, batch {bench.batch}, {bench.context_tokens} tokens each"
+    labels: dict[str, str | int | float] = {
+        "model": bench.model,
+        "dtype": str(bench.dtype).removeprefix("torch."),
+        "batch": bench.batch,
+        "context_tokens": bench.context_tokens,
+        "page_size": bench.page_size,
+        "recorded": int(runner.recorded),
+        "deterministic": int(runner.deterministic),
+        "weights_bytes": weights_bytes,
+        "kv_bytes": kv_bytes,
+    }
+    rates = Measurement("reads", "GB/s", tuple((weights_bytes + kv_bytes) / s / 1e9 for s in seconds))
+    return [
+        Result(
+            f"{title}: bytes",
+            rates,
+            ceiling,
+            labels,
+            f"weights ({weights_bytes / 1e9:.2f} GB) and KV ({kv_bytes / 1e9:.2f} GB) over the time of a step; "
+            "the ceiling counts bytes read and written",
+        ),
+        Result(f"{title}: step", Measurement("step", "ms", tuple(1e3 * s for s in seconds)), None, labels),
+        Result(
+            f"{title}: tokens",
+            Measurement("tokens", "tokens/s", tuple(bench.batch / s for s in seconds)),
+            None,
+            labels,
+        ),
+    ]
+
+
+def _prefill_result(bench: DecodeBench, name: str, chunk: StepBatch, seconds: tuple[float, ...]) -> Result:
+    rates = Measurement("prefill", "tokens/s", tuple(chunk.tokens / s for s in seconds))
+    labels: dict[str, str | int | float] = {"model": bench.model, "prefill_tokens": chunk.tokens}
+    return Result(f"{name}, prefill of {chunk.tokens} tokens of {len(chunk.sequences)}", rates, None, labels)
+
+
+def _cost(
+    bench: DecodeBench, times: dict[str, tuple[float, ...]], slower: dict[str, tuple[float, ...]]
+) -> list[Result]:
+    return [
+        Result(
+            f"{bench.model}, deterministic: {kind} step takes longer by",
+            Measurement(
+                kind, "%", tuple(100 * (s / statistics.median(times[kind]) - 1) for s in slower[kind])
+            ),
+            None,
+            {"model": bench.model},
+            "over the median without",
+        )
+        for kind in times
+    ]
+
+
+def prefill_step(bench: DecodeBench, batch: StepBatch) -> StepBatch:
+    """Returns the prompts of the first requests of a decode step, limited to `prefill_tokens` tokens."""
+    slices, left = [], bench.prefill_tokens
+    for one in batch.sequences:
+        count = min(left, bench.context_tokens)
+        if count:
+            slices.append(SequenceSlice(one.row, 0, tuple(number % 256 for number in range(count))))
+            left -= count
+    return StepBatch(tuple(slices))
+
+
+def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunner, StepBatch]:
+    """Returns a runner whose pool holds noise for every request, in shuffled pages, and the step's batch."""
+    pages_each = -(-bench.context_tokens // bench.page_size)
+    pages = bench.batch * pages_each
+    runner = ModelRunner(
+        ModelSource.random_init(bench.model),
+        RunnerOptions(
+            dtype=bench.dtype,
+            pool_tokens=(pages + 1) * bench.page_size,
+            page_size=bench.page_size,
+            rows=bench.batch,
+            max_tokens=bench.context_tokens,
+            deterministic=deterministic,
+        ),
+        collective=SingleCollective(),
+        device=bench.device,
+    )
+    for part in runner.pool.parts:
+        part.buffer.view(bench.dtype).normal_(generator=torch.Generator(bench.device).manual_seed(0))
+    order = (1 + torch.randperm(pages, generator=torch.Generator().manual_seed(0))).tolist()
+    slices = []
+    for number in range(bench.batch):
+        row = runner.req_to_token.alloc()
+        own = order[number * pages_each : (number + 1) * pages_each]
+        slots = slots_of(own, bench.page_size, Span(0, bench.context_tokens))
+        runner.req_to_token.set_slots(row, 0, slots)
+        slices.append(SequenceSlice(row, bench.context_tokens - 1, (number % runner.spec.vocab_size,)))
+    return runner, StepBatch(tuple(slices))
+
+
+def check(runner: ModelRunner, batch: StepBatch) -> None:
+    """Raises `InvariantError` unless the step's logits equal those of its requests computed alone, up to
+    rounding.
+
+    For a deterministic runner they must be equal bit for bit. Otherwise their norms are compared: products of
+    another shape use another summation order, and random weights amplify the difference with the layers. bf16
+    differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
+    """
+    together = runner.forward(batch).clone()
+    allowed = 0.0 if runner.deterministic else rounding(runner.pool.dtype, runner.pool.layers)
+    for number in (0, len(batch.sequences) - 1):
+        alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
+        error = float((together[number] - alone).norm() / alone.norm())
+        if not error <= allowed:
+            raise InvariantError(
+                f"request {number} of the batch has other logits than alone: off by {error:.2g} of their norm, "
+                f"rounding explains {allowed:.2g}"
+            )
+
+
+def read_weights_bytes(runner: ModelRunner) -> int:
+    """Returns the bytes of all parameters that a step reads whole; the embedding's only if it is also the
+    output head."""
+    model = runner.model
+    embedding = model.get_input_embeddings().weight
+    tied = model.get_output_embeddings().weight.data_ptr() == embedding.data_ptr()
+    return int(sum(p.nbytes for p in model.parameters()) - (0 if tied else embedding.nbytes))
+
+
+def read_kv_bytes(runner: ModelRunner, bench: DecodeBench) -> int:
+    """Returns the KV bytes of all requests."""
+    return bench.batch * bench.context_tokens * (runner.pool.nbytes // runner.pool.slots)

@@ -1,0 +1,58 @@
+"""Comparison of the split system's answers with the unsplit engine's: equal, different by rounding, or an
+error."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from disagg.bench.handoff.groups import HandoffClient, HandoffGroups
+from disagg.bench.handoff.sizes import Sizes
+from disagg.core.errors import MismatchError
+from disagg.core.types import TokenLogprobs
+from disagg.model.rounding import Judged, compared_tokens, judge_answer, words
+
+
+class AnswerComparison:
+    """Compares answers and counts tokens. No other request may run on the groups meanwhile."""
+
+    def __init__(self, client: HandoffClient, groups: HandoffGroups, sizes: Sizes) -> None:
+        self._client, self._groups, self._sizes = client, groups, sizes
+        self.tokens = 0
+        """Compared tokens; of an answer that differs, only those up to the first difference, because later
+        ones have another prefix."""
+        self.judged: list[Judged] = []
+        """The first difference of each answer that has one; rounding explains each."""
+
+    async def check(
+        self, prompt: Sequence[int], tokens: Sequence[int], answer: Sequence[int], count: int
+    ) -> None:
+        """Raises `MismatchError` unless the first `count` tokens equal the unsplit engine's `answer`.
+
+        If rounding may change tokens, both systems compute log-probabilities after the common prefix. An
+        error is raised unless rounding explains their difference.
+        """
+        pairs = zip(tokens[:count], answer[:count], strict=True)
+        place = next((place for place, (token, right) in enumerate(pairs) if token != right), None)
+        self.tokens += count if place is None else place + 1
+        if place is None:
+            return
+        why = f"token {place + 1} of {count} is {tokens[place]}, not {answer[place]}"
+        if not self._sizes.tokens_equal:
+            judged = await self._judge(prompt, tokens[: place + 1])
+            if judged.within:
+                self.judged.append(judged)
+                return
+            why = f"of {count} tokens {words(judged)}"
+        raise MismatchError(f"the split system's answer is not the unsplit engine's: {why}")
+
+    async def _judge(self, prompt: Sequence[int], tokens: Sequence[int]) -> Judged:
+        """Judges the last one of `tokens`."""
+        logprobs = _of_token(tokens[-1], await self._client.logprobs(prompt, tokens[:-1]))
+        judge = self._groups.judge(prompt, tokens, compared_tokens(logprobs))
+        return judge_answer([logprobs], judge)[0]._replace(position=len(tokens) - 1)
+
+
+def _of_token(token: int, logprobs: TokenLogprobs) -> TokenLogprobs:
+    """Returns the entry as if `token` had been chosen; a token outside the likeliest has probability 0."""
+    return TokenLogprobs(token, dict(logprobs.top).get(token, -math.inf), logprobs.top)

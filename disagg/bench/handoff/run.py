@@ -1,0 +1,185 @@
+"""Measures hand-overs of a real model on real ranks: KV moves while it is computed, and every answer is compared.
+
+Ranks are processes; this process is their router. Prompts are served split, prefill-only, and by the unsplit engine
+on the prefill group's own ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from disagg.bench.common.ceilings import measure_ceilings
+from disagg.bench.common.processes import Processes, visible_gpus
+from disagg.bench.common.ranks import transport_choice
+from disagg.bench.common.report import Label, Result
+from disagg.bench.handoff.groups import HandoffGroups, client_of
+from disagg.bench.handoff.measure import HandoffMeasurements, measure
+from disagg.bench.handoff.results import results_of
+from disagg.bench.handoff.sizes import ReportProgress, Sizes
+from disagg.commands.local import with_model
+from disagg.core.config.read import Config, GroupConfig, LogConfig
+from disagg.core.errors import ConfigError
+from disagg.core.types import QUANTIZED_DTYPES
+from disagg.kv.pages import pages_for
+from disagg.kv.pool import dtype_name
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.assemble import make_source, resolve_dtype, resolve_kv_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandoffOptions:
+    """The options of `disagg bench handoff`, beside the configuration."""
+
+    cuda: bool
+    prefill_tp: int
+    decode_tp: int
+    decode_kv_dtype: str
+    tokens: int
+    """Length of the prompts that are handed over."""
+    answer_tokens: int
+    chunk_tokens: int
+    decoders: int
+    """Number of requests that decode while others arrive."""
+    decoder_tokens: int
+    """Length of their prompts."""
+    steps: int
+    """Tokens that each of them decodes in a round."""
+    repeats: int
+
+
+@dataclass(frozen=True)
+class HandoffBench:
+    """Configuration and sizes of a run. Use `of`."""
+
+    config: Config
+    sizes: Sizes
+    cuda: bool
+    labels: dict[str, Label]
+    """The settings, for the report."""
+
+    @classmethod
+    def of(cls, config: Config, options: HandoffOptions) -> HandoffBench:
+        """Returns a run whose groups have room for the requests.
+
+        Raises `ConfigError` when the model's context is too short.
+        """
+        decode = msgspec.structs.replace(config.decode, kv_dtype=options.decode_kv_dtype)
+        config = with_model(msgspec.structs.replace(config, decode=decode), lambda text: None)
+        source = make_source(config)
+        dtype = resolve_dtype(config.model.dtype, source, torch.device("cuda" if options.cuda else "cpu"))
+        computed = dtype_name(resolve_kv_dtype(config, config.prefill, dtype))
+        spec = source.spec(resolve_kv_dtype(config, config.decode, dtype))
+        sizes = _sizes(options, spec, dtype, computed, config.model.deterministic)
+        decode = _group(options.decode_tp, options.cuda, sizes, options.chunk_tokens)
+        config = msgspec.structs.replace(
+            config,
+            prefill=_group(options.prefill_tp, options.cuda, sizes, options.chunk_tokens),
+            decode=msgspec.structs.replace(decode, kv_dtype=options.decode_kv_dtype),
+            log=LogConfig(level="warning"),
+        )
+        labels: dict[str, Label] = {
+            "model": source.name if source.directory is None else source.directory.name,
+            "dtype": str(dtype).removeprefix("torch."),
+            "deterministic": int(config.model.deterministic),
+            "prefill_kv_dtype": computed,
+            "kv_dtype": spec.layout.dtype,
+            "bytes": options.tokens * spec.layout.token_bytes,
+            "bf16_bytes": options.tokens * msgspec.structs.replace(spec.layout, dtype="bfloat16").token_bytes,
+            "compared_tokens": sizes.compared(options.answer_tokens),
+            **_size_labels(options),
+            **_transfer_labels(config),
+        }
+        return cls(config, sizes, options.cuda, labels)
+
+
+def _sizes(
+    options: HandoffOptions, spec: ModelSpec, dtype: torch.dtype, computed: str, deterministic: bool
+) -> Sizes:
+    """Returns the request sizes; `computed` is the prefill group's KV type.
+
+    Raises `ConfigError` when the model's context is too short.
+    """
+    longest = max(options.tokens + options.answer_tokens, options.decoder_tokens + options.steps)
+    if longest > spec.context_tokens:
+        raise ConfigError(
+            f"prompt and answer of {longest} tokens (--tokens, --decoder-tokens with --steps) exceed the "
+            f"model's context of {spec.context_tokens}"
+        )
+    # An error in a float32 sum's last bit can move a value across the boundary of two quantized values.
+    rounds = dtype != torch.float32 or spec.layout.dtype in QUANTIZED_DTYPES
+    same_bits = deterministic and options.prefill_tp == options.decode_tp
+    return Sizes(
+        options.tokens,
+        options.answer_tokens,
+        options.decoders,
+        options.decoder_tokens,
+        options.steps,
+        options.repeats,
+        spec.vocab_size,
+        tokens_equal=same_bits or not rounds,
+        quantized_values_differ=computed != spec.layout.dtype,
+    )
+
+
+def _size_labels(options: HandoffOptions) -> dict[str, Label]:
+    return {
+        "prefill_tp": options.prefill_tp,
+        "decode_tp": options.decode_tp,
+        "tokens": options.tokens,
+        "answer_tokens": options.answer_tokens,
+        "chunk_tokens": options.chunk_tokens,
+        "decoders": options.decoders,
+        "decoder_tokens": options.decoder_tokens,
+        "steps": options.steps,
+    }
+
+
+def _transfer_labels(config: Config) -> dict[str, Label]:
+    transfer = config.transfer
+    return {
+        "layer_groups": transfer.layer_groups,
+        "ring_bytes": transfer.ring_bytes,
+        "staging_bytes": transfer.staging_bytes,
+        "checksum": int(bool(transfer.checksum)),
+        "transport": transport_choice(config).name,
+    }
+
+
+def run(bench: HandoffBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
+    """Measures the ceilings, then hand-overs. Raises the errors of `measure` for wrong answers and wrong KV."""
+    sizes = bench.sizes
+    ceilings = measure_ceilings(bench.cuda, sizes.repeats, report_progress)
+    report_progress("starting the ranks")
+    with Processes() as processes:
+        groups = HandoffGroups(bench.config, processes, visible_gpus() if bench.cuda else [])
+        found = asyncio.run(_measure(groups, sizes, report_progress))
+    return [*results_of(found, bench.labels, ceilings.ceiling), *ceilings.results()]
+
+
+async def _measure(
+    groups: HandoffGroups, sizes: Sizes, report_progress: ReportProgress
+) -> HandoffMeasurements:
+    async with client_of(groups) as client:
+        return await measure(client, groups, sizes, report_progress)
+
+
+def _group(tp: int, cuda: bool, sizes: Sizes, chunk_tokens: int) -> GroupConfig:
+    """Returns a group with room for all decoders and two arriving prompts, of which one may not be released yet."""
+    page = GroupConfig().page_size
+    each = (sizes.decoder_tokens + sizes.steps, sizes.tokens + sizes.answer_tokens)
+    decoding, arriving = (page * pages_for(tokens, page) for tokens in each)
+    return GroupConfig(
+        tp=tp,
+        pool_tokens=sizes.decoders * decoding + 2 * arriving,
+        max_requests=sizes.decoders + 2,
+        max_batch=sizes.decoders + 2,
+        max_context_tokens=max(each),
+        device="cuda" if cuda else "cpu",
+        chunk_tokens=chunk_tokens,
+        prefix_cache=False,  # each prompt must be computed and sent, even a repeated one
+    )

@@ -1,0 +1,1 @@
+"""`disagg bench kernels` and `swap`: each kernel beside its ceiling."""

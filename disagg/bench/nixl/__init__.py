@@ -1,0 +1,1 @@
+"""The transfer benchmark's requests, moved by NIXL."""

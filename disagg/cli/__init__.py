@@ -1,0 +1,1 @@
+"""The command line: parses flags; `disagg.commands` and others do the work."""

@@ -1,0 +1,116 @@
+"""The command line: registers the commands of this folder, which import heavy packages only when they run.
+
+It is the only error boundary: a `DisaggError` becomes one line on stderr and the exit code of its class (2 for bad
+input), Ctrl-C becomes 130, any other error a traceback and 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from disagg.cli import launch as cli_launch
+from disagg.cli import models as cli_models
+from disagg.cli import run as cli_run
+from disagg.cli import serve as cli_serve
+from disagg.cli import stats as cli_stats
+from disagg.cli import tools as cli_tools
+from disagg.cli import top as cli_top
+from disagg.cli.bench import app as cli_bench
+from disagg.core.errors import DisaggError
+
+app = typer.Typer(
+    name="disagg",
+    help="Disaggregated LLM serving: prefill on one group of ranks, move the KV cache, decode on another.",
+    add_completion=False,
+    # Plain help is instant; rich is imported by the commands that draw tables.
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("demo")(cli_run.demo)
+app.command("generate")(cli_run.generate)
+app.command("serve")(cli_serve.serve)
+app.command("launch")(cli_launch.launch)
+app.command("scale")(cli_launch.scale)
+app.command("top")(cli_top.top)
+app.command("stats", cls=cli_stats.StatsCommand)(cli_stats.stats)
+app.command("doctor")(cli_tools.doctor)
+app.command("plan")(cli_tools.plan)
+app.command("models")(cli_models.models)
+app.command("keys")(cli_tools.keys)
+app.command("version")(cli_tools.version)
+app.add_typer(cli_bench.app, name="bench")
+
+# Typer's error for a wrong command line. Depending on its version the class lives in click or in typer's copy of
+# click; its subclass `BadParameter` has a public name in both.
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+_INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command, by default the one in `sys.argv`; returns the exit code and raises nothing."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = app(args=words or ["--help"], prog_name="disagg", standalone_mode=False)
+        sys.stdout.flush()  # a full disk must raise inside this boundary
+    except typer.Exit as exc:
+        return exc.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        code = _INTERRUPTED
+    except DisaggError as exc:
+        print(f"disagg: {_one_line(str(exc))}", file=sys.stderr)
+        return exc.exit_code
+    except _UsageError as exc:
+        print(f"disagg: {_usage(exc)}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (`| head`) has closed the pipe; with stderr open the interpreter would report it again at exit.
+        sys.stderr.close()
+        return 0
+    except OSError as exc:
+        if exc.errno not in _FULL:
+            traceback.print_exc()
+        else:
+            where = f"{exc.filename}: " if exc.filename else ""
+            print(f"disagg: cannot write: {where}{exc.strerror}; free some space", file=sys.stderr)
+            _forget_output()
+        return 1
+    except Exception:  # noqa: BLE001 - the boundary: an unforeseen error is shown with its traceback
+        traceback.print_exc()
+        return 1
+    if code == _INTERRUPTED:  # newer versions of typer return the exit code
+        print("disagg: interrupted", file=sys.stderr)
+    return code if isinstance(code, int) else 0
+
+
+def main() -> None:
+    """Entry point of the `disagg` script."""
+    sys.exit(run())
+
+
+def _forget_output() -> None:
+    """Discards the buffer of stdout, which the interpreter would otherwise fail to flush at exit."""
+    with contextlib.suppress(OSError):
+        sys.stdout.close()
+    sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - lives until the process ends
+
+
+def _usage(exc: Exception) -> str:
+    context = getattr(exc, "ctx", None)
+    message = exc.format_message() if hasattr(exc, "format_message") else str(exc)
+    where = context.command_path if context is not None else "disagg"
+    return _one_line(message).rstrip(".") + f" (see {where} --help)"
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,33 @@
+"""`disagg bench`: one command for each benchmark; every figure is shown beside its ceiling."""
+
+from __future__ import annotations
+
+import typer
+
+from disagg.cli.bench.agreement import agreement
+from disagg.cli.bench.collective import collective
+from disagg.cli.bench.decode import decode
+from disagg.cli.bench.handoff import handoff
+from disagg.cli.bench.kernels import kernels
+from disagg.cli.bench.memory import memory
+from disagg.cli.bench.overload import overload
+from disagg.cli.bench.serve import serve
+from disagg.cli.bench.swap import swap
+from disagg.cli.bench.transfer import transfer
+from disagg.cli.bench.wire import wire
+
+app = typer.Typer(help="Measure this machine; every figure with its ceiling, every byte checked.")
+for _command in (
+    kernels,
+    collective,
+    swap,
+    wire,
+    transfer,
+    handoff,
+    decode,
+    memory,
+    agreement,
+    serve,
+    overload,
+):
+    app.command(_command.__name__)(_command)

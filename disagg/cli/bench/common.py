@@ -1,0 +1,139 @@
+"""What the commands of `disagg bench` share: flags, the device, the progress line, and the output of results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from disagg.core.errors import ConfigError
+from disagg.core.folders import make_folder, writing
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from disagg.bench.common.report import Result
+
+
+def _made(out: Path | None) -> Path | None:
+    """Makes the folder before the measurement: a bad path must not cost the whole run."""
+    if out is not None:
+        make_folder(out)
+    return out
+
+
+DeviceFlag = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
+RepeatsFlag = Annotated[int, typer.Option("--repeats", min=1, help="Measurements of each figure.")]
+LayersFlag = Annotated[int, typer.Option("--layers", min=1, help="Layers of the model.")]
+PageSizeFlag = Annotated[int, typer.Option("--page-size", min=1, help="Tokens of a page.")]
+CheckpointFlag = Annotated[
+    str | None, typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint.")
+]
+_LOG_COLUMNS = 150
+"""Width of tables that are not printed to a terminal; every column fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFlags:
+    """Where the results go."""
+
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for the JSON file and the chart.", callback=_made),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The results of a run, in each output format."""
+
+    json: Callable[[], str]
+    table: Callable[[], Table]
+    lines: Iterable[str]
+    """Printed below the table."""
+    chart: Callable[[Path], None]
+    """Writes a PNG."""
+
+
+def show(name: str, shown: Shown, output: OutputFlags) -> None:
+    """Prints table and lines, or the JSON alone; writes `bench_NAME.json` and `.png` to the folder of `--out`.
+
+    Raises `ConfigError` when the files cannot be written.
+    """
+    text = shown.json() if output.as_json or output.out is not None else ""
+    if output.as_json:
+        print(text)
+    else:
+        from rich.console import Console
+
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=_LOG_COLUMNS)
+        console.print(shown.table())
+        for line in shown.lines:
+            print(line)
+    if output.out is not None:
+        figures, chart = (output.out / f"bench_{name}.{end}" for end in ("json", "png"))
+        with writing("--out", output.out):
+            figures.write_text(text + "\n")
+            shown.chart(chart)
+        print(f"figures: {figures}, chart: {chart}", file=sys.stderr if output.as_json else sys.stdout)
+
+
+def show_results(name: str, title: str, results: Sequence[Result], output: OutputFlags) -> None:
+    """`show` for the results of a micro-benchmark."""
+    from disagg.bench.common.report import as_json, definition_lines, results_table, write_chart
+
+    shown = Shown(
+        lambda: as_json(results),
+        lambda: results_table(title, results),
+        [f"- {line}" for line in definition_lines(results)],
+        lambda path: write_chart(path, title, results),
+    )
+    show(name, shown, output)
+
+
+def parse_numbers(flag: str, text: str) -> tuple[int, ...]:
+    """Parses `1,2,3`. Raises `ConfigError`."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as exc:
+        raise ConfigError(f"{flag} {text}: give whole numbers separated by commas") from exc
+
+
+def device_of(name: str) -> Any:
+    """Returns the `torch.device` for a value of `--device`. Raises `ConfigError`."""
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {name}: give auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no GPU; run `disagg doctor` for the reason")
+    cuda = torch.cuda.is_available() and name != "cpu"
+    return torch.device("cuda", 0) if cuda else torch.device("cpu")
+
+
+def name_of(device: Any) -> str:
+    """Returns the name of a `torch.device` for titles."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+
+
+@contextmanager
+def progress() -> Iterator[Callable[[str], None]]:
+    """Shows the current measurement in a line on stderr, as logs do; the yielded function sets the text."""
+    from rich.console import Console
+
+    from disagg.core.config.read import LogConfig
+    from disagg.core.log import configure
+
+    configure(LogConfig(level="warning"))
+    with Console(stderr=True).status("starting") as status:
+        yield lambda text: status.update(f"measuring: {text}")

@@ -1,0 +1,140 @@
+"""`disagg bench serve --compare`: its flags and its output; the progress bar of both kinds of run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from disagg.cli.bench.common import OutputFlags, Shown, show
+from disagg.cli.flags import (
+    ChunkTokensFlag,
+    ConfigFlags,
+    DeterministicFlag,
+    DeviceFlag,
+    DTypeFlag,
+    RandomInitFlag,
+    RankFlags,
+)
+from disagg.cli.options import flag_values
+from disagg.cli.settings import configuration
+from disagg.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from disagg.bench.serve.bench import ServeBench
+    from disagg.bench.serve.compare import ReportProgress
+    from disagg.bench.serve.load import LoadProgress
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompareFlags:
+    """The systems that `--compare` starts; every other flag of these needs it."""
+
+    compare: Annotated[
+        Literal["colocated"] | None,
+        typer.Option(
+            "--compare",
+            help="Start a split system here, then a colocated one with equal ranks; put the same load on both.",
+        ),
+    ] = None
+    rates: Annotated[
+        str | None,
+        typer.Option(
+            "--rates", metavar="R,R,...", help="With --compare: an open loop at each of these rates."
+        ),
+    ] = None
+    check_equal: Annotated[
+        bool,
+        typer.Option(
+            "--check-equal",
+            help="With --compare: exit code 1 when greedy answers of the systems differ; without --deterministic "
+            "rounding may explain a difference.",
+        ),
+    ] = False
+    random_init: RandomInitFlag = None
+    dtype: DTypeFlag = None
+    deterministic: DeterministicFlag = None
+    ranks: RankFlags
+    colocated_tp: Annotated[
+        int | None,
+        typer.Option(
+            "--colocated-tp", min=1, help="With --compare: ranks of a colocated group [--decode-tp]."
+        ),
+    ] = None
+    device: DeviceFlag = None
+    chunk_tokens: ChunkTokensFlag = None
+    source: ConfigFlags
+
+
+def check_without_compare(flags: CompareFlags) -> None:
+    """Raises `ConfigError` for a flag that needs `--compare`."""
+    for one in flag_values(flags):
+        if not one.is_default:
+            raise ConfigError(f"{one.flag} needs --compare: without it, the servers at --url run already")
+
+
+def parse_rates(text: str) -> list[float]:
+    """Parses `1,2.5,4`; returns the rates in ascending order. Raises `ConfigError`."""
+    try:
+        rates = sorted({float(one) for one in text.split(",")})
+    except ValueError:
+        rates = []
+    if not rates or not 0 < rates[0] <= rates[-1] < float("inf"):
+        raise ConfigError(f"--rates {text}: give numbers above 0, separated by commas, as 1,2,4")
+    return rates
+
+
+@contextmanager
+def progress() -> Iterator[ReportProgress]:
+    """Shows a bar during the run; its length is unknown in a closed loop that ends by time."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    words, state = TextColumn("{task.description}"), TextColumn("{task.fields[state]}")
+    columns = (words, BarColumn(), MofNCompleteColumn(), state, TimeElapsedColumn())
+    # Two frames a second: drawing takes time from the client, and so distorts the times that it measures.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("starting", total=None, state="")
+
+        def update(phase: str, counts: LoadProgress | None, total: int | None) -> None:
+            ended, state = 0, ""
+            if counts is not None:
+                ended = counts.ended
+                state = f"{counts.running} running, {counts.refused} refused, {counts.failed} failed"
+            bar.update(task, completed=ended, total=total, description=phase, state=state)
+
+        yield update
+
+
+def run_compare(
+    flags: CompareFlags, model: str, loads: list[ServeBench], output: OutputFlags, strict: bool
+) -> int:
+    """Runs both systems with the loads in their order; returns the command's exit code.
+
+    `model` is a checkpoint's folder, or empty.
+    """
+    from disagg.bench.serve.compare import CompareBench, both_systems, compare
+    from disagg.bench.serve.compare_chart import write_compare_chart
+    from disagg.bench.serve.compare_report import comparison_json, comparison_lines, comparison_table
+    from disagg.bench.serve.served import served
+    from disagg.reference.answers import comparable
+
+    config = configuration(flags.source, flags, {"model.path": model} if model else {})
+    if flags.check_equal:
+        config = comparable(config, flags.deterministic)
+    bench = CompareBench(both_systems(config, flags.colocated_tp), tuple(loads), flags.check_equal)
+    with progress() as update:
+        found = compare(bench, served, update)
+    shown = Shown(
+        lambda: comparison_json(found),
+        lambda: comparison_table(found),
+        comparison_lines(found),
+        lambda path: write_compare_chart(path, found),
+    )
+    show("compare", shown, output)
+    equal = found.equal
+    differ = equal is not None and bool(equal.differences) and not equal.within_rounding
+    return 1 if not found.answered or differ or (strict and not found.faultless) else 0

@@ -1,0 +1,79 @@
+"""`disagg bench decode`: flags for `disagg.bench.engine.decode`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import typer
+
+from disagg.cli.bench.common import (
+    DeviceFlag,
+    OutputFlags,
+    PageSizeFlag,
+    RepeatsFlag,
+    device_of,
+    name_of,
+    progress,
+    show_results,
+)
+from disagg.cli.options import with_options
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions:
+    """Flags of `disagg bench decode`."""
+
+    random_init: Annotated[
+        str | None,
+        typer.Option(
+            "--random-init", metavar="NAME", help="The model's shape [llama-3.1-8b; a small one on a CPU]."
+        ),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="Of weights and KV.")
+    ] = "bfloat16"
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in the step.")] = 64
+    context_tokens: Annotated[
+        int | None,
+        typer.Option("--context-tokens", min=1, help="Context of each request [2048; 128 on a CPU]."),
+    ] = None
+    page_size: PageSizeFlag = 16
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic", help="Also measure decode and prefill steps with model.deterministic."
+        ),
+    ] = False
+    prefill_tokens: Annotated[
+        int, typer.Option("--prefill-tokens", min=1, help="Tokens of a prefill step, with --deterministic.")
+    ] = 4096
+    repeats: RepeatsFlag = 9
+    device: DeviceFlag = "auto"
+    output: OutputFlags
+
+
+@with_options(DecodeOptions)
+def decode(options: DecodeOptions) -> None:
+    """A decode step of a whole model: its read rate of weights and KV, as a share of a plain copy."""
+    import torch
+
+    from disagg.bench.engine.decode import DecodeBench, run
+
+    device = device_of(options.device)
+    cuda = device.type == "cuda"
+    bench = DecodeBench(
+        device,
+        options.random_init or ("llama-3.1-8b" if cuda else "tiny-llama"),
+        getattr(torch, options.dtype),
+        options.batch,
+        options.context_tokens or (2048 if cuda else 128),
+        options.page_size,
+        options.repeats,
+        options.deterministic,
+        options.prefill_tokens,
+    )
+    with progress() as update:
+        results = run(bench, update)
+    title = f"decode steps in {options.dtype} on {name_of(device)}"
+    show_results("decode", title, results, options.output)

@@ -1,0 +1,99 @@
+"""`disagg bench kernels`: flags for the benchmarks in `disagg.bench.kernels`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from disagg.cli.bench.common import (
+    DeviceFlag,
+    LayersFlag,
+    OutputFlags,
+    PageSizeFlag,
+    RepeatsFlag,
+    device_of,
+    name_of,
+    parse_numbers,
+    progress,
+    show_results,
+)
+from disagg.cli.options import with_options
+from disagg.core.config.read import parse_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from disagg.bench.common.report import Result
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelOptions:
+    """Flags of `disagg bench kernels`."""
+
+    what: Annotated[
+        Literal["copies", "checksum", "quantize", "page_copy", "attention"],
+        typer.Option(
+            "--what",
+            help="checksum: copies with and without; quantize: the gather to 8 bits; page_copy: pages within a pool; "
+            "attention: decode, prefill, writes of K and V (needs a GPU).",
+        ),
+    ] = "copies"
+    rows: Annotated[str, typer.Option("--rows", help="Bytes of a token's head slice, comma-separated.")] = (
+        "256,512,1024,2048,4096"
+    )
+    size: Annotated[
+        str | None, typer.Option("--size", metavar="SIZE", help="Segment size [1GiB; 16MiB on a CPU].")
+    ] = None
+    layers: LayersFlag = 32
+    page_size: PageSizeFlag = 16
+    repeats: RepeatsFlag = 9
+    device: DeviceFlag = "auto"
+    output: OutputFlags
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """A chosen benchmark."""
+
+    measure: Callable[[Callable[[str], None]], Sequence[Result]]
+    """Takes the function that shows the current measurement."""
+    name: str
+    """Part of the names of its files."""
+    title: str
+
+
+@with_options(KernelOptions)
+def kernels(options: KernelOptions) -> None:
+    """Gather and scatter as a share of a plain copy on the same device; or other kernels, see --what."""
+    device = device_of(options.device)
+    chosen = _attention(options, device) if options.what == "attention" else _copies(options, device)
+    with progress() as update:
+        results = chosen.measure(update)
+    show_results(chosen.name, f"{chosen.title} on {name_of(device)}", results, options.output)
+
+
+def _attention(options: KernelOptions, device: Any) -> KernelRun:
+    from disagg.bench.kernels import attention
+
+    bench = attention.AttentionBench(device, options.repeats, options.page_size)
+    return KernelRun(lambda update: attention.run(bench, update), "attention", "attention kernels")
+
+
+def _copies(options: KernelOptions, device: Any) -> KernelRun:
+    from disagg.bench.kernels import checksum, copies, page_copy, quantize
+
+    nbytes = parse_bytes(options.size) if options.size else (1 << 30 if device.type == "cuda" else 16 << 20)
+    rows = parse_numbers("--rows", options.rows)
+    sizes = (device, rows, nbytes, options.layers, options.page_size, options.repeats)
+    mib = f"{nbytes >> 20} MiB"
+    if options.what == "page_copy":
+        pages = page_copy.PageCopyBench(*sizes)
+        return KernelRun(lambda update: page_copy.run(pages, update), "page_copy", f"copies of pages, {mib},")
+    bench = copies.KernelBench(*sizes)
+    if options.what == "checksum":
+        return KernelRun(lambda update: checksum.run(bench, update), "checksum", f"sums of {mib}")
+    if options.what == "quantize":
+        return KernelRun(lambda update: quantize.run(bench, update), "quantize", f"gathers of {mib}")
+    return KernelRun(lambda update: copies.run(bench, update), "kernels", f"gather and scatter of {mib}")

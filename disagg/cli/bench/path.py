@@ -1,0 +1,59 @@
+"""Flags of the path that KV takes between two groups, for `disagg bench transfer` and `disagg bench handoff`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from disagg.core.config.read import parse_bytes
+
+if TYPE_CHECKING:
+    from disagg.core.config.read import TransferConfig, TransportConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathFlags:
+    """Sizes and kind of the path, as in the sections `transfer` and `transport` of the configuration."""
+
+    layer_groups: Annotated[
+        int, typer.Option("--layer-groups", min=1, help="Most layer groups, as transfer.layer_groups.")
+    ] = 4
+    ring_bytes: Annotated[
+        str, typer.Option("--ring-bytes", metavar="SIZE", help="Ring of each decode rank [by its memory].")
+    ] = "0"
+    staging_bytes: Annotated[
+        str,
+        typer.Option("--staging-bytes", metavar="SIZE", help="Staging of each prefill rank [by its memory]."),
+    ] = "0"
+    transport: Annotated[
+        Literal["auto", "ucx"],
+        typer.Option(
+            "--transport",
+            help="ucx: always through staging and ring, even where peers can open each other's pools.",
+        ),
+    ] = "auto"
+    checksum: Annotated[
+        bool,
+        typer.Option("--checksum/--no-checksum", help="Checksums of each segment (transfer.checksum)."),
+    ] = False
+
+    def transfer_config(self, device: Any) -> TransferConfig:
+        """Returns the configuration with the default sizes of a rank on `device`, a `torch.device`."""
+        from disagg.core.config.read import TransferConfig
+        from disagg.node.device import memory_bytes
+
+        config = TransferConfig(
+            ring_bytes=parse_bytes(self.ring_bytes),
+            staging_bytes=parse_bytes(self.staging_bytes),
+            layer_groups=self.layer_groups,
+            checksum=self.checksum,
+        )
+        return config.sized(memory_bytes(device))
+
+    def transport_config(self) -> TransportConfig:
+        """Returns the section `transport`."""
+        from disagg.core.config.read import TransportConfig
+
+        return TransportConfig(peer_memory=self.transport == "auto")

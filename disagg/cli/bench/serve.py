@@ -1,0 +1,172 @@
+"""`disagg bench serve`: flags to a run, and its output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from disagg.cli.bench.common import OutputFlags, Shown, show
+from disagg.cli.bench.compare import (
+    CompareFlags,
+    check_without_compare,
+    parse_rates,
+    progress,
+    run_compare,
+)
+from disagg.cli.bench.load import LimitFlags, LoadFlags, PromptFlags
+from disagg.cli.flags import ApiKeyFlag
+from disagg.cli.options import with_options
+from disagg.core.errors import ConfigError
+from disagg.core.key_file import first_key
+
+if TYPE_CHECKING:
+    from disagg.bench.serve.bench import ServeBench
+
+_OPEN_FILES = 65536
+_URL = "http://127.0.0.1:8000/v1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetFlags:
+    """The server under load."""
+
+    url: Annotated[
+        str | None, typer.Option("--url", help=f"Base URL of the API [{_URL}].", show_default=False)
+    ] = None
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help="[the first model that the server lists]; with --compare a checkpoint's folder."
+        ),
+    ] = ""
+    api_key_file: ApiKeyFlag = None
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat", help="Text to /chat/completions, one word per input token; else ids to /completions."
+        ),
+    ] = False
+
+    @property
+    def api_key(self) -> str | None:
+        """The first line of the key file."""
+        return None if self.api_key_file is None else first_key("--api-key-file", self.api_key_file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchServeOptions:
+    """Flags of `disagg bench serve`."""
+
+    target: TargetFlags
+    load: LoadFlags
+    prompts: PromptFlags
+    limits: LimitFlags
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit code 1 when any request fails, except with a 429.")
+    ] = False
+    output: OutputFlags
+    systems: CompareFlags
+
+
+@with_options(BenchServeOptions)
+def serve(options: BenchServeOptions) -> int:
+    """Load against any OpenAI-compatible endpoint: latencies, throughput, goodput; every answer checked.
+
+    One uncounted request comes first. Times are those of the client; answers have temperature 0. --compare starts two
+    systems of this program, one after the other, warms them up, and reports both side by side.
+    """
+    _check(options)
+    from disagg.bench.serve.bench import run
+    from disagg.bench.serve.chart import write_serve_chart
+    from disagg.bench.serve.report import latency_table, lines, report_json
+
+    loads = _loads(options)
+    _allow_open_files()
+    systems = options.systems
+    if systems.compare is not None:
+        return run_compare(systems, options.target.model, loads, options.output, options.strict)
+    with progress() as update:
+        report = run(loads[0], lambda counts, total: update("requests", counts, total))
+    shown = Shown(
+        lambda: report_json(report),
+        lambda: latency_table(report),
+        lines(report),
+        lambda path: write_serve_chart(path, report),
+    )
+    show("serve", shown, options.output)
+    return 1 if report.summary.ok == 0 or (options.strict and report.summary.errors) else 0
+
+
+def _check(options: BenchServeOptions) -> None:
+    """Raises `ConfigError` for flags that contradict each other."""
+    target, systems = options.target, options.systems
+    if systems.compare is None:
+        check_without_compare(systems)
+    elif target.url is not None or target.api_key_file is not None:
+        raise ConfigError("--compare starts its own servers: leave --url and --api-key-file out")
+    options.limits.check()
+    options.load.check(systems.rates, systems.compare is not None)
+
+
+def _loads(options: BenchServeOptions) -> list[ServeBench]:
+    """Returns the run at `--rate` or `--concurrency`, or one run for each of `--rates`.
+
+    Each rate has its own prompts: prefix cache hits on an earlier rate's prompts would distort the next.
+    """
+    rates = options.systems.rates
+    chosen = [options.load.rate] if rates is None else parse_rates(rates)
+    return [_load(options, rate, options.prompts.seed + number) for number, rate in enumerate(chosen)]
+
+
+def _load(options: BenchServeOptions, rate: float | None, seed: int) -> ServeBench:
+    from disagg.bench.serve.bench import ServeBench, check_url
+    from disagg.bench.serve.summary import Slo
+
+    target, load, limits = options.target, options.load, options.limits
+    arrivals = load.arrivals_at(rate, seed)
+    kind = None if arrivals is None else arrivals.kind
+    model = target.model if options.systems.compare is None else ""
+    return ServeBench(
+        url=check_url(target.url or _URL),
+        api_key=target.api_key,
+        workload=replace(options.prompts.workload(model, target.chat), seed=seed),
+        arrivals=arrivals,
+        concurrency=load.concurrency,
+        requests=load.request_count,
+        duration_s=load.duration_s,
+        slo=Slo(limits.slo_ttft_s, limits.slo_itl_s),
+        timeout_s=limits.timeout_s,
+        settings=_parameters(options) | {"rate": rate, "arrivals": kind, "seed": seed},
+    )
+
+
+def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | None]:
+    """Returns the parameters that the report shows for every load."""
+    target, load, prompts = options.target, options.load, options.prompts
+    return {
+        "url": None if options.systems.compare else target.url or _URL,
+        "chat": target.chat,
+        "burst_size": load.burst_size if load.arrivals == "burst" else None,
+        "concurrency": load.concurrency,
+        "requests": load.request_count,
+        "duration_s": load.duration_s,
+        "input_tokens": prompts.input_tokens,
+        "output_tokens": prompts.output_tokens,
+        "shared_prefix_tokens": prompts.shared_prefix_tokens,
+        "shared_prefixes": prompts.shared_prefixes,
+        "token_ids": None if target.chat else prompts.token_ids,
+        "ignore_eos": prompts.ignore_eos,
+        "timeout_s": options.limits.timeout_s,
+    }
+
+
+def _allow_open_files() -> None:
+    """Raises the soft limit of open files as far as the system permits: an open loop may need thousands."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,181 @@
+"""Flags that several commands share, and groups of them. A flag that stands for settings names them with `Sets`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from disagg.core.config.read import Mode
+
+
+@dataclass(frozen=True)
+class Sets:
+    """The settings that a flag overrides."""
+
+    keys: tuple[str, ...]
+    mode: Mode | None = None
+    """The only `cluster.mode` that has the flag; None: every mode."""
+    convert: Callable[[Any], object] | None = None
+    """Turns the flag's value into the value of the settings."""
+
+
+ModelFlag = Annotated[
+    str | None,
+    typer.Option("--model", metavar="DIR", help="Folder of a Hugging Face checkpoint."),
+    Sets(("model.path",)),
+]
+RandomInitFlag = Annotated[
+    str | None,
+    typer.Option("--random-init", metavar="NAME", help="Random weights; e.g. llama-3.1-8b, qwen3-0.6b."),
+    Sets(("model.random_init",)),
+]
+DTypeFlag = Annotated[
+    str | None,
+    typer.Option("--dtype", help="auto, float32, bfloat16 or float16.", show_default=False),
+    Sets(("model.dtype",)),
+]
+DeterministicFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="Answers are bitwise independent of the rest of the batch; a few per cent slower [off].",
+        show_default=False,
+    ),
+    Sets(("model.deterministic",)),
+]
+ComparedDeterministicFlag = Annotated[
+    bool | None,
+    typer.Option(
+        "--deterministic/--no-deterministic",
+        help="Answers are bitwise independent of the rest of the batch [on a GPU: on].",
+        show_default=False,
+    ),
+    Sets(("model.deterministic",)),
+]
+"""For commands that compare tokens. `disagg.reference.answers.comparable` resolves None."""
+DeviceFlag = Annotated[
+    str | None,
+    typer.Option("--device", help="auto, cpu or cuda, for all groups."),
+    Sets(("prefill.device", "decode.device", "colocated.device")),
+]
+ChunkTokensFlag = Annotated[
+    int | None,
+    typer.Option("--chunk-tokens", help="Prompt tokens of one prefill step, or of a colocated step [256]."),
+    Sets(("prefill.chunk_tokens", "colocated.chunk_tokens")),
+]
+JoinFlag = Annotated[
+    str | None,
+    typer.Option("--join", metavar="tcp://HOST:5570", help="Address of the directory of a `disagg launch`."),
+]
+ApiKeyFlag = Annotated[
+    Path | None,
+    typer.Option("--api-key-file", metavar="FILE", help="File whose first line is the server's API key."),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFlags:
+    """The weights."""
+
+    model: ModelFlag = None
+    random_init: RandomInitFlag = None
+    dtype: DTypeFlag = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFlags:
+    """The ranks of a split system."""
+
+    prefill_tp: Annotated[
+        int | None,
+        typer.Option("--prefill-tp", help="Ranks of a prefill group [2]."),
+        Sets(("prefill.tp",), "split"),
+    ] = None
+    decode_tp: Annotated[
+        int | None,
+        typer.Option("--decode-tp", help="Ranks of a decode group [1]."),
+        Sets(("decode.tp",), "split"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFlags:
+    """Where settings come from, beside the flags with names of their own."""
+
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="Configuration, TOML or YAML.")
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Any setting, e.g. transfer.layer_groups=8; repeatable."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransferFlags:
+    """Prefill steps, pages and the path between two groups."""
+
+    chunk_tokens: ChunkTokensFlag = None
+    prefill_page_size: Annotated[
+        int | None,
+        typer.Option("--prefill-page-size", help="Tokens in one page of the prefill pool [16]."),
+        Sets(("prefill.page_size",), "split"),
+    ] = None
+    decode_page_size: Annotated[
+        int | None,
+        typer.Option("--decode-page-size", help="Tokens in one page of the decode pool [16]."),
+        Sets(("decode.page_size",), "split"),
+    ] = None
+    ring_bytes: Annotated[
+        str | None,
+        typer.Option("--ring-bytes", metavar="SIZE", help="Receive ring of a decode rank [by its memory]."),
+        Sets(("transfer.ring_bytes",), "split"),
+    ] = None
+    transport: Annotated[
+        Literal["auto", "ucx"] | None,
+        typer.Option(
+            "--transport",
+            help="ucx: always through staging and ring, even where peers can open each other's pools [auto].",
+        ),
+        Sets(("transport.peer_memory",), "split", lambda name: name == "auto"),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """Groups that serve until a signal: `disagg launch` and `disagg serve`."""
+
+    weights: ModelFlags
+    deterministic: DeterministicFlag = None
+    ranks: RankFlags
+    colocated: Annotated[
+        bool,
+        typer.Option("--colocated", help="Groups that prefill and decode, instead of groups for each."),
+        Sets(("cluster.mode",), convert=lambda on: "colocated" if on else None),
+    ] = False
+    tp: Annotated[
+        int | None,
+        typer.Option("--tp", metavar="N", help="With --colocated: ranks of each group [1]."),
+        Sets(("colocated.tp",), "colocated"),
+    ] = None
+    groups: Annotated[
+        int | None,
+        typer.Option("--groups", metavar="K", help="With --colocated: number of groups [1]."),
+        Sets(("colocated.groups",), "colocated"),
+    ] = None
+    device: DeviceFlag = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--ray", metavar="ADDRESS", help="A running Ray cluster: auto or HOST:PORT [a private one]."
+        ),
+        Sets(("cluster.ray",)),
+    ] = None
+    source: ConfigFlags
+    transfer: TransferFlags

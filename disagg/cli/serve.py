@@ -1,0 +1,64 @@
+"""`disagg serve`: flags to a `Config` for `disagg.commands.serve`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
+from disagg.cli.options import with_options
+from disagg.cli.settings import configuration
+from disagg.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Flags of `disagg serve`."""
+
+    cluster: ClusterFlags
+    host: Annotated[
+        str | None,
+        typer.Option("--host", help="Address to listen on [127.0.0.1]; 0.0.0.0 is every interface."),
+        Sets(("api.host",)),
+    ] = None
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port; 0 takes a free one [8000]."), Sets(("api.port",))
+    ] = None
+    api_key_file: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key-file",
+            metavar="FILE",
+            help="API keys, one a line; DISAGG_API_KEYS adds more, separated by commas.",
+        ),
+        Sets(("api.key_file",)),
+    ] = None
+    model_name: Annotated[
+        str | None,
+        typer.Option("--model-name", metavar="NAME", help="The model's name in the API [its folder]."),
+        Sets(("api.model_name",)),
+    ] = None
+    join: JoinFlag = None
+
+
+@with_options(ServeOptions)
+def serve(options: ServeOptions) -> None:
+    """Serve a model over HTTP, with OpenAI's API, until SIGINT or SIGTERM."""
+    config = configuration(options.cluster.source, options)
+    if options.join is not None and options.cluster.ray is not None:
+        raise ConfigError("--join and --ray: --join uses running groups, --ray places new ones; omit one")
+    if options.join is not None and options.cluster.colocated:
+        raise ConfigError(
+            "--join and --colocated: `disagg launch` sets the mode of the groups; omit --colocated"
+        )
+    # The module imports torch and transformers.
+    if options.join is None:
+        from disagg.commands.serve import run_serve
+
+        run_serve(config)
+    else:
+        from disagg.commands.serve import run_serve_joined
+
+        run_serve_joined(config, options.join)

@@ -1,0 +1,47 @@
+"""A command's flags to a `Config`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from disagg.cli.flags import ConfigFlags, Sets
+from disagg.cli.options import FlagValue, flag_values
+from disagg.core.config.read import Config, Mode, load_config
+from disagg.core.errors import ConfigError
+
+
+def configuration(source: ConfigFlags, options: Any, extra: Mapping[str, object] | None = None) -> Config:
+    """Returns the configuration: file, environment, `--set`, flags of `options` with `Sets`, `extra`; the last wins.
+
+    Raises `ConfigError` for bad settings and for flags that do not fit `cluster.mode`.
+    """
+    overrides: dict[str, object] = {}
+    for text in source.settings or ():
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"flag --set {text}: write section.key=value, e.g. prefill.tp=2")
+        overrides[key.strip()] = value
+    for flag, sets in _settings_flags(options):
+        setting = flag.value if sets.convert is None else sets.convert(flag.value)
+        if setting is not None:
+            overrides.update(dict.fromkeys(sets.keys, setting))
+    config = load_config(source.config, os.environ, overrides | dict(extra or {}))
+    _check_mode(options, config.cluster.mode)
+    return config
+
+
+def _check_mode(options: Any, mode: Mode) -> None:
+    for flag, sets in _settings_flags(options):
+        if sets.mode not in (None, mode):
+            fix = "give --colocated, or omit the flag" if sets.mode == "colocated" else "omit one of the two"
+            raise ConfigError(f"{flag.flag} is for {sets.mode} groups, and cluster.mode is {mode}: {fix}")
+
+
+def _settings_flags(options: Any) -> Iterator[tuple[FlagValue, Sets]]:
+    """Yields the flags with a value that stand for settings."""
+    for flag in flag_values(options):
+        for sets in flag.metadata:
+            if isinstance(sets, Sets) and flag.value is not None:
+                yield flag, sets

@@ -1,0 +1,251 @@
+"""`disagg doctor`, `plan`, `keys` and `version`: commands that start no server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from disagg.cli.options import with_options
+from disagg.core.config.read import parse_bytes
+from disagg.core.errors import ConfigError
+from disagg.core.folders import writing
+
+if TYPE_CHECKING:
+    from disagg.core.types import KVLayout
+    from disagg.plan.transfer import PlanRequest
+
+GRACE_S, MAX_GRACE_S = 120.0, 30 * 86400.0
+"""Seconds between the rotation of a key file and the first use of the fresh keys: default and maximum."""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """Check this machine; exit code 1 if something fails."""
+    import msgspec
+
+    from disagg.doctor.findings import examine, findings_table, is_healthy
+    from disagg.doctor.probes import all_probes
+
+    findings = examine(all_probes())
+    if as_json:
+        print(json.dumps(msgspec.to_builtins(findings), indent=2))
+    else:
+        _show(findings_table(findings))
+    if not is_healthy(findings):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeFlags:
+    """The shape of the KV cache: a model's, or numbers."""
+
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="DIR", help="Use the shape of this checkpoint.")
+    ] = None
+    random_init: Annotated[
+        str | None, typer.Option("--random-init", metavar="NAME", help="Use the shape of this architecture.")
+    ] = None
+    kv_heads: Annotated[int | None, typer.Option("--kv-heads", help="KV heads, without a model.")] = None
+    layers: Annotated[int | None, typer.Option("--layers", help="Layers, without a model.")] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Flags of `disagg plan`."""
+
+    prefill_tp: Annotated[int, typer.Option("--prefill-tp", help="Ranks of the prefill group.")]
+    decode_tp: Annotated[int, typer.Option("--decode-tp", help="Ranks of the decode group.")]
+    shape: ShapeFlags
+    prefill_pp: Annotated[int, typer.Option("--prefill-pp", help="Pipeline stages of the prefill group.")] = 1
+    decode_pp: Annotated[int, typer.Option("--decode-pp", help="Pipeline stages of the decode group.")] = 1
+    head_dim: Annotated[int, typer.Option("--head-dim", help="Elements of one head.")] = 128
+    dtype: Annotated[str, typer.Option("--dtype", help="Element type of the KV cache, without a model.")] = (
+        "bfloat16"
+    )
+    decode_kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--decode-kv-dtype", help="8-bit element type of the decode group's KV; the sender quantizes."
+        ),
+    ] = None
+    tokens: Annotated[int, typer.Option("--tokens", help="Length of the prompt.")] = 8192
+    chunk_tokens: Annotated[int, typer.Option("--chunk-tokens", help="Tokens of one prefill step.")] = 256
+    layer_groups: Annotated[
+        int, typer.Option("--layer-groups", help="Layer groups of a chunk's transfer.")
+    ] = 4
+    ring_bytes: Annotated[
+        str,
+        typer.Option(
+            "--ring-bytes", metavar="SIZE", help="Receive ring; a segment is at most a quarter of it."
+        ),
+    ] = "32MiB"
+    gpu_memory_gb: Annotated[
+        float,
+        typer.Option(
+            "--gpu-memory-gb",
+            metavar="GB",
+            help="With a model: show the KV cache that fits GPUs of this size.",
+        ),
+    ] = 0.0
+    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.png", help="Also draw the plan.")] = None
+
+
+@with_options(PlanOptions)
+def plan(options: PlanOptions) -> None:
+    """Show the bytes that a prompt moves between two groups, and the KV cache that fits their memory."""
+    from disagg.plan.transfer import compute_plan, plan_lines
+
+    out = options.out
+    if out is not None and out.suffix.lower() != ".png":
+        raise ConfigError(f"--out {out}: the picture is a PNG; give a name that ends in .png")
+    answer = compute_plan(_plan_request(options))
+    print("\n".join(plan_lines(answer)))
+    _show(_routes_table(answer))
+    if out is not None:
+        from disagg.plan.draw import draw_plan
+
+        with writing("--out", out):
+            draw_plan(answer, out)
+
+
+def _plan_request(options: PlanOptions) -> PlanRequest:
+    from disagg.core.config.read import TransferConfig
+    from disagg.plan.transfer import PlanRequest
+
+    size = parse_bytes(options.ring_bytes)
+    computed, layout = _layouts(options)
+    return PlanRequest(
+        layout=layout,
+        computed_dtype=computed.dtype if computed != layout else "",
+        prefill_tp=options.prefill_tp,
+        decode_tp=options.decode_tp,
+        prefill_pp=options.prefill_pp,
+        decode_pp=options.decode_pp,
+        tokens=options.tokens,
+        chunk_tokens=options.chunk_tokens,
+        layer_groups=options.layer_groups,
+        max_segment_bytes=TransferConfig(ring_bytes=size, staging_bytes=size).segment_limit_bytes,
+    )
+
+
+def _layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
+    """Returns the KV layouts of the prefill and the decode group."""
+    shape = options.shape
+    if shape.model is not None or shape.random_init is not None:
+        return _model_layouts(options)
+    if shape.layers is None or shape.kv_heads is None:
+        raise ConfigError("no model: give --model DIR or --random-init NAME, or --layers and --kv-heads")
+    if options.gpu_memory_gb:
+        raise ConfigError("--gpu-memory-gb needs a model's weights: give --model DIR or --random-init NAME")
+    import msgspec
+
+    from disagg.core.types import KVLayout
+
+    computed = KVLayout(
+        layers=shape.layers, kv_heads=shape.kv_heads, head_dim=options.head_dim, dtype=options.dtype
+    )
+    return computed, msgspec.structs.replace(computed, dtype=options.decode_kv_dtype or options.dtype)
+
+
+def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
+    """Returns the model's KV layouts in both groups; with `--gpu-memory-gb`, also prints the memory plan."""
+    from disagg.core.config.read import load_config
+    from disagg.plan.memory import memory_lines, model_layouts, plan_memory
+
+    shape = options.shape
+    settings = {
+        "model.path": str(shape.model) if shape.model else None,
+        "model.random_init": shape.random_init,
+        "prefill.tp": options.prefill_tp,
+        "decode.tp": options.decode_tp,
+        "decode.kv_dtype": options.decode_kv_dtype,
+    }
+    config = load_config(overrides={name: value for name, value in settings.items() if value is not None})
+    if options.gpu_memory_gb:
+        print("\n".join(memory_lines(plan_memory(config, int(options.gpu_memory_gb * 1e9)))))
+    return model_layouts(config)
+
+
+def keys(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The key file; without an option it must not exist.")
+    ],
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Add fresh keys; the old ones stay valid.")
+    ] = False,
+    retire: Annotated[bool, typer.Option("--retire", help="Drop the old keys after a rotation.")] = False,
+    grace_s: Annotated[
+        float | None,
+        typer.Option(
+            "--grace-s",
+            help="Seconds until the fresh generation is used; by then every process must have the file "
+            f"[{GRACE_S:g}].",
+        ),
+    ] = None,
+) -> None:
+    """Make, rotate or retire a cluster's keys for `control.key_file`."""
+    from transport.keys.curve import make_keys
+    from transport.keys.file import retire_keys, rotate_keys, save_keys
+
+    if rotate and retire:
+        raise ConfigError(
+            "--rotate and --retire: rotate first, retire when every process has the rotated file"
+        )
+    if grace_s is not None and not (rotate and 0 <= grace_s <= MAX_GRACE_S):
+        raise ConfigError(f"--grace-s {grace_s:g}: from 0 to {MAX_GRACE_S:g} seconds, with --rotate")
+    if rotate:
+        seconds = GRACE_S if grace_s is None else grace_s
+        keys = rotate_keys(file, seconds)
+        print(
+            f"{file}: generation {keys.generations(0)[1].name} is used in {seconds:g} s, {keys.current.name} stays "
+            f"valid; copy the file to every host now, and run `disagg keys --retire` when all of them have it"
+        )
+    elif retire:
+        keys = retire_keys(file)
+        print(f"{file}: only generation {keys.current.name} is valid; copy the file to every host")
+    else:
+        fresh = make_keys()
+        save_keys(fresh, file)
+        print(
+            f"{file}: generation {fresh.name}. A process with this file may join the cluster: keep it secret, copy "
+            f"it to every host, and set control.key_file to it"
+        )
+
+
+def version() -> None:
+    """Print the version."""
+    from disagg import __version__
+
+    print(f"disagg {__version__}")
+
+
+def _routes_table(answer: Any) -> Any:
+    from rich.table import Table
+
+    from disagg.plan.transfer import describe_bytes
+
+    table = Table()
+    for name in ("from", "to", "layers", "KV heads", "bytes", "segments"):
+        table.add_column(name, justify="right")
+    for total in answer.routes:
+        route = total.route
+        table.add_row(
+            f"prefill r{route.src_rank}",
+            f"decode r{route.dst_rank}",
+            str(route.layers),
+            str(route.heads),
+            describe_bytes(total.nbytes),
+            str(total.segments),
+        )
+    return table
+
+
+def _show(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)

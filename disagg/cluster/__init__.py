@@ -1,0 +1,1 @@
+"""Groups of ranks: placed, started with Ray, supervised, listed for routers, and stopped."""

@@ -1,0 +1,129 @@
+"""Announces a cluster's groups to routers, also on other hosts, and forwards operators' scale requests.
+
+Groups serve without a directory too. `disagg.router.follow` is the router's side.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import structlog
+
+from disagg.core.config.read import ControlConfig, Role
+from disagg.core.errors import ConfigError
+from disagg.core.types import GroupInfo
+from transport.control import messages as m
+from transport.control.base import ControlChannel
+from transport.hosts import is_loopback, own_host
+
+log = structlog.get_logger(__name__)
+
+ScaleTo = Callable[[Role, int, Callable[[str], None]], None]
+"""`scale(role, count, done)` must not block; it calls `done` with an error, or "" on success."""
+
+
+class Directory:
+    """Server side of the group announcements. Owns its channel. Thread-safe."""
+
+    def __init__(self, control: ControlChannel) -> None:
+        self._control = control
+        self._scale: ScaleTo = lambda role, count, done: done("the cluster is still starting: retry later")
+        self._changed = threading.Condition()
+        self._routers: dict[str, set[str]] = {}
+        """By router address: the names of the groups that it may use."""
+        self._latest = m.Groups(0, [], [])
+
+    @property
+    def address(self) -> str:
+        """Address for `--join`."""
+        return self._control.address
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Addresses of the connected routers."""
+        with self._changed:
+            return tuple(self._routers)
+
+    def start(self) -> None:
+        """Starts to serve; the list of groups is empty until `announce`."""
+        self._control.start(self._on_message, self._on_lost)
+
+    def close(self) -> None:
+        """Closes the channel when the routers have confirmed the last announcement, or after 0.5 s."""
+        self._control.close(linger_s=0.5)
+
+    def on_scale(self, scale: ScaleTo) -> None:
+        """Sets the handler of scale requests."""
+        self._scale = scale
+
+    def announce(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
+        """Announces the groups; routers send no new requests to those named in `draining`. Never blocks."""
+        with self._changed:
+            self._latest = m.Groups(self._latest.version + 1, list(groups), list(draining))
+            for router in self._routers:
+                self._send(router)
+
+    def wait_unused(self, names: Sequence[str], timeout_s: float) -> bool:
+        """Waits until no connected router uses these groups; returns False after the timeout."""
+
+        def unused() -> bool:
+            return all(using.isdisjoint(names) for using in self._routers.values())
+
+        with self._changed:
+            return self._changed.wait_for(unused, timeout_s)
+
+    # --- on the channel's thread
+
+    def _on_message(self, peer: str, message: m.Message) -> None:
+        match message:
+            case m.Join():
+                with self._changed:
+                    log.info("router_joined", router=peer)
+                    self._routers[peer] = set()
+                    self._send(peer)
+                self._control.watch(peer)
+            case m.Using():
+                self._on_using(peer, message)
+            case m.Scale():
+                log.info("scale_asked", role=message.role, count=message.count, operator=peer)
+                self._scale(
+                    message.role, message.count, lambda error: self._control.send(peer, m.Scaled(error))
+                )
+            case _:
+                log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
+
+    def _on_using(self, peer: str, message: m.Using) -> None:
+        with self._changed:
+            # A reply to an older version does not cover groups that were announced since.
+            if peer in self._routers and message.version == self._latest.version:
+                self._routers[peer] = set(message.names)
+                self._changed.notify_all()
+
+    def _on_lost(self, peer: str) -> None:
+        with self._changed:
+            if self._routers.pop(peer, None) is not None:
+                log.info("router_lost", router=peer)
+                self._changed.notify_all()
+
+    def _send(self, router: str) -> None:
+        latest = self._latest
+        self._routers[router] |= {group.name for group in latest.groups} - set(latest.draining)
+        self._control.send(router, latest)
+
+
+def directory_host(address: str, config: ControlConfig) -> str:
+    """Returns the host of a directory's `address`, `tcp://HOST:PORT`.
+
+    Raises `ConfigError` for a malformed address, or one whose host cannot reach this process.
+    """
+    scheme, _, rest = address.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not host or not port.isdigit() or not 0 < int(port) < 1 << 16 or ":" in host:
+        raise ConfigError(f"--join {address}: write tcp://HOST:PORT, as `disagg launch` prints it")
+    if is_loopback(own_host(config.host)) and not is_loopback(host):
+        raise ConfigError(
+            f"control.host = {config.host} cannot be reached from {host}: set control.host to auto, or to this "
+            f"host's address"
+        )
+    return host

@@ -1,0 +1,111 @@
+"""State of a cluster's groups, and their descriptions for peers and routers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from disagg.cluster.placement import GroupPlacement, Placement
+from disagg.core.config.read import Config, GroupConfig, Role
+from disagg.core.errors import ConfigError
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.host import Started
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """The actors of one group, and its state."""
+
+    name: str
+    """Unique in the cluster."""
+    role: Role
+    placement: GroupPlacement
+    actors: list[Any]
+    placement_group: Any
+    started: list[Started] = field(default_factory=list)
+    info: GroupInfo | None = None
+    up: bool = False
+    """Linked with every group of the other kind, and ready for requests."""
+    leaving: bool = False
+    """The group is being stopped or taken down; the end of a rank is expected."""
+    lost: set[int] = field(default_factory=set)
+    """Ranks whose process has ended."""
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The model specification that the ranks read."""
+        return self.started[0].spec
+
+
+def with_placement(config: Config, placement: Placement) -> Config:
+    """Returns the configuration with TP sizes and devices of the placement, the same for every rank."""
+    placed = {role: _placed(getattr(config, role), where) for role, where in placement.kinds.items()}
+    return msgspec.structs.replace(config, **placed)
+
+
+def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
+    share = where.gpus_per_rank if where.device == "cuda" else 1.0
+    placed = msgspec.structs.replace(
+        group, tp=where.tp, device=where.device, mem_fraction=group.mem_fraction * min(1.0, share)
+    )
+    return placed.sized(where.device)
+
+
+def group_info(group: Group, config: Config) -> GroupInfo:
+    """Returns the description for peers and routers. Raises `ConfigError` when ranks chose different transports."""
+    transport = _transport_of(group)
+    return GroupInfo(
+        name=group.name,
+        role=group.role,
+        protocol_version=PROTOCOL_VERSION,
+        fingerprint=group.spec.fingerprint,
+        layout=group.spec.layout,
+        page_size=getattr(config, group.role).page_size,
+        transport=transport,
+        ranks=tuple(started.info for started in group.started),
+        deterministic=config.model.deterministic,
+        checksum=config.transfer.checks(transport),
+        context_tokens=_context_tokens(group, getattr(config, group.role)),
+    )
+
+
+def _context_tokens(group: Group, config: GroupConfig) -> int:
+    pool_tokens = min(started.pool_tokens for started in group.started)
+    return min(config.context_limit(group.spec.context_tokens), pool_tokens - group.spec.state_tokens)
+
+
+def _transport_of(group: Group) -> str:
+    chosen = {started.transport: started.host for started in group.started}
+    if len(chosen) > 1:
+        found = ", ".join(f"{name} on {host}" for name, host in sorted(chosen.items()))
+        raise ConfigError(
+            f"the ranks of {group.name} chose different transports ({found}): give all hosts the same devices and "
+            "image, or set transport.backend = tls"
+        )
+    return group.started[0].transport
+
+
+def wait_for_exit(groups: Sequence[Group]) -> None:
+    """Waits at most 10 s until the ranks of this host have ended."""
+    host = socket.gethostname()
+    pids = [started.pid for group in groups for started in group.started if started.host == host]
+    until_s = time.monotonic() + 10.0
+    while any(_runs(pid) for pid in pids) and time.monotonic() < until_s:
+        time.sleep(0.02)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

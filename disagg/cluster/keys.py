@@ -1,0 +1,100 @@
+"""Chooses the keys of a cluster's process: those of `control.key_file`, or fresh keys for each run.
+
+A cluster's parent process passes the keys to its ranks. Processes that are started one by one read a file: the
+configured one or, on one host, the file that `disagg launch` writes for its run and removes at its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from disagg.core.config.read import ControlConfig
+from disagg.core.errors import ConfigError
+from disagg.core.folders import cache_folder
+from transport.hosts import is_loopback, own_host
+from transport.keys.curve import make_keys
+from transport.keys.file import replace_keys
+from transport.keys.ring import KeyRing
+
+_MEND = "make them with `disagg keys FILE`, copy the file to every host, and set control.key_file to it"
+
+
+def own_keys(config: ControlConfig) -> KeyRing:
+    """Returns the keys of a cluster whose processes are all started by this one.
+
+    Raises `ConfigError` for a key file that cannot be used.
+    """
+    return KeyRing.follow(config.key_file) if config.key_file else KeyRing(make_keys())
+
+
+def launch_keys(config: ControlConfig) -> KeyRing:
+    """Returns the keys of a cluster that other routers join.
+
+    Raises `ConfigError` for a key file that cannot be used, and without one when `control.host` is beyond loopback.
+    """
+    if not config.key_file:
+        _refuse_beyond_loopback(own_host(config.host))
+    return own_keys(config)
+
+
+def join_keys(config: ControlConfig, directory: str, environment: Mapping[str, str]) -> KeyRing:
+    """Returns the keys of the cluster to join, whose directory listens at `directory`, `tcp://HOST:PORT`.
+
+    Raises `ConfigError` as `launch_keys`, and when no `disagg launch` of this user published keys for that address.
+    """
+    if config.key_file:
+        return KeyRing.follow(config.key_file)
+    host, _, port = directory.removeprefix("tcp://").rpartition(":")
+    _refuse_beyond_loopback(own_host(config.host), host)
+    file = run_file(port, environment)
+    if not file.is_file():
+        raise ConfigError(
+            f"there are no keys for {directory}: is `disagg launch` of this user running there without "
+            f"control.key_file? Otherwise set control.key_file to the file that it uses"
+        )
+    return KeyRing.follow(file)
+
+
+@contextlib.contextmanager
+def published(
+    keys: KeyRing, config: ControlConfig, directory: str, environment: Mapping[str, str]
+) -> Iterator[None]:
+    """Publishes the keys for this user's processes within the block, unless a key file is configured.
+
+    Raises `ConfigError` when the file cannot be written.
+    """
+    if config.key_file:
+        yield
+        return
+    file = run_file(directory.rpartition(":")[2], environment)
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigError(f"cannot make {file.parent} for this run's keys: {exc.strerror}") from exc
+    replace_keys(keys.keys, file)
+    try:
+        yield
+    finally:
+        file.unlink(missing_ok=True)  # before the port is free, or it could be the file of the next launch
+
+
+def run_file(port: str, environment: Mapping[str, str]) -> Path:
+    """File of a `disagg launch` run's keys. Its name contains the host's, because hosts may share a home."""
+    try:
+        folder = cache_folder(environment)
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"the user has no home for this run's keys ({exc}): set control.key_file (`disagg keys FILE`)"
+        ) from exc
+    return folder / "run" / f"control-{socket.gethostname()}-{port}.json"
+
+
+def _refuse_beyond_loopback(*hosts: str) -> None:
+    beyond = [host for host in hosts if not is_loopback(host)]
+    if beyond:
+        raise ConfigError(
+            f"{beyond[0]} is reached by other hosts, so the control channel needs keys that all of them have: {_MEND}"
+        )

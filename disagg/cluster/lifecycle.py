@@ -1,0 +1,318 @@
+"""Life cycle of a cluster's groups: place, start, link, report deaths, stop, take down.
+
+    place -> start (models load, channels open) -> join -> link -> serving -> stop -> kill
+
+`Ranks` runs the processes of the ranks; `disagg.cluster.ray` implements it with Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import structlog
+
+from disagg.cluster.group import Group, group_info, wait_for_exit, with_placement
+from disagg.cluster.placement import GroupPlacement, Placement
+from disagg.core.config.read import Config, Role
+from disagg.core.errors import ConfigError, DisaggError
+from disagg.core.timeline import TimelineSpan
+from disagg.core.types import GroupInfo
+from transport.control.base import ControlChannel
+from transport.control.zmq import make_control
+from transport.keys.curve import KeySet
+from transport.keys.ring import AnyKeys, as_ring
+
+log = structlog.get_logger(__name__)
+
+START_TIMEOUT_S = 900.0
+"""Loading a large model takes minutes."""
+CALL_TIMEOUT_S = 60.0
+WATCH_S = 0.2
+
+Progress = Callable[[str], None]
+"""Receives the current step as text."""
+Call = Any
+"""A pending call of an actor's method: `actor.method.remote(...)`."""
+
+
+class Ranks(Protocol):
+    """Runs the processes of a cluster's ranks. Thread-safe."""
+
+    def place(
+        self,
+        role: Role,
+        name: str,
+        where: GroupPlacement,
+        config: Config,
+        keys: KeySet,
+        given_up: Callable[[], bool],
+    ) -> Group:
+        """Reserves resources for a group and starts its processes.
+
+        Raises `ConfigError` when they do not become free in time, or as soon as `given_up()` is true.
+        """
+
+    def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
+        """Returns the calls' results. Raises the error of a call, a `DisaggError` unwrapped."""
+
+    def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
+        """Returns the completed calls after at most `timeout_s`; None when every process has ended."""
+
+    def kill(self, group: Group) -> None:
+        """Ends the group's processes."""
+
+    def take_down(self, group: Group) -> None:
+        """Ends the group's remaining processes and releases its resources."""
+
+
+class Cluster:
+    """The groups of a cluster, of the kinds in its placement.
+
+    Use `disagg.cluster.ray.start_cluster`, which also cleans up after a failed start. One thread at a time may add
+    and stop groups; other threads may only read.
+    """
+
+    def __init__(self, config: Config, placement: Placement, keys: AnyKeys, ranks: Ranks) -> None:
+        self.config = with_placement(config, placement)
+        self.placement = placement
+        self._keys, self._ranks = as_ring(keys), ranks
+        self._keys_of: dict[str, KeySet] = {}
+        """By group name: the keys sent to its ranks last."""
+        self.groups: tuple[Group, ...] = ()
+        """All groups placed and not taken down. Replaced as a whole: any thread may iterate over it."""
+        self._numbers = {role: itertools.count(1) for role in placement.kinds}
+        self._parked: dict[Call, tuple[Group, int]] = {}
+        self._lock = threading.Lock()  # for `groups` and `_parked`
+        self._stopping, self._no_more_groups = threading.Event(), threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
+        self._on_lost: list[Callable[[str], None]] = []
+        self._on_group_lost: list[Callable[[Group], None]] = []
+
+    # --- life
+
+    def start(self, progress: Progress) -> None:
+        """Brings all groups up and links them. Raises a rank's error unwrapped."""
+        for role, where in self.placement.kinds.items():
+            for _ in range(where.groups):
+                self._place(role, progress)
+        self._bring_up(self.groups, progress)
+        self._watcher.start()
+
+    def add_group(self, role: Role, progress: Progress) -> Group:
+        """Places, starts and links one more group, under a new name.
+
+        Raises as `start`, and `ConfigError` for a role that this cluster lacks; a failed group is taken down.
+        """
+        if role not in self.placement.kinds:
+            raise ConfigError(
+                f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
+            )
+        group = self._place(role, progress)
+        try:
+            self._bring_up([group], progress)
+        except BaseException:
+            self.take_down(group)
+            raise
+        return group
+
+    def stop_group(self, group: Group, drain_timeout_s: float) -> None:
+        """Waits at most `drain_timeout_s` for the group's requests, then ends its processes."""
+        group.leaving = True
+        calls = [actor.stop.remote(drain_timeout_s) for actor in self._alive(group)]
+        with contextlib.suppress(Exception):  # `take_down` kills a rank that does not stop
+            self._ranks.results(calls, drain_timeout_s + 10.0)
+        self.take_down(group)
+
+    def take_down(self, group: Group) -> None:
+        """Kills a group's remaining processes and releases its resources. The watcher informs its peers."""
+        group.leaving = True
+        with self._lock:
+            self.groups = tuple(one for one in self.groups if one is not group)
+            self._keys_of.pop(group.name, None)
+        self._ranks.take_down(group)
+
+    def abandon_start(self) -> None:
+        """Makes an `add_group` in another thread fail soon."""
+        self._no_more_groups.set()
+        for group in self.groups:
+            if not group.up:
+                self._ranks.kill(group)
+
+    def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Stops every group, after `drain_timeout_s` by force; no actor process survives it."""
+        self._stopping.set()
+        self._no_more_groups.set()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        groups = self.groups
+        for group in groups:
+            self.stop_group(group, drain_timeout_s)
+        wait_for_exit(groups)
+
+    def control(self) -> ControlChannel:
+        """Returns a control channel for a router of this cluster. The caller starts and closes it."""
+        return make_control(self.config.control, self._keys, self.config.control.router_port)
+
+    def on_lost(self, callback: Callable[[str], None]) -> None:
+        """Registers a callback for the control address of every rank that dies."""
+        self._on_lost.append(callback)
+
+    def on_group_lost(self, callback: Callable[[Group], None]) -> None:
+        """Registers a callback for running groups that lose their first rank; it runs on the watcher's thread."""
+        self._on_group_lost.append(callback)
+
+    # --- state
+
+    @property
+    def prefill(self) -> Group:
+        """The first prefill group."""
+        return self._of("prefill")[0]
+
+    @property
+    def decode(self) -> Group:
+        """The first decode group."""
+        return self._of("decode")[0]
+
+    def infos(self) -> list[GroupInfo]:
+        """Returns the descriptions of running groups, for routers."""
+        return [group.info for group in self.groups if group.up and group.info is not None]
+
+    def spans(self) -> list[TimelineSpan]:
+        """Returns the timeline spans of all ranks since the last call."""
+        return [span for group in self.groups for spans in self._all(group, "spans") for span in spans]
+
+    def check(self) -> None:
+        """Checks the invariants of every rank. Raises `InvariantError`."""
+        for group in self.groups:
+            self._all(group, "check")
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns the statistics of every rank, by `GROUP rN`."""
+        return {
+            f"{group.name} r{rank}": statistics
+            for group in self.groups
+            for rank, statistics in enumerate(self._all(group, "statistics"))
+        }
+
+    # --- inside
+
+    def _of(self, role: Role) -> list[Group]:
+        return [group for group in self.groups if group.role == role]
+
+    def _place(self, role: Role, progress: Progress) -> Group:
+        """Reserves resources and starts the processes. Names count up and are never reused."""
+        where, number = self.placement.kinds[role], next(self._numbers[role])
+        name = role if number == 1 else f"{role}-{number}"
+        progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
+        keys = self._keys_of[name] = self._keys.keys
+        group = self._ranks.place(role, name, where, self.config, keys, self._no_more_groups.is_set)
+        with self._lock:
+            self.groups = (*self.groups, group)
+        return group
+
+    def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
+        progress("loading the model on every rank")
+        pending = [(group, self._start_ranks(group)) for group in new]
+        for group, calls in pending:
+            group.started = self._ranks.results(calls, START_TIMEOUT_S)
+            log.info("memory", group=group.name, ranks=len(group.started), each=group.started[0].memory)
+            group.info = group_info(group, self.config)
+        progress("connecting the groups")
+        for group in new:
+            self._all(group, "join", group.info)
+        with self._lock:
+            self._parked.update({a.park.remote(): (g, rank) for g in new for rank, a in enumerate(g.actors)})
+        for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
+            if prefill in new or decode in new:
+                self._link(prefill, decode, new)
+        for group in new:
+            with self._lock:
+                if group.lost:
+                    raise DisaggError(f"{group.name} lost rank {min(group.lost)} while it was linked")
+                group.up = True
+
+    def _link(self, prefill: Group, decode: Group, new: Sequence[Group]) -> None:
+        try:
+            self._all(prefill, "link", decode.info)
+            self._all(decode, "link", prefill.info)
+            self._calibrate(prefill, decode)
+        except DisaggError as exc:
+            if any(group.lost and group not in new for group in (prefill, decode)):
+                log.warning(
+                    "link_with_a_dead_group", prefill=prefill.name, decode=decode.name, error=str(exc)
+                )
+            else:
+                raise
+
+    def _start_ranks(self, group: Group) -> list[Call]:
+        rendezvous = self._call(group.actors[0].rendezvous.remote(group.placement.backend))
+        return [actor.start.remote(rendezvous) for actor in group.actors]
+
+    def _calibrate(self, prefill: Group, decode: Group) -> None:
+        """Measures the links one rank after the other, so that each is idle; logs equal results once."""
+        from prefill_node.calibration import OVERRIDE
+
+        logged: set[tuple[str, str]] = set()
+        for rank, actor in enumerate(prefill.actors):
+            found = self._call(actor.calibrate.remote(decode.info))
+            if found is not None and (found.path, found.chosen) not in logged:
+                logged.add((found.path, found.chosen))
+                emit = log.warning if found.failed else log.info
+                fields = {"path": found.path, "found": found.found, "chosen": found.chosen}
+                emit("wire", link=f"{prefill.name} rank {rank} to {decode.name}", **fields, override=OVERRIDE)
+
+    def _all(self, group: Group, method: str, *arguments: Any) -> list[Any]:
+        calls = [getattr(actor, method).remote(*arguments) for actor in self._alive(group)]
+        return self._ranks.results(calls, CALL_TIMEOUT_S)
+
+    def _call(self, call: Call) -> Any:
+        return self._ranks.results([call], CALL_TIMEOUT_S)[0]
+
+    def _alive(self, group: Group) -> list[Any]:
+        return [actor for rank, actor in enumerate(group.actors) if rank not in group.lost]
+
+    def _watch(self) -> None:
+        """Reports lost ranks to their peers: a rank's `park` call ends with its process, or when the rank fails."""
+        while not self._stopping.is_set():
+            self._send_keys()
+            with self._lock:
+                parked = list(self._parked)
+            if not parked:
+                self._stopping.wait(WATCH_S)
+                continue
+            ended = self._ranks.ended(parked, WATCH_S)
+            if ended is None:
+                return
+            for call in ended:
+                with self._lock:
+                    group, rank = self._parked.pop(call)
+                if not self._stopping.is_set():
+                    self._lost(group, rank)
+
+    def _send_keys(self) -> None:
+        """Sends changed keys to the ranks, whose hosts may have no key file; this process reads the file."""
+        keys = self._keys.keys
+        for group in self.groups:
+            if self._keys_of.get(group.name) != keys:
+                self._keys_of[group.name] = keys
+                for actor in self._alive(group):
+                    actor.update_keys.remote(keys)
+
+    def _lost(self, group: Group, rank: int) -> None:
+        address = group.started[rank].info.control_address
+        with self._lock:
+            dies = group.up and not group.leaving and not group.lost
+            group.lost.add(rank)
+        if not group.leaving:
+            log.error("rank_lost", group=group.name, rank=rank, address=address)
+        for other in [one for one in self.groups if one.info is not None]:
+            for actor in self._alive(other):
+                actor.peer_lost.remote(address)
+        for callback in self._on_lost:
+            callback(address)
+        for on_group_lost in self._on_group_lost if dies else ():
+            on_group_lost(group)

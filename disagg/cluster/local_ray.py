@@ -1,0 +1,108 @@
+"""Restricts a private Ray to this machine and this user: its environment, its token file, its folder.
+
+Does not import Ray, which reads the environment at import; its processes read it at their start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import structlog
+
+from disagg.core.errors import ConfigError
+from disagg.core.folders import create_file, private_folder
+
+log = structlog.get_logger(__name__)
+
+LOOPBACK_ENV = {
+    # Ray resolves a node's address to its external address. With this off Ray uses 127.0.0.1, and all of its servers
+    # listen there only. (`ray.init(_node_ip_address="127.0.0.1")` is resolved too.)
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # -1 disables the metrics servers of the monitor and the dashboard, which need no key. Each logs an error to its
+    # file.
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Without tokens every user of this machine could run code in it.
+    "RAY_AUTH_MODE": "token",
+}
+"""Environment of a private Ray, not of a joined cluster."""
+TOKEN_BYTES = 32
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@contextlib.contextmanager
+def loopback_env() -> Iterator[None]:
+    """Sets `LOOPBACK_ENV` within the block; it overrides the operator's environment."""
+    before = {name: os.environ.get(name) for name in LOOPBACK_ENV}
+    os.environ.update(LOOPBACK_ENV)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def session_folder() -> Iterator[Path]:
+    """Makes a folder for Ray's sockets and logs that only this user can enter; removes it at the end.
+
+    After an error that Ray's logs may explain, the folder stays and its path is logged. Raises `ConfigError` when the
+    folder cannot be made.
+    """
+    # Ray opens its folder to all users, so its folder lies within a private one.
+    outer = private_folder("ray")
+    keep = False
+    try:
+        yield outer / "r"
+    except Exception as exc:
+        keep = not isinstance(exc, ConfigError)
+        raise
+    finally:
+        if keep:
+            log.warning("ray_logs_kept", folder=str(outer), reason="the cluster ended with an error")
+        else:
+            shutil.rmtree(outer, ignore_errors=True)
+
+
+def ensure_token() -> None:
+    """Makes Ray's token file, `~/.ray/auth_token`, readable for this user only.
+
+    Ray itself would make the file readable for all. An existing file of this user is closed to others; a token in the
+    environment needs no file. Raises `ConfigError` when the file cannot be made.
+    """
+    if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        return
+    path = Path("~/.ray/auth_token").expanduser()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            # Another start may have made the file meanwhile: both use that token.
+            with contextlib.suppress(FileExistsError):
+                create_file(path, secrets.token_hex(TOKEN_BYTES).encode())
+                return
+        _close_to_others(path)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot write Ray's token file {path}: {exc.strerror}; set HOME to a folder that is writable, or "
+            f"RAY_AUTH_TOKEN_PATH to a file with a token"
+        ) from exc
+
+
+def _close_to_others(path: Path) -> None:
+    found = path.stat()
+    if found.st_uid == os.geteuid() and found.st_mode & _OTHERS:
+        path.chmod(0o600)
+        log.warning("ray_token_closed", file=str(path), reason="other users could read it; make a new one")

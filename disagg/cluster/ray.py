@@ -1,0 +1,220 @@
+"""The composition root: a cluster whose ranks are Ray actors.
+
+Ray places and supervises processes. Requests travel over ZMQ and KV over UCX, never through Ray.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from disagg.cluster.group import Group
+from disagg.cluster.lifecycle import CALL_TIMEOUT_S, Call, Cluster, Progress
+from disagg.cluster.local_ray import ensure_token, loopback_env, session_folder
+from disagg.cluster.placement import GroupPlacement, Placement
+from disagg.core.config.read import Config, Role
+from disagg.core.errors import ConfigError, DisaggError
+from transport.keys.curve import KeySet
+from transport.keys.ring import AnyKeys
+
+_QUIET: dict[str, Any] = {"logging_level": "warning", "log_to_driver": False, "configure_logging": True}
+
+
+class RayResources(NamedTuple):
+    """Total resources of a Ray cluster, used and unused."""
+
+    cpus: int
+    gpus: int
+
+
+@contextlib.contextmanager
+def start_cluster(
+    config: Config, placement: Placement, keys: AnyKeys, progress: Progress = lambda _: None
+) -> Iterator[Cluster]:
+    """Starts a cluster; stops it at the end of the block, also after a failed start or Ctrl-C."""
+    cluster = Cluster(config, placement, keys, RayRanks())
+    try:
+        cluster.start(progress)
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+class RayRanks:
+    """`disagg.cluster.lifecycle.Ranks` with Ray actors. Needs a connection to Ray."""
+
+    def place(
+        self,
+        role: Role,
+        name: str,
+        where: GroupPlacement,
+        config: Config,
+        keys: KeySet,
+        given_up: Callable[[], bool],
+    ) -> Group:
+        """Places the group on one node; Ray reserves a core and a share of a GPU for each rank."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        placed = _reserve(name, where, given_up)
+        actor_class = _actor_class(role)
+        actors = []
+        for rank in range(where.tp):
+            strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=rank)
+            options = actor_class.options(
+                num_cpus=1, num_gpus=where.gpus_per_rank, scheduling_strategy=strategy, name=None
+            )
+            actors.append(options.remote(rank, config, keys, name))
+        return Group(name, role, where, actors, placed)
+
+    def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
+        """Raises a rank's `DisaggError` unwrapped, and Ray's own errors as `DisaggError`."""
+        import ray
+
+        try:
+            results: list[Any] = ray.get(list(calls), timeout=timeout_s)
+        except ray.exceptions.RayTaskError as exc:
+            if isinstance(exc.cause, DisaggError):
+                raise exc.cause from exc
+            raise
+        except ray.exceptions.GetTimeoutError as exc:
+            raise DisaggError(f"a rank did not answer within {timeout_s:g} s") from exc
+        except ray.exceptions.OutOfMemoryError as exc:
+            raise DisaggError(
+                "the machine ran out of memory and Ray killed a rank: choose a smaller model, or lower "
+                "pool_tokens of its groups and transfer.ring_bytes"
+            ) from exc
+        except ray.exceptions.RayError as exc:
+            raise DisaggError(f"a rank's process died: {str(exc).splitlines()[0]}") from exc
+        return results
+
+    def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
+        """Returns the completed calls; None when Ray has stopped, and every rank with it."""
+        import ray
+
+        try:
+            ended, _ = ray.wait(list(calls), timeout=timeout_s)
+        except ray.exceptions.RayError:
+            return None
+        return list(ended)
+
+    def kill(self, group: Group) -> None:
+        """Ends the actors; the placement group stays reserved."""
+        import ray
+
+        for actor in group.actors:
+            ray.kill(actor)
+
+    def take_down(self, group: Group) -> None:
+        """Ends the remaining actors and releases the placement group."""
+        import ray
+
+        self.kill(group)
+        ray.util.remove_placement_group(group.placement_group)
+
+
+def _reserve(name: str, where: GroupPlacement, given_up: Callable[[], bool]) -> Any:
+    import ray
+    from ray.util.placement_group import placement_group
+
+    bundle = {"CPU": 1.0, **({"GPU": where.gpus_per_rank} if where.gpus_per_rank else {})}
+    placed = placement_group([bundle] * where.tp, strategy="STRICT_PACK")
+    until_s = time.monotonic() + CALL_TIMEOUT_S
+    while not (here := placed.wait(1)) and time.monotonic() < until_s:
+        if given_up():
+            break
+    if not here:
+        ray.util.remove_placement_group(placed)
+        raise ConfigError(
+            f"the Ray cluster has no room for the {name} group: it needs {where.tp} x {bundle} on one node, "
+            f"free are {ray.available_resources()}"
+        )
+    return placed
+
+
+def _actor_class(role: Role) -> Any:
+    if role == "colocated":
+        from disagg.colocated.actor import ColocatedActor
+
+        return ColocatedActor
+    if role == "prefill":
+        from prefill_node.actor import PrefillActor
+
+        return PrefillActor
+    from decode_node.actor import DecodeActor
+
+    return DecodeActor
+
+
+@contextlib.contextmanager
+def local_ray(ranks: int) -> Iterator[None]:
+    """Runs a private Ray on this machine within the block: on loopback, for this user only.
+
+    Raises `ConfigError` when Ray is not installed, or its folder cannot be made.
+    """
+    with loopback_env(), session_folder() as folder:
+        ray = _import_ray()
+        ensure_token()
+        # A Ray CPU is a slot for one rank, not a core: ranks share the cores of a small machine.
+        cpus = max(ranks + 1, os.cpu_count() or 1)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=str(folder), **_QUIET)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextlib.contextmanager
+def existing_ray(address: str, spans_hosts: bool) -> Iterator[RayResources]:
+    """Connects to a running Ray cluster, `auto` or `host:port`; the cluster survives the block.
+
+    `spans_hosts`: other hosts can reach the ranks. Within a Ray job, `auto` is the job's cluster. Raises
+    `ConfigError` when no such cluster answers, it rejects the token, or it has several nodes without `spans_hosts`.
+    """
+    ray = _import_ray()
+    try:
+        _check_reachable(address)
+        ray.init(address=address, **_QUIET)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as exc:
+        raise ConfigError(
+            f"no Ray cluster to join at {address!r}: {str(exc).strip().splitlines()[0]} (cluster.ray, RAY_ADDRESS; "
+            f"RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']})"
+        ) from exc
+    try:
+        nodes = sum(1 for node in ray.nodes() if node["Alive"])
+        if nodes > 1 and not spans_hosts:
+            raise ConfigError(
+                f"the Ray cluster has {nodes} nodes, and ranks on loopback cannot be reached from other hosts: set "
+                f"control.host to auto"
+            )
+        found = ray.cluster_resources()
+        yield RayResources(int(found.get("CPU", 0)), int(found.get("GPU", 0)))
+    finally:
+        ray.shutdown()  # for a joined cluster, this closes the connection only
+
+
+def _check_reachable(address: str) -> None:
+    """Raises `OSError` at once when no server listens: Ray would retry for minutes."""
+    host, _, port = (os.environ.get("RAY_ADDRESS", "") if address == "auto" else address).rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host, int(port)), timeout=5.0).close()
+
+
+def _import_ray() -> Any:
+    # Ray reads these at import. The token keeps other users of this machine out.
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    # A start that fails on every rank raises one error; Ray would print the others as unhandled.
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # Ray's default niceness of 15 starves ranks when the router or a client needs the same cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    # Without this, a late call of a watcher thread after Ctrl-C would start a new Ray.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    try:
+        import ray
+    except ImportError as exc:
+        raise ConfigError("Ray is not installed: pip install 'ray==2.60.0'") from exc
+    return ray

@@ -1,0 +1,214 @@
+"""Keeps the number of a cluster's groups: replaces groups that die, and scales them on request.
+
+One thread adds and stops groups, one operation at a time. A group that dies is taken down and announced at once, on
+the cluster's watcher thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from disagg.cluster.group import Group
+from disagg.cluster.lifecycle import Cluster
+from disagg.core.config.read import ClusterConfig, Role
+from disagg.core.errors import DisaggError
+from disagg.core.types import GroupInfo
+
+log = structlog.get_logger(__name__)
+
+LONGEST_BACKOFF_S = 60.0
+MOST_DOUBLINGS = 64
+STABLE_S = 60.0
+"""Seconds of service after which a group's death resets the count of restart attempts."""
+WAIT_S = 0.2
+
+
+Announce = Callable[[Sequence[GroupInfo], Sequence[str]], None]
+"""`announce(groups, draining)` publishes the groups, and the names of those that drain. Any thread; never blocks."""
+WaitUnused = Callable[[Sequence[str], float], bool]
+"""`wait_unused(names, timeout_s)` waits until no router uses these groups; returns False after the timeout."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """A group that died and awaits its replacement."""
+
+    role: Role
+    tries: int
+    """Consecutive failures, the death included."""
+    due_s: float
+
+
+class Supervisor:
+    """Replaces and scales the groups of a running cluster. Use `supervised`."""
+
+    def __init__(self, cluster: Cluster, announce: Announce, wait_unused: WaitUnused) -> None:
+        self._cluster, self._announce, self._wait_unused = cluster, announce, wait_unused
+        self._config: ClusterConfig = cluster.config.cluster
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._missing: list[_Missing] = []
+        self._history: dict[str, tuple[int, float]] = {}
+        """Per replacement group: the attempts before it, and the time at which it came up."""
+        self._announcing = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    def start(self) -> None:
+        """Announces the groups and starts to replace dead ones."""
+        self.announce()
+        self._cluster.on_group_lost(self._on_group_lost)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends supervision and abandons a start in progress; running groups stay. Idempotent."""
+        self._stopping.set()
+        while self._thread.is_alive():
+            self._cluster.abandon_start()
+            self._thread.join(WAIT_S)
+
+    def drain(self, timeout_s: float, stop_now: threading.Event) -> bool:
+        """Withdraws every group. Returns False if routers still use one after `timeout_s` or `stop_now`."""
+        self.stop()
+        for group in self._cluster.groups:
+            group.leaving = True
+        self.announce()
+        names = [group.name for group in self._cluster.groups]
+        until_s = time.monotonic() + timeout_s
+        while not stop_now.is_set() and (left_s := until_s - time.monotonic()) > 0:
+            if self._wait_unused(names, min(WAIT_S, left_s)):
+                return True
+        return False
+
+    def announce(self) -> None:
+        """Sends the current groups to the routers."""
+        with self._announcing:  # keeps announcements in order
+            leaving = [group.name for group in self._cluster.groups if group.leaving]
+            self._announce(self._cluster.infos(), leaving)
+
+    def scale(self, role: Role, count: int, done: Callable[[str], None]) -> None:
+        """Adds groups, or drains and stops the newest, until there are `count`; then `done("")`, or `done(error)`."""
+        self._work.put(partial(self._scale, role, count, done))
+
+    # --- the watcher's thread
+
+    def _on_group_lost(self, group: Group) -> None:
+        self._cluster.take_down(group)
+        self.announce()
+        log.error("group_lost", group=group.name, restart=self._config.restart)
+        if self._config.restart:
+            self._work.put(partial(self._replace_lost, group))
+
+    # --- the supervisor's own thread
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            _error_of(self._next_work())
+
+    def _next_work(self) -> Callable[[], None]:
+        due = min(self._missing, key=lambda missing: missing.due_s, default=None)
+        left_s = WAIT_S if due is None else due.due_s - time.monotonic()
+        try:
+            return self._work.get(timeout=min(WAIT_S, max(0.0, left_s)))
+        except queue.Empty:
+            return partial(self._replace, due) if due is not None and left_s <= 0 else lambda: None
+
+    def _replace_lost(self, group: Group) -> None:
+        tries, up_s = self._history.pop(group.name, (0, 0.0))
+        self._failed(group.role, 1 if time.monotonic() - up_s > STABLE_S else tries + 1, f"{group.name} died")
+
+    def _replace(self, missing: _Missing) -> None:
+        self._missing.remove(missing)
+        error = _error_of(partial(self._add_again, missing))
+        if error and not self._stopping.is_set():
+            self._failed(missing.role, missing.tries + 1, error)
+
+    def _add_again(self, missing: _Missing) -> None:
+        group = self._add(missing.role)
+        self._history[group.name] = (missing.tries, time.monotonic())
+
+    def _failed(self, role: Role, tries: int, why: str) -> None:
+        """Schedules attempt number `tries`, or gives up. The death itself counts as the first failure."""
+        if tries > self._config.restart_tries:
+            log.error(
+                "group_given_up", role=role, tries=tries - 1, why=why, how="`disagg scale` adds a group"
+            )
+            return
+        doublings = min(tries - 1, MOST_DOUBLINGS)  # a larger exponent overflows a float
+        pause_s = min(LONGEST_BACKOFF_S, self._config.restart_backoff_s * 2**doublings)
+        log.warning("group_is_replaced", role=role, in_s=pause_s, attempt=tries, why=why)
+        self._missing.append(_Missing(role, tries, time.monotonic() + pause_s))
+
+    def _scale(self, role: Role, count: int, done: Callable[[str], None]) -> None:
+        error = _error_of(partial(self._scale_to, role, count))
+        if error:
+            log.error("scale_failed", role=role, count=count, error=error)
+        done(error)
+
+    def _scale_to(self, role: Role, count: int) -> None:
+        self._missing = [missing for missing in self._missing if missing.role != role]
+        while len(groups := self._of(role)) != count:
+            if self._stopping.is_set():
+                raise DisaggError("the cluster is stopping")
+            if len(groups) > count:
+                self._remove(groups[-1])
+            else:
+                self._add(role)
+
+    def _of(self, role: Role) -> list[Group]:
+        return [group for group in self._cluster.groups if group.role == role]
+
+    def _add(self, role: Role) -> Group:
+        group = self._cluster.add_group(role, _log_step)
+        self.announce()
+        log.info("group_up", group=group.name)
+        return group
+
+    def _remove(self, group: Group) -> None:
+        group.leaving = True
+        self.announce()
+        drain_timeout_s = self._cluster.config.transfer.drain_timeout_s
+        until_s = time.monotonic() + drain_timeout_s
+        unused = self._wait_unused([group.name], drain_timeout_s)
+        self._cluster.stop_group(group, max(0.0, until_s - time.monotonic()))
+        self.announce()
+        log.info("group_stopped", group=group.name, unused=unused)
+
+
+def _error_of(work: Callable[[], object]) -> str:
+    """Runs `work`; returns its error, or "". An unforeseen error is logged with its traceback."""
+    try:
+        work()
+    except DisaggError as error:
+        return str(error)
+    except Exception as error:
+        log.exception("supervision_failed")
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _log_step(text: str) -> None:
+    log.info("group_start", step=text)
+
+
+@contextmanager
+def supervised(
+    cluster: Cluster, announce: Announce, wait_unused: WaitUnused = lambda names, timeout_s: True
+) -> Iterator[Supervisor]:
+    """Supervises a running cluster within the block; the cluster outlives the block.
+
+    Without `wait_unused`, a group stops after its own requests, without regard to requests in transit to it.
+    """
+    supervisor = Supervisor(cluster, announce, wait_unused)
+    supervisor.start()
+    try:
+        yield supervisor
+    finally:
+        supervisor.stop()

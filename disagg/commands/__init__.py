@@ -1,0 +1,1 @@
+"""The commands that start a cluster: `demo`, `generate`, `serve`, `launch`, `scale`."""

@@ -1,0 +1,60 @@
+"""`disagg launch`: starts groups and their directory, for routers in other processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import structlog
+from rich.console import Console
+
+from disagg.cluster.directory import Directory
+from disagg.cluster.keys import launch_keys, published
+from disagg.cluster.supervisor import supervised
+from disagg.commands.local import placed_cluster, with_model
+from disagg.commands.signals import handlers_restored, ignore_signals, on_signal
+from disagg.core.config.read import Config
+from disagg.core.log import configure
+from disagg.sockets.guards import log_own_sockets
+from transport.control.zmq import make_control
+
+log = structlog.get_logger(__name__)
+
+GROWTH = 2
+"""Ratio of the room in a private Ray to the groups at the start; `disagg scale` uses the rest."""
+
+
+def run_launch(config: Config) -> None:
+    """Starts the groups and announces them to routers until SIGINT or SIGTERM; a second signal skips the drain.
+
+    At the first signal, routers drain: their requests have `transfer.drain_timeout_s` to finish. Raises `ConfigError`
+    before anything starts, and `KeyboardInterrupt` for a signal during the start.
+    """
+    configure(config.log)
+    console = Console(stderr=True)
+    keys = launch_keys(config.control)
+    config = with_model(config, console.print)
+    stop, stop_now = threading.Event(), threading.Event()
+    with handlers_restored():
+        directory = Directory(make_control(config.control, keys, config.control.directory_port))
+        directory.start()
+        try:
+            with (
+                published(keys, config.control, directory.address, os.environ),
+                console.status("starting") as status,
+                placed_cluster(config, keys, status.update, GROWTH) as cluster,
+                supervised(cluster, directory.announce, directory.wait_unused) as supervisor,
+            ):
+                status.stop()
+                directory.on_scale(supervisor.scale)
+                on_signal(lambda: (stop_now if stop.is_set() else stop).set())
+                infos = cluster.infos()
+                log.info("launched", join=directory.address, groups=[info.name for info in infos])
+                log_own_sockets([rank for info in infos for rank in info.ranks], descendants=True)
+                stop.wait()
+                log.info("stopping", drain_timeout_s=config.transfer.drain_timeout_s)
+                if not supervisor.drain(config.transfer.drain_timeout_s, stop_now):
+                    log.warning("requests_aborted", reason="they exceeded transfer.drain_timeout_s")
+                ignore_signals()  # the shutdown takes seconds
+        finally:
+            directory.close()

@@ -1,0 +1,166 @@
+"""Starts a cluster, and a router in this process, for `disagg demo`, `generate` and `serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from disagg.cluster.keys import own_keys
+from disagg.cluster.lifecycle import Cluster, Progress
+from disagg.cluster.placement import Placement, choose_placement, place_colocated
+from disagg.cluster.ray import RayResources, existing_ray, local_ray, start_cluster
+from disagg.cluster.supervisor import Announce
+from disagg.core.config.read import Config, RouterConfig
+from disagg.core.errors import ConfigError, UnsupportedModelError
+from disagg.core.types import GroupInfo
+from disagg.model.load.source import ModelSource
+from disagg.model.tensor_parallel import query_spans
+from disagg.node.assemble import make_source
+from disagg.router.follow import Follower
+from disagg.router.policy import POLICIES
+from disagg.router.response_dispatcher import ResponseDispatcher
+from disagg.router.router import Router
+from transport.control.zmq import make_control
+from transport.hosts import is_loopback, own_host
+from transport.keys.ring import AnyKeys
+
+CACHE = Path("~/.cache/disagg")
+
+
+def with_model(config: Config, progress: Progress) -> Config:
+    """Returns the configuration with a model: the configured one, or a tiny checkpoint in the cache folder."""
+    if config.model.path or config.model.random_init:
+        return config
+    from disagg.model.load.tiny import make_tiny_checkpoint
+
+    directory = CACHE.expanduser() / "tiny-llama-1"
+    if not (directory / "tokenizer.json").is_file():
+        progress(f"no --model given: making a small Llama with random weights in {directory}")
+        make_tiny_checkpoint(directory)
+    else:
+        progress(f"no --model given: using the small Llama with random weights in {directory}")
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, path=str(directory)))
+
+
+def check_split(source: ModelSource, placement: Placement) -> None:
+    """Raises `UnsupportedModelError`, before anything starts, when the placed TP sizes cannot split the model."""
+    spec = source.spec(torch.float32)
+    for role, group in placement.kinds.items():
+        try:
+            query_spans(spec, 0, group.tp)
+        except UnsupportedModelError as exc:
+            raise UnsupportedModelError(f"{role}.tp = {group.tp}: {exc}") from exc
+
+
+def limit_tokens(config: Config, source: ModelSource) -> int:
+    """Returns the most tokens of a prompt with its answer, by the limits of the model and of every kind of group."""
+    context = source.spec(torch.float32).context_tokens
+    return min(kind.context_limit(context) for kind in config.kinds.values())
+
+
+@contextlib.contextmanager
+def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
+    """Starts Ray, or connects to the one of `cluster.ray`, and all groups; stops what it started at the end.
+
+    A TP size of None is chosen by the number of GPUs.
+    """
+    keys = own_keys(config.control)
+    # A port in use raises here, before the models load.
+    make_control(config.control, keys, config.control.router_port).close()
+    with placed_cluster(config, keys, progress) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def placed_cluster(config: Config, keys: AnyKeys, progress: Progress, growth: int = 1) -> Iterator[Cluster]:
+    """`local_cluster` with the caller's keys, for routers in other processes.
+
+    A private Ray has room for `growth` times the ranks of the start.
+    """
+    source = make_source(config)
+    with contextlib.ExitStack() as stack:
+        if config.cluster.ray == "local":
+            placement = place(config, torch.cuda.device_count())
+            check_split(source, placement)
+            progress("starting Ray")
+            stack.enter_context(local_ray(growth * placement.ranks))
+        else:
+            progress("connecting to Ray")
+            spans_hosts = not is_loopback(own_host(config.control.host))
+            found = stack.enter_context(existing_ray(config.cluster.ray, spans_hosts))
+            placement = place(config, found.gpus)
+            check_split(source, placement)
+            _check_cpus(placement, found)
+        progress(f"placement: {placement.why}")
+        yield stack.enter_context(start_cluster(config, placement, keys, progress))
+
+
+def _check_cpus(placement: Placement, found: RayResources) -> None:
+    if placement.ranks > found.cpus:
+        raise ConfigError(
+            f"the Ray cluster has {found.cpus} CPUs, but each of the {placement.ranks} ranks needs one: add nodes, "
+            f"or lower tp or groups of {' and '.join(placement.kinds)}"
+        )
+
+
+def place(config: Config, gpus: int) -> Placement:
+    """Returns the placement of all groups on `gpus` GPUs. Raises `ConfigError` when one needs a GPU and one a CPU."""
+    if config.cluster.mode == "colocated":
+        group = config.colocated
+        return place_colocated(gpus, group.tp, group.device, group.groups)
+    devices = {config.prefill.device, config.decode.device}
+    if devices == {"cpu", "cuda"}:
+        raise ConfigError(
+            f"prefill.device = {config.prefill.device} and decode.device = {config.decode.device}: both groups run "
+            f"on the same kind of device; set both to one, or one to auto"
+        )
+    device = (devices - {"auto"} or {"auto"}).pop()
+    return choose_placement(
+        gpus,
+        config.prefill.tp,
+        config.decode.tp,
+        device,
+        (config.prefill.groups, config.decode.groups),
+    )
+
+
+@contextlib.asynccontextmanager
+async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
+    """Starts a router of the cluster on the running event loop."""
+    loop = asyncio.get_running_loop()
+    dispatcher = ResponseDispatcher(cluster.control(), loop)
+
+    def lost(address: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and its requests with it
+            loop.call_soon_threadsafe(dispatcher.lose, address)
+
+    cluster.on_lost(lost)
+    dispatcher.start()
+    try:
+        yield make_router(dispatcher, cluster.config.router, cluster.infos())
+    finally:
+        dispatcher.close()
+
+
+def make_router(
+    dispatcher: ResponseDispatcher, config: RouterConfig, groups: Sequence[GroupInfo] = ()
+) -> Router:
+    """Returns a router with the policy of the configuration."""
+    choose = POLICIES[config.policy]
+    return Router(dispatcher, groups, reserve_retry_s=config.reserve_retry_s, choose=choose)
+
+
+def follow_cluster(router: Router) -> Announce:
+    """Returns a callback that applies a supervisor's announcements to `router`. Call this on its event loop."""
+    loop, follower = asyncio.get_running_loop(), Follower(router)
+
+    def announce(groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended, and its requests with it
+            loop.call_soon_threadsafe(follower.apply, groups, draining)
+
+    return announce

@@ -1,0 +1,58 @@
+"""`disagg scale`: sends new group counts to the directory of a running `disagg launch`."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+
+from disagg.cluster.directory import directory_host
+from disagg.cluster.keys import join_keys
+from disagg.core.config.read import Config, Role
+from disagg.core.errors import DisaggError, PeerLostError
+from disagg.core.log import configure
+from transport.control import messages as m
+from transport.control.base import ControlChannel
+from transport.control.zmq import make_control
+
+
+def run_scale(config: Config, directory: str, counts: Mapping[Role, int]) -> None:
+    """Sends `counts`, the number of groups per role, to the directory at `directory`; returns when they are up.
+
+    Raises `DisaggError` with the directory's error, `PeerLostError` when the directory does not answer.
+    """
+    configure(config.log)
+    directory_host(directory, config.control)  # rejects a malformed address first
+    keys = join_keys(config.control, directory, os.environ)
+    control = make_control(config.control, keys)
+    try:
+        scale(control, directory, counts)
+    finally:
+        control.close(linger_s=0.2)
+
+
+def scale(control: ControlChannel, directory: str, counts: Mapping[Role, int]) -> None:
+    """`run_scale` on a given channel, which this function starts."""
+    errors: list[str | None] = []
+    received = threading.Condition()
+
+    def on_reply(error: str | None) -> None:
+        with received:
+            errors.append(error)
+            received.notify()
+
+    def on_message(peer: str, message: m.Message) -> None:
+        if peer == directory and isinstance(message, m.Scaled):
+            on_reply(message.error)
+
+    control.start(on_message, lambda peer: on_reply(None))
+    control.watch(directory)
+    for role, count in counts.items():
+        control.send(directory, m.Scale(role, count))
+        with received:
+            received.wait_for(lambda: errors)
+            error = errors.pop()
+        if error is None:
+            raise PeerLostError(f"no directory answers at {directory}: is `disagg launch` running there?")
+        if error:
+            raise DisaggError(f"{role}={count}: {error}")

@@ -1,0 +1,38 @@
+"""SIGINT and SIGTERM handlers for commands that run until a signal."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+@contextmanager
+def handlers_restored() -> Iterator[None]:
+    """Within the block SIGTERM raises `KeyboardInterrupt`; at its end the previous handlers are restored."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def on_signal(callback: Callable[[], None]) -> None:
+    """Makes both signals call `callback` on the main thread, until `handlers_restored` ends."""
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: callback())
+
+
+def ignore_signals() -> None:
+    """Ignores both signals until `handlers_restored` ends, so that they cannot interrupt the shutdown."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

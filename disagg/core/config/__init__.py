@@ -1,0 +1,1 @@
+"""Configuration: one frozen, validated tree, read from files, the environment and flags."""

@@ -1,0 +1,95 @@
+"""The section `api` of the configuration tree: address and limits of `disagg serve`."""
+
+from __future__ import annotations
+
+from disagg.core.config.section import Section
+
+KIB = 1 << 10
+UNKNOWN_GROUPS_RUNNING = 256
+"""`api.max_running` of a server that joins groups of others."""
+
+
+class ApiConfig(Section, frozen=True):
+    """The HTTP API. An *answer* is one choice: a request with 2 prompts and `n = 3` has 6 answers."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. 0.0.0.0 accepts other machines and needs API keys."""
+    port: int = 8000
+    """0 takes a free port, which is logged."""
+    model_name: str | None = None
+    """Name of the model for clients; None: name of the checkpoint folder or of the architecture."""
+    key_file: str | None = None
+    """File of API keys, one per line; the variable DISAGG_API_KEYS adds keys. Without any key, clients need none, and
+    `host` must be a loopback address."""
+    allow_no_key: bool = False
+    """Allow a `host` other than loopback without API keys."""
+    max_running: int = 0
+    """Largest number of running requests; answers to one prompt that are computed together count as one. 0: the
+    sum of `max_requests` of the groups that decode; 256 with `--join`."""
+    max_queued: int = 256
+    """Queue limit in answers; further requests are rejected at once (429)."""
+    max_queue_s: float = 10.0
+    """A queued request should start within this time, estimated from the recent completion rate; otherwise further
+    requests are rejected. Closed-loop clients, which send one request after another, are exempt."""
+    max_slowdown: float = 1.5
+    """Under overload (full queue, arrivals clearly above completions), queued requests are rejected with 429 too.
+    Admission then keeps the median latency below this multiple of an idle server's; 0: no such limit."""
+    request_timeout_s: float = 120.0
+    """Time limit of a request, from its headers to its last token; a client may set a lower one."""
+    drain_timeout_s: float = 30.0
+    """Time that running answers have to finish before a stop aborts them."""
+    max_connections: int = 1024
+    """Limit of open connections. A new connection then closes the longest idle one; if none is idle, the reply is
+    503."""
+    max_connections_per_address: int = 512
+    """The same limit per client address (IPv6: /64 network). Behind a proxy all clients have the proxy's address: set
+    the limit to `max_connections` there, and limit clients in the proxy."""
+    idle_timeout_s: int = 30
+    """Time after which a connection without a request is closed."""
+    header_timeout_s: float = 10.0
+    """Time limit of a request's head, also of the first one of a connection; then the reply is 408."""
+    body_timeout_s: float = 10.0
+    """Time limit of a request's body; then the reply is 408. Received bytes extend it, see `min_body_bytes_per_s`."""
+    min_body_bytes_per_s: int = 16 * KIB
+    """Body bytes that extend `body_timeout_s` by one second, up to `request_timeout_s`."""
+    max_body_bytes: int = 4096 * KIB
+    max_header_bytes: int = 32 * KIB
+    """Limit of request line and headers together."""
+    max_line_bytes: int = 8 * KIB
+    """Limit of the request line and of each header."""
+    max_prompts: int = 64
+    """Largest number of prompts in one request."""
+    max_n: int = 16
+    """Largest number of answers to one prompt."""
+    max_stop: int = 16
+    """Largest number of stop strings, and of stop tokens, in one request."""
+
+    @property
+    def running_limit(self) -> int:
+        """`max_running`, or what it is where no group is known when the server starts."""
+        return self.max_running or UNKNOWN_GROUPS_RUNNING
+
+    def __post_init__(self) -> None:
+        self._needs(bool(self.host), "host", "an address or a host name")
+        self._needs(0 <= self.port < 1 << 16, "port", "from 0 to 65535")
+        self._needs(self.model_name != "", "model_name", "a name, or left out")
+        self._at_least(
+            1,
+            "max_connections",
+            "max_connections_per_address",
+            "min_body_bytes_per_s",
+            "idle_timeout_s",
+            "max_prompts",
+            "max_n",
+            "max_stop",
+            "max_body_bytes",
+        )
+        self._at_least(0, "max_running", "max_queued", "drain_timeout_s")
+        self._at_least(1024, "max_header_bytes")
+        self._positive("request_timeout_s", "max_queue_s", "header_timeout_s", "body_timeout_s")
+        self._needs(self.max_slowdown == 0 or self.max_slowdown >= 1, "max_slowdown", "0, or from 1")
+        self._needs(
+            128 <= self.max_line_bytes <= self.max_header_bytes,
+            "max_line_bytes",
+            f"from 128 to max_header_bytes ({self.max_header_bytes})",
+        )

@@ -1,0 +1,1 @@
+"""`disagg doctor`: probes of this machine, each with a remedy."""

@@ -1,0 +1,63 @@
+"""Log of KV events: additions and removals of block hashes in a prefix cache, by version."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+
+from disagg.core.prefixes import Digest, pack_block_hashes
+
+MIN_UNIT_TOKENS = 64
+"""Smallest block; shorter common prefixes do not affect the choice of a group."""
+MAX_BLOCK_HASHES = 1 << 16
+"""Bounds a full digest to 512 KiB."""
+
+
+def unit_tokens_for(pages: int, page_size: int) -> int:
+    """Returns the tokens of a hashed block, whole pages, so that `pages` pages have at most `MAX_BLOCK_HASHES`."""
+    unit_pages = max(1, MIN_UNIT_TOKENS // page_size)
+    while pages // unit_pages > MAX_BLOCK_HASHES:
+        unit_pages *= 2
+    return unit_pages * page_size
+
+
+class KVEventLog:
+    """Block hashes of the cached prefixes, with the latest changes in order. Not thread-safe."""
+
+    def __init__(self, unit_tokens: int, kept: int = MAX_BLOCK_HASHES) -> None:
+        """`kept`: number of stored changes; a digest since an older version has the full content."""
+        self.unit_tokens = unit_tokens
+        self.held: set[int] = set()
+        self._changes: deque[int] = deque(maxlen=kept)  # added hash, or ~hash of a removed one
+        self.version = 0
+        """Number of changes so far."""
+
+    def add(self, block_hashes: Iterable[int]) -> None:
+        """Adds block hashes, shorter prefixes first."""
+        for block_hash in block_hashes:
+            self.held.add(block_hash)
+            self._changes.append(block_hash)
+            self.version += 1
+
+    def remove(self, block_hashes: Iterable[int]) -> None:
+        """Removes block hashes, longer prefixes first."""
+        for block_hash in block_hashes:
+            self.held.discard(block_hash)
+            self._changes.append(~block_hash)
+            self.version += 1
+
+    def digest(self, since: int | None = None) -> Digest:
+        """Returns the changes since version `since`; the full content for None.
+
+        The digest also has the full content if `since` is too old, or if the changes outnumber the content.
+        """
+        missed = None if since is None else self.version - since
+        if missed is None or not 0 <= missed <= min(len(self._changes), len(self.held)):
+            return Digest(None, self.version, self.unit_tokens, pack_block_hashes(list(self.held)), b"")
+        latest: dict[int, bool] = {}
+        for change in islice(reversed(self._changes), missed):
+            latest.setdefault(change if change >= 0 else ~change, change >= 0)
+        added = pack_block_hashes([block_hash for block_hash, came in latest.items() if came])
+        removed = pack_block_hashes([block_hash for block_hash, came in latest.items() if not came])
+        return Digest(since, self.version, self.unit_tokens, added, removed)

@@ -1,0 +1,165 @@
+"""Sparse attention whose layers choose the tokens that they read (DeepSeek V3.2 and its kin).
+
+An *indexer* scores all tokens of a context by keys of its own, one vector for each token, and names the best. Those
+index keys are one class of layers in the KV cache. The model's own indexer scores one sequence at a time; only its
+cache differs from transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from disagg.core.ports import LayerHook
+from disagg.core.types import Span
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.spec.shapes import LayerPlace
+
+
+@dataclass(frozen=True)
+class IndexedSequence:
+    """Tokens of one sequence that are scored together."""
+
+    tokens: slice
+    """Range of its tokens in the step."""
+    start: int
+    """Position of the first of them."""
+    slots: torch.Tensor
+    """int64 `[start + tokens]`: slots of the whole context."""
+    keys: int
+    """Number of scored keys: those of the context, then masked ones up to the end of the prompt."""
+
+
+@dataclass(frozen=True)
+class IndexStep:
+    """Inputs and pool of a step's indexers."""
+
+    sequences: Sequence[IndexedSequence]
+    pool: MHATokenToKVPool
+    """Of index keys alone."""
+    first: int
+    """Number of the pool's first layer in the cache."""
+    on_layer: LayerHook | None
+
+
+def index_step(
+    batch: StepBatch, table: ReqToTokenPool, pool: MHATokenToKVPool, first: int, on_layer: LayerHook | None
+) -> IndexStep:
+    """Returns the index step of `batch`, which fits the block table."""
+    sequences: list[IndexedSequence] = []
+    tokens = 0
+    for one in batch.sequences:
+        slots = table.slots(one.row, Span(0, one.stop)).long()
+        for piece, keys in _pieces(one):
+            own = slice(tokens + piece.start - one.start, tokens + piece.stop - one.start)
+            sequences.append(IndexedSequence(own, piece.start, slots[: piece.stop], keys))
+        tokens += len(one.tokens)
+    return IndexStep(sequences, pool, first, on_layer)
+
+
+def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
+    """Yields the positions that are scored together, with their number of keys, as in `generate()`.
+
+    A prompt is scored at once, an answer token by token, also in a recomputation: `torch.topk`'s choice among equal
+    scores depends on that.
+    """
+    prompt = one.prompt_tokens or one.stop
+    if one.start < prompt:
+        yield Span(one.start, min(one.stop, prompt)), prompt
+    for position in range(max(one.start, prompt), one.stop):
+        yield Span(position, position + 1), position + 1
+
+
+class _SequenceKeys:
+    """Stands in for transformers' cache: the index keys of one sequence and layer."""
+
+    def __init__(self, step: IndexStep, sequence: IndexedSequence, layer: int) -> None:
+        self._step, self._sequence, self._layer = step, sequence, layer
+
+    def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Stores `keys` `[1, tokens, dim]`; returns those of the whole context and the unseen, `[1, keys, dim]`."""
+        pool, one = self._step.pool, self._sequence
+        pool.write_keys(self._layer, one.slots[one.start :], keys.transpose(0, 1))
+        found = pool.read_keys(self._layer, one.slots).transpose(0, 1).to(keys.dtype)
+        return nn.functional.pad(found, (0, 0, 0, one.keys - found.shape[1]))
+
+
+class PagedIndexer:
+    """Stands in for an indexer's `forward`; `step` is set before each step."""
+
+    def __init__(self, indexer: Any, layer: int) -> None:
+        """`layer`: layer of the KV cache with the index keys."""
+        self._forward, self._layer = indexer.forward, layer
+        self.step: IndexStep | None = None
+        """None: one sequence, whose keys are not stored."""
+
+    def __call__(self, *args: Any, past_key_values: None = None, **more: Any) -> torch.Tensor:
+        """Returns the positions that each token reads, int32 `[1, tokens, most]`; -1 where there are fewer.
+
+        The arguments are those of the model's indexer, for all sequences of the step.
+        """
+        count = args[0].shape[1]
+        if self.step is None:
+            return self._of(args, more, slice(0, count), 0, count, None)
+        found = []
+        for one in self.step.sequences:
+            cache = _SequenceKeys(self.step, one, self._layer - self.step.first)
+            found.append(self._of(args, more, one.tokens, one.start, one.keys, cache))
+        if self.step.on_layer is not None:
+            self.step.on_layer(self._layer)
+        most = max(each.shape[-1] for each in found)
+        return torch.cat(
+            [nn.functional.pad(each, (0, most - each.shape[-1]), value=-1) for each in found], dim=1
+        )
+
+    def _of(
+        self,
+        args: tuple[Any, ...],
+        more: dict[str, Any],
+        tokens: slice,
+        start: int,
+        keys: int,
+        cache: _SequenceKeys | None,
+    ) -> torch.Tensor:
+        positions = torch.arange(start, start + tokens.stop - tokens.start, device=args[0].device)
+        mask = (torch.arange(keys, device=args[0].device)[None, :] <= positions[:, None])[None]
+        own = [_part(x, tokens, mask) for x in args]
+        named = {name: _part(x, tokens, mask) for name, x in more.items()}
+        chosen: torch.Tensor = self._forward(*own, **named, past_key_values=cache)
+        return chosen
+
+
+def _part(x: Any, tokens: slice, mask: torch.Tensor) -> Any:
+    """The sequence's part of an argument; `mask` in place of the empty mask of `no_mask`."""
+    if isinstance(x, tuple):
+        return tuple(_part(each, tokens, mask) for each in x)
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x[:, tokens] if x.numel() else mask
+
+
+def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer]:
+    """Puts a `PagedIndexer` before each indexer of `model`; `places` say where each layer's index keys are."""
+    found = []
+    for module in model.modules() if any(place.index >= 0 for place in places) else ():
+        if isinstance(getattr(module, "indexer", None), nn.Module):
+            indexer = PagedIndexer(module.indexer, places[module.layer_idx].index)
+            module.indexer.forward = indexer
+            module.register_forward_pre_hook(no_mask, with_kwargs=True)
+            found.append(indexer)
+    return found
+
+
+def no_mask(
+    _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gives attention with an indexer an empty mask, because transformers slices the mask and ours is None."""
+    if named.get("attention_mask") is None:
+        named["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)
+    return args, named

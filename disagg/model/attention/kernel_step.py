@@ -1,0 +1,102 @@
+"""Attention context on the Triton kernels, and the choice between the kernels and the torch path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from disagg.core.config.read import AttentionName
+from disagg.core.errors import ConfigError
+from disagg.core.ports import LayerHook
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.model.attention.torch_attention import HeadMap
+from disagg.model.batch import KernelIndex
+from disagg.model.spec.model_spec import ModelSpec
+from kernels.attention.common import AttentionParams, unsupported
+from kernels.attention.decode import decode_attention
+from kernels.attention.kv_write import kv_write
+from kernels.attention.prefill import prefill_attention
+
+
+def use_kernels(
+    wanted: AttentionName,
+    spec: ModelSpec,
+    head_maps: Sequence[HeadMap],
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    calls: Iterable[AttentionParams] = (),
+) -> bool:
+    """Whether the kernels compute the rank's attention; `calls`: parameters of each layer's call.
+
+    Raises ConfigError when the kernels are `wanted` and cannot compute the model's attention.
+    """
+    if wanted == "torch" or not spec.has_attention:
+        return False
+    whys = [
+        unsupported(device, dtype, kv_dtype, shape.k_dim, shape.v_dim)
+        if head_map.uniform
+        else "KV heads of this rank have different numbers of query heads"
+        for head_map, shape in zip(head_maps, spec.shapes, strict=True)
+        if shape.q_heads
+    ]
+    why = next((one for one in (*whys, *(params.torch_only for params in calls)) if one), "")
+    if why and wanted == "triton":
+        raise ConfigError(
+            f"model.attention = triton cannot be for {spec.architecture}: {why}; use auto or torch"
+        )
+    return not why
+
+
+class KernelStep:
+    """As `PagedStep`: writes K and V to the pool by slot, then attends to the pool.
+
+    Leading one-token sequences use the decode kernel; later single tokens are short chunks.
+    """
+
+    def __init__(
+        self,
+        pool: MHATokenToKVPool,
+        table: ReqToTokenPool,
+        index: KernelIndex,
+        slots: torch.Tensor,
+        on_layer: LayerHook | None,
+        deterministic: bool = False,
+        writes: bool = True,
+    ) -> None:
+        """`slots`: where each token's K and V go, int64 `[T]`. `deterministic`: see `decode_attention`. `writes`: see
+        `PagedStep`."""
+        self._deterministic, self._writes = deterministic, writes
+        self._pool, self._table = pool, table.table
+        self._index, self._slots, self._on_layer = index, slots, on_layer
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        kv = self._pool.layer(layer)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if self._writes:
+            kv_write(k, v, self._slots, kv)
+        if self._on_layer is not None:
+            self._on_layer(layer)
+        out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+        index, n = self._index, self._index.rows.shape[0]
+        if n:
+            decode_attention(
+                q[:n],
+                kv,
+                self._table,
+                index.rows,
+                index.lengths,
+                params,
+                out[:n],
+                deterministic=self._deterministic,
+            )
+        if index.chunks.most:
+            prefill_attention(
+                q[n:], kv, self._table, index.chunks, params, out[n:], deterministic=self._deterministic
+            )
+        return out

@@ -1,0 +1,67 @@
+"""Attention of a model whose layers differ in their heads, or share K and V: a context for each class of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from disagg.core.ports import LayerHook
+from disagg.core.types import Span
+from disagg.kv.pool import MHATokenToKVPool
+from disagg.model.attention.paged import AttentionContext
+from disagg.model.attention.torch_attention import HeadMap
+from disagg.model.spec.shapes import LayerPlace
+from kernels.attention.common import AttentionParams
+
+
+@dataclass(frozen=True)
+class AttentionClass:
+    """The rank's part of one class of layers."""
+
+    queries: Span
+    """Its query heads."""
+    heads: Span
+    """Its KV heads."""
+    head_map: HeadMap
+
+
+Make = Callable[[AttentionClass, MHATokenToKVPool, LayerHook | None, bool], AttentionContext]
+"""The context of a step for one class of layers; the last argument: whether it writes K and V."""
+
+
+class ClassedStep:
+    """The context of a step: passes each layer on to its class, under its number in that class's pool."""
+
+    def __init__(
+        self,
+        make: Make,
+        classes: Sequence[AttentionClass],
+        pools: Sequence[MHATokenToKVPool],
+        places: tuple[LayerPlace, ...],
+        on_layer: LayerHook | None,
+    ) -> None:
+        self._layers: list[tuple[AttentionContext, int]] = []
+        starts = [sum(pool.layers for pool in pools[:number]) for number in range(len(pools))]
+        shares = any(place.shared for place in places)
+        writers, readers = [], []
+        for one, pool, start in zip(classes, pools, starts, strict=True):
+            writers.append(make(one, pool, _behind(on_layer, start), True))
+            readers.append(make(one, pool, None, False) if shares else writers[-1])
+        for place in places:
+            number = max(n for n, start in enumerate(starts) if start <= place.layer)
+            contexts = readers if place.shared else writers
+            self._layers.append((contexts[number], place.layer - starts[number]))
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """See `AttentionContext.attend`."""
+        context, own = self._layers[layer]
+        return context.attend(own, q, k, v, params)
+
+
+def _behind(on_layer: LayerHook | None, start: int) -> LayerHook | None:
+    """The hook of a class whose first layer is the cache's layer `start`."""
+    return None if on_layer is None else lambda layer: on_layer(start + layer)

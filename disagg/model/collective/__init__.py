@@ -1,0 +1,1 @@
+"""Collectives of the ranks of one tensor-parallel group."""

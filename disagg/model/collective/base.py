@@ -1,0 +1,114 @@
+"""Collectives of one tensor-parallel group: one rank alone, and threads of one process (tests).
+
+Collectives of ranks in processes are in `shared.py` and `nccl.py`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from disagg.core.errors import PeerLostError
+from kernels.layers.rank_sum import rank_sum
+
+T = TypeVar("T")
+
+
+def lost_rank(rank: int, size: int, timeout_s: float) -> PeerLostError:
+    """The error of rank `rank` of `size` for another rank that is lost or late."""
+    return PeerLostError(
+        f"rank {rank} of {size}: a rank of the group is gone or did not come within {timeout_s} s; the group must "
+        f"be built again"
+    )
+
+
+class SingleCollective:
+    """A group of one rank: nothing to do."""
+
+    rank = 0
+    size = 1
+    recordable = True
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """The sum over one rank is the tensor itself."""
+
+    def barrier(self) -> None:
+        """Returns at once."""
+
+    def close(self) -> None:
+        """Frees nothing."""
+
+
+class ThreadCollective:
+    """Ranks are threads of one process. Sums in rank order (`rank_sum`), so that an element has the same bits on
+    every rank and in a tensor of any size.
+
+    Ranks on CUDA must share one device and one stream: nothing here orders streams.
+    """
+
+    recordable = False
+
+    def __init__(self, rank: int, shared: _Shared) -> None:
+        self.rank = rank
+        self.size = len(shared.parts)
+        self._shared = shared
+
+    @classmethod
+    def group(cls, size: int, timeout_s: float = 60.0) -> list[ThreadCollective]:
+        """The members of a new group, one for each rank's thread; `timeout_s` bounds each wait."""
+        shared = _Shared(size, timeout_s)
+        return [cls(rank, shared) for rank in range(size)]
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """In-place sum. Raises PeerLostError when a rank closed or did not come in time."""
+        self._shared.parts[self.rank] = tensor
+        self.barrier()
+        parts = torch.stack([part.reshape(-1) for part in self._shared.parts])
+        total = torch.empty_like(parts[0])
+        rank_sum(parts, total)
+        self.barrier()  # no rank may write its tensor before all ranks have read it
+        tensor.copy_(total.view_as(tensor))
+
+    def barrier(self) -> None:
+        """Returns when every rank is here. Raises PeerLostError when one closed or did not come in time."""
+        try:
+            self._shared.barrier.wait()
+        except threading.BrokenBarrierError as exc:
+            raise lost_rank(self.rank, self.size, self._shared.timeout_s) from exc
+
+    def close(self) -> None:
+        """Ends the whole group: ranks that wait, or come later, get PeerLostError."""
+        self._shared.barrier.abort()
+
+
+def run_ranks(size: int, work: Callable[[ThreadCollective], T], timeout_s: float = 60.0) -> list[T]:
+    """Runs `work` on every rank of a group of threads; raises the error of the rank that failed first."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(collective: ThreadCollective) -> None:
+        try:
+            results[collective.rank] = work(collective)
+        except BaseException as exc:  # noqa: BLE001 - raised again below
+            errors.append(exc)
+            collective.close()
+
+    group = ThreadCollective.group(size, timeout_s=timeout_s)
+    threads = [threading.Thread(target=run, args=(one,)) for one in group]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
+
+
+class _Shared:
+    def __init__(self, size: int, timeout_s: float) -> None:
+        self.parts = [torch.empty(0)] * size
+        self.timeout_s = timeout_s
+        self.barrier = threading.Barrier(size, timeout=timeout_s)

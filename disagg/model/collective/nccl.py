@@ -1,0 +1,82 @@
+"""The collective over NCCL, through `torch.distributed`'s backend: a GPU of its own for each rank, all of one host.
+
+The backend is made directly and not through `init_process_group`: that call has one global group per process,
+and libraries that find it set up change their behaviour (transformers shards over it).
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from disagg.core.errors import PeerLostError
+from disagg.model.collective.base import lost_rank
+from disagg.model.collective.ordered import all_reduce_in_order
+
+LOCAL_ONLY = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_RAS_ENABLE": "0"}
+"""Restricts NCCL's sockets to loopback and disables its status service (`localhost:28028`), which has no
+authentication. NCCL's bootstrap port requires a random 64-bit number, which the ranks exchange through the store."""
+
+dist: Any = torch.distributed  # its stubs lack the stores and the backends
+
+
+class NcclCollective:
+    """One engine's ranks, one process each."""
+
+    recordable = True
+
+    def __init__(
+        self, *, rank: int, size: int, directory: Path, timeout_s: float = 60.0, deterministic: bool = False
+    ) -> None:
+        """Joins the group on the current device; returns when all ranks have.
+
+        `directory` is the same for all and private to the user (`disagg.core.folders.private_folder`). It holds the
+        ranks' store (a file, no port), which NCCL may read as long as the group lives; the caller removes it.
+        `deterministic`: an element's sum has the same bits whatever the size of its tensor.
+        Raises PeerLostError when the ranks do not meet within `timeout_s`.
+        """
+        self.rank = rank
+        self.size = size
+        self._timeout_s = timeout_s
+        # Two ranks' sum has one rounding and no order (a + b is b + a): the backend's own does for them.
+        self._in_order = deterministic and size > 2
+        for name, value in LOCAL_ONLY.items():
+            os.environ.setdefault(name, value)
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store = dist.FileStore(str(directory / "store"), size)
+            store.set_timeout(timeout)
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group = dist.ProcessGroupNCCL(dist.PrefixStore("disagg", store), rank, size, options)
+        except (RuntimeError, dist.DistError) as exc:
+            raise self._lost() from exc
+        self._token = torch.ones(1, device=torch.device("cuda", torch.cuda.current_device()))
+        self.barrier()
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """In-place sum, queued on the current stream. Raises PeerLostError on a lost rank."""
+        try:
+            if self._in_order:
+                all_reduce_in_order(self._group, tensor, self.size)
+            else:
+                self._group.allreduce([tensor]).wait()
+        except (RuntimeError, dist.DistError) as exc:
+            raise self._lost() from exc
+
+    def barrier(self) -> None:
+        """Returns when every rank is here. Raises PeerLostError on a lost rank."""
+        self.all_reduce(self._token.fill_(1.0))
+        torch.cuda.current_stream().synchronize()
+
+    def close(self) -> None:
+        """Ends this rank's connections; a rank that waits for this one gets PeerLostError."""
+        self._group.abort()
+
+    def _lost(self) -> PeerLostError:
+        return lost_rank(self.rank, self.size, self._timeout_s)

@@ -1,0 +1,1 @@
+"""Replacements of a model's small operations: fused kernels, rotary embeddings, row-wise operations."""

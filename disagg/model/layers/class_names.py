@@ -1,0 +1,30 @@
+"""Names of transformers' module classes, as the registries of fused layers spell them: `llama.LlamaRMSNorm`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, TypeVar
+
+from torch import nn
+
+Form = TypeVar("Form")
+
+
+def class_name(module: nn.Module) -> str:
+    """`<model package>.<class>` of a class that transformers defines; empty for any other class."""
+    kind = type(module)
+    library, _, rest = kind.__module__.partition(".models.")
+    package, _, file = rest.partition(".")
+    if library != "transformers" or not file.startswith("modeling_"):
+        return ""
+    return f"{package}.{kind.__name__}" if from_source(module, kind.__name__) is kind else ""
+
+
+def from_source(module: nn.Module, name: str) -> Any:
+    """The object called `name` in the source file of the class of `module`; None where that file has none."""
+    return getattr(sys.modules.get(type(module).__module__), name, None)
+
+
+def by_name(*groups: tuple[Form, str]) -> dict[str, Form]:
+    """A registry of forms by class name, made of (form, class names separated by spaces)."""
+    return {name: form for form, names in groups for name in names.split()}

@@ -1,0 +1,47 @@
+"""Puts Triton kernels in place of small operations of a model: norms, rotary embeddings, gated MLPs.
+
+Registries name the module classes of transformers that the kernels compute exactly: `norms.NORMS`,
+`gated_mlps.GATED_MLPS`, `rotary_forms.ROTARY_ATTENTION` and `rotary_attention.OWN_FORWARDS`. A module of any other
+class stays as it is. Only modules of the one built model change, never transformers itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from disagg.model.layers.gated_mlps import fuse_gated_mlp
+from disagg.model.layers.norms import fuse_norm
+from disagg.model.layers.rotary_attention import fuse_rotary
+
+
+@dataclass
+class Fused:
+    """Numbers of modules of one model that run in kernels."""
+
+    norms: int = 0
+    rotary: int = 0
+    """Attention modules whose rotary embeddings do."""
+    mlps: int = 0
+
+    def summary(self) -> dict[str, int]:
+        """The numbers by kind of module."""
+        return asdict(self)
+
+
+def fuse(model: Any) -> Fused:
+    """Replaces the forwards of registered modules of `model`, whose weights are filled; before any step."""
+    fused = Fused()
+    for module in model.modules():
+        if _is_unchanged(module):
+            fused.norms += fuse_norm(module)
+            fused.mlps += fuse_gated_mlp(module)
+            fused.rotary += fuse_rotary(module)
+    return fused
+
+
+def _is_unchanged(module: nn.Module) -> bool:
+    """Whether `module` has neither hooks nor a forward of its own."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

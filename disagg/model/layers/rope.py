@@ -1,0 +1,60 @@
+"""Rotary embeddings that change with the length of a request (`longrope`, as in Phi-3).
+
+transformers picks the short or the long frequencies by the longest sequence of a batch. Here a step mixes requests
+and chunks, so each token gets what its own request would get alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from disagg.model.batch import StepBatch
+
+
+class LengthRope(nn.Module):
+    """Wraps a model's rotary module; the runner sets `long` before each step."""
+
+    def __init__(self, rotary: Any, switch_tokens: int) -> None:
+        """Requests of more than `switch_tokens` tokens use the long frequencies."""
+        super().__init__()
+        self._rotary = rotary
+        self._switch_tokens = switch_tokens
+        self.long: torch.Tensor | None = None
+        """bool `[1, T]`: tokens whose request is long; None takes all for short."""
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, **more: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin `[1, T, dim]` of int64 `position_ids` `[1, T]`, in the dtype of `x`."""
+        last = self._switch_tokens - 1
+        # The module looks at the highest position only. A token beyond the switch is long in any case.
+        short: tuple[torch.Tensor, torch.Tensor] = self._rotary(x, position_ids.clamp(max=last), **more)
+        if self.long is None:
+            return short
+        beyond = torch.full_like(position_ids[:, :1], last + 1)
+        long = self._rotary(x, torch.cat([position_ids, beyond], dim=1), **more)
+        cos, sin = (torch.where(self.long[..., None], a[:, :-1], b) for a, b in zip(long, short, strict=True))
+        return cos, sin
+
+
+def wrap_ropes(model: Any, switch_tokens: int) -> list[LengthRope]:
+    """Puts a `LengthRope` around each rotary module of `model` that changes with length."""
+    found = [name for name, m in model.named_modules() if getattr(m, "rope_type", None) == "longrope"]
+    ropes = []
+    for name in found:
+        parent, _, leaf = name.rpartition(".")
+        ropes.append(LengthRope(model.get_submodule(name), switch_tokens))
+        setattr(model.get_submodule(parent), leaf, ropes[-1])
+    return ropes
+
+
+def long_tokens(batch: StepBatch, switch_tokens: int) -> list[int]:
+    """For each token of the step: 1 when its request has more than `switch_tokens` tokens, else 0."""
+    return [
+        int(max(sequence.prompt_tokens, sequence.stop) > switch_tokens)
+        for sequence in batch.sequences
+        for _ in sequence.tokens
+    ]

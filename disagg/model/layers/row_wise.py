@@ -1,0 +1,105 @@
+"""Runs a model so that a token's values have the same bits whatever other tokens are in the step.
+
+Libraries choose the order of a sum by the number of rows: they split a product otherwise, or give a row more threads.
+Here each operation of a model is of one of three kinds. Operations that sum nothing pass. Operations that sum are
+computed row by row, in an order that follows from the summed dimension alone. All others are refused by name. The
+idea is that of the batch-invariant modes of vLLM and SGLang, with a list of what is allowed in place of what failed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from disagg.core.errors import UnsupportedModelError
+from disagg.model.layers.row_wise_operations import ON_CPU, REPLACED
+from disagg.model.tensor_parallel import RowParallelLinear
+from kernels.layers.linear import Linear
+
+# They move, select, compare or make values, or sum integers: a token's result has no part of another's rounding.
+_PASSING_NAMES = """
+    alias _to_copy to clone copy_ contiguous detach cat stack concat hstack _unsafe_view view reshape _reshape_alias
+    flatten unflatten transpose permute t expand expand_as unsqueeze squeeze select slice narrow split
+    split_with_sizes chunk unbind diagonal movedim swapaxes index index_select gather take_along_dim embedding
+    index_put_ index_put index_copy index_copy_ scatter scatter_ masked_fill masked_fill_ where tril triu roll flip
+    repeat repeat_interleave constant_pad_nd pad empty empty_like empty_strided zeros zeros_like ones ones_like full
+    full_like new_empty new_zeros new_ones new_full arange linspace fill_ zero_ scalar_tensor lift_fresh eye
+    one_hot nonzero is_nonzero item _local_scalar_dense equal all any amax amin max min argmax argmin argsort
+    histc searchsorted bucketize diff unfold view_as_complex view_as_real polar complex
+    is_same_size record_stream dropout pin_memory _pin_memory isfinite isnan isinf set_ resize_ unsqueeze_ squeeze_
+    transpose_ t_ detach_ _conj _neg_view real imag type_as broadcast_to expand_copy view_copy
+"""
+_PASSING = frozenset(_PASSING_NAMES.split())
+_INTO_MEMORY = ("mm", "addmm")
+"""Products into given memory: those of `kernels.layers.linear`, which has checked the library's bits."""
+
+
+class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, operations of this thread run as the module says. Not to be entered by two threads.
+
+    `architecture` is named in the UnsupportedModelError for an operation of which nothing is known.
+    """
+
+    def __init__(self, architecture: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._architecture = architecture
+        self.replaced: Counter[str] = Counter()
+        """Operations that were computed row by row, by name."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See `TorchDispatchMode`."""
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        if name in _INTO_MEMORY and "out" in kwargs:
+            return func(*args, **kwargs)
+        replacement = REPLACED.get(name) or (ON_CPU.get(name) if args and _on_cpu(args[0]) else None)
+        operands = [*args, *kwargs.values()]
+        if replacement is not None and _sums_floats(func, operands):
+            self.replaced[name] += 1
+            return replacement(*args, **kwargs)
+        passes = name in _PASSING and "reduce" not in func._overloadname
+        if passes or torch.Tag.pointwise in func.tags or not _sums_floats(func, operands):
+            return func(*args, **kwargs)
+        if func._can_decompose():
+            with self:
+                return func.decompose(*args, **kwargs)
+        raise UnsupportedModelError(
+            f"{self._architecture} cannot run with model.deterministic = true: how {name} sums is not known; "
+            "leave model.deterministic off"
+        )
+
+
+def use_linear_kernels(model: Any) -> None:
+    """Puts `kernels.layers.linear.Linear` into all linear layers of `model`, whose weights are filled."""
+    for module in model.modules():
+        plain = type(module) is nn.Linear and "forward" not in vars(module)
+        if plain and module.weight.is_contiguous():
+            module.forward = Linear(module.weight.data, None if module.bias is None else module.bias.data)
+        elif isinstance(module, RowParallelLinear):
+            module.product = Linear(module.weight.data)
+
+
+def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:
+    """Whether rounding is at stake. A product of one element each is rounded once, in any order; with an integer
+    `dtype` operands are made whole numbers before they are summed."""
+    flat = [one for arg in operands for one in (arg if isinstance(arg, list | tuple) else [arg])]
+    if any(isinstance(one, torch.dtype) and not _rounds(one) for one in flat):
+        return False
+    tensors = [one for one in flat if isinstance(one, torch.Tensor)]
+    single = func.overloadpacket.__name__ in ("mm", "bmm") and tensors[0].shape[-1] == 1
+    return any(_rounds(one.dtype) for one in tensors) and not single
+
+
+def _rounds(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _on_cpu(x: object) -> bool:
+    return isinstance(x, torch.Tensor) and x.device.type == "cpu"

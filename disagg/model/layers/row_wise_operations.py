@@ -1,0 +1,279 @@
+"""Operations of torch that sum, row by row: what `disagg.model.layers.row_wise` puts in their places.
+
+Each takes and gives what the operation of its name does. Sums are in float32, in an order that follows from the
+summed dimension alone, and the result is rounded once. Of what they cannot do they raise ValueError.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from kernels.layers.matmul import DTYPES, grouped_matmul, matmul
+from kernels.layers.row_sum import row_sum
+
+_FEW = 32
+"""Elements that are summed one after the other, where the summed dimension is not the last."""
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """float32; not of a type that it would round."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"model.deterministic = true has no sums of {x.dtype}; leave it off")
+    return x.float()
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    bias = None if bias is None else bias.contiguous()
+    return matmul(rows[None], weight[None].transpose(1, 2), bias)[0].view(*x.shape[:-1], weight.shape[0])
+
+
+def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return matmul(left[None], right[None])[0]
+
+
+def _mv(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _mm(left, right[:, None])[:, 0]
+
+
+def _dot(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return _mm(left[None], right[:, None])[0, 0]
+
+
+def _addmm(
+    added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    if beta == alpha == 1 and added.shape == right.shape[1:] and added.is_contiguous():
+        return matmul(left[None], right[None], added)[0]
+    product = alpha * _mm(left, right)
+    return product if beta == 0 else beta * added + product
+
+
+def _baddbmm(
+    added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
+) -> torch.Tensor:
+    product = alpha * matmul(left, right)
+    return product if beta == 0 else beta * added + product
+
+
+def _grouped_mm(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: None = None,
+    out_dtype: None = None,
+) -> torch.Tensor:
+    assert offs is not None
+    return grouped_matmul(left, right, offs)
+
+
+def _sums(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """float32 sums over `dims`, which stay, with one element each."""
+    wide = _wide(x)
+    if not wide.numel():
+        return wide.sum(tuple(dims), keepdim=True)
+    if len(dims) == 1 and dims[0] != x.dim() - 1 and x.shape[dims[0]] <= _FEW:
+        total = wide.select(dims[0], 0)
+        for index in range(1, x.shape[dims[0]]):
+            total = total + wide.select(dims[0], index)
+        return total.unsqueeze(dims[0])
+    kept = [dim for dim in range(x.dim()) if dim not in dims]
+    rows = wide.permute(*kept, *dims).flatten(len(kept)) if dims else wide[..., None]
+    found = row_sum(rows)
+    for dim in dims:
+        found = found.unsqueeze(dim)
+    return found
+
+
+def _dims(x: torch.Tensor, dim: Any) -> list[int]:
+    if dim is None or dim == [] or x.dim() == 0:
+        return list(range(x.dim()))
+    return sorted(one % x.dim() for one in ([dim] if isinstance(dim, int) else dim))
+
+
+def _sum(
+    x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    dims = _dims(x, dim)
+    found = _sums(x, dims).to(dtype or x.dtype)
+    return found if keepdim else found.squeeze(dims)
+
+
+def _mean(
+    x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    dims = _dims(x, dim)
+    count = math.prod(x.shape[one] for one in dims)
+    found = (_sums(x, dims) / count).to(dtype or x.dtype)
+    return found if keepdim else found.squeeze(dims)
+
+
+def _var(
+    x: torch.Tensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    *,
+    correction: float | None = None,
+) -> torch.Tensor:
+    if isinstance(dim, bool):  # an overload names it first
+        dim, unbiased = None, dim
+    dims, wide = _dims(x, dim), _wide(x)
+    count = math.prod(x.shape[one] for one in dims)
+    off = wide - _sums(wide, dims) / count
+    less = float(unbiased) if correction is None else correction
+    found = (_sums(off * off, dims) / (count - less)).to(x.dtype)
+    return found if keepdim else found.squeeze(dims)
+
+
+def _std(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return _var(x, *args, **kwargs).sqrt()
+
+
+def _vector_norm(
+    x: torch.Tensor,
+    ord: float = 2,  # noqa: A002 - torch calls it so
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    if ord not in (1, 2):
+        raise ValueError(f"model.deterministic = true has no norm of order {ord}; leave it off")
+    wide = _wide(x)
+    found = _sum(wide.abs() if ord == 1 else wide * wide, dim, keepdim)
+    return (found.sqrt() if ord == 2 else found).to(dtype or x.dtype)
+
+
+def _exponentials(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores less the largest, and their exponentials' sum."""
+    wide = _wide(x)
+    less = wide - wide.amax(dim, keepdim=True)
+    return less, _sums(less.exp(), _dims(x, dim))
+
+
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+    less, total = _exponentials(x, dim)
+    return (less.exp() / total).to(torch.float32 if half_to_float else x.dtype)
+
+
+def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool = False) -> torch.Tensor:
+    less, total = _exponentials(x, dim)
+    return (less - total.log()).to(torch.float32 if half_to_float else x.dtype)
+
+
+def _layer_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    wide = _wide(x)
+    mean = _mean(wide, dims, keepdim=True)
+    rstd = torch.rsqrt(_mean((wide - mean).square(), dims, keepdim=True) + eps)
+    found = (wide - mean) * rstd
+    if weight is not None:
+        found = found * weight.float()
+    if bias is not None:
+        found = found + bias.float()
+    return found.to(x.dtype), mean, rstd
+
+
+def _rms_norm(
+    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = list(range(x.dim() - len(shape), x.dim()))
+    wide = _wide(x)
+    rstd = torch.rsqrt(
+        _mean(wide.square(), dims, keepdim=True) + (torch.finfo(x.dtype).eps if eps is None else eps)
+    )
+    found = wide * rstd
+    return (found if weight is None else found * weight.float()).to(x.dtype), rstd
+
+
+def _topk(
+    x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, *unused: bool, **also_unused: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of equal values the first, where `torch.topk` takes any."""
+    values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
+
+
+def _sort(
+    x: torch.Tensor, dim: int = -1, descending: bool = False, *, stable: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.sort(x, dim=dim, descending=descending, stable=True)
+
+
+def _index_add_(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
+) -> torch.Tensor:
+    """In the order of `index`; torch adds in any order on a GPU."""
+    x.transpose(0, dim).index_put_((index,), alpha * source.transpose(0, dim), accumulate=True)
+    return x
+
+
+def _index_add(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
+) -> torch.Tensor:
+    return _index_add_(x.clone(), dim, index, source, alpha=alpha)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + (-x).exp())
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + (-x).exp())
+
+
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    if approximate == "none":
+        return 0.5 * x * (1 + (x * math.sqrt(0.5)).erf())
+    return 0.5 * x * (1 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
+
+
+def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    return torch.where(x * beta > threshold, x, _log1p((x * beta).exp()) / beta)
+
+
+def _log1p(x: torch.Tensor) -> torch.Tensor:
+    """log(1 + x), also of small x: what 1 + x is rounded by is divided out (W. Kahan)."""
+    more = 1 + x
+    return torch.where(more == 1, x, more.log() * x / (more - 1))
+
+
+ON_CPU: dict[str, Callable[..., Any]] = {
+    "sigmoid": _sigmoid,
+    "silu": _silu,
+    "gelu": _gelu,
+    "softplus": _softplus,
+    "log1p": _log1p,
+}
+"""On a CPU torch computes these otherwise where a tensor ends than in its middle; the functions here it does not."""
+
+REPLACED: dict[str, Callable[..., Any]] = {
+    "linear": _linear,
+    "mm": _mm,
+    "bmm": matmul,
+    "mv": _mv,
+    "dot": _dot,
+    "addmm": _addmm,
+    "baddbmm": _baddbmm,
+    "_grouped_mm": _grouped_mm,
+    "sum": _sum,
+    "mean": _mean,
+    "var": _var,
+    "std": _std,
+    "linalg_vector_norm": _vector_norm,
+    "_softmax": _softmax,
+    "_log_softmax": _log_softmax,
+    "native_layer_norm": _layer_norm,
+    "_fused_rms_norm": _rms_norm,
+    "topk": _topk,
+    "sort": _sort,
+    "index_add_": _index_add_,
+    "index_add": _index_add,
+}

@@ -1,0 +1,1 @@
+"""Building a rank's model: source, configuration, weights."""

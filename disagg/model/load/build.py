@@ -1,0 +1,190 @@
+"""Builds a rank's model: first empty on the meta device, then cut to the rank's part, then filled in place.
+
+A rank therefore never holds more than its own part and one whole parameter, in host or device memory.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import structlog
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from disagg.core.errors import UnsupportedModelError
+from disagg.core.ports import Collective
+from disagg.model.adapters import adapter_of
+from disagg.model.adapters.base import StepInputs
+from disagg.model.attention.paged import ATTENTION_NAME
+from disagg.model.load.source import ModelSource
+from disagg.model.load.weights import WeightSource
+from disagg.model.spec.layer_types import recurrent_layers
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.model.tensor_parallel import Cut, Sharding, shard_model
+
+log = structlog.get_logger(__name__)
+
+_BUILD_LOCK = threading.Lock()  # transformers sets the process's default dtype while it builds
+
+
+def build_model(
+    source: ModelSource, spec: ModelSpec, collective: Collective, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Sharding]:
+    """The rank's part of the model on `device`, in eval mode, without gradients; and how it was split.
+
+    Raises UnsupportedModelError when it cannot use our attention or the ranks cannot share its heads, ConfigError
+    when weights are missing.
+    """
+    with _BUILD_LOCK:
+        model = _empty_model(source, spec, dtype)
+        shapes = _stored_shapes(model)
+        sharding = shard_model(model, spec, collective)
+        _materialize(model, device)
+        _initialize(model)
+        _fill(model, source.weights(set(shapes)), shapes, sharding.cuts)
+        model.tie_weights()
+    if collective.rank == 0:
+        for part, why in sharding.whole.items():
+            log.info("held_whole_by_every_rank", model=spec.architecture, part=part, why=why)
+    return model.eval(), sharding
+
+
+def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, dtype: torch.dtype) -> int:
+    """Size of the rank's part, without reading a weight. Tied parameters count once. Raises as `build_model`."""
+    with _BUILD_LOCK:
+        model = _empty_model(source, spec, dtype)
+        shard_model(model, spec, collective)
+        model.tie_weights()
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> Any:
+    config = copy.deepcopy(source.config)
+    config.use_cache = False
+    adapter = adapter_of(config)
+    if adapter is not None and (why := adapter.refused(config)):
+        raise UnsupportedModelError(f"{spec.architecture} is not supported: it has {why}")
+    implementation = ATTENTION_NAME if adapter is None else "eager"
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=implementation)
+    except (KeyError, ValueError, AttributeError, TypeError) as exc:
+        raise UnsupportedModelError(f"{spec.architecture} is not supported: {_why_not_built(exc)}") from exc
+    if adapter is not None:
+        model.config._attn_implementation = ATTENTION_NAME  # so that no mask is made
+        if adapter.plan:
+            model.config.base_model_tp_plan = dict(adapter.plan)
+        adapter.adapt(model, StepInputs(model))
+        return model
+    stateful = getattr(model, "_is_stateful", False)
+    if stateful and not getattr(config, "layer_types", None):
+        raise UnsupportedModelError(
+            f"{spec.architecture} is not supported: it keeps state that its layer types do not name"
+        )
+    # Hybrid models do not set this flag; the runner checks their attention calls.
+    hybrid = stateful or recurrent_layers(config)
+    if not (getattr(model, "_supports_attention_backend", False) or hybrid):
+        raise UnsupportedModelError(f"{spec.architecture} is not supported: its attention cannot be replaced")
+    return model
+
+
+def _why_not_built(exc: Exception) -> str:
+    if exc.args == (ATTENTION_NAME,):  # the model has its own table of attention functions
+        return "its attention cannot be replaced"
+    reason = str(exc).strip().partition("\n")[0]
+    return f"transformers cannot build it: {reason}"
+
+
+def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Full shapes of the tensors in a checkpoint: parameters (tied ones once) and buffers that are not computed.
+
+    Tied parameters have the name that the others are tied to, whatever their order in the model.
+    """
+    stored = model.state_dict(keep_vars=True)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    names: dict[int, str] = {}
+    for name, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
+        is_copy = name in tied and stored.get(tied[name]) is tensor
+        if name in stored and not is_copy:
+            names.setdefault(id(tensor), name)
+    return {name: tuple(stored[name].shape) for name in names.values()}
+
+
+def _materialize(model: Any, device: torch.device) -> None:
+    """Gives every parameter and buffer memory; NaN marks elements that are never filled."""
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(_poisoned(parameter, device), requires_grad=False)
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = _poisoned(buffer, device)
+
+
+def _poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = torch.empty(like.shape, dtype=like.dtype, device=device)
+    return empty.fill_(float("nan")) if like.is_floating_point() else empty.zero_()
+
+
+def _initialize(model: Any) -> None:
+    """Initializes the tensors that no checkpoint holds: computed buffers, and norms for random weights."""
+    owners = dict(_owners(model, model))
+    for module in model.modules():
+        own = [*module._parameters.values(), *module._buffers.values()]
+        if any(tensor is not None for tensor in own) and not isinstance(module, nn.Linear):
+            _init_weights(owners[module], module)
+    # A buffer that no checkpoint holds may be set by a module further up (the multipliers of Falcon-H1).
+    stored = model.state_dict(keep_vars=True)
+    unset = {name for name, buffer in model.named_buffers() if name not in stored and not _is_set(buffer)}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) and any(buffer.startswith(f"{name}.") for buffer in unset):
+            _init_weights(owners[module], module)
+
+
+def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
+    """Yields each module with its innermost transformers model, which can initialize the module."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield module, owner
+    for child in module.children():
+        yield from _owners(child, owner)
+
+
+def _init_weights(model: Any, module: nn.Module) -> None:
+    try:
+        model._init_weights(module)
+    except AttributeError as exc:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not supported: its {type(module).__name__} cannot be set up by itself"
+        ) from exc
+
+
+def _is_set(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
+
+
+def _fill(
+    model: Any, weights: WeightSource, shapes: dict[str, tuple[int, ...]], cuts: dict[str, Cut]
+) -> None:
+    for name, shape in shapes.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        empty = getattr(module, leaf)
+        part = weights.load(name, shape, empty.dtype, empty.device, cuts.get(name))
+        if part is not None and leaf in module._parameters:
+            module._parameters[leaf] = nn.Parameter(part, requires_grad=False)
+        elif part is not None:
+            module._buffers[leaf] = part
+        elif not bool(torch.isfinite(empty).all()):
+            raise UnsupportedModelError(f"{type(model).__name__} is not supported: nothing sets its {name}")
+    for name, buffer in model.named_buffers():
+        if not _is_set(buffer):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is not supported: its buffer {name} stays unset"
+            )

@@ -1,0 +1,154 @@
+"""The source of a model: a checkpoint directory, or a named architecture with random weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from disagg.core.errors import ConfigError, UnsupportedModelError
+from disagg.kv.pool import dtype_name
+from disagg.model.load.checkpoint_files import AGAIN, read_json_object, reading, weight_files
+from disagg.model.load.composite import text_name, text_part
+from disagg.model.load.named import named_config
+from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
+from disagg.model.spec.model_spec import ModelSpec, eos_ids, require_supported, spec_from_config
+
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # say nothing about the model
+_SAMPLES = 32
+_SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A configuration and the way to its weights. Reads no weight before a runner loads the weights."""
+
+    name: str
+    """Directory, or name of the architecture."""
+    config: Any
+    """The transformers configuration; not to be changed."""
+    fingerprint: str
+    """Hex digest over the configuration and the weights' identity; the same on every machine."""
+    directory: Path | None
+    """Where the checkpoint and its tokenizer lie; None for random weights."""
+    seed: int
+    """Seed of random weights; 0 for a checkpoint."""
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> ModelSource:
+        """A checkpoint of Hugging Face. Raises ConfigError or UnsupportedModelError, one line each."""
+        directory = Path(path)
+        if not directory.is_dir():
+            raise ConfigError(f"no such model directory: {directory}")
+        if not (directory / "config.json").is_file():
+            raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
+        config = _read_config(directory)
+        require_supported(config)
+        files = weight_files(directory)
+        digest = _config_digest(config)
+        for file in files:
+            _hash_file(digest, file)
+        return cls(str(directory), config, digest.hexdigest(), directory, 0)
+
+    @classmethod
+    def random_init(cls, name: str, seed: int = 0, *, std: float | None = None) -> ModelSource:
+        """Random weights for an architecture of `disagg.model.load.named`; ConfigError for an unknown name.
+
+        Normal, with a standard deviation of `std`, or of the architecture's own `initializer_range`.
+        """
+        config = named_config(name)
+        if std is not None:
+            config.initializer_range = std
+        digest = _config_digest(config)
+        digest.update(f"random {name.lower()} {seed}".encode())
+        return cls(name, config, digest.hexdigest(), None, seed)
+
+    def spec(self, kv_dtype: torch.dtype) -> ModelSpec:
+        """The model's spec with a KV cache of `kv_dtype`."""
+        spec = spec_from_config(self.config, self.fingerprint, dtype_name(kv_dtype))
+        ids = _generation_eos_ids(self.directory)
+        return spec if ids is None else _with_eos(spec, ids)
+
+    def weights(self, needed: set[str]) -> WeightSource:
+        """Opens the weights; `needed` are the model's parameter names.
+
+        Slices are read straight from safetensors files whose names match. A checkpoint in another format or
+        with older names goes through transformers' own loader: the whole model passes through host memory.
+        """
+        if self.directory is None:
+            return RandomWeights(self.seed, self.config.initializer_range)
+        files = weight_files(self.directory)
+        if all(file.suffix == ".safetensors" for file in files):
+            stored = SafetensorsWeights(files)
+            if needed <= stored.names():
+                return stored
+            stored = SafetensorsWeights(files, text_name)
+            if needed <= stored.names():
+                return stored
+        model = load_pretrained(self.directory, "auto")
+        return StateDictWeights({text_name(name): tensor for name, tensor in model.state_dict().items()})
+
+
+def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
+    """The whole model by transformers' own loader. Raises ConfigError when it cannot, or lacks a weight.
+
+    transformers draws a missing weight at random and only warns.
+    """
+    with reading(directory):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ConfigError(f"{directory} has no weight named {missing[0]} ({len(missing)} missing); {AGAIN}")
+    return model
+
+
+def _read_config(directory: Path) -> Any:
+    path = directory / "config.json"
+    read_json_object(path)
+    with reading(path, "repair it, or use a model that this transformers knows", UnsupportedModelError):
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        if type(config) in AutoModelForCausalLM._model_mapping:
+            return text_part(config)
+    raise UnsupportedModelError(f"{config.model_type} in {directory} is not a decoder-only language model")
+
+
+def _generation_eos_ids(directory: Path | None) -> tuple[int, ...] | None:
+    """End tokens to generate with; chat models name more of them here than in config.json."""
+    if directory is None or not (directory / "generation_config.json").is_file():
+        return None
+    path = directory / "generation_config.json"
+    read_json_object(path)
+    with reading(path):
+        found = GenerationConfig.from_pretrained(directory, local_files_only=True).eos_token_id
+        ids = None if found is None else eos_ids(found)
+    if ids is not None and not all(isinstance(one, int) for one in ids):
+        raise ConfigError(f"{path}: eos_token_id is {found!r}; it must be a number or a list of numbers")
+    return ids
+
+
+def _with_eos(spec: ModelSpec, ids: tuple[int, ...]) -> ModelSpec:
+    return msgspec.structs.replace(spec, eos_ids=ids)
+
+
+def _config_digest(config: Any) -> Any:
+    values = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
+    return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=16)
+
+
+def _hash_file(digest: Any, path: Path) -> None:
+    """Adds a weight file's name, size, header and spread samples: distinguishes fine-tunes quickly."""
+    size = path.stat().st_size
+    digest.update(f"{path.name} {size}".encode())
+    with path.open("rb") as file:
+        if path.suffix == ".safetensors":
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+        for sample in range(_SAMPLES):
+            file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))

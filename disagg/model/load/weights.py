@@ -1,0 +1,119 @@
+"""Where a model's weights come from. Each source yields any parameter, whole or just a rank's part of it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import safe_open
+
+from disagg.core.errors import ConfigError
+from disagg.model.load.checkpoint_files import reading
+from disagg.model.tensor_parallel import Cut
+
+
+class WeightSource(Protocol):
+    """Yields parameters by name."""
+
+    def load(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
+    ) -> torch.Tensor | None:
+        """The parameter, or its part `cut`, contiguous, as `dtype` on `device`; `shape` is that of the whole.
+
+        None leaves what the model's own initialization sets. Raises ConfigError when it is not to be had.
+        """
+
+
+class RandomWeights:
+    """Normal weights, each from a generator of its own: any split gets parts of exactly the same whole.
+
+    Drawn on the target device; a CPU and a GPU draw different numbers from one seed.
+    """
+
+    def __init__(self, seed: int, std: float) -> None:
+        self._seed = seed
+        self._std = std
+
+    def load(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
+    ) -> torch.Tensor | None:
+        """See `WeightSource.load`. Norms keep their own initialization, biases are zero."""
+        if len(shape) < 2:
+            size = shape if cut is None else (len(cut.span),)
+            return torch.zeros(size, dtype=dtype, device=device) if name.endswith(".bias") else None
+        generator = torch.Generator(device).manual_seed(seed_of(self._seed, name))
+        whole = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, self._std, generator=generator)
+        return whole if cut is None else cut.apply(whole).contiguous()
+
+
+class StateDictWeights:
+    """Weights that are in memory already."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def load(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
+    ) -> torch.Tensor | None:
+        """See `WeightSource.load`."""
+        if name not in self._tensors:
+            raise ConfigError(f"the checkpoint has no weight named {name}")
+        whole = self._tensors[name]
+        require_shape(name, tuple(whole.shape), shape)
+        part = whole if cut is None else cut.apply(whole)
+        return part.to(device, dtype, copy=True).contiguous()
+
+
+class SafetensorsWeights:
+    """Weights of a checkpoint directory, read part by part: a rank reads only its own slices."""
+
+    def __init__(self, files: list[Path], rename: Callable[[str], str] = lambda name: name) -> None:
+        """`rename` maps each stored name to the parameter's name."""
+        self._files: dict[str, tuple[Path, Any, str]] = {}
+        for path in files:
+            with reading(path):
+                handle: Any = safe_open(path, framework="pt")
+                self._files.update({rename(name): (path, handle, name) for name in handle.keys()})  # noqa: SIM118
+
+    def names(self) -> set[str]:
+        """Names of all weights."""
+        return set(self._files)
+
+    def load(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
+    ) -> torch.Tensor | None:
+        """See `WeightSource.load`."""
+        if name not in self._files:
+            raise ConfigError(f"the checkpoint has no weight named {name}")
+        path, file, stored_name = self._files[name]
+        with reading(path):
+            stored = file.get_slice(stored_name)
+            require_shape(name, tuple(stored.get_shape()), shape)
+            part = _read(file, stored_name, stored, cut)
+        return part.to(device, dtype, copy=True).contiguous()
+
+
+def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:
+    """The part of a stored tensor; only its bytes are read."""
+    if cut is None:
+        part = file.get_tensor(name)
+    else:
+        span = slice(cut.span.start, cut.span.stop)
+        part = stored[span] if cut.dim == 0 else stored[:, span]
+    assert isinstance(part, torch.Tensor)
+    return part
+
+
+def require_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raises ConfigError when a checkpoint's weight has another shape than its configuration says."""
+    if found != expected:
+        raise ConfigError(f"the checkpoint's {name} is {found}, its config.json says {expected}")
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A 63-bit seed for one parameter, the same on every machine."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1

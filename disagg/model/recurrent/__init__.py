@@ -1,0 +1,1 @@
+"""Recurrent states: convolutions, state space models, linear attention."""

@@ -1,0 +1,266 @@
+"""Tensor parallelism: a rank's slice of every linear layer, by the model's own plan (`base_model_tp_plan`).
+
+Column-parallel layers keep some output rows (query heads, KV heads, a part of the MLP), row-parallel ones the
+matching input columns, and then sum over the ranks. Idea: Megatron-LM (Shoeybi et al., 2019). Embedding and
+output head are kept whole, and so is every part whose plan or shape cannot be split exactly: each rank then
+computes it alike. Of attention that is kept whole (fused projections, latent attention, norms over all heads) the
+KV cache and the attention itself are still split by heads, see `disagg.model.attention.paged.SharedHeads`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from disagg.core.errors import UnsupportedModelError
+from disagg.core.ports import Collective
+from disagg.core.types import Span
+from disagg.model.spec.layer_types import attention_layers, recurrent_layers
+from disagg.model.spec.model_spec import ModelSpec, kv_span
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_PER_HEAD = "replicated_with_grad_allreduce"  # a module applied to each head alone: kept whole
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part of a full parameter that a rank holds: `span` along `dim`."""
+
+    dim: int
+    span: Span
+
+    def apply(self, full: torch.Tensor) -> torch.Tensor:
+        """View of the part."""
+        return full.narrow(self.dim, self.span.start, len(self.span))
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer over the rank's input columns: `[.., columns]` to `[.., out]`, summed over the ranks.
+
+    Every rank holds the bias; it is added once, after the sum.
+    """
+
+    collective: Collective
+    product: Callable[[torch.Tensor], torch.Tensor] | None = None
+    """Replaces torch's product with the weight, if set."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The full layer's output, the same on every rank."""
+        y = nn.functional.linear(x, self.weight) if self.product is None else self.product(x)
+        self.collective.all_reduce(y)
+        return y if self.bias is None else y + self.bias
+
+
+def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
+    """Query heads of a rank, of each class of layers.
+
+    Raises UnsupportedModelError when `size` does not divide them.
+    """
+    counts = [shape.q_heads for shape in spec.shapes]
+    if size < 1 or any(heads % size for heads in counts):
+        sizes = ", ".join(str(n) for n in range(1, max(counts) + 1) if not any(heads % n for heads in counts))
+        heads = " or ".join(str(count) for count in sorted({*counts}))
+        raise UnsupportedModelError(
+            f"{spec.architecture} has {heads} query heads, which {size} ranks cannot share; use {sizes}"
+        )
+    return tuple(Span(rank * heads // size, (rank + 1) * heads // size) for heads in counts)
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The result of splitting a model over ranks."""
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """Cuts by parameter name."""
+    whole_attention: bool = False
+    """Whether attention layers take and return all heads on every rank."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Parts that every rank holds whole, with the reason."""
+
+
+def shard_model(model: Any, spec: ModelSpec, collective: Collective) -> Sharding:
+    """Shrinks `model`, on the meta device, to the rank's slices.
+
+    Raises UnsupportedModelError when the ranks cannot share the query heads.
+    """
+    if collective.size == 1:
+        return Sharding()
+    return _Sharder(model, spec, collective).run()
+
+
+class _UnsplittableError(Exception):
+    """A part must be kept whole; the message has the reason."""
+
+
+class _Sharder:
+    def __init__(self, model: Any, spec: ModelSpec, collective: Collective) -> None:
+        self._model = model
+        self._spec = spec
+        self._collective = collective
+        self._queries = query_spans(spec, collective.rank, collective.size)
+        self._cuts: dict[str, Cut] = {}
+        self._recurrent = set(recurrent_layers(model.config))
+
+    def run(self) -> Sharding:
+        whole = {"recurrent layers": "each rank keeps the whole state"} if self._recurrent else {}
+        planned = self._planned()
+        attention = {parent: plan for parent, plan in planned.items() if self._is_attention(parent)}
+        try:
+            rows = {parent: self._check_attention(parent, plan) for parent, plan in attention.items()}
+            self._check_layers(attention)
+        except _UnsplittableError as why:
+            whole["attention"] = str(why)
+        else:
+            for parent, row in rows.items():
+                self._cut_attention(parent, row)
+        for parent in planned.keys() - attention.keys():
+            try:
+                columns, row = self._check_mlp(parent, planned[parent])
+            except _UnsplittableError as why:
+                whole[_pattern(parent)] = str(why)
+            else:
+                self._cut_mlp(parent, columns, row)
+        return Sharding(self._cuts, "attention" in whole, whole)
+
+    def _planned(self) -> dict[str, dict[str, str]]:
+        """Style of each planned module that exists, by the parent's name and the child's."""
+        styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
+        prefix = self._model.base_model_prefix
+        names = [name for name, _ in self._model.named_modules()]
+        names += [name for name, _ in self._model.named_parameters()]
+        planned: dict[str, dict[str, str]] = {}
+        for pattern, style in styles.items():
+            for name in names:
+                if fnmatchcase(name, f"{prefix}.{pattern}"):
+                    parent, _, child = name.rpartition(".")
+                    planned.setdefault(parent, {})[child] = style
+        return planned
+
+    def _is_attention(self, parent: str) -> bool:
+        module = self._model.get_submodule(parent)
+        if hasattr(module, "self_attn"):
+            return False  # a whole decoder layer may have a layer number too
+        layer = getattr(module, "layer_idx", None)
+        if layer in self._recurrent - set(attention_layers(self._model.config)):
+            return False  # linear attention has "attention" in its name too
+        return "attn" in parent or "attention" in parent or layer is not None
+
+    def _check_layers(self, attention: Iterable[str]) -> None:
+        count, layers = len(list(attention)), self._spec.attention_layers
+        if count != layers:
+            raise _UnsplittableError(f"its plan covers {count} of {layers} attention layers")
+
+    def _check_attention(self, parent: str, plan: dict[str, str]) -> str:
+        """The name of its row-parallel layer."""
+        shape = self._spec.shapes[self._class_of(parent)]
+        row = self._rest(parent, plan, allowed=set(_QKV), head_dims={shape.k_dim, shape.v_dim})
+        widths = (shape.q_heads * shape.k_dim, shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim)
+        for child, width in zip(_QKV, widths, strict=True):
+            if child == "q_proj" or self._has(parent, child):
+                self._check_width(parent, child, "out_features", width)
+        self._check_width(parent, row, "in_features", shape.q_heads * shape.v_dim)
+        return row
+
+    def _cut_attention(self, parent: str, row: str) -> None:
+        number = self._class_of(parent)
+        shape, queries = self._spec.shapes[number], self._queries[number]
+        heads = kv_span(self._collective.rank, self._collective.size, shape.kv_heads)
+        self._cut_columns(parent, "q_proj", _scale(queries, shape.k_dim))
+        for child, dim in (("k_proj", shape.k_dim), ("v_proj", shape.v_dim)):
+            if self._has(parent, child):
+                self._cut_columns(parent, child, _scale(heads, dim))
+        self._cut_row(parent, row, _scale(queries, shape.v_dim))
+
+    def _class_of(self, parent: str) -> int:
+        return self._spec.class_of(self._model.get_submodule(parent).layer_idx) if self._spec.more else 0
+
+    def _has(self, parent: str, child: str) -> bool:
+        """False of a layer that takes K and V from an earlier one, or V from K."""
+        return not self._spec.places or getattr(self._model.get_submodule(parent), child, None) is not None
+
+    def _check_mlp(self, parent: str, plan: dict[str, str]) -> tuple[list[str], str]:
+        """The names of its column-parallel layers and of the row-parallel one."""
+        if getattr(self._model.get_submodule(parent), "activation_sparsity", 0.0):
+            raise _UnsplittableError("which of its activations are zero follows from all of them")
+        columns = sorted(child for child, style in plan.items() if style == "colwise")
+        row = self._rest(parent, plan, allowed=set(columns))
+        for child in columns:
+            self._check_width(parent, child, "out_features", self._linear(parent, row).in_features)
+        return columns, row
+
+    def _cut_mlp(self, parent: str, columns: list[str], row: str) -> None:
+        width = self._linear(parent, row).in_features
+        rank, size = self._collective.rank, self._collective.size
+        span = Span(rank * width // size, (rank + 1) * width // size)
+        for child in columns:
+            self._cut_columns(parent, child, span)
+        self._cut_row(parent, row, span)
+
+    def _rest(
+        self, parent: str, plan: dict[str, str], allowed: set[str], head_dims: Container[int] = ()
+    ) -> str:
+        """The one row-parallel child, when everything else in `parent` is understood."""
+        rows = [child for child, style in plan.items() if style == "rowwise"]
+        for child, style in plan.items():
+            known = (child in allowed and style == "colwise") or style in ("rowwise", _PER_HEAD)
+            if not known:
+                raise _UnsplittableError(f"its plan has '{style}' for {child}")
+        if len(rows) != 1:
+            raise _UnsplittableError(f"it has {len(rows)} row-parallel layers, not one")
+        for name, parameter in self._model.get_submodule(parent).named_parameters():
+            child = name.split(".")[0]
+            whole = child not in plan or plan[child] == _PER_HEAD
+            if whole and not (parameter.dim() == 1 and len(parameter) in head_dims):
+                raise _UnsplittableError(f"its {name} {tuple(parameter.shape)} is neither split nor per head")
+        return rows[0]
+
+    def _check_width(self, parent: str, child: str, side: str, width: int) -> None:
+        found = getattr(self._linear(parent, child), side)
+        if found != width:
+            raise _UnsplittableError(f"its {child} has {found} {side} where {width} can be split")
+
+    def _cut_columns(self, parent: str, child: str, span: Span) -> None:
+        linear = self._linear(parent, child)
+        self._cut(parent, child, linear, "weight", Cut(0, span))
+        if linear.bias is not None:
+            self._cut(parent, child, linear, "bias", Cut(0, span))
+        linear.out_features = len(span)
+
+    def _cut_row(self, parent: str, child: str, span: Span) -> None:
+        linear = self._linear(parent, child)
+        swapped = RowParallelLinear(
+            len(span),
+            linear.out_features,
+            bias=linear.bias is not None,
+            device="meta",
+            dtype=linear.weight.dtype,
+        )
+        swapped.collective = self._collective
+        setattr(self._model.get_submodule(parent), child, swapped)
+        self._cuts[f"{parent}.{child}.weight"] = Cut(1, span)
+
+    def _cut(self, parent: str, child: str, linear: nn.Linear, leaf: str, cut: Cut) -> None:
+        part = cut.apply(getattr(linear, leaf).detach())
+        setattr(linear, leaf, nn.Parameter(torch.empty_like(part), requires_grad=False))
+        self._cuts[f"{parent}.{child}.{leaf}"] = cut
+
+    def _linear(self, parent: str, child: str) -> nn.Linear:
+        module = getattr(self._model.get_submodule(parent), child, None)
+        if type(module) is not nn.Linear:
+            raise _UnsplittableError(f"its {child} is a {type(module).__name__}, not a plain linear layer")
+        return module
+
+
+def _pattern(name: str) -> str:
+    """`model.layers.*.mlp` for `model.layers.7.mlp`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _scale(span: Span, by: int) -> Span:
+    return Span(span.start * by, span.stop * by)

@@ -1,0 +1,290 @@
+"""KV manager of a group: allocates a row to each sequence, and pages as the sequence grows.
+
+All ranks of a group use the same row and page numbers, so only the leader has a KV manager.
+
+References to a request's pages, their owner, and who frees them:
+
+    [reserve, release)      the block table references each of its pages, cached ones too; `release` frees, or
+                            `vacate`, after which `refill` allocates new pages
+    [fork, release)         each fork references the same pages: several sequences of one request
+    [keep, evicted)         the prefix cache references each full page that it adds; eviction frees
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from disagg.core.config.tree import EvictionName
+from disagg.core.errors import InvariantError
+from disagg.core.prefixes import PrefixKey
+from disagg.kv.event_log import KVEventLog
+from disagg.kv.page_values import PageCopy, PageStatistics
+from disagg.kv.pages import TRASH_PAGE, TokenToKVPoolAllocator, pages_for
+from disagg.kv.radix import RadixCache, RadixStatistics
+from disagg.kv.radix_node import Node
+from disagg.kv.sequence import KVSequence
+
+
+class Layout(NamedTuple):
+    """Sharing of pages among a request's sequences, independent of page numbers."""
+
+    pages: int
+    """Number of distinct pages."""
+    sequences: tuple[tuple[int, tuple[int, ...]], ...]
+    """For each sequence: its tokens, and the indices of its pages in order of first use.
+
+    Forks begin with the same pages; the first of them introduces the indices.
+    """
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """A row and the pages of one sequence. Owned by the request from `reserve` or `fork` until `release`."""
+
+    row: int
+    sequence: KVSequence = field(repr=False)
+    cached_tokens: int = 0
+    """Tokens of the prefix cache hit: full pages, shared with the cache."""
+    node: Node | None = field(default=None, repr=False)
+    """Node of the prefix cache that is locked for this sequence."""
+
+    @property
+    def pages(self) -> list[int]:
+        """Pages in order; page `i` holds positions `i * page_size ...`."""
+        return self.sequence.pages
+
+    @property
+    def tokens(self) -> int:
+        """Tokens with allocated slots."""
+        return self.sequence.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class KVManagerStatistics:
+    """Counts of the KV manager at one moment."""
+
+    rows: int
+    free_rows: int
+    pages: PageStatistics
+    cache: RadixStatistics | None = None
+    """None without a prefix cache."""
+
+
+class KVManager:
+    """Allocates rows and pages. Not thread-safe: the leader's lock guards it. Page 0 is the trash page."""
+
+    def __init__(
+        self, *, pool_tokens: int, page_size: int, rows: int, eviction: EvictionName | None = None
+    ) -> None:
+        """`eviction`: policy of the prefix cache; None: no prefix cache."""
+        self._pages = TokenToKVPoolAllocator(pool_tokens // page_size + 1, page_size)
+        self._cache = RadixCache(self._pages, eviction) if eviction else None
+        self._rows = rows
+        self._free_rows = list(range(rows - 1, -1, -1))
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page."""
+        return self._pages.page_size
+
+    @property
+    def caches(self) -> bool:
+        """Whether the group has a prefix cache."""
+        return self._cache is not None
+
+    @property
+    def kv_events(self) -> KVEventLog | None:
+        """KV events of the prefix cache; None without one."""
+        return self._cache.kv_events if self._cache is not None else None
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of the largest sequence that fits the pool."""
+        return (self._pages.pages - 1) * self._pages.page_size
+
+    @property
+    def pages(self) -> int:
+        """Pages of the pool without the trash page."""
+        return self._pages.pages - 1
+
+    @property
+    def rows(self) -> int:
+        """Largest number of sequences with pages at one time."""
+        return self._rows
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that can be allocated now."""
+        return len(self._free_rows)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that can be allocated now, including cached pages that can be evicted."""
+        return self._pages.free_pages + (self._cache.evictable_pages if self._cache is not None else 0)
+
+    def reserve(
+        self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0
+    ) -> BlockTable | None:
+        """Allocates a row and pages for `tokens` tokens; None, changing nothing, if rows or pages are short.
+
+        With `prompt` the block table begins with the longest cached prefix, at most all but the prompt's last token.
+        `spare_pages` pages must remain free.
+        """
+        if not self._free_rows:
+            return None
+        block_table, hit = BlockTable(self._free_rows[-1], KVSequence(self._pages)), None
+        if self._cache is not None and prompt is not None:
+            hit = self._cache.match(prompt, prompt.tokens - 1)
+            self._cache.lock(hit.node)
+            block_table = BlockTable(
+                block_table.row, KVSequence(self._pages, hit.pages), hit.tokens, hit.node
+            )
+        need = pages_for(tokens, self.page_size) - len(block_table.pages)
+        if need + spare_pages > self.free_pages or not self._make_room(need):
+            block_table.sequence.free()
+            self._forget(block_table)
+            return None
+        block_table.sequence.append(
+            tokens - block_table.tokens
+        )  # shared pages are full: no copies are needed
+        self._free_rows.pop()
+        if self._cache is not None and hit is not None:
+            self._cache.count(hit)
+        return block_table
+
+    def _make_room(self, pages: int) -> bool:
+        """Evicts until `pages` pages are free; False, changing nothing, if eviction cannot free enough."""
+        short = pages - self._pages.free_pages
+        if short <= 0:
+            return True
+        if self._cache is None or self._cache.evictable_pages < short:
+            return False
+        return self._cache.evict(short) == short
+
+    def keep(self, block_table: BlockTable, prompt: PrefixKey) -> None:
+        """Caches the full pages of `prompt`, whose KV is computed: requests with the same prefix may read them."""
+        if self._cache is None:
+            return
+        pages = block_table.pages[: prompt.tokens // self.page_size]
+        before, block_table.node = block_table.node, self._cache.insert(prompt, pages)
+        self._cache.lock(block_table.node)
+        if before is not None:
+            self._cache.unlock(before)
+
+    def fork(self, block_table: BlockTable) -> BlockTable | None:
+        """Allocates a row for a fork of the sequence, which shares its pages; None if no row is free."""
+        if not self._free_rows:
+            return None
+        twin = BlockTable(self._free_rows.pop(), block_table.sequence.fork())
+        self._read_cached(twin, block_table)
+        return twin
+
+    def refork(self, block_table: BlockTable, other: BlockTable) -> None:
+        """Frees the pages of `block_table` and makes it a fork of `other`. The row stays."""
+        self.vacate(block_table)
+        block_table.sequence.free()
+        block_table.sequence = other.sequence.fork()
+        self._read_cached(block_table, other)
+
+    def _read_cached(self, block_table: BlockTable, other: BlockTable) -> None:
+        """Locks the cached prefix of `other` for `block_table` too."""
+        if self._cache is not None and other.node is not None:
+            self._cache.lock(other.node)
+        block_table.cached_tokens, block_table.node = other.cached_tokens, other.node
+
+    def grow(self, block_tables: Sequence[BlockTable]) -> list[PageCopy] | None:
+        """Appends a slot for one token to each of `block_tables`; None, changing nothing, if pages are short.
+
+        Returns the page copies that must precede the write: a shared page that is not full is copied on write.
+        """
+        sequences = [block_table.sequence for block_table in block_tables]
+        copies = self._pages.append_one_to_each(sequences)
+        if copies is None and self._make_room(self._pages.pages_to_append(sequences)):
+            copies = self._pages.append_one_to_each(sequences)
+        return copies
+
+    def shrink(self, block_table: BlockTable, tokens: int) -> None:
+        """Truncates the sequence to `tokens` tokens and frees the pages behind them."""
+        block_table.sequence.truncate(tokens)
+
+    def vacate(self, block_table: BlockTable) -> None:
+        """Frees the pages and keeps the row; `refill` allocates new pages."""
+        self.shrink(block_table, 0)
+        self._forget(block_table)
+
+    def layout(self, block_tables: Sequence[BlockTable], tokens: Sequence[int]) -> Layout:
+        """Returns the page sharing of the first `tokens[i]` tokens of each block table; for `refill`."""
+        numbers: dict[int, int] = {}
+        sequences = []
+        for block_table, count in zip(block_tables, tokens, strict=True):
+            pages = block_table.pages[: pages_for(count, self.page_size)]
+            sequences.append((count, tuple(numbers.setdefault(page, len(numbers)) for page in pages)))
+        return Layout(len(numbers), tuple(sequences))
+
+    def refill(self, block_tables: Sequence[BlockTable], layout: Layout) -> list[int] | None:
+        """Allocates pages, shared as in `layout`, for vacated block tables; returns them by index in `layout`.
+
+        None, changing nothing, if pages are short.
+        """
+        if not self._make_room(layout.pages):
+            return None
+        pages: list[int] = []
+        for block_table, (tokens, numbers) in zip(block_tables, layout.sequences, strict=True):
+            shared = [pages[number] for number in numbers if number < len(pages)]
+            block_table.sequence.free()
+            block_table.sequence = KVSequence(self._pages, shared)
+            if tokens < block_table.tokens:  # the last page is shared and not full
+                block_table.sequence.truncate(tokens)
+            else:
+                block_table.sequence.append(tokens - block_table.tokens)
+            pages += block_table.pages[len(shared) :]
+        return pages
+
+    def release(self, block_table: BlockTable) -> None:
+        """Frees row and pages. Raises `ValueError` if the row is free already."""
+        if block_table.row in self._free_rows:
+            raise ValueError(f"row {block_table.row} is released twice")
+        block_table.sequence.free()
+        self._free_rows.append(block_table.row)
+        self._forget(block_table)
+
+    def _forget(self, block_table: BlockTable) -> None:
+        """Unlocks the cached prefix of the sequence."""
+        if self._cache is not None and block_table.node is not None:
+            self._cache.unlock(block_table.node)
+        block_table.node, block_table.cached_tokens = None, 0
+
+    def statistics(self) -> KVManagerStatistics:
+        """Counts at this moment."""
+        cache = self._cache.statistics() if self._cache is not None else None
+        return KVManagerStatistics(self._rows, len(self._free_rows), self._pages.statistics(), cache)
+
+    def check(self, requests: Sequence[Sequence[BlockTable]]) -> None:
+        """Raises `InvariantError` unless `requests` own all rows and pages in use: none lost, none owned twice.
+
+        `requests`: the block tables of each request. Different requests share cached pages only.
+        """
+        self._pages.check()
+        cached: list[int] = []
+        if self._cache is not None:
+            self._cache.check()
+            cached = self._cache.pages()
+        block_tables = [block_table for request in requests for block_table in request]
+        rows = sorted(self._free_rows + [h.row for h in block_tables])
+        references = Counter(page for h in block_tables for page in h.pages) + Counter(cached)
+        owners = Counter(page for request in requests for page in {p for h in request for p in h.pages})
+        shared = set(cached)
+        sound = (
+            rows == list(range(self._rows))
+            and TRASH_PAGE not in references
+            and all(count == 1 for page, count in owners.items() if page not in shared)
+            and all(self._pages.readers(page) == count for page, count in references.items())
+            and self._pages.statistics().references == references.total()
+        )
+        if not sound:
+            raise InvariantError(
+                f"KV manager: free rows {self._free_rows}, requests {requests}, pages {owners}, cached {cached}"
+            )

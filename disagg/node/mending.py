@@ -1,0 +1,103 @@
+"""Repair of a broken data connection between two living ranks: both sides fence the old one and link again.
+
+The transport refuses all operations with a peer whose connection broke, and the control channel still works, so
+nothing else repairs the connection. One round takes a request and a response on the control channel:
+
+    the rank that detects the loss      fences the peer, sends `LinkBroken`
+    the other rank                      fences the first, sends `LinkBroken(answer)`, links again
+    the first rank, on the response     links again
+
+So neither rank connects before both have fenced, and no fence ends a new connection. Two crossing requests answer
+each other. If the control channel loses the peer meanwhile, `disagg.node.silence` links the groups again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from disagg.core.ports import Clock
+from disagg.core.types import GroupInfo
+from disagg.node.silence import Silences
+from transport.control import messages as m
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Pause between two rounds with one peer; doubles while connections keep breaking."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pause:
+    length_s: float
+    until_s: float
+
+
+class Mending:
+    """Repairs the data connections of one rank. Owned by the transfer thread."""
+
+    def __init__(
+        self,
+        silences: Silences,
+        lane: str,
+        *,
+        fence: Callable[[str], None],
+        send: Callable[[str, m.Message], None],
+        link: Callable[[GroupInfo], None],
+        clock: Clock,
+    ) -> None:
+        """`fence` ends all work with a peer and disconnects; `send` is the control channel's; `link` links again."""
+        self._silences, self._lane, self._clock = silences, lane, clock
+        self._fence, self._send, self._link = fence, send, link
+        self._requested: set[str] = set()
+        """Peers that are fenced here and have not responded."""
+        self._pauses: dict[str, _Pause] = {}
+        self.rounds = 0
+        """Rounds that this rank started."""
+
+    def on_connection_lost(self, peer: str) -> None:
+        """Starts a round, unless one is running or the pause after the last one is not over."""
+        pause = self._pauses.get(peer)
+        if not self._silences.is_linked(peer) or (pause is not None and self._clock() < pause.until_s):
+            return
+        if not self._silences.mark_silent(peer):
+            return  # a round is running, or the control channel lost the peer and links again later
+        self.rounds += 1
+        self._drop(peer)
+        self._requested.add(peer)
+        self._send(peer, m.LinkBroken())
+
+    def on_link_broken(self, peer: str, message: m.LinkBroken) -> None:
+        """Fences the peer, which has fenced this rank, unless that is done; then links again."""
+        if peer in self._requested:
+            self._requested.discard(peer)
+            self._link_again(peer)
+        elif not message.answer:  # else the control channel lost and met the peer since the request
+            connected = self._silences.is_linked(peer) and self._silences.mark_silent(peer)
+            self._drop(peer)
+            self._send(peer, m.LinkBroken(answer=True))
+            if connected:  # a silent peer is linked when the control channel meets it
+                self._link_again(peer)
+
+    def control_lost(self, peer: str) -> None:
+        """Ends the round: the groups are linked again when the control channel meets the peer."""
+        self._requested.discard(peer)
+
+    def dead(self, peer: str) -> None:
+        """Removes a dead peer."""
+        self._requested.discard(peer)
+        self._pauses.pop(peer, None)
+
+    def _drop(self, peer: str) -> None:
+        now_s, last = self._clock(), self._pauses.get(peer)
+        soon = last is not None and now_s < last.until_s + LONGEST_PAUSE_S
+        length_s = min(2 * last.length_s, LONGEST_PAUSE_S) if last is not None and soon else FIRST_PAUSE_S
+        self._pauses[peer] = _Pause(length_s, now_s + length_s)
+        log.warning("data_connection_broken", peer=peer, lane=self._lane, next_try_after_s=length_s)
+        self._fence(peer)
+
+    def _link_again(self, peer: str) -> None:
+        for group in self._silences.mark_met(peer):
+            self._link(group)

@@ -1,0 +1,184 @@
+"""Computes the transfer of one prompt between two groups: routes, segments, bytes, messages. No model, no GPU.
+
+The engines use the same functions (`staging.shards`, `routes`, `planner`), so a run does exactly this transfer.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from disagg.core.errors import ConfigError
+from disagg.core.types import DTYPE_BYTES, QUANTIZED_DTYPES, KVLayout, Segment, Shard, Span
+from staging.planner import layer_groups, plan_segments
+from staging.routes import Route, plan_routes
+from staging.shards import layout_shards
+
+
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of the two groups and of the prompt. Raises `ConfigError` when a value is out of range."""
+
+    layout: KVLayout
+    """Layout of the KV in the decode groups and on the wire."""
+    computed_dtype: str = ""
+    """Element type of the prefill groups' KV when the sender quantizes; empty when KV is sent unchanged."""
+    prefill_tp: int
+    decode_tp: int
+    prefill_pp: int = 1
+    decode_pp: int = 1
+    tokens: int = 8192
+    chunk_tokens: int = 256
+    layer_groups: int = 4
+    max_segment_bytes: int = 8 << 20
+
+    def __post_init__(self) -> None:
+        layout = self.layout
+        if layout.dtype not in DTYPE_BYTES:
+            allowed = ", ".join(DTYPE_BYTES)
+            raise ConfigError(f"dtype = {layout.dtype!r} is not allowed; it must be one of {allowed}")
+        if self.computed_dtype and not self.quantizes:
+            raise ConfigError(
+                f"KV in {self.computed_dtype} cannot be sent as {layout.dtype}: KV is sent unchanged, or "
+                "quantized from floats to one of " + ", ".join(QUANTIZED_DTYPES)
+            )
+        others = ("layout", "computed_dtype")
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in others}
+        names = ("layers", "kv_heads", "head_dim")
+        sizes = [(name, getattr(one, name)) for one in layout.classes for name in names]
+        for name, value in (*values.items(), *sizes):
+            if value < 1:
+                raise ConfigError(f"{name} = {value} is not allowed; it must be at least 1")
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether the sender quantizes KV."""
+        return self.layout.quantized and self.computed_dtype in DTYPE_BYTES.keys() - QUANTIZED_DTYPES
+
+
+class RouteTotal(msgspec.Struct, frozen=True):
+    """One route, with its totals for the whole prompt."""
+
+    route: Route
+    nbytes: int
+    segments: int
+
+
+class TransferPlan(msgspec.Struct, frozen=True):
+    """The transfer of one prompt."""
+
+    request: PlanRequest
+    sources: tuple[Shard, ...]
+    destinations: tuple[Shard, ...]
+    routes: tuple[RouteTotal, ...]
+
+    @property
+    def chunks(self) -> int:
+        """Number of prefill steps."""
+        return -(-self.request.tokens // self.request.chunk_tokens)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return sum(total.nbytes for total in self.routes)
+
+    @property
+    def segments(self) -> int:
+        """Data messages on the wire."""
+        return sum(total.segments for total in self.routes)
+
+    @property
+    def pairs(self) -> int:
+        """Number of (source rank, destination rank) pairs that exchange data."""
+        return len({(total.route.src_rank, total.route.dst_rank) for total in self.routes})
+
+    @property
+    def control_messages(self) -> int:
+        """Control messages between prefill and decode ranks, in both directions, while the ring has room.
+
+        Each pair exchanges one `LeaseRequest` and one `LeaseGrant` per chunk, independent of pages and heads. A full
+        ring adds at most one `Watermark` per segment.
+        """
+        return 2 * self.pairs * self.chunks
+
+
+def compute_plan(request: PlanRequest) -> TransferPlan:
+    """Returns the routes with their totals. Raises `ConfigError` for impossible sizes or too small segments."""
+    layout = request.layout
+    sources = layout_shards(layout, request.prefill_tp, request.prefill_pp)
+    destinations = layout_shards(layout, request.decode_tp, request.decode_pp)
+    routes = plan_routes(sources, destinations)
+    full, rest = divmod(request.tokens, request.chunk_tokens)
+    totals = []
+    for route in routes:
+        whole = _segments(request, route, sources[route.src_rank], min(request.chunk_tokens, request.tokens))
+        last = _segments(request, route, sources[route.src_rank], rest)
+        totals.append(
+            RouteTotal(
+                route,
+                nbytes=full * _bytes(whole) + _bytes(last),
+                segments=full * len(whole) + len(last),
+            )
+        )
+    return TransferPlan(request, sources, destinations, tuple(totals))
+
+
+def _segments(request: PlanRequest, route: Route, source: Shard, tokens: int) -> tuple[Segment, ...]:
+    """Returns the segments of one chunk of `tokens` on one route; each source cuts its own layers into groups."""
+    part = source.parts[source.part_of(route.layers)]
+    groups = layer_groups(part.layers, request.layer_groups)
+    limits = {route.dst_rank: request.max_segment_bytes}
+    return plan_segments([route], request.layout, Span(0, tokens), groups, limits)
+
+
+def _bytes(segments: tuple[Segment, ...]) -> int:
+    return sum(segment.nbytes for segment in segments)
+
+
+def describe_bytes(nbytes: int) -> str:
+    """'1.5 MiB': binary units, three digits."""
+    value = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def describe_span(what: str, span: Span) -> str:
+    """'heads 0-3', 'head 5': for labels."""
+    return f"{what}s {span}" if len(span) != 1 else f"{what} {span}"
+
+
+def plan_lines(plan: TransferPlan) -> list[str]:
+    """Returns the plan as lines of text: the heads and layers of each rank, and the totals."""
+    request, layout = plan.request, plan.request.layout
+    lines = [_side("prefill", plan.sources, layout), _side("decode", plan.destinations, layout)]
+    lines += [
+        f"{request.tokens} tokens in {plan.chunks} chunks, each in {request.layer_groups} layer groups: "
+        f"{describe_bytes(plan.nbytes)} in {plan.segments} segments of at most "
+        f"{describe_bytes(request.max_segment_bytes)}",
+        f"{plan.control_messages} control messages between the ranks = 2 x {plan.pairs} pairs of ranks x "
+        f"{plan.chunks} chunks",
+    ]
+    if request.computed_dtype:
+        computed = msgspec.structs.replace(layout, dtype=request.computed_dtype)
+        share = layout.token_bytes / computed.token_bytes
+        lines.append(
+            f"KV is computed in {computed.dtype} and sent in {layout.dtype}: {share:.3f} of its bytes"
+        )
+    copies = sum(layout.token_bytes_of(shard) for shard in plan.destinations)
+    if copies > layout.token_bytes:
+        average = copies / layout.token_bytes
+        lines.append(f"decode ranks hold each head {average:.3g} times on average; each copy crosses once")
+    return lines
+
+
+def _side(role: str, shards: tuple[Shard, ...], layout: KVLayout) -> str:
+    """Returns a line for each rank and class of layers, such as 'r1 [..##] heads 2-3, layers 0-31'."""
+    lines = [f"{role}, {len(shards)} rank{'s' * (len(shards) > 1)}"]
+    for shard in shards:
+        for part, one in zip(shard.parts, layout.classes, strict=True):
+            bar = "".join("#" if head in part.heads else "." for head in range(one.kv_heads))
+            owns = f"{describe_span('head', part.heads)}, {describe_span('layer', part.layers)}"
+            size = f" of {one.head_dim}{'' if one.has_v else ', keys alone'}" if layout.more else ""
+            lines.append(f"  r{shard.rank} [{bar}] {owns}{size}")
+    return "\n".join(lines)

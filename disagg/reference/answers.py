@@ -1,0 +1,148 @@
+"""Reference answers of an unsplit engine, which a split system must reproduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import zip_longest
+
+import msgspec
+import torch
+
+from disagg.core.config.read import Config
+from disagg.core.types import SamplingParams, TokenLogprobs
+from disagg.model.collective.base import SingleCollective
+from disagg.model.load.source import ModelSource
+from disagg.model.rounding import Judge, compared_tokens, judge_by
+from disagg.node.assemble import (
+    make_runner,
+    make_source,
+    resolve_device,
+    resolve_dtype,
+    resolve_kv_dtype,
+)
+from disagg.reference.engines import HuggingFace, QuantizedBehindThePrompt, ReferenceEngine, Unsplit
+
+
+def comparable(config: Config, deterministic: bool | None) -> Config:
+    """Returns `config` with `model.deterministic` resolved, for a run whose tokens are compared.
+
+    None sets it on a GPU and keeps the configured value on a CPU, where float32 is exact and faster without it.
+    Raises `ConfigError` when a configured GPU is missing.
+    """
+    if deterministic is None:
+        cuda = any(resolve_device(group.device).type == "cuda" for group in config.kinds.values())
+        deterministic = config.model.deterministic or cuda
+    model = msgspec.structs.replace(config.model, deterministic=deterministic)
+    return msgspec.structs.replace(config, model=model)
+
+
+def equal_tokens(config: Config) -> bool:
+    """Whether each token must equal that of `reference_answers`; otherwise rounding may explain a difference.
+
+    In 16 bits, equality requires `model.deterministic`, one rank on each side as in the reference, and our own engine
+    as the reference. `config` is that of a running cluster, with its TP sizes. See `disagg.model.rounding`.
+    """
+    alone = config.prefill.ranks == config.decode.ranks == 1
+    source, _, dtype = _resolved(config)
+    ours = not _by_hugging_face(source, _kv_dtypes(config, dtype), dtype)
+    return tokens_must_be_equal(config, same_sizes=alone and ours)
+
+
+def tokens_must_be_equal(config: Config, *, same_sizes: bool) -> bool:
+    """Whether two systems with the model of `config` round alike; `same_sizes`: their TP sizes are equal.
+
+    In 16 bits, and with quantized KV on a GPU, where a float's last bit can change a quantized value, that requires
+    `model.deterministic` and the same sizes.
+    """
+    _, device, dtype = _resolved(config)
+    rounds = dtype != torch.float32 or (device.type != "cpu" and _kv_dtypes(config, dtype) != [dtype, dtype])
+    return not rounds or (config.model.deterministic and same_sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Reference answers, with the name of their engine."""
+
+    name: str
+    answers: list[list[int]]
+    judges: list[Judge | None]
+    """For each prompt, the reference's judgment of the other answer; None for no answer, an equal one, or one that
+    ends too early."""
+
+
+def reference_answers(
+    config: Config,
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingParams,
+    advance: Callable[[], None],
+    others: Sequence[Sequence[TokenLogprobs]] = (),
+) -> Reference:
+    """Computes the greedy answers of the same model in one process.
+
+    A checkpoint runs in Hugging Face's `generate()`. Random weights and quantized KV, which `generate()` lacks, run
+    in our own engine, unsplit. If only the decode groups quantize, the engine quantizes after the prompt, with a
+    second pool. `advance` is called after each prompt. `others`: answers to judge, with their log-probabilities.
+    """
+    source, device, dtype = _resolved(config)
+    engine = _make_engine(config, source, device, dtype, sampling)
+    eos_ids = source.spec(dtype).eos_ids
+    answers: list[list[int]] = []
+    judges: list[Judge | None] = []
+    for prompt, other in zip_longest(prompts, others, fillvalue=()):
+        answers.append(engine.answer(prompt))
+        tokens = [one.token for one in other]
+        whole = len(tokens) == sampling.max_tokens or tokens[-1:] in [[eos] for eos in eos_ids]
+        judges.append(_judge(engine, dtype, prompt, other) if whole and tokens != answers[-1] else None)
+        advance()
+    where = f"({str(dtype).removeprefix('torch.')} on {device.type}, one process)"
+    return Reference(f"{engine.name} {where}", answers, judges)
+
+
+def judge_answers(
+    config: Config, prompts: Sequence[Sequence[int]], others: Sequence[Sequence[TokenLogprobs]]
+) -> list[Judge]:
+    """Returns the judgment by the engine of `reference_answers` on each answer of `others` to `prompts`."""
+    source, device, dtype = _resolved(config)
+    longest = SamplingParams(max_tokens=max(map(len, others)))
+    engine = _make_engine(config, source, device, dtype, longest)
+    return [_judge(engine, dtype, *one) for one in zip(prompts, others, strict=True)]
+
+
+def _judge(
+    engine: ReferenceEngine, dtype: torch.dtype, prompt: Sequence[int], other: Sequence[TokenLogprobs]
+) -> Judge:
+    logits = partial(engine.logits, prompt, [one.token for one in other])
+    return judge_by(engine.models, dtype, logits, [compared_tokens(one) for one in other])
+
+
+def _resolved(config: Config) -> tuple[ModelSource, torch.device, torch.dtype]:
+    source, device = make_source(config), resolve_device(config.decode.device)
+    return source, device, resolve_dtype(config.model.dtype, source, device)
+
+
+def _make_engine(
+    config: Config, source: ModelSource, device: torch.device, dtype: torch.dtype, sampling: SamplingParams
+) -> ReferenceEngine:
+    kv_dtypes = _kv_dtypes(config, dtype)
+    if _by_hugging_face(source, kv_dtypes, dtype):
+        return HuggingFace(source, sampling, device, dtype)
+    prefill, decode = (group.sized(device.type) for group in (config.prefill, config.decode))
+    kinds = [decode] if kv_dtypes[0] == kv_dtypes[1] else [prefill, decode]
+    runners = [
+        make_runner(config, msgspec.structs.replace(kind, tp=1), source, SingleCollective(), device)
+        for kind in kinds
+    ]
+    chunk_tokens = prefill.chunk_tokens
+    if len(runners) == 1:
+        return Unsplit(runners[0], sampling, chunk_tokens)
+    return QuantizedBehindThePrompt(runners[0], runners[1], sampling, chunk_tokens)
+
+
+def _kv_dtypes(config: Config, dtype: torch.dtype) -> list[torch.dtype]:
+    return [resolve_kv_dtype(config, group, dtype) for group in (config.prefill, config.decode)]
+
+
+def _by_hugging_face(source: ModelSource, kv_dtypes: Sequence[torch.dtype], dtype: torch.dtype) -> bool:
+    return source.directory is not None and kv_dtypes == [dtype, dtype]

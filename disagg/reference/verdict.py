@@ -1,0 +1,48 @@
+"""The verdict on answers compared with a reference: equal, different by rounding, or wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from disagg.core.errors import MismatchError
+from disagg.core.types import TokenLogprobs
+from disagg.model.rounding import Judge, Judged, judge_answer, words, worst_of
+
+
+def judged_of(
+    tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], right: Sequence[int], judge: Judge | None
+) -> list[Judged] | None:
+    """Returns None for an answer equal to `right`; otherwise its judged positions, empty without a judge."""
+    if list(tokens) == list(right):
+        return None
+    return [] if judge is None else judge_answer(logprobs, judge)
+
+
+def within(judged: Sequence[Judged] | None) -> bool:
+    """Whether an answer differs and rounding explains every difference."""
+    return bool(judged) and all(one.within for one in judged or ())
+
+
+def verdict(found: Mapping[str, Sequence[Judged] | None], tokens: int, reference: str) -> str:
+    """Returns the verdict in one line of rich markup. `found`: the result of `judged_of` by answer.
+
+    `tokens` is the total of all answers. Raises `MismatchError` when rounding does not explain a difference.
+    """
+    differ = {name: judged for name, judged in found.items() if judged is not None}
+    wrong = {name: judged for name, judged in differ.items() if not within(judged)}
+    if wrong:
+        why = next((f"; {name}: {words(worst_of(judged))}" for name, judged in wrong.items() if judged), "")
+        raise MismatchError(
+            f"{len(wrong)} of {len(found)} answers differ from {reference}: {', '.join(wrong)}{why}"
+        )
+    if not differ:
+        return f"[green]every one of {tokens} tokens equals {reference}[/green]"
+    judged = [one for answer in differ.values() for one in answer]
+    others = sum(one.token != one.best for one in judged)
+    worst, widest = worst_of(judged), max(judged, key=lambda one: one.gap)
+    return (
+        f"[green]{len(differ)} of {len(found)} answers differ from {reference}, only where rounding decides[/green]: "
+        f"{others} of their {len(judged)} tokens are not its likeliest behind the same prefix; log-probabilities "
+        f"differ by {worst.difference:.2g} at most (rounding explains {worst.explained:.2g}), those of the two "
+        f"tokens by {widest.gap:.2g} ({2 * widest.explained:.2g})"
+    )

@@ -1,0 +1,1 @@
+"""The report of a demo run: a table of its requests, and a timeline."""

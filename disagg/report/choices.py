@@ -1,0 +1,92 @@
+"""What a server chose at its start, and why: one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from rich.table import Table
+
+from disagg.core.config.read import Config, GroupConfig
+from disagg.core.types import GroupInfo
+
+
+class ChosenSetting(NamedTuple):
+    """One setting as the server runs with it."""
+
+    setting: str
+    value: str
+    reason: str
+
+
+def choices(
+    given: Config, running: Config, groups: Sequence[GroupInfo], max_running: int
+) -> list[ChosenSetting]:
+    """Returns the sizes that decide how fast a server is.
+
+    `given` is the configuration as the user wrote it, `running` the one that the groups run with, `max_running` the
+    resolved `api.max_running`.
+    """
+    found = [
+        choice
+        for role, group in running.kinds.items()
+        for choice in _of_kind(role, given.kinds[role], group, [info for info in groups if info.role == role])
+    ]
+    if any(info.role != "colocated" for info in groups):
+        found += _of_transfer(given, groups)
+    limit = min(info.context_tokens for info in groups)
+    found.append(
+        ChosenSetting("longest prompt and answer", f"{limit:,} tokens", "the smallest of the groups' limits")
+    )
+    reason = "set" if given.api.max_running else "max_requests of the groups that decode"
+    found.append(ChosenSetting("api.max_running", f"{max_running}", reason))
+    return found
+
+
+def choices_table(found: Sequence[ChosenSetting]) -> Table:
+    """Returns the choices as rich draws them."""
+    table = Table(box=None, padding=(0, 2), header_style="dim")
+    for column in ("setting", "value", "why"):
+        table.add_column(column)
+    for choice in found:
+        table.add_row(*choice)
+    return table
+
+
+def _of_kind(
+    role: str, given: GroupConfig, group: GroupConfig, infos: Sequence[GroupInfo]
+) -> list[ChosenSetting]:
+    device = "GPU" if group.device == "cuda" else "CPU"
+    context = min(info.context_tokens for info in infos)
+    rows = [
+        ChosenSetting(
+            f"{role}.tp",
+            f"{group.tp}, {len(infos)} group{'s' * (len(infos) > 1)} on {device}",
+            "set" if given.tp is not None else "placement",
+        ),
+        ChosenSetting(f"{role}.max_context_tokens", f"{context:,}", _context_reason(given, group)),
+        ChosenSetting(f"{role}.max_requests", f"{group.max_requests}", _reason(given.max_requests, device)),
+        ChosenSetting(f"{role}.chunk_tokens", f"{group.chunk_tokens}", _reason(given.chunk_tokens, device)),
+    ]
+    if role != "prefill":
+        reason = "set" if given.max_batch else "max_requests"
+        rows.append(ChosenSetting(f"{role}.max_batch", f"{group.max_batch}", reason))
+    return rows
+
+
+def _of_transfer(given: Config, groups: Sequence[GroupInfo]) -> list[ChosenSetting]:
+    set_or_link = "set" if given.transfer.checksum is not None else "off within one host, on over a network"
+    return [
+        ChosenSetting("transport", groups[0].transport, f"transport.backend = {given.transport.backend}"),
+        ChosenSetting("transfer.checksum", "on" if groups[0].checksum else "off", set_or_link),
+    ]
+
+
+def _context_reason(given: GroupConfig, group: GroupConfig) -> str:
+    if given.max_context_tokens:
+        return "set"
+    return "automatic on a CPU" if group.max_context_tokens else "the model's context, or the pool's size"
+
+
+def _reason(given: int, device: str) -> str:
+    return "set" if given else f"automatic on a {device}"

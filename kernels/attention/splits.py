@@ -1,0 +1,239 @@
+"""Contexts split over several programs, and the kernel that joins their partial results (FlashDecoding).
+
+The number of splits of a row depends on the number of tokens it sees, which only the device knows. The grid
+covers the maximum, so that the launch can be captured in a CUDA graph; surplus programs end at once. Rows
+with one split are complete when their program ends; a second kernel joins the others.
+
+Splits are either sized by the number of programs in the launch, to keep the device busy, or *fixed*. Fixed
+splits begin at multiples of a number of tokens, and are joined one after the other. A row's result then has
+the same bits for any batch (batch-invariant attention: Thinking Machines, 2025).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention.block import attended, join_states
+from kernels.attention.common import LOG2_E, block_of
+
+FIXED_SPLIT_TOKENS = 1024
+"""Length of fixed splits. Part of the result's definition: all groups of a cluster must use the same."""
+_MAX_SPLITS = 128
+_COMBINED_ELEMENTS = 4096
+"""Elements of partial results that a program of the second kernel holds at a time."""
+_LOADED_AHEAD = 4
+"""Number of fixed splits whose partial results are loaded ahead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How contexts are split, independent of their lengths."""
+
+    most: int
+    """Most splits of one sequence. 1: a program processes the whole context, split after split if they are
+    fixed."""
+    least_tokens: int
+    """Minimum tokens of a split, except a sequence's last one; the exact size of fixed splits."""
+    fixed: bool = False
+    """Splits begin at multiples of `least_tokens`, and no row's result depends on `most`."""
+
+
+def splits_of(programs: int, most_programs: int, max_tokens: int, least_tokens: int) -> Splits:
+    """Returns the splits for `programs` (before any context is split) and contexts of up to `max_tokens`."""
+    most = min(most_programs // max(1, programs), _MAX_SPLITS, -(-max_tokens // least_tokens))
+    return Splits(max(1, most), least_tokens)
+
+
+def fixed_splits(
+    max_tokens: int, *, window: bool, parallel: bool = True, tokens: int = FIXED_SPLIT_TOKENS
+) -> Splits:
+    """Returns fixed splits for rows that see up to `max_tokens`; a window may touch one more. Not `parallel`:
+    one program does all."""
+    return Splits(-(-max_tokens // tokens) + window if parallel else 1, tokens, fixed=True)
+
+
+def partials_bytes(out: torch.Tensor, splits: Splits) -> int:
+    """Returns the memory of `Partials`, in bytes."""
+    tokens, q_heads, v_dim = out.shape
+    return 4 * tokens * q_heads * splits.most * (v_dim + 2) if splits.most > 1 else 0
+
+
+@lru_cache
+def _nothing(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns placeholder arguments for kernels without splits, so that one compilation serves both cases."""
+    return torch.empty(4, device=device), torch.empty(4, dtype=torch.int32, device=device)
+
+
+class Partials:
+    """Partial results of the splits of each row, for the second kernel."""
+
+    def __init__(self, out: torch.Tensor, splits: Splits, *, unassigned: bool) -> None:
+        """`out`: `[tokens, q_heads, v_dim]`, the result. `unassigned`: whether some tokens may belong to no
+        sequence; they are left unchanged. Allocates nothing if no context can be split."""
+        self._out, self._splits = out, splits
+        nothing, none_used = _nothing(out.device)
+        self.values, self.levels, self.used = nothing, nothing, none_used
+        if splits.most > 1:
+            tokens, q_heads, v_dim = out.shape
+            shape = (tokens, q_heads, splits.most)
+            self.values = torch.empty(*shape, v_dim, dtype=torch.float32, device=out.device)
+            self.levels = torch.empty(2, *shape, dtype=torch.float32, device=out.device)
+            make = torch.zeros if unassigned else torch.empty
+            self.used = make(tokens, q_heads, dtype=torch.int32, device=out.device)
+
+    def join(self, sinks: torch.Tensor | None) -> None:
+        """Writes the result of the rows with several splits, on the current stream of the current device."""
+        if self._splits.most == 1:
+            return
+        tokens, q_heads, v_dim = self._out.shape
+        block_v = block_of(v_dim)
+        _join_kernel[(q_heads, tokens)](
+            self.values,
+            self.levels,
+            self.used,
+            sinks,
+            self._out,
+            self._splits.most,
+            V_DIM=v_dim,
+            FIXED=self._splits.fixed,
+            BLOCK_SPLITS=_LOADED_AHEAD if self._splits.fixed else max(1, _COMBINED_ELEMENTS // block_v),
+            BLOCK_V=block_v,
+            enable_fp_fusion=True,
+        )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def split_tokens_of(tokens, splits, least_tokens, BLOCK_TOKENS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Returns the tokens of each split, in whole blocks, for `tokens` in `splits` splits."""
+    split_tokens = tl.maximum(tl.cdiv(tokens, splits), least_tokens)
+    return tl.cdiv(split_tokens, BLOCK_TOKENS) * BLOCK_TOKENS
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def cut_context(  # type: ignore[no-untyped-def]
+    low,  # first token that some row sees
+    last,  # end of the tokens that some row sees
+    splits,
+    least_tokens,
+    FIXED: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+):
+    """Returns the start of the blocks, the start of the first split, the tokens of a split, and the number of
+    splits."""
+    if FIXED:
+        start = low // BLOCK_TOKENS * BLOCK_TOKENS
+        first = low // least_tokens * least_tokens
+        split_tokens = least_tokens
+    else:
+        start, first = low, low
+        split_tokens = split_tokens_of(last - low, splits, least_tokens, BLOCK_TOKENS)
+    return start, first, split_tokens, tl.cdiv(last - first, split_tokens)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def write_results(  # type: ignore[no-untyped-def]
+    # the state of one split, or of all, from `add_block`
+    largest,
+    total,
+    values_sum,
+    # destinations
+    row,  # int64 [rows], query token x query heads + query head
+    real,  # bool [rows]
+    split,
+    used,  # number of splits of these rows
+    splits,
+    partial_values,
+    partial_levels,
+    used_splits,
+    rows,  # of `partial_levels`
+    sink,  # float32 [rows] in units of log 2, or None
+    out,
+    V_DIM: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+):
+    """Writes the final results if there is one split, else partial results."""
+    element = tl.arange(0, BLOCK_V)
+    mask = real[:, None] & (element < V_DIM)[None, :]
+    if (splits > 1) & (split == 0):
+        tl.store(used_splits + row, tl.zeros_like(row).to(tl.int32) + used, mask=real)
+    summed = tl.max(total, 1)  # all columns are equal
+    if (splits > 1) & (used > 1):
+        place = row * splits + split
+        tl.store(partial_levels + place, largest, mask=real)
+        tl.store(partial_levels + rows * splits + place, summed, mask=real)
+        tl.store(partial_values + place[:, None] * V_DIM + element[None, :], values_sum, mask=mask)
+    else:
+        result = attended(largest, summed, values_sum, sink).to(out.dtype.element_ty)
+        tl.store(out + row[:, None] * V_DIM + element[None, :], result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
+def _join_kernel(  # type: ignore[no-untyped-def]
+    # tensors
+    partial_values,
+    partial_levels,
+    used_splits,
+    sinks,
+    out,
+    # sizes
+    splits,
+    # meta
+    V_DIM: tl.constexpr,  # noqa: N803
+    FIXED: tl.constexpr,  # noqa: N803
+    BLOCK_SPLITS: tl.constexpr,  # noqa: N803
+    BLOCK_V: tl.constexpr,  # noqa: N803
+):
+    q_head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + q_head
+    used = tl.load(used_splits + row)
+    if used <= 1:
+        return  # the row's program has written the result
+    rows = tl.num_programs(1).to(tl.int64) * tl.num_programs(0)
+    element = tl.arange(0, BLOCK_V)
+    inside = (element < V_DIM)[None, :]
+    one = tl.arange(0, 1)
+    levels, totals = partial_levels + row * splits, partial_levels + (rows + row) * splits
+    values = partial_values + row * splits * V_DIM + element[None, :]
+    largest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1, 1], tl.float32)
+    values_sum = tl.zeros([1, BLOCK_V], tl.float32)
+    for start in range(0, used, BLOCK_SPLITS):
+        if FIXED:
+            for ahead in tl.static_range(BLOCK_SPLITS):
+                split = start + ahead + one
+                there = split < used  # the other splits were not written
+                largest, total, values_sum = join_states(
+                    largest,
+                    total,
+                    values_sum,
+                    tl.load(levels + split, mask=there, other=float("-inf")),
+                    tl.load(totals + split, mask=there, other=0.0)[:, None],
+                    tl.load(values + split[:, None] * V_DIM, mask=there[:, None] & inside, other=0.0),
+                )
+        else:
+            split = start + tl.arange(0, BLOCK_SPLITS)
+            there = split < used
+            level = tl.load(levels + split, mask=there, other=float("-inf"))
+            weight = tl.load(totals + split, mask=there, other=0.0)
+            found = tl.load(values + split[:, None] * V_DIM, mask=there[:, None] & inside, other=0.0)
+            top = tl.max(level, 0)
+            base = tl.where(top == float("-inf"), 0.0, top)  # these splits have no visible token
+            factor = tl.exp2(level - base)
+            largest, total, values_sum = join_states(
+                largest,
+                total,
+                values_sum,
+                tl.zeros([1], tl.float32) + top,
+                tl.zeros([1, 1], tl.float32) + tl.sum(weight * factor, 0),
+                tl.sum(found * factor[:, None], 0)[None, :],
+            )
+    sink = None
+    if sinks is not None:
+        sink = tl.load(sinks + q_head + one).to(tl.float32) * LOG2_E
+    result = attended(largest, tl.max(total, 1), values_sum, sink).to(out.dtype.element_ty)
+    tl.store(out + row * V_DIM + element[None, :], result, mask=inside)

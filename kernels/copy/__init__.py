@@ -1,0 +1,1 @@
+"""Copies between paged KV pools and staging memory, with checksums."""

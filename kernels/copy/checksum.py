@@ -1,0 +1,243 @@
+"""A 64-bit checksum of a segment's bytes, computed by the kernels that move them.
+
+Each unit (four bytes; fewer where a head is not a multiple of four) is multiplied by an odd 64-bit key, and
+the products are added modulo 2^64. The key depends on the unit's position in the model: layer, plane, token,
+head, offset in the head. The sum is therefore independent of TP sizes, page sizes and order of work, and the
+sums of two segments add up to that of both.
+
+A change within one unit always changes the sum, because the key is odd. Two changes cancel with a probability
+of about 2^-32. Bytes at a wrong position are detected, because their keys differ. The sum detects damage, not
+forgery, against which encryption protects. Multiplication by keys and summation follow Carter and Wegman
+(1979).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.attention.common import on_device
+
+SUM_BYTES = 8
+"""Size of a checksum."""
+_UNIT_BYTES = 4
+_PARTS = 256
+"""Number of partial sums, which spread the atomic additions of a launch."""
+_COLUMN, _TOKEN, _PLANE = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+_COLUMN_KEY, _TOKEN_KEY, _PLANE_KEY = tl.constexpr(_COLUMN), tl.constexpr(_TOKEN), tl.constexpr(_PLANE)
+_PART_COUNT = tl.constexpr(_PARTS)
+_LOW = 0xFFFFFFFF
+_INT32_MAX = 2**31 - 1
+_WORD_SHAPE = torch.Size((1,))
+_CACHED_UNITS = 1 << 15
+_LOW_BITS = tl.constexpr(_LOW)
+_EVEN = tl.constexpr(0xFFFFFFFFFFFFFFFE)
+
+
+class Origin(NamedTuple):
+    """Start of a segment in the model's own numbering, not a rank's."""
+
+    layer: int
+    """Layer in the cache's numbering, as in `Segment.layers`."""
+    token: int
+    """Position in the prompt."""
+    head: int
+    """KV head."""
+
+
+class Summer:
+    """Scratch memory of the checksums computed on one stream of a device. Use it on that stream only."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts = torch.zeros(_PARTS, dtype=torch.int64, device=device)
+        """int64 `[_PARTS]`, zero between launches."""
+        self._compiled: dict[tuple[bool, bool], Any] = {}
+        """Compiled kernels by Triton's specialization: whether a sum is subtracted, and the width of the
+        seed."""
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # zero before another stream adds to the parts
+
+    def finish(self, total: torch.Tensor, less: torch.Tensor | None, seed: int) -> None:
+        """Enqueues: `total` becomes the sum of the parts and `seed`, minus `less`; the parts become zero
+        again."""
+        variant = (less is None, seed > _INT32_MAX)
+        with on_device(self.parts):
+            compiled = self._compiled.get(variant)
+            if compiled is None:
+                self._compiled[variant] = _finish_kernel[(1,)](
+                    self.parts, total, less, seed, _PARTS, num_warps=8
+                )
+            else:  # Triton's launcher takes 17 us to find a compiled kernel
+                address = None if less is None else less.data_ptr()
+                compiled[1, 1, 1](self.parts.data_ptr(), total.data_ptr(), address, seed, _PARTS)
+
+
+@dataclass(slots=True, eq=False)  # not frozen: construction would take three times as long
+class Check:
+    """Requests the checksum of the bytes that a copy moves. Immutable by convention."""
+
+    summer: Summer
+    origin: Origin
+    total: torch.Tensor
+    """int64 `[1]`, on the copy's device or in pinned host memory: receives the sum and `seed`, minus `less`."""
+    less: torch.Tensor | None = None
+    """int64 `[1]` on the copy's device."""
+    seed: int = 0
+    """Added to the sum; 0 to 2^63 - 1. Gives a message of zeros, or an earlier message, a different sum."""
+
+    def __post_init__(self) -> None:
+        _check_word("total", self.total)
+        if self.less is not None:
+            _check_word("less", self.less)
+
+    def sizes(self, planes: int, head_bytes: int) -> tuple[int, int, int]:
+        """Returns the numbers of the first plane, token and unit, for a pool of `planes` per layer; a layer
+        uses two numbers."""
+        units = head_bytes // unit_bytes(head_bytes)
+        return 2 * self.origin.layer, self.origin.token, self.origin.head * units
+
+    def finish(self) -> None:
+        """Finishes the sum, after the launch that added to the parts."""
+        self.summer.finish(self.total, self.less, self.seed)
+
+    def sum_words(self, words: torch.Tensor, head_bytes: int) -> None:
+        """Sets `total` from rows as words, contiguous `[layers, planes, tokens, words of a row]`, in plain
+        torch."""
+        layers, planes, tokens, _ = words.shape
+        unit = unit_bytes(head_bytes)
+        first_plane, first_token, first_unit = self.sizes(planes, head_bytes)
+        units = _units(words.flatten(0, 2).view(torch.uint8), unit)
+        count = functools.partial(torch.arange, device=words.device)
+        plane = first_plane + 2 // planes * count(layers * planes)
+        token = first_token + count(tokens)
+        row = _mixed(token * _signed(_TOKEN) + plane[:, None] * _signed(_PLANE)) & ~1
+        column = _mixed((first_unit + count(units.shape[1])) * _signed(_COLUMN)) | 1
+        found = _sum(units, (1 << 8 * unit) - 1, row.flatten(), column) + self.seed
+        self.total.copy_(found if self.less is None else found - self.less)
+
+
+NO_SIZES = (0, 0, 0)
+"""Replaces `Check.sizes` when no checksum is requested."""
+
+
+def unit_bytes(head_bytes: int) -> int:
+    """Returns the bytes multiplied by one key. Equal on both sides of a transfer, because their heads are."""
+    return min(_UNIT_BYTES, head_bytes & -head_bytes)
+
+
+@triton.jit
+def row_keys(plane, token):  # type: ignore[no-untyped-def]
+    """Returns the even keys of rows: of a plane and tokens `[n]`."""
+    key = token.to(tl.uint64) * _TOKEN_KEY + plane.to(tl.uint64) * _PLANE_KEY
+    return (key ^ (key >> 32)) & _EVEN
+
+
+@triton.jit
+def unit_keys(unit):  # type: ignore[no-untyped-def]
+    """Returns the odd keys of units `[n]`; still odd after exclusive or with a row's key."""
+    key = unit.to(tl.uint64) * _COLUMN_KEY
+    return (key ^ (key >> 32)) | 1
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def words_sum(words, rows, word, first_unit, UNIT_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Returns the sum of a tile of words `[tokens, words]`, int64 scalar; words outside of the tile must be
+    0.
+
+    `rows` are the tokens' keys, `word` is each column's number within its row. A word is two units, one, or a
+    part.
+    """
+    WORD_BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8  # noqa: N806
+    if WORD_BYTES > UNIT_BYTES:
+        bits = words.to(tl.uint64, bitcast=True)
+        low = unit_keys(first_unit + 2 * word)
+        high = unit_keys(first_unit + 2 * word + 1)
+        terms = (bits & _LOW_BITS) * (rows[:, None] ^ low[None, :])
+        terms += (bits >> 32) * (rows[:, None] ^ high[None, :])
+    else:
+        PIECES: tl.constexpr = UNIT_BYTES // WORD_BYTES  # noqa: N806
+        MASK: tl.constexpr = (1 << (8 * WORD_BYTES)) - 1  # noqa: N806
+        shift = (word % PIECES * (8 * WORD_BYTES)).to(tl.uint64)
+        bits = (words.to(tl.int64) & MASK).to(tl.uint64) << shift[None, :]
+        terms = bits * (rows[:, None] ^ unit_keys(first_unit + word // PIECES)[None, :])
+    return tl.sum(terms.to(tl.int64, bitcast=True))
+
+
+@triton.jit
+def add_part(parts, part):  # type: ignore[no-untyped-def]
+    """Adds a program's sum to one of the parts, selected by the program's number."""
+    number = tl.program_id(0) + 7 * tl.program_id(1) + tl.program_id(2)
+    tl.atomic_add(parts + number % _PART_COUNT, part, sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_tile(  # type: ignore[no-untyped-def]
+    parts,
+    words,
+    first_plane,
+    first_token,
+    first_unit,
+    PLANE_STEP: tl.constexpr,  # noqa: N803
+    UNIT_BYTES: tl.constexpr,  # noqa: N803
+    BLOCK_TOKENS: tl.constexpr,  # noqa: N803
+    BLOCK_WORDS: tl.constexpr,  # noqa: N803
+):
+    """Adds the sum of this program's tile `[BLOCK_TOKENS, BLOCK_WORDS]`; see `kernels.copy.layout.tile`."""
+    plane = first_plane + tl.program_id(1).to(tl.int64) * PLANE_STEP
+    token = first_token + tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    word = tl.program_id(2) * BLOCK_WORDS + tl.arange(0, BLOCK_WORDS)
+    add_part(parts, words_sum(words, row_keys(plane, token), word, first_unit, UNIT_BYTES))
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["seed"], do_not_specialize_on_alignment=["total", "less"]
+)
+def _finish_kernel(parts, total, less, seed, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    place = parts + tl.arange(0, PARTS)
+    found = tl.sum(tl.load(place)) + seed
+    if less is not None:
+        found -= tl.load(less)
+    tl.store(place, tl.zeros((PARTS,), tl.int64))
+    tl.store(total, found)
+
+
+def _check_word(name: str, word: torch.Tensor) -> None:
+    if word.dtype is not torch.int64 or word.shape != _WORD_SHAPE:
+        raise ValueError(f"{name} must be int64 [1]; got {word.dtype} {list(word.shape)}")
+
+
+def _sum(units: torch.Tensor, mask: int, row: torch.Tensor, column: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of `[rows, units]` with the keys of rows and units, int64 `[1]`. Torch's integers wrap
+    like the kernels'.
+
+    Computed in parts that fit a core's cache, which is five times as fast.
+    """
+    found = torch.zeros(1, dtype=torch.int64, device=units.device)
+    step = max(1, _CACHED_UNITS // units.shape[1])
+    for first in range(0, len(units), step):
+        part, key = (each[first : first + step] for each in (units, row))
+        terms = part.long().bitwise_and_(mask)
+        found += terms.mul_(key[:, None] ^ column).sum()
+    return found
+
+
+def _units(rows: torch.Tensor, unit: int) -> torch.Tensor:
+    """Returns bytes `[rows, bytes]` as units `[rows, units]`, of a signed type."""
+    if unit == 1:
+        return rows
+    if rows.storage_offset() % unit:
+        rows = rows.clone()  # `view` requires an aligned start
+    return rows.view({4: torch.int32, 2: torch.int16}[unit])
+
+
+def _mixed(key: torch.Tensor) -> torch.Tensor:
+    return key ^ (key >> 32 & _LOW)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number

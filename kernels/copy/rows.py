@@ -1,0 +1,130 @@
+"""Addresses and strides of the rows of some layers and heads in a pool: the values that are equal for all
+copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from disagg.core.types import Span
+from kernels.copy.launch import VECTOR_BYTES
+
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+_KEPT = 4096
+"""Number of cached rectangles, one for each pool, layer group and route; a rank has a few, including pools of
+peers."""
+
+
+_PLANES = (1, 2)
+"""Planes of a layer: one with K and V or with keys only, or two with K and V."""
+
+
+class PoolSlice(NamedTuple):
+    """A rectangle of a pool, read or written."""
+
+    pool: torch.Tensor
+    """Contiguous `[layers, planes, slots, heads, head_dim]`; a plane is K, or V, or both."""
+    slots: torch.Tensor
+    """int32 or int64 `[tokens]`, each within the pool (not checked); on the device that runs the kernel."""
+    layers: Span
+    heads: Span
+    """Layers and heads are local to the pool."""
+
+    @property
+    def head_bytes(self) -> int:
+        """Size of one head of a token in a plane."""
+        return self.pool.shape[4] * self.pool.element_size()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a rectangle: contiguous elements for each plane and token. All fields are bytes or addresses."""
+
+    planes: int
+    start: int
+    """Address of the first plane's first row."""
+    first_bytes: int
+    """Offset of a token's row within its slot."""
+    row_bytes: int
+    """Length of a row; 0 without heads."""
+    token_bytes: int
+    """Distance between slots."""
+    plane_bytes: int
+    """Distance between planes."""
+    aligned: int
+    """Largest power of two, at most 16, that divides all of these (and the storage offset)."""
+
+
+def rows_of(pool: torch.Tensor, layers: Span, heads: Span) -> Rows:
+    """Returns the rows of `pool`, contiguous `[layers, planes, slots, heads, head_dim]`; `layers` and `heads`
+    are local.
+
+    Raises ValueError for another pool, and for layers and heads outside of the pool.
+    """
+    offset_bytes = (
+        int(pool.storage_offset()) * pool.element_size()
+    )  # `Tensor.view(dtype)` requires an aligned offset
+    if not pool.is_contiguous():
+        raise _shape_error(tuple(pool.shape), f", strides {list(pool.stride())}")
+    return _rows(pool.data_ptr(), offset_bytes, pool.shape, pool.element_size(), layers, heads)
+
+
+def view_words(pool: torch.Tensor, rows: Rows, layers: Span, word_bytes: int) -> torch.Tensor:
+    """Returns a view `[layers, planes, slots, words of a row]` of the pool with only the rectangle's layers
+    and heads."""
+    token_words, first = rows.token_bytes // word_bytes, rows.first_bytes // word_bytes
+    words = pool.view(-1).view(WORDS[word_bytes]).view(*pool.shape[:3], token_words)
+    return words[layers.start : layers.stop, :, :, first : first + rows.row_bytes // word_bytes]
+
+
+def alignment(*quantities: int) -> int:
+    """Returns the largest power of two, at most 16, that divides all the quantities (bytes, addresses)."""
+    merged = VECTOR_BYTES
+    for quantity in quantities:
+        merged |= quantity
+    return merged & -merged
+
+
+def check_slots(slots: torch.Tensor, pool: torch.Tensor) -> None:
+    """Raises ValueError unless `slots` is a list of slots on the pool's device. Values are not checked."""
+    if slots.dim() != 1 or slots.dtype not in (torch.int32, torch.int64) or not slots.is_contiguous():
+        raise ValueError(
+            f"slots must be contiguous int32 or int64 [tokens]; got {slots.dtype} {list(slots.shape)}"
+        )
+    if slots.device != pool.device:
+        raise ValueError(f"slots must be on the pool's device {pool.device}; got {slots.device}")
+
+
+@lru_cache(maxsize=_KEPT)
+def _rows(
+    address: int, offset_bytes: int, shape: tuple[int, ...], element_bytes: int, layers: Span, heads: Span
+) -> Rows:
+    if len(shape) != 5 or shape[1] not in _PLANES:
+        raise _shape_error(shape)
+    for axis, what, span in ((0, "layers", layers), (3, "heads", heads)):
+        if not Span(0, shape[axis]).covers(span):
+            raise ValueError(
+                f"{what} [{span.start}, {span.stop}) is outside the pool's {shape[axis]} {what}; "
+                "pass indices local to the pool"
+            )
+    head_bytes = shape[4] * element_bytes
+    token_bytes, first_bytes = shape[3] * head_bytes, heads.start * head_bytes
+    row_bytes, plane_bytes = len(heads) * head_bytes, shape[2] * token_bytes
+    return Rows(
+        planes=shape[1] * len(layers),
+        start=address + shape[1] * layers.start * plane_bytes + first_bytes,
+        first_bytes=first_bytes,
+        row_bytes=row_bytes,
+        token_bytes=token_bytes,
+        plane_bytes=plane_bytes,
+        aligned=alignment(row_bytes, token_bytes, first_bytes, address, offset_bytes),
+    )
+
+
+def _shape_error(shape: tuple[int, ...], more: str = "") -> ValueError:
+    return ValueError(
+        f"pool must be contiguous [layers, 1 or 2, slots, heads, head_dim]; got {list(shape)}{more}"
+    )

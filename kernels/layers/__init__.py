@@ -1,0 +1,1 @@
+"""Kernels of a model's layers: products, norms, rotary embeddings, sums."""

@@ -1,0 +1,106 @@
+"""Tiles of `kernels.layers.matmul`, and the choice of the fastest for a size.
+
+No choice changes a result's bits; `kernels.layers.matmul.require_same_bits` checks this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from kernels.attention.common import multiprocessors, shared_bytes
+
+_TMA_CAPABILITY = (9, 0)
+_TMA_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTile:
+    """Tile sizes and variant of a matmul program. No choice changes the result's bits."""
+
+    rows: int
+    columns: int
+    summed: int
+    """Elements of the summed dimension in one step."""
+    warps: int = 4
+    stages: int = 4
+    rate: float = 1.0
+    """Rate relative to the best tile, measured on Hopper (4,096 summed elements)."""
+    swapped: bool = False
+    """`right` is the left operand of the tensor cores' instruction, which has 64 rows: for few rows of
+    `left`."""
+    descriptors: bool = False
+    """Operands are loaded by bulk tensor copies (TMA), in a persistent grid."""
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program with 16-bit operands. Without descriptors, Hopper uses one stage more,
+        which fits for any of these tiles."""
+        held = self.stages if self.descriptors else self.stages - 1
+        return 2 * (self.rows + self.columns) * self.summed * held
+
+    def cost(self, rows: int, columns: int, programs: int) -> float:
+        """Relative time of a product on `programs` multiprocessors: whole waves of blocks."""
+        blocks = -(-rows // self.rows) * -(-columns // self.columns)
+        return -(-blocks // programs) * self.rows * self.columns / self.rate
+
+
+_FEW_ROWS = (
+    MatmulTile(16, 64, 128, stages=5, swapped=True),
+    MatmulTile(32, 64, 128, stages=5, swapped=True),
+)
+"""Tiles for up to 16 and 32 rows, where reading `right` takes all the time."""
+_FLOAT32 = MatmulTile(32, 32, 32, stages=3)
+_PLAIN = (
+    MatmulTile(64, 32, 128, stages=6, rate=0.6),
+    MatmulTile(64, 64, 128, stages=4, rate=0.7),
+    MatmulTile(128, 128, 64, warps=8, stages=4, rate=0.75),
+)
+_TMA = (
+    _PLAIN[0],
+    MatmulTile(64, 64, 128, stages=4, rate=0.75, descriptors=True),
+    MatmulTile(64, 128, 64, stages=5, rate=0.85, descriptors=True),
+    MatmulTile(128, 128, 64, stages=5, rate=0.93, descriptors=True),
+    MatmulTile(128, 256, 64, warps=8, stages=4, descriptors=True),
+)
+
+
+@lru_cache(maxsize=4096)
+def tile_of(rows: int, columns: int, dtype: torch.dtype, device: torch.device, tma: bool) -> MatmulTile:
+    """Returns the fastest tile. `tma`: whether the operands support bulk tensor copies."""
+    if dtype == torch.float32:
+        return _FLOAT32
+    if rows <= 32:
+        return _FEW_ROWS[rows > 16]
+    programs = multiprocessors(device)
+    choices = _with_room(_TMA if tma else _PLAIN, device)
+    return min(choices, key=lambda tile: tile.cost(rows, columns, programs))
+
+
+def tiles(dtype: torch.dtype, device: torch.device) -> tuple[MatmulTile, ...]:
+    """Returns all tiles that `tile_of` may choose on `device`."""
+    if dtype == torch.float32:
+        return (_FLOAT32,)
+    return (*_FEW_ROWS, *_with_room((*_PLAIN, *(_TMA[1:] if has_tma(device) else ())), device))
+
+
+def _with_room(choices: tuple[MatmulTile, ...], device: torch.device) -> tuple[MatmulTile, ...]:
+    """Returns the tiles that fit a program's shared memory: many GPUs have 99 KiB, less than half of
+    Hopper's."""
+    room = shared_bytes(device)
+    return tuple(tile for tile in choices if device.type != "cuda" or tile.shared_bytes <= room)
+
+
+@lru_cache
+def has_tma(device: torch.device) -> bool:
+    """Whether the device has bulk tensor copies."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TMA_CAPABILITY
+
+
+def by_descriptor(x: torch.Tensor) -> bool:
+    """Whether bulk tensor copies can read a matrix: 16 bits, rows contiguous, 16-byte aligned."""
+    plain = has_tma(x.device) and x.element_size() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
+    aligned = x.stride(0) * x.element_size() % _TMA_ALIGNMENT_BYTES == 0
+    return plain and aligned and x.data_ptr() % _TMA_ALIGNMENT_BYTES == 0

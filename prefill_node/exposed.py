@@ -1,0 +1,38 @@
+"""Transfer time that compute did not hide."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from disagg.node.device import DeviceEvent, is_done
+from prefill_node.outgoing import OutgoingTransfer
+
+
+class Exposed:
+    """Sums, over prompts, the time from the moment their last KV was written to the end of their last segment."""
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[DeviceEvent, OutgoingTransfer]] = deque()
+        self.total_s = 0.0
+
+    def __bool__(self) -> bool:
+        """Whether the device still computes the end of a prompt."""
+        return bool(self._pending)
+
+    def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent, now_s: float) -> None:
+        """Watches `event`, behind all earlier ones, for the transfers whose last KV was queued before it."""
+        self._pending.extend((event, outgoing) for outgoing in outgoings if outgoing.all_computing)
+        self.poll(now_s)
+
+    def poll(self, now_s: float) -> None:
+        """Sets `computed_s` of the transfers whose event is done."""
+        while self._pending and is_done(self._pending[0][0]):
+            self._pending.popleft()[1].computed_s = now_s
+
+    def finished(self, outgoing: OutgoingTransfer, now_s: float) -> None:
+        """Adds the time of a transfer whose segments were all sent. A second call changes nothing."""
+        self.poll(now_s)
+        if outgoing.computed_s is not None:  # else it had nothing to send
+            self.total_s += now_s - outgoing.computed_s
+            outgoing.computed_s = None

@@ -1,0 +1,70 @@
+"""What a `SegmentSender` is built from: its options, from the configuration, and its context, from the rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from disagg.core.config.read import Config
+from disagg.core.ports import Clock
+from disagg.core.timeline import Timeline
+from disagg.core.types import Shard
+from disagg.kv.pool import KVPool
+from disagg.node.rank import aligned
+from staging.wire import Wire
+from transport.base import Transport
+from transport.control import messages as m
+from transport.control.base import ControlChannel
+
+
+@dataclass(frozen=True, slots=True)
+class SenderOptions:
+    """Sizes and limits of a sender."""
+
+    page_size: int
+    """Tokens in a page of this rank's pool."""
+    staging_bytes: int
+    segment_bytes: int
+    """Largest segment, until the wire has been measured."""
+    groups: int
+    """Layer groups that a chunk is sent in, at most."""
+    peer_memory: bool
+    """Whether KV may be written directly into pools of decode ranks."""
+    checksum: bool
+    wire: Wire
+    """Assumed for each link until it has been measured."""
+    quarantine_s: float
+    """How long the staging of a lost peer's sends stays in use."""
+    lease_timeout_s: float
+
+    @staticmethod
+    def of(config: Config, page_size: int) -> SenderOptions:
+        """Returns the options of a rank whose `config.transfer` is sized for its device."""
+        transfer = config.transfer
+        return SenderOptions(
+            page_size=page_size,
+            staging_bytes=aligned(transfer.staging_bytes),
+            segment_bytes=transfer.segment_limit_bytes,
+            groups=transfer.layer_groups,
+            peer_memory=config.transport.peer_memory,
+            checksum=bool(transfer.checksum),
+            wire=Wire(transfer.segment_overhead_s or 0.0, transfer.wire_bytes_per_s),
+            quarantine_s=2 * config.control.peer_timeout_s,
+            lease_timeout_s=transfer.lease_timeout_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SenderContext:
+    """The parts of a rank that its sender uses."""
+
+    rank: int
+    shard: Shard
+    pool: KVPool
+    transport: Transport
+    control: ControlChannel
+    to_leader: Callable[[m.Message], None]
+    lane: str
+    """The rank's name in the timeline."""
+    timeline: Timeline
+    clock: Clock

@@ -1,0 +1,85 @@
+"""The benchmark of the attention kernels: small sizes in Triton's interpreter, and its refusals."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from disagg.bench.kernels import attention as bench
+from disagg.bench.kernels.attention import AttentionBench
+from disagg.cli.app import run
+from disagg.core.errors import InvariantError
+from kernels.dispatch import INTERPRETED
+
+ROOT = Path(__file__).parents[3]
+CPU = torch.device("cpu")
+SMALL = {
+    "decodes": ((2, 20),),
+    "prompt_tokens": 37,
+    "question_tokens": 5,
+    "written_tokens": 24,
+    "kv_heads": 2,
+    "head_dim": 32,
+    "dtype": torch.float32,
+    "kv_dtypes": (torch.float32, torch.int8),
+}
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="`test_in_the_interpreter` runs it")
+
+
+def test_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "DISAGG_KERNELS": "triton", "PYTHONPATH": str(ROOT)}
+    command = ["-m", "pytest", "-p", "no:cacheprovider", "-k", "figure", __file__]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@interpreted
+def test_figures_have_ceilings() -> None:
+    results = bench.run(AttentionBench(CPU, 1, 4, **SMALL))  # type: ignore[arg-type]
+    assert [result.title for result in results] == [
+        "device read",
+        "decode, 2 x 20 tokens, float32",
+        "decode, 2 x 20 tokens, int8",
+        "prefill, 37 tokens, float32",
+        "prefill, 5 tokens behind 37, float32",
+        "K and V of 24 tokens written, float32",
+        "prefill, 37 tokens, int8",
+        "prefill, 5 tokens behind 37, int8",
+        "K and V of 24 tokens written, int8",
+    ]
+    assert all(result.share is not None for result in results)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kernel", "said"),
+    [
+        ("decode_attention", "decode attention is wrong"),
+        ("prefill_attention", "prefill attention is wrong"),
+        ("kv_write", "other bytes than its reference"),
+    ],
+)
+def test_wrong_results_are_no_figure(kernel: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(bench, kernel)
+
+    def wrong(*arguments: object) -> None:
+        real(*arguments)
+        target = arguments[3].k if kernel == "kv_write" else arguments[-1]  # type: ignore[attr-defined]
+        target += target  # type: ignore[operator]
+
+    options = AttentionBench(CPU, 1, 4, **{**SMALL, "kv_dtypes": (torch.float32,)})  # type: ignore[arg-type]
+    monkeypatch.setattr(bench, kernel, wrong)
+    with pytest.raises(InvariantError, match=said):
+        bench.run(options)
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "kernels", "--what", "attention", "--device", "cpu"]) == 2
+    assert "the attention kernels run on a GPU" in capsys.readouterr().err

@@ -1,0 +1,111 @@
+"""The compiled kernels use 16-byte accesses. Compiling for a GPU needs none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from attention_code import compiled
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.copy.gather import _gather_kernel
+from kernels.copy.launch import SUMMED_TILE, Tile
+from kernels.copy.page_copy import _copy_kernel
+from kernels.copy.scatter import _scatter_kernel
+
+_ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
+
+
+def accesses(
+    kernel: Any, word: str, row_words: int, token_words: int, vector_words: int, summed: bool
+) -> set[str]:
+    """Widths of the global accesses in Hopper's PTX, such as `v2.b64`, without the slot look-up (b32)."""
+    tile = SUMMED_TILE if summed else Tile()
+    block_words, block_tokens = tile.shape(row_words)
+    constants: dict[str, int | None] = {} if summed else {"parts": None}
+    constants |= {
+        "TOKEN_WORDS": token_words,
+        "ROW_WORDS": row_words,
+        "VECTOR_WORDS": vector_words,
+        "PLANE_STEP": 1,
+        "UNIT_BYTES": 4,
+        "BLOCK_TOKENS": block_tokens,
+        "BLOCK_WORDS": block_words,
+    }
+    pointers = {"pool": f"*{word}", "slots": "*i32", "staged": f"*{word}", "parts": "*i64"}
+    firsts = dict.fromkeys(("first_plane", "first_token", "first_unit"), "i32")
+    sizes = {"tokens": "i32", "plane_words": "i64", **firsts}
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 2)} if vector_words > 1 else {}
+    source = ASTSource(
+        fn=kernel,
+        signature={**pointers, **sizes, **dict.fromkeys(constants, "constexpr")},
+        constexprs=constants,
+        attrs=aligned,
+    )
+    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return set(re.findall(_ACCESS, compiled.asm["ptx"])) - {"b32"}
+
+
+@pytest.mark.parametrize("summed", [False, True], ids=["plain", "summed"])
+@pytest.mark.parametrize("kernel", [_gather_kernel, _scatter_kernel], ids=["gather", "scatter"])
+@pytest.mark.parametrize(
+    ("word", "row_words", "token_words", "vector_words", "expected"),
+    [
+        ("i64", 32, 128, 2, {"v2.b64"}),
+        ("i64", 512, 512, 2, {"v2.b64"}),
+        ("i64", 96, 96, 2, {"v2.b64"}),  # a row that is no power of two
+        ("i64", 3, 9, 1, {"b64"}),
+        ("u8", 5, 15, 1, {"b8"}),
+    ],
+)
+def test_access_width(
+    kernel: Any,
+    summed: bool,
+    word: str,
+    row_words: int,
+    token_words: int,
+    vector_words: int,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert accesses(kernel, word, row_words, token_words, vector_words, summed) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "page_words", "vector_words", "expected"),
+    [
+        (torch.int64, 4096, 2, {"v2.b64"}),
+        (torch.int64, 520, 2, {"v2.b64"}),  # 16 tokens of a head of 260 bytes
+        (torch.int64, 33, 1, {"b64"}),
+        (torch.uint8, 15, 1, {"b8"}),
+    ],
+)
+def test_access_width_of_page_copies(
+    word: torch.dtype,
+    page_words: int,
+    vector_words: int,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    block_words, block_copies = Tile().shape(page_words)
+    arguments = {
+        "pool": word,
+        "sources": torch.int32,
+        "destinations": torch.int32,
+        "copies": 1,
+        "plane_words": 1,
+    }
+    constants = {"PAGE_WORDS": page_words, "VECTOR_WORDS": vector_words}
+    tile = {"BLOCK_COPIES": block_copies, "BLOCK_WORDS": block_words}
+    ptx = compiled(_copy_kernel, {**arguments, **constants, **tile}, num_warps=Tile().warps).asm["ptx"]
+    assert set(re.findall(_ACCESS, ptx)) - {"b32"} == expected

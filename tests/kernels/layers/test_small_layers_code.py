@@ -1,0 +1,65 @@
+"""The compiled small kernels read and write 16 bytes at a time, and rotary products are not fused into their sum."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attention_code import compiled
+
+from kernels.layers.rank_sum import _rank_sum_kernel
+from kernels.layers.rms_norm import _norm_kernel
+from kernels.layers.rotary import _rotary_kernel
+from kernels.layers.silu_mul import _silu_mul_kernel
+
+
+@pytest.fixture(autouse=True)
+def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def code(kernel: Any, tensors: str, numbers: dict[str, Any], constants: dict[str, int], warps: int) -> str:
+    """PTX for bfloat16 `tensors` and `numbers`, every other size a multiple of 16."""
+    sizes = [name for name in inspect.signature(kernel.fn).parameters if name.endswith("_stride")]
+    given = {**dict.fromkeys(tensors.split(), torch.bfloat16), **dict.fromkeys(sizes, 16), **numbers}
+    arguments = {name: {**given, **constants}[name] for name in kernel.arg_names}
+    ptx: str = compiled(kernel, arguments, num_warps=warps, fp_fusion=False).asm["ptx"]
+    return ptx
+
+
+def stores(ptx: str) -> set[str]:
+    return set(re.findall(r"st\.global[.\w]*", ptx))
+
+
+def test_norm_of_hidden_states_and_of_heads() -> None:
+    for dim, rows, warps in ((4096, 1, 8), (128, 8, 2)):
+        constants = {"DIM": dim, "ROUNDED_FIRST": True, "ONE_PLUS": False, "BLOCK_ROWS": rows, "BLOCK": dim}
+        numbers = {"rows": 63, "inner": 7, "eps": 1e-5}
+        ptx = code(_norm_kernel, "x weight out", numbers, constants, warps)
+        assert stores(ptx) == {"st.global.v4.b32"}
+        assert "ld.global.v4.b32" in ptx
+
+
+def test_rotary() -> None:
+    numbers = {"tokens": 63, "q_heads": 31, "k_heads": 7, "q_blocks": 5}
+    constants = {"HALF": 64, "REST": 0, "BLOCK_HEADS": 8, "BLOCK": 64}
+    ptx = code(_rotary_kernel, "q k cos sin q_out k_out", numbers, constants, 2)
+    assert stores(ptx) == {"st.global.v4.b32"}
+    assert "fma" not in ptx
+
+
+def test_silu_mul() -> None:
+    ptx = code(_silu_mul_kernel, "gate up out", {"elements": 1600}, {"BLOCK": 1024}, 4)
+    assert stores(ptx) == {"st.global.v4.b32"}
+
+
+def test_rank_sum() -> None:
+    ptx = code(
+        _rank_sum_kernel, "parts out", {"elements": 1600}, {"RANKS": 4, "WIDE": True, "BLOCK": 1024}, 4
+    )
+    assert stores(ptx) == {"st.global.v4.b32"}
+    assert "ld.global.v4.b32" in ptx

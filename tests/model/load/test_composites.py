@@ -1,0 +1,59 @@
+"""Multimodal checkpoints: their text part is read alone, and answers text as the whole model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import SIZES
+from model_helpers import load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    SiglipVisionConfig,
+)
+
+from disagg.core.errors import UnsupportedModelError
+from disagg.core.types import SamplingParams
+from disagg.model.load.source import ModelSource
+from disagg.model.unsplit import generate_unsplit
+
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def save_gemma3(directory: Path, **settings: Any) -> Path:
+    text = Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    config = Gemma3Config(text_config=text, vision_config=SiglipVisionConfig(**_VISION), **settings)
+    torch.manual_seed(0)
+    model = Gemma3ForConditionalGeneration(config)
+    if not config.tie_word_embeddings:
+        model.lm_head.weight.data.normal_()
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_are_those_of_the_whole_model(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_gemma3(tmp_path, tie_word_embeddings=tied)
+    expected = [plain_greedy(load_plain(directory), prompt, 8) for prompt in prompts()]
+    monkeypatch.delattr(AutoModelForCausalLM, "from_pretrained")  # parts are read from the files alone
+    runner = make_runner(ModelSource.from_directory(directory))
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    assert generate_unsplit(runner, prompts(), params, chunk_tokens=13) == expected
+    assert runner.spec.architecture == "Gemma3ForCausalLM"
+
+
+def test_a_quantized_one_is_refused(tmp_path: Path) -> None:
+    directory = save_gemma3(tmp_path)
+    config = Gemma3Config.from_pretrained(directory)
+    config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(directory)
+    with pytest.raises(UnsupportedModelError, match="quantized"):
+        ModelSource.from_directory(directory)

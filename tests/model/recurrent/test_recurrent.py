@@ -1,0 +1,145 @@
+"""Recurrent layers: chunks, requests that take turns, and a state that moves between groups of other sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import HYBRIDS, MORE_HYBRIDS, RECURRENT, save
+from model_helpers import load_plain, make_runner, prompts
+from plain_greedy import plain_greedy
+from slow_parameters import sampled
+from transformers import GraniteMoeHybridConfig, PreTrainedConfig
+
+from disagg.core.errors import InvariantError
+from disagg.core.types import SamplingParams, Span
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.collective.base import ThreadCollective, run_ranks
+from disagg.model.recurrent.request_cache import RequestCache
+from disagg.model.recurrent.state import recurrent_parts
+from disagg.model.unsplit import generate_unsplit
+
+TOKENS = 12
+PROMPTS = [*prompts(), prompts()[2][:40]]
+"""With chunks of 13 the last one leaves a token over."""
+ALL: dict[str, Callable[[], PreTrainedConfig]] = HYBRIDS | MORE_HYBRIDS
+OTHER_STATES = {"kimi-linear", "minimax", "mamba"}
+"""Models of `MORE_HYBRIDS` whose state is of a class of its own; `make test` runs the others' classes already."""
+
+
+@pytest.mark.parametrize("name", sampled(ALL, lambda name: name in HYBRIDS or name in OTHER_STATES))
+def test_chunked_and_split_answers_are_those_of_generate(name: str, tmp_path: Path) -> None:
+    directory = save(ALL[name](), tmp_path)
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+
+    def work(collective: ThreadCollective) -> tuple[bool, set[str], list[list[int]]]:
+        runner = make_runner(directory, collective)
+        answers = generate_unsplit(runner, PROMPTS, params, chunk_tokens=13)
+        answers += generate_unsplit(runner, PROMPTS[:2], params, chunk_tokens=1)
+        return runner.spec.whole_prompts, runner.held_whole, answers
+
+    plain = load_plain(directory)
+    expected = [plain_greedy(plain, prompt, TOKENS) for prompt in PROMPTS]
+    assert len({token for answer in expected for token in answer}) > TOKENS, "a model that says something"
+    for whole_prompts, held_whole, answers in run_ranks(2, work):
+        assert answers == expected + expected[:2]
+        assert "recurrent layers" in held_whole
+        assert whole_prompts == (name in ("jamba", "zamba", "mamba", "falcon-mamba"))
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 4), (4, 1), (4, 2)])
+def test_a_state_is_the_same_on_the_other_side(writers: int, readers: int, tmp_path: Path) -> None:
+    directory = save(HYBRIDS["qwen3-next"](), tmp_path)  # 2 KV heads: 4 ranks hold each of them twice
+    prompt = tuple(prompts()[1])
+
+    def write(collective: ThreadCollective) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        runner, row = _runner_with_row(directory, collective)
+        assert runner.states is not None
+        runner.forward(StepBatch((SequenceSlice(row, 0, prompt),)))
+        with runner.states.of([_next(row)]) as cache:
+            state = [tensor.clone() for _, tensor in cache.states()]
+        runner.states.store(row, len(prompt))
+        return runner.pool.buffer, state
+
+    def read(collective: ThreadCollective) -> list[torch.Tensor]:
+        runner, row = _runner_with_row(directory, collective)
+        assert runner.states is not None
+        runner.pool.buffer.copy_(whole[:, :, :, runner.shard.heads.start : runner.shard.heads.stop])
+        with runner.states.of([_next(row)]) as cache:
+            return [tensor for _, tensor in cache.states()]
+
+    def _next(row: int) -> SequenceSlice:
+        return SequenceSlice(row, len(prompt), (1,))
+
+    written = run_ranks(writers, write)
+    whole = torch.cat([buffer for buffer, _ in written][:: max(1, writers // 2)], dim=3)
+    for state in run_ranks(readers, read):
+        assert all(torch.equal(one, other) for one, other in zip(state, written[0][1], strict=True))
+
+
+def test_answers_go_on_together_and_prompts_alone() -> None:
+    prompt, first, later = (SequenceSlice(0, 0, (1, 2)), SequenceSlice(1, 0, (3,)), SequenceSlice(2, 7, (4,)))
+    chunk, last = SequenceSlice(3, 5, (5, 6)), SequenceSlice(4, 2, (7,))
+    batch = StepBatch((prompt, later, first, last, chunk))
+    assert recurrent_parts(batch) == [[0], [2], [4], [1, 3]]
+    assert recurrent_parts(batch, each_alone=True) == [[0], [1], [2], [3], [4]]
+
+
+def test_a_token_of_a_prompt_does_not_come_alone() -> None:
+    with pytest.raises(InvariantError, match="token 7 of a prompt of 8 tokens comes alone"):
+        recurrent_parts(StepBatch((SequenceSlice(2, 7, (4,), 8),)))
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "lfm2", "jamba", "zamba2"])
+def test_a_deterministic_answer_has_the_same_bits_whatever_runs_beside_it(name: str, tmp_path: Path) -> None:
+    runner = make_runner(save(HYBRIDS[name](), tmp_path), deterministic=True)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    forward, own = runner.forward, PROMPTS[-1]
+    found: dict[int, torch.Tensor] = {}
+
+    def recorded(batch: StepBatch) -> torch.Tensor:
+        logits = forward(batch)
+        found.update(
+            (one.start, row.clone())
+            for one, row in zip(batch.sequences, logits, strict=True)
+            if one.prompt_tokens == len(own)
+        )
+        return logits
+
+    runner.forward = recorded  # type: ignore[method-assign]
+    seen = []
+    for prompts_of_run in ([own], PROMPTS, PROMPTS[::-1]):
+        found.clear()
+        generate_unsplit(runner, prompts_of_run, params, chunk_tokens=13)
+        seen.append(dict(found))
+    assert len(seen[0]) == (5 if runner.spec.whole_prompts else 7), "the prompt's chunks, and four tokens"
+    for other in seen[1:]:
+        assert other.keys() == seen[0].keys()
+        assert all(torch.equal(other[start], seen[0][start]) for start in other)
+
+
+def test_a_layer_that_only_attends_has_no_state_in_the_cache() -> None:
+    """So a model that keeps state where its configuration names none fails in its trial step."""
+    cache = RequestCache(GraniteMoeHybridConfig(**RECURRENT, layer_types=["full_attention"] * 4))
+    assert not cache.states()
+    for ask in (lambda: cache.get_conv_state(0), lambda: cache.update_recurrent_state(torch.ones(1), 0)):
+        with pytest.raises((AttributeError, ValueError)):
+            ask()
+
+
+def test_a_state_of_another_shape_is_not_stored(tmp_path: Path) -> None:
+    runner, row = _runner_with_row(save(HYBRIDS["lfm2"](), tmp_path), None)
+    assert runner.states is not None
+    runner.states._caches[row] = RequestCache(runner.model.config)
+    with pytest.raises(InvariantError, match="changed its shapes"):
+        runner.states.store(row, 1)
+
+
+def _runner_with_row(directory: Path, collective: ThreadCollective | None) -> tuple[Any, int]:
+    runner = make_runner(directory, collective)
+    row = runner.req_to_token.alloc()
+    runner.req_to_token.set_slots(row, 0, list(Span(16, 80)))
+    return runner, row

@@ -1,0 +1,44 @@
+"""Damaged segments in every order of events (see `interleaved_runs`).
+
+`make test` runs the first seeds of each kind of trouble, `make test-slow` all the others.
+"""
+
+from __future__ import annotations
+
+import pytest
+from interleaved_runs import ENDS, ends_of, run_seeds
+
+DAMAGED = {kind: ends for kind, ends in ENDS.items() if "crowded" not in kind} | {"crowded": {"done"}}
+
+
+def first_seeds(what: str) -> int:
+    """The number of seeds in `make test`."""
+    return 1 if "crowded" in what else 2
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_segments_in_any_order(what: str) -> None:
+    """Segments are resent, whatever else happens: requests end as they do without damage."""
+    ends = ends_of(run_seeds(range(first_seeds(what)), f"damage {what}"))
+    assert ends
+    assert ends <= DAMAGED[what]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_segments_in_many_orders(what: str) -> None:
+    seeds = range(first_seeds(what), 20 if "crowded" in what else 80)
+    assert ends_of(run_seeds(seeds, f"damage {what}")) == DAMAGED[what]
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(5), pytest.param(range(5, 15), marks=pytest.mark.slow)], ids=["first", "more"]
+)
+@pytest.mark.parametrize(
+    ("what", "others"),
+    [("nothing", set()), ("abort and fail", {"aborted", "transport"})],
+    ids=["nothing", "abort and fail"],
+)
+def test_segments_that_are_damaged_twice_in_any_order(what: str, others: set[str], seeds: range) -> None:
+    ends = ends_of(run_seeds(seeds, f"damage twice {what}"))
+    assert {"done", "checksum"} <= ends <= {"done", "checksum"} | others

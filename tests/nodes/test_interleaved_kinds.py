@@ -1,0 +1,35 @@
+"""Quantized KV and wire probes in every order of events (see `interleaved_runs`).
+
+`make test` runs the first seeds of each kind of trouble, `make test-slow` all the others.
+"""
+
+from __future__ import annotations
+
+import pytest
+from interleaved_runs import ENDS, ends_of, run_seeds
+
+from prefill_node.probe import Probed
+
+
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["first", "more"])
+@pytest.mark.parametrize(
+    "what", ["nothing", "abort and fail", "death", "crowded abort", "damage abort", "damage fail"]
+)
+def test_kv_that_is_quantized_on_its_way_in_any_order(what: str, more: bool) -> None:
+    """Quantized values arrive, are shared, swapped out and in, beside floats that are computed: all are exact."""
+    first, seeds = (1, 3) if "crowded" in what else (3, 12)
+    ends = ends_of(run_seeds(range(first, seeds) if more else range(first), what, kv_dtype="int8"))
+    assert "done" in ends
+    assert ends <= ENDS[what.removeprefix("damage ")]
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(6, 9), pytest.param(range(9, 12), marks=pytest.mark.slow)], ids=["first", "more"]
+)
+@pytest.mark.parametrize("what", ["nothing", "fail", "messages fail", "abort fail death", "fence", "silence"])
+def test_wires_are_timed_in_any_order(what: str, seeds: range) -> None:
+    """Requests beside probes stay exact, whatever happens to either, and a probe leaves nothing behind."""
+    probed: list[Probed] = []
+    run_seeds(seeds, what, probed)
+    assert any(one.wire for one in probed), "some probes succeeded"
+    assert any(one.why for one in probed), "some probes failed"

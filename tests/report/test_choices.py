@@ -1,0 +1,48 @@
+"""The table of what a server chose at its start."""
+
+from __future__ import annotations
+
+import msgspec
+
+from disagg.core.config.read import ApiConfig, Config, GroupConfig, TransferConfig
+from disagg.core.types import GroupInfo, KVLayout
+from disagg.report.choices import choices, choices_table
+
+
+def info(role: str, context_tokens: int, checksum: bool = False) -> GroupInfo:
+    layout = KVLayout(layers=2, kv_heads=2, head_dim=8, dtype="float32")
+    return GroupInfo(
+        role, role, 1, "", layout, 16, "ucx-shm", (), checksum=checksum, context_tokens=context_tokens
+    )
+
+
+def as_dict(
+    given: Config, device: str, infos: list[GroupInfo], max_running: int
+) -> dict[str, tuple[str, str]]:
+    kinds = {role: msgspec.structs.replace(kind, tp=1, device=device) for role, kind in given.kinds.items()}
+    running = msgspec.structs.replace(given, **{role: kind.sized(device) for role, kind in kinds.items()})
+    found = choices(given, running, infos, max_running)
+    assert choices_table(found).row_count == len(found)
+    return {one.setting: (one.value, one.reason) for one in found}
+
+
+def test_automatic_sizes_and_their_reasons() -> None:
+    found = as_dict(Config(), "cuda", [info("prefill", 131072), info("decode", 90000)], 256)
+    assert found["prefill.chunk_tokens"] == ("2048", "automatic on a GPU")
+    assert found["decode.max_requests"] == ("256", "automatic on a GPU")
+    assert found["decode.max_batch"] == ("256", "max_requests")
+    assert found["decode.max_context_tokens"] == ("90,000", "the model's context, or the pool's size")
+    assert found["longest prompt and answer"][0] == "90,000 tokens", "the smaller group's"
+    assert found["api.max_running"] == ("256", "max_requests of the groups that decode")
+    assert found["transfer.checksum"] == ("off", "off within one host, on over a network")
+
+
+def test_set_sizes_are_called_so() -> None:
+    group = GroupConfig(tp=1, max_requests=3, chunk_tokens=8, max_batch=2, max_context_tokens=64)
+    config = Config(
+        prefill=group, decode=group, api=ApiConfig(max_running=5), transfer=TransferConfig(checksum=True)
+    )
+    found = as_dict(config, "cpu", [info("prefill", 64, True), info("decode", 64, True)], 5)
+    automatic = {name for name, (_, reason) in found.items() if reason != "set"}
+    assert automatic == {"transport", "longest prompt and answer"}
+    assert found["transfer.checksum"] == ("on", "set")

@@ -1,0 +1,333 @@
+"""Conformance of a session: every order of messages, losses and timeouts that two scripted leaders can cause."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from disagg.core.errors import BusyError, InvariantError, PeerLostError, RequestTimeoutError
+from disagg.core.types import (
+    PROTOCOL_VERSION,
+    GroupInfo,
+    KVLayout,
+    RankInfo,
+    RequestKey,
+    SamplingParams,
+    Shard,
+    Span,
+    Ticket,
+)
+from disagg.router.session import (
+    TRANSITIONS,
+    CountPromptComputed,
+    EmitOutput,
+    Output,
+    PauseReserving,
+    RaiseError,
+    SendMessage,
+    Session,
+    SessionAction,
+    SessionPhase,
+    SessionReport,
+    SessionTrigger,
+)
+from transport.control import messages as m
+
+PREFILL, DECODE = "prefill-address", "decode-address"
+KEY = RequestKey("r")
+RESERVED = m.Reserved(KEY, Ticket(KEY, 7, "decode", Span(0, 1)))
+BUSY = m.Failed(KEY, "busy", "full", retryable=True, retry_after_s=1.0)
+FAILED = m.Failed(KEY, "checksum", "damaged", retryable=True)
+ABORTED = m.Failed(KEY, "aborted", "by an operator", retryable=False)
+TRANSFERRED = m.Transferred(KEY, 8, 1, 1, 0.5)
+DEADLINE_S = 100.0
+LIVE = (SessionPhase.RESERVING, SessionPhase.PREFILLING, SessionPhase.DECODING)
+ENDINGS = (SessionPhase.ANSWERED, SessionPhase.FAILED)
+
+
+def group(role: str, address: str) -> GroupInfo:
+    rank = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), address, b"")
+    return GroupInfo(role, role, PROTOCOL_VERSION, "", KVLayout(1, 1, 8, "float32"), 16, "inproc", (rank,))
+
+
+def spell(tokens: list[int]) -> str:
+    return "".join(chr(ord("a") + token) for token in tokens)
+
+
+@dataclass
+class Script:
+    """What the leaders of one case send. The decode leader's tokens follow the `Prefill` request."""
+
+    sampling: SamplingParams
+    reservations: list[m.Message]
+    """Answers to one `Reserve` after the other."""
+    prefilled: list[m.Message]
+    tokens: list[m.Message]
+    """In the order of sending."""
+    colocated: bool = False
+
+
+def tokens(index: int, *values: int, finish: str | None = None, answer: int = 0) -> m.Tokens:
+    return m.Tokens(KEY, index, list(values), finish, answer=answer)
+
+
+ONE = SamplingParams(max_tokens=3)
+STREAM = [tokens(1, 1), tokens(2, 2, finish="length")]
+SCRIPTS = {
+    "one answer": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), TRANSFERRED], STREAM),
+    "transferred first": Script(ONE, [RESERVED], [TRANSFERRED, m.Prefilled(KEY, [0])], STREAM),
+    "busy first": Script(ONE, [BUSY, BUSY, RESERVED], [m.Prefilled(KEY, [0])], STREAM),
+    "no room": Script(ONE, [m.Failed(KEY, "busy", "full", True, 1000.0)], [], []),
+    "not reserved": Script(ONE, [ABORTED], [], []),
+    "prefill fails": Script(ONE, [RESERVED], [FAILED], []),
+    "transfer fails": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), FAILED], []),
+    "decode fails": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), TRANSFERRED], [tokens(1, 1), FAILED]),
+    "both abort": Script(ONE, [RESERVED], [ABORTED], [ABORTED]),
+    "first token ends": Script(
+        ONE, [RESERVED], [m.Prefilled(KEY, [0]), TRANSFERRED], [tokens(1, finish="stop")]
+    ),
+    "sent twice": Script(
+        ONE, [RESERVED], [m.Prefilled(KEY, [0]), m.Prefilled(KEY, [0])], [RESERVED, *STREAM]
+    ),
+    "unknown answer": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0])], [tokens(0, 9, answer=5), *STREAM]),
+    "two answers": Script(
+        SamplingParams(max_tokens=2, n=2),
+        [RESERVED],
+        [m.Prefilled(KEY, [0, 5])],
+        [tokens(1, 1, finish="stop"), tokens(1, 6, finish="length", answer=1)],
+    ),
+    "stop string": Script(
+        SamplingParams(max_tokens=3, n=2, stop=("b",)),
+        [RESERVED],
+        [m.Prefilled(KEY, [0, 5])],
+        [tokens(1, 1), tokens(2, 2), tokens(1, 6, finish="length", answer=1)],
+    ),
+    "beams": Script(
+        SamplingParams(max_tokens=3, beams=2),
+        [RESERVED],
+        [m.Prefilled(KEY, []), TRANSFERRED],
+        [tokens(0, 0, 1, 2, finish="length")],
+    ),
+    "colocated": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), *STREAM], [], colocated=True),
+}
+
+
+@dataclass
+class World:
+    """A session with two scripted leaders. `moves` lists the events that can come next."""
+
+    script: Script
+    session: Session
+    queues: dict[str, list[m.Message]] = field(default_factory=lambda: {PREFILL: [], DECODE: []})
+    lost: set[str] = field(default_factory=set)
+    phases: list[SessionPhase] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+    released: list[str] = field(default_factory=list)
+    received: set[str] = field(default_factory=set)
+    """Leaders that received anything of the request."""
+    ended_answers: list[int] = field(default_factory=list)
+    computed: int = 0
+    lost_at_release: set[str] = field(default_factory=set)
+    now_s: float = 0.0
+
+    @classmethod
+    def start(cls, script: Script) -> World:
+        decode = group("colocated", DECODE) if script.colocated else group("decode", DECODE)
+        prefill = decode if script.colocated else group("prefill", PREFILL)
+        lost: set[str] = set()
+        text = spell if script.sampling.stop else None
+        session = Session(
+            prefill, decode, KEY, [1], script.sampling, DEADLINE_S, text, SessionReport(), 0.05, "", lost
+        )
+        session.begin(0.0)
+        return cls(copy.deepcopy(script), session, lost=lost)
+
+    def moves(self) -> Iterator[tuple[str, str]]:
+        phase = self.session.phase
+        if phase is SessionPhase.ENDED:
+            return
+        if phase is SessionPhase.QUEUED:
+            yield "signal", "turn"
+        if phase is SessionPhase.BACKING_OFF:
+            yield "signal", "retry due"
+        if phase is not SessionPhase.RELEASING:
+            yield "signal", "close"
+        elif not any(self.queues.values()):
+            yield "signal", "release timeout"
+        if phase in ENDINGS:
+            return  # the driver's next event is its own
+        if phase in (SessionPhase.QUEUED, *LIVE):
+            yield "signal", "deadline"
+        if phase in (*LIVE, SessionPhase.RELEASING):
+            yield from (("deliver", peer) for peer, queue in self.queues.items() if queue)
+        if not self.lost:
+            yield from (("lose", peer) for peer in self.queues)
+
+    def make(self, kind: str, name: str) -> None:
+        self.now_s += 0.5
+        if kind == "signal":
+            self.perform(self.session.on_signal(SessionTrigger(name), self.now_s))
+        elif kind == "deliver":
+            self.perform(self.session.on_message(name, self.queues[name].pop(0), self.now_s))
+        else:
+            self.lost.add(name)
+            self.queues[name].clear()
+            if self.session.phase in (*LIVE, SessionPhase.RELEASING):  # else the loss stays in the inbox
+                self.perform(self.session.on_message(name, PeerLostError("lost"), self.now_s))
+
+    def perform(self, actions: list[SessionAction]) -> None:
+        self.phases.append(self.session.phase)
+        for action in actions:
+            match action:
+                case SendMessage():
+                    self.receive(action.peer, action.message)
+                case EmitOutput():
+                    self.outputs.append(action.output)
+                case RaiseError():
+                    self.errors.append(action.error)
+                case CountPromptComputed():
+                    self.computed += 1
+                case PauseReserving():
+                    assert self.now_s + action.seconds < DEADLINE_S
+
+    def receive(self, peer: str, message: m.Message) -> None:
+        assert peer not in self.lost, "a message to a leader that is lost"
+        if not isinstance(message, m.Release):
+            assert not self.released, "a message after the release"
+        self.received.add(peer)
+        match message:
+            case m.Reserve():
+                self.queues[peer].append(self.script.reservations.pop(0))
+            case m.Prefill():
+                assert message.ticket == RESERVED.ticket
+                self.queues[peer] += self.script.prefilled
+                if DECODE not in self.lost:
+                    self.queues[DECODE] += self.script.tokens
+            case m.EndAnswer():
+                self.ended_answers.append(message.answer)
+            case m.Release():
+                self.released.append(peer)
+                self.lost_at_release = set(self.lost)
+                self.queues[peer].append(m.Released(KEY))
+
+    def check(self) -> None:
+        """Asserts what holds at the end of every order."""
+        entered = [phase for at, phase in enumerate(self.phases) if self.phases[at - 1 : at] != [phase]]
+        endings = [phase for phase in entered if phase in ENDINGS]
+        assert len(endings) <= 1, "one ending"
+        assert len(self.errors) == (endings == [SessionPhase.FAILED])
+        assert len(set(self.released)) == len(self.released), "one release for each leader"
+        assert self.received - self.lost_at_release <= set(self.released) | self.lost
+        assert set(self.released) <= self.received
+        confirmed = not self.session.unreleased
+        assert self.session.report.released == confirmed
+        assert self.computed <= 1
+        answers: dict[int, list[int]] = {}
+        over: set[int] = set()
+        for output in self.outputs:
+            answer = answers.setdefault(output.answer, [])
+            assert output.answer not in over, "no output behind the end"
+            assert output.index == len(answer), "no token twice, none left out"
+            answer.extend(output.tokens)
+            if output.finish is not None:
+                over.add(output.answer)
+        complete = len(over) == self.script.sampling.n
+        assert complete == (endings == [SessionPhase.ANSWERED])
+        assert all(self.session.report.answers[number] == answer for number, answer in answers.items())
+        assert len(set(self.ended_answers)) == len(self.ended_answers)
+
+
+def orders(world: World) -> Iterator[World]:
+    """Every world that `world` can end as."""
+    moves = list(world.moves())
+    if not moves:
+        yield world
+        return
+    for number, move in enumerate(moves):
+        branch = world if number == len(moves) - 1 else copy.deepcopy(world)
+        branch.make(*move)
+        yield from orders(branch)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_order_of_messages_ends_once_and_releases_every_living_leader(name: str) -> None:
+    seen: set[SessionPhase] = set()
+    errors: set[type[Exception]] = set()
+    count = 0
+    for world in orders(World.start(SCRIPTS[name])):
+        world.check()
+        seen.update(world.phases)
+        errors.update(map(type, world.errors))
+        count += 1
+    assert count > 10
+    assert {SessionPhase.FAILED, SessionPhase.RELEASING, SessionPhase.ENDED} <= seen
+    assert {PeerLostError, RequestTimeoutError} <= errors
+    if name == "no room":
+        assert BusyError in errors
+
+
+def run(script: Script, *moves: tuple[str, str]) -> World:
+    world = World.start(script)
+    for move in moves:
+        assert move in world.moves()
+        world.make(*move)
+    return world
+
+
+TURN, CLOSE = ("signal", "turn"), ("signal", "close")
+FROM_PREFILL, FROM_DECODE = ("deliver", PREFILL), ("deliver", DECODE)
+
+
+def test_tokens_ahead_of_the_first_one_come_out_in_order() -> None:
+    world = run(SCRIPTS["one answer"], TURN, FROM_DECODE, FROM_DECODE, FROM_DECODE)
+    assert world.outputs == []
+    world.make(*FROM_PREFILL)
+    assert [output.tokens for output in world.outputs] == [(0,), (1,), (2,)]
+    assert world.session.phase is SessionPhase.ANSWERED
+    world.make(*CLOSE)
+    assert sorted(world.released) == [DECODE, PREFILL]
+
+
+def test_a_stop_string_ends_one_answer_and_the_other_goes_on() -> None:
+    world = run(SCRIPTS["stop string"], TURN, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
+    assert world.ended_answers == [0]
+    assert world.session.phase is SessionPhase.DECODING
+    world.make(*FROM_DECODE)
+    world.make(*FROM_DECODE)
+    assert [output.finish for output in world.outputs] == [None, None, "stop", "length"]
+
+
+def test_a_transfer_that_ends_during_the_release_is_measured() -> None:
+    world = run(SCRIPTS["one answer"], TURN, FROM_DECODE, FROM_PREFILL, CLOSE, FROM_PREFILL)
+    assert world.session.report.nbytes == 8
+    assert world.session.phase is SessionPhase.RELEASING
+
+
+def test_a_leader_that_never_received_the_request_is_not_released() -> None:
+    world = run(SCRIPTS["one answer"], TURN, ("lose", PREFILL), FROM_DECODE)
+    assert isinstance(world.errors[0], PeerLostError)
+    assert str(world.errors[0]) == f"lost the prefill group's leader at {PREFILL}"
+    world.make(*CLOSE)
+    assert world.released == [DECODE]
+
+
+def test_a_colocated_leader_is_released_once() -> None:
+    world = run(SCRIPTS["colocated"], TURN, FROM_DECODE, *[FROM_DECODE] * 3, CLOSE, FROM_DECODE)
+    assert world.released == [DECODE]
+    assert world.session.phase is SessionPhase.ENDED
+
+
+@pytest.mark.parametrize("phase", SessionPhase)
+@pytest.mark.parametrize("trigger", SessionTrigger)
+def test_a_transition_outside_the_table_raises(phase: SessionPhase, trigger: SessionTrigger) -> None:
+    if trigger in TRANSITIONS[phase]:
+        return
+    world = World.start(SCRIPTS["one answer"])
+    world.session.phase = phase
+    with pytest.raises(InvariantError, match="no transition from"):
+        world.session.on_signal(trigger, 0.0)
+    assert world.session.phase is phase

@@ -1,0 +1,345 @@
+"""The control channel's contract, on ZMQ (with keys and without) and in process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from disagg.core.errors import ProtocolError
+from disagg.core.types import RequestKey
+from transport.control.base import ControlChannel
+from transport.control.inproc import InprocControl, InprocHub
+from transport.control.messages import MAX_MESSAGE_BYTES, FirstTokens, Message, Plan, Release, Released
+from transport.control.reliable import ReliableOptions
+from transport.control.zmq import ZmqControl
+from transport.keys.curve import make_keys
+
+OPTIONS = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
+
+
+@dataclass
+class Station:
+    """A channel and what it heard."""
+
+    channel: ControlChannel
+    heard: queue.Queue[tuple[str, Message]] = field(default_factory=queue.Queue)
+    lost: queue.Queue[str] = field(default_factory=queue.Queue)
+
+    @property
+    def address(self) -> str:
+        return self.channel.address
+
+    def start(self, handler: Callable[[str, Message], None] | None = None) -> Station:
+        self.channel.start(handler or (lambda peer, message: self.heard.put((peer, message))), self.lost.put)
+        return self
+
+    def next(self) -> tuple[str, Message]:
+        return self.heard.get(timeout=20)
+
+
+class Net:
+    """Makes channels of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.hub = InprocHub()
+        self.keys = make_keys()
+        self.stations: list[Station] = []
+
+    def station(self, address: str | None = None) -> Station:
+        channel: ControlChannel
+        if self.kind == "zmq":
+            port = int(address.rsplit(":", 1)[1]) if address else 0
+            channel = ZmqControl("127.0.0.1", port, keys=self.keys, options=OPTIONS)
+        else:
+            channel = InprocControl(self.hub, address or f"s{len(self.stations)}", OPTIONS)
+        self.stations.append(Station(channel))
+        return self.stations[-1]
+
+
+@pytest.fixture(params=["zmq", "inproc"])
+def net(request: pytest.FixtureRequest) -> Iterator[Net]:
+    net = Net(request.param)
+    yield net
+    for station in net.stations:
+        station.channel.check()
+        station.channel.close()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Polls, gently, until `condition` holds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "condition not met"
+        threading.Event().wait(0.005)
+
+
+def token(number: int) -> FirstTokens:
+    return FirstTokens(RequestKey("r", 1), 5, [number])
+
+
+def test_there_and_back(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    a.channel.send(b.address, token(1))
+    assert b.next() == (a.address, token(1))
+    b.channel.send(a.address, Released(RequestKey("r", 1)))
+    assert a.next() == (b.address, Released(RequestKey("r", 1)))
+    until(lambda: a.channel.statistics().unacknowledged == b.channel.statistics().unacknowledged == 0)
+    statistics = a.channel.statistics()
+    assert (statistics.sent, statistics.delivered, statistics.peers, statistics.peers_lost) == (1, 1, 1, 0)
+
+
+def test_many_messages_from_many_threads_keep_their_order(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    count, senders = 300, 3
+
+    def send(ticket: int) -> None:
+        for number in range(count):
+            a.channel.send(b.address, FirstTokens(RequestKey("r"), ticket, [number]))
+
+    threads = [threading.Thread(target=send, args=(ticket,)) for ticket in range(senders)]
+    for thread in threads:
+        thread.start()
+    heard = [b.next()[1] for _ in range(count * senders)]
+    for thread in threads:
+        thread.join()
+    for ticket in range(senders):
+        numbers = [m.tokens[0] for m in heard if isinstance(m, FirstTokens) and m.ticket == ticket]
+        assert numbers == list(range(count))
+    assert b.heard.empty()
+
+
+def test_a_large_message(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    plan = Plan(1, bytes(range(256)) * (8 << 12))
+    a.channel.send(b.address, plan)
+    assert b.next() == (a.address, plan)
+
+
+def test_a_message_that_is_too_large_is_refused_at_once(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    with pytest.raises(ProtocolError, match="Plan"):
+        a.channel.send(b.address, Plan(1, bytes(MAX_MESSAGE_BYTES)))
+    a.channel.send(b.address, token(1))
+    assert b.next() == (a.address, token(1))
+
+
+def test_a_channel_talks_to_itself(net: Net) -> None:
+    a = net.station().start()
+    a.channel.send(a.address, token(1))
+    assert a.next() == (a.address, token(1))
+    until(lambda: a.channel.statistics().unacknowledged == 0)
+
+
+def test_handlers_may_answer_and_may_fail(net: Net) -> None:
+    a, b = net.station(), net.station()
+    failures = 0
+
+    def answer(peer: str, message: Message) -> None:
+        nonlocal failures
+        assert isinstance(message, FirstTokens)
+        b.channel.send(peer, token(message.tokens[0] + 1))
+        if message.tokens == [1]:
+            failures += 1
+            raise RuntimeError("on purpose")
+
+    a.start()
+    b.start(answer)
+    a.channel.send(b.address, token(1))
+    a.channel.send(b.address, token(5))
+    assert [a.next()[1], a.next()[1]] == [token(2), token(6)]
+    assert failures == 1
+    assert b.channel.statistics().handler_errors == 1
+
+
+def test_messages_wait_for_a_peer_that_comes_later(net: Net) -> None:
+    a, b = net.station().start(), net.station()
+    a.channel.send(b.address, token(1))
+    until(lambda: a.channel.statistics().unacknowledged == 1)
+    b.start()
+    assert b.next() == (a.address, token(1))
+
+
+def test_a_peer_that_is_not_there_is_lost(net: Net) -> None:
+    a, b = net.station().start(), net.station()
+    address = b.address
+    b.channel.close()
+    net.stations.remove(b)
+    a.channel.send(address, token(1))
+    assert a.lost.get(timeout=20) == address
+    assert "silent for 1 s" in a.channel.statistics().last_lost
+
+
+def test_a_watched_peer_that_dies_is_lost_and_nobody_else(net: Net) -> None:
+    a, b, c = (net.station().start() for _ in range(3))
+    for other in (b, c):
+        a.channel.watch(other.address)
+        a.channel.send(other.address, token(1))
+        other.next()
+    b.channel.close()
+    assert a.lost.get(timeout=20) == b.address
+    a.channel.send(c.address, token(2))
+    assert c.next() == (a.address, token(2))
+    assert a.lost.empty()
+
+
+def test_a_watched_peer_that_was_never_there_is_lost(net: Net) -> None:
+    a, b = net.station().start(), net.station()
+    address = b.address
+    b.channel.close()
+    net.stations.remove(b)
+    a.channel.watch(address)
+    assert a.lost.get(timeout=20) == address
+    until(lambda: a.channel.statistics().peers == 0)
+
+
+def test_a_watched_peer_that_lives_is_not_lost(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    a.channel.watch(b.address)
+    started_s = time.monotonic()
+    until(lambda: time.monotonic() - started_s > 1.5 * OPTIONS.peer_timeout_s)
+    assert a.lost.empty()
+    assert a.channel.statistics().peers == 1
+
+
+def test_a_restart_under_the_same_address_is_a_loss_and_then_goes_on(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    a.channel.send(b.address, token(1))
+    b.next()
+    until(lambda: a.channel.statistics().unacknowledged == 0)
+    b.channel.close()
+    again = net.station(b.address).start()
+    again.channel.send(a.address, token(7))
+    assert a.next() == (b.address, token(7))
+    assert a.lost.get(timeout=20) == b.address
+    a.channel.send(b.address, token(8))
+    assert again.next() == (a.address, token(8))
+
+
+def test_forget_is_silent_here_and_a_loss_there(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    a.channel.send(b.address, token(1))
+    b.next()
+    until(lambda: a.channel.statistics().unacknowledged == 0)
+    a.channel.forget(b.address)
+    until(lambda: a.channel.statistics().peers == 0)
+    b.channel.send(a.address, token(2))
+    assert b.lost.get(timeout=20) == a.address
+    b.channel.send(a.address, token(3))
+    assert a.next() == (b.address, token(3))
+    assert a.lost.empty()
+
+
+def test_close_waits_for_acknowledgements_when_asked(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    for number in range(50):
+        a.channel.send(b.address, token(number))
+    a.channel.close(linger_s=20)
+    assert a.channel.statistics().unacknowledged == 0
+    assert [b.next()[1] for _ in range(50)] == [token(number) for number in range(50)]
+    a.channel.send(b.address, token(99))  # nothing happens
+    a.channel.close()
+
+
+def test_no_callback_after_close(net: Net) -> None:
+    a, b = net.station().start(), net.station().start()
+    a.channel.send(b.address, token(1))
+    b.next()
+    b.channel.close()
+    a.channel.send(b.address, token(2))
+    assert a.lost.get(timeout=20) == b.address
+    assert b.heard.empty()
+
+
+def test_close_without_start(net: Net) -> None:
+    channel = net.station().channel
+    channel.close()
+    channel.close()
+    channel.send("tcp://127.0.0.1:9", token(1))  # nothing happens
+
+
+# --- faults of the hub: the shared streams mend them
+
+
+@pytest.fixture
+def hub_net() -> Iterator[Net]:
+    net = Net("inproc")
+    yield net
+    for station in net.stations:
+        station.channel.close()
+
+
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "delay"])
+def test_a_fault_at_an_exact_message_is_mended(hub_net: Net, fault: str) -> None:
+    a, b = hub_net.station().start(), hub_net.station().start()
+    getattr(hub_net.hub, fault)(FirstTokens, nth=1)
+    messages: list[Message] = [token(1), Release(RequestKey("r"), "x"), token(2), token(3), token(4)]
+    for message in messages:
+        a.channel.send(b.address, message)
+    assert [b.next()[1] for _ in messages] == messages
+    hub_net.hub.release()
+    statistics = a.channel.statistics, b.channel.statistics
+    if fault != "duplicate":
+        assert statistics[0]().retransmitted >= 1
+    if fault != "drop":
+        until(lambda: statistics[1]().duplicates >= 1)
+    assert b.heard.empty()
+
+
+def test_a_cut_peer_is_lost_and_can_come_back(hub_net: Net) -> None:
+    a, b = hub_net.station().start(), hub_net.station().start()
+    a.channel.watch(b.address)
+    a.channel.send(b.address, token(1))
+    b.next()
+    hub_net.hub.cut(b.address)
+    assert a.lost.get(timeout=20) == b.address
+    hub_net.hub.mend(b.address)
+    a.channel.send(b.address, token(2))
+    assert b.next() == (a.address, token(2))
+
+
+def test_an_observer_sees_each_message_once(hub_net: Net) -> None:
+    seen: list[tuple[str, str, Message]] = []
+    hub_net.hub.observe(lambda *what: seen.append(what))
+    hub_net.hub.drop(FirstTokens)
+    a, b = hub_net.station().start(), hub_net.station().start()
+    a.channel.send(b.address, token(1))
+    b.next()
+    assert seen == [(a.address, b.address, token(1))]
+
+
+def test_a_bad_frame_is_counted_and_dropped(hub_net: Net) -> None:
+    a, b = hub_net.station().start(), hub_net.station()
+    assert isinstance(b.channel, InprocControl)
+    for frame in (b"", b"\xc1", b"\x93\x01\x02\x03", b"x" * 1000):
+        b.channel.accept(frame)
+    b.start()
+    a.channel.send(b.address, token(1))
+    assert b.next() == (a.address, token(1))
+    assert b.channel.statistics().bad_frames == 4
+
+
+def test_a_bug_in_the_channel_does_not_end_its_thread(hub_net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = hub_net.station(), hub_net.station().start()
+    transmit = a.channel._transmit  # type: ignore[attr-defined]
+    broken = threading.Event()
+
+    def break_once(*arguments: object) -> None:
+        if not broken.is_set():
+            broken.set()
+            raise RuntimeError("on purpose")
+        transmit(*arguments)
+
+    monkeypatch.setattr(a.channel, "_transmit", break_once)
+    b.channel.send(a.address, token(9))
+    until(lambda: bool(a.channel._arrived))  # type: ignore[attr-defined]
+    a.channel.send(b.address, token(1))
+    a.start()
+    assert b.next() == (a.address, token(1))
+    assert a.next() == (b.address, token(9)), "acknowledged, and then never delivered"
+    assert a.channel.statistics().handler_errors == 1

@@ -1,0 +1,218 @@
+"""Letters: messages of transfer threads over the data plane."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from disagg.core.errors import TransportError
+from disagg.core.types import RequestKey, Segment, Span
+from transport import active_messages as module
+from transport.active_messages import ActiveMessages
+from transport.base import Arrival, Operation, Transport
+from transport.control import messages as m
+from transport.inproc import InprocFabric, InprocTransport
+from transport.slots import SLOT_BYTES
+from transport.tags import TICKET_NUMBERS, active_message_tag, is_active_message, pack, unpack
+from transport.ucx.transport import UcxTransport
+
+SEGMENT = Segment(0, 1, 2, Span(0, 2), Span(0, 1), Span(0, 9), 4096)
+
+
+class Box:
+    """One rank: what came, and what could not be sent."""
+
+    def __init__(self, fabric: InprocFabric, name: str) -> None:
+        self.name = name
+        self.transport: Transport = InprocTransport(fabric, name)
+        self.came: list[tuple[str, m.Message]] = []
+        self.lost: list[tuple[str, m.Message, str]] = []
+        self.active_messages = ActiveMessages(
+            self.transport,
+            name,
+            dict.fromkeys((m.Watermark, m.LeaseRequest), self._came),
+            lambda peer, message, error: self.lost.append((peer, message, str(error))),
+        )
+
+    def _came(self, peer: str, message: m.Message) -> None:
+        self.came.append((peer, message))
+
+    def turn(self) -> list[Arrival]:
+        """One look; arrivals that are no letters."""
+        for operation in self.transport.progress():
+            assert self.active_messages.ended(operation) or operation.kind == "discard"
+        return [a for a in self.transport.arrivals() if not self.active_messages.arrived(a)]
+
+
+@pytest.fixture
+def boxes() -> tuple[InprocFabric, Box, Box]:
+    fabric = InprocFabric()
+    a, b = Box(fabric, "a"), Box(fabric, "b")
+    for one, other in ((a, b), (b, a)):
+        one.transport.connect(other.name, other.transport.address)
+        one.active_messages.know(other.name)
+    return fabric, a, b
+
+
+def settle(*boxes: Box) -> None:
+    for _ in range(4):
+        for box in boxes:
+            assert not box.turn()
+
+
+def test_letters_come_whole_in_order_and_their_memory_is_used_again(
+    boxes: tuple[InprocFabric, Box, Box],
+) -> None:
+    _, a, b = boxes
+    sent: list[m.Message] = []
+    for turn in range(150):
+        size = [0, 1, 40][turn % 3]  # the last one is larger than a slot
+        sent.append(m.LeaseRequest(RequestKey(f"r{turn}"), turn, 1, [SEGMENT] * size))
+        a.active_messages.send("b", sent[-1])
+        if turn % 7 == 0:
+            settle(a, b)
+    settle(a, b)
+    assert b.came == [("a", message) for message in sent]
+    assert len(m.encode(sent[2])) > SLOT_BYTES
+    registered = [box.transport.statistics().registered_bytes for box in (a, b)]
+    assert registered == [64 * SLOT_BYTES] * 2, "larger ones are given back"
+    assert not a.lost
+    a.transport.check()
+
+
+def test_what_cannot_be_delivered_is_told(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    fabric, a, b = boxes
+    fabric.faults.fail_send(1)
+    messages = [m.Watermark(0, position, 1 << 20) for position in range(3)]
+    for message in messages:
+        a.active_messages.send("b", message)
+    settle(a, b)
+    assert [message for _, message in b.came] == [messages[0], messages[2]]
+    assert [(peer, message) for peer, message, _ in a.lost] == [("b", messages[1])]
+    b.transport.close()
+    a.active_messages.send("b", messages[0])
+    settle(a)
+    assert len(a.lost) == 2
+    assert "is gone" in a.lost[1][2] or "is lost" in a.lost[1][2]
+
+
+class Fetching(InprocTransport):
+    """Ends the receive of a large message one look later, as UCX does, which has to fetch it."""
+
+    late: tuple[Operation, ...] = ()
+
+    def progress(self) -> list[Operation]:
+        ended, late = super().progress(), self.late
+        self.late = tuple(o for o in ended if o.kind == "receive" and o.nbytes > SLOT_BYTES)
+        return [*(o for o in ended if o not in self.late), *late]
+
+
+@pytest.mark.parametrize("backend", ["inproc", "ucx"])
+def test_a_large_letter_is_not_overtaken_by_those_behind_it(backend: str) -> None:
+    """A chunk's lease request may take tens of KiB; the next chunk's, out of turn, would leave a gap."""
+    fabric = InprocFabric()
+    a, b = Box(fabric, "a"), Box(fabric, "b")
+    for box in (a, b):
+        made = Fetching(fabric, box.name + "!") if backend == "inproc" else UcxTransport()
+        box.transport = box.active_messages._transport = box.active_messages._slots._transport = made
+    try:
+        for one, other in ((a, b), (b, a)):
+            one.transport.connect(other.name, other.transport.address)
+            one.active_messages.know(other.name)
+        sent: list[m.Message] = [
+            m.LeaseRequest(RequestKey("r"), i, 1, [SEGMENT] * size)
+            for i, size in enumerate((1, 400, 1, 200, 1))
+        ]
+        for message in sent:
+            a.active_messages.send("b", message)
+        until_s = time.monotonic() + 10
+        while len(b.came) < len(sent) and time.monotonic() < until_s:
+            settle(a, b)
+        assert b.came == [("a", message) for message in sent]
+        settle(a, b)
+        assert [box.transport.statistics().pending for box in (a, b)] == [0, 0]
+    finally:
+        for box in (a, b):
+            box.transport.close()
+
+
+def spoil_kind(a: Box) -> None:
+    a.active_messages.send("b", m.StopSending(RequestKey("r"), 1, "enough"))
+
+
+def spoil_bytes(a: Box) -> None:
+    memory = torch.full((9,), 0xC1, dtype=torch.uint8)
+    a.transport.register(memory)
+    a.transport.send("b", module._tag("a"), memory)
+
+
+def spoil_length(a: Box) -> None:
+    """No transport of ours sends it; UCX, whoever uses it, can."""
+    memory = torch.ones(9, dtype=torch.uint8)
+    a.transport.register(memory)
+    operation = a.transport.send("b", module._tag("a"), memory)
+    [message] = a.transport._wire  # type: ignore[attr-defined]
+    message.data = message.data[:0]
+    assert not operation.ended
+
+
+@pytest.mark.parametrize("spoil", [spoil_kind, spoil_bytes, spoil_length])
+def test_invalid_active_messages_are_counted_and_dropped(
+    boxes: tuple[InprocFabric, Box, Box], spoil: Callable[[Box], None]
+) -> None:
+    _, a, b = boxes
+    spoil(a)
+    for arrival in b.transport.arrivals():
+        assert b.active_messages.arrived(arrival)
+    settle(b)
+    assert (b.active_messages.dropped, b.came) == (1, [])
+    a.transport.progress()
+    good = m.Watermark(0, 1, 1 << 20)
+    a.active_messages.send("b", good)
+    settle(a, b)
+    assert b.came == [("a", good)]
+
+
+def test_active_messages_of_a_forgotten_peer_are_dropped(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    _, a, b = boxes
+    b.active_messages.forget("a")
+    a.active_messages.send("b", m.Watermark(0, 1, 1 << 20))
+    for arrival in b.transport.arrivals():
+        assert b.active_messages.arrived(arrival)
+    for operation in b.transport.progress():
+        assert operation.kind == "discard"
+    assert (b.active_messages.dropped, b.came) == (1, [])
+    assert not a.turn(), "its sender's memory is free again"
+    assert a.transport.statistics().pending == 0
+
+
+def test_data_is_not_an_active_message(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    _, a, b = boxes
+    memory = torch.ones(9, dtype=torch.uint8)
+    a.transport.register(memory)
+    a.transport.send("b", pack(TICKET_NUMBERS - 1, 4095, (1 << 20) - 1), memory)
+    [arrival] = b.transport.arrivals()
+    assert not b.active_messages.arrived(arrival)
+
+
+def test_two_peers_of_one_tag_are_refused(
+    boxes: tuple[InprocFabric, Box, Box], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, a, _ = boxes
+    a.active_messages.know("b")  # again: nothing happens
+    monkeypatch.setattr(module, "_tag", lambda address: active_message_tag(7))
+    a.active_messages.know("c")
+    with pytest.raises(TransportError, match="d and c have the same active-message tag"):
+        a.active_messages.know("d")
+
+
+def test_active_message_tags_are_no_ticket_s() -> None:
+    tag = active_message_tag(0xDEADBEEF)
+    assert is_active_message(tag)
+    assert unpack(tag).ticket == TICKET_NUMBERS
+    assert not is_active_message(pack(TICKET_NUMBERS - 1, 0, 0))
+    with pytest.raises(ValueError, match="sender"):
+        active_message_tag(1 << 32)

@@ -1,0 +1,1 @@
+"""The control plane: typed messages between named peers, exactly once and in order."""

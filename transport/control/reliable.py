@@ -1,0 +1,348 @@
+"""Exactly-once, in-order delivery over a network that loses, repeats and reorders.
+
+A pure state machine: no threads, no sockets, time passed in. Each direction between two peers is a *stream*,
+whose number grows even across restarts; its messages count from 1. A message is retransmitted until
+acknowledged. Acknowledgements are cumulative and piggyback on envelopes of the other direction.
+
+A peer is *lost* after too long a silence while it is watched or owes acknowledgements, or when it has
+forgotten this side (a new stream, or a reset). After a loss, no message of the old streams is delivered, and
+both directions start new streams.
+
+The idea is TCP's: sequence numbers, resets, and an initial sequence number drawn from a clock, here the
+stream number. An envelope of an older stream is therefore recognised as stale, however late it arrives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+
+from disagg.core.errors import InvariantError
+
+PING, RESET = 1, 2
+ACK_DELAY_S = 0.02
+FIRST_RESEND_S, LAST_RESEND_S = 0.2, 2.0
+RESEND_WINDOW = 128
+"""Most messages retransmitted at once."""
+MAX_UNACKNOWLEDGED = 65536
+MAX_UNACKNOWLEDGED_BYTES = 256 << 20
+"""Limit per peer, like the limit on messages: a peer that exceeds it is lost."""
+MAX_EARLY = 4096
+"""Most messages buffered that arrived out of order; more are dropped and retransmitted later."""
+MAX_PEERS = 4096
+IDLE_S = 60.0
+"""An idle peer, with nothing owed in either direction, makes room for a new one after this silence."""
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+"""Bounded when decoded: this side may continue from a number in a reset, which must leave room to grow."""
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """The unit on the wire. `seq` 0 carries no message: an acknowledgement, a ping or a reset."""
+
+    source: str
+    stream: Number
+    """The source's stream; in a reset, the newest of the receiver's streams that the source has seen."""
+    seq: Number
+    base: Number
+    """Lowest number that may still be sent; all lower ones are acknowledged."""
+    ack: Number
+    """All messages of `ack_of` up to this number have arrived."""
+    ack_of: Number
+    """The receiver's stream; 0 before the first envelope from the receiver."""
+    flags: Number = 0
+    body: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class ReliableOptions:
+    """Timeouts in seconds."""
+
+    peer_timeout_s: float = 10.0
+    heartbeat_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """Event: the next message of a stream."""
+
+    peer: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Event: a peer was lost; nothing of its old streams follows."""
+
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """Event: the first envelope of a watched peer, or the first since its loss."""
+
+    peer: str
+
+
+@dataclass(slots=True)
+class _StreamPeer:
+    name: str
+    stream: int
+    since_s: float
+    """Time of the last envelope from the peer, or of the first one to it."""
+    next_seq: int = 1
+    unacknowledged: deque[tuple[int, bytes]] = field(default_factory=deque)
+    unacknowledged_bytes: int = 0
+    resend_at_s: float = 0.0
+    resend_after_s: float = FIRST_RESEND_S
+    their_stream: int = 0
+    delivered: int = 0
+    early: dict[int, bytes] = field(default_factory=dict)
+    ack_at_s: float | None = None
+    watched: bool = False
+    spoke_s: float = 0.0
+    """Time of the last envelope to the peer."""
+
+    @property
+    def base(self) -> int:
+        return self.unacknowledged[0][0] if self.unacknowledged else self.next_seq
+
+
+class Reliable:
+    """The streams of one channel. The caller empties `outbox` and `events` after each call."""
+
+    def __init__(self, address: str, options: ReliableOptions, first_stream: int | None = None) -> None:
+        self._address, self._options = address, options
+        self._last_stream = time.time_ns() if first_stream is None else first_stream
+        self._peers: dict[str, _StreamPeer] = {}
+        self._ticked_s: float | None = None
+        self._past: dict[str, int] = {}
+        """Latest ended stream of each source; that stream and older ones are rejected."""
+        self.outbox: list[tuple[str, Envelope]] = []
+        """Envelopes to transmit; the network may lose them."""
+        self.events: list[Delivered | Lost | Met] = []
+        """Events in order: a message after a loss belongs to the new stream."""
+        self.retransmitted = self.duplicates = self.refused = 0
+
+    # --- called by the channel
+
+    def send(self, name: str, body: bytes, now_s: float) -> None:
+        """Queues a message for `name`."""
+        peer = self._peer(name, now_s)
+        owed, owed_bytes = len(peer.unacknowledged), peer.unacknowledged_bytes
+        if owed >= MAX_UNACKNOWLEDGED or owed_bytes + len(body) > MAX_UNACKNOWLEDGED_BYTES:
+            self._lose(peer, f"{owed} messages of {owed_bytes} bytes are unacknowledged")
+            peer = self._peer(name, now_s)
+        if not peer.unacknowledged:
+            peer.resend_at_s, peer.resend_after_s = now_s + FIRST_RESEND_S, FIRST_RESEND_S
+            if not peer.watched:
+                peer.since_s = now_s  # an earlier silence does not count: nothing was owed
+        peer.unacknowledged.append((peer.next_seq, body))
+        peer.unacknowledged_bytes += len(body)
+        peer.next_seq += 1
+        self._post(peer, peer.next_seq - 1, body, now_s)
+
+    def watch(self, name: str, now_s: float) -> None:
+        """Pings `name` from now on."""
+        peer = self._peer(name, now_s)
+        if not peer.watched:
+            peer.watched, peer.since_s = True, now_s
+            if peer.their_stream:
+                self.events.append(Met(name))
+
+    def forget(self, name: str) -> None:
+        """Drops all state of `name` without an event."""
+        peer = self._peers.pop(name, None)
+        if peer is not None:
+            self._bury(peer)
+
+    def resend_at(self, name: str, at_s: float) -> None:
+        """Schedules retransmission of unacknowledged messages for `at_s`, unless one is due earlier."""
+        peer = self._peers.get(name)
+        if peer is not None:
+            peer.resend_at_s = min(peer.resend_at_s, at_s)
+
+    def receive(self, envelope: Envelope, now_s: float) -> None:
+        """Processes a received envelope."""
+        if envelope.flags & RESET:
+            reset = self._peers.get(envelope.source)
+            if reset is not None and reset.stream == envelope.ack_of:
+                # After a clock was set back, new numbers must not look stale to the other side.
+                self._last_stream = max(self._last_stream, envelope.stream)
+                self._lose(reset, "the peer has dropped its state: it restarted or lost this side")
+            return
+        peer = self._known(envelope, now_s)
+        if peer is None:
+            return
+        peer.since_s = now_s
+        if envelope.ack_of == peer.stream:
+            self._acknowledged(peer, envelope.ack, now_s)
+        if envelope.seq:
+            self._take(peer, envelope)
+            peer.ack_at_s = now_s + ACK_DELAY_S if peer.ack_at_s is None else peer.ack_at_s
+        if envelope.flags & PING:
+            peer.ack_at_s = now_s
+
+    def tick(self, now_s: float) -> float:
+        """Does the work that is due; returns the latest time of the next call."""
+        self._pardon(now_s)
+        due_s = now_s + self._options.heartbeat_s
+        for peer in list(self._peers.values()):
+            owed = peer.watched or bool(peer.unacknowledged)
+            if owed and now_s - peer.since_s > self._options.peer_timeout_s:
+                self._lose(peer, f"silent for {self._options.peer_timeout_s:g} s")
+                continue
+            if peer.unacknowledged and now_s >= peer.resend_at_s:
+                self._resend(peer, now_s)
+            if peer.watched and now_s - peer.spoke_s >= self._options.heartbeat_s:
+                self._post(peer, 0, b"", now_s, PING)
+            if peer.ack_at_s is not None and now_s >= peer.ack_at_s:
+                self._post(peer, 0, b"", now_s)
+            times = [peer.resend_at_s] if peer.unacknowledged else []
+            due_s = min([due_s, *times, *([] if peer.ack_at_s is None else [peer.ack_at_s])])
+        return due_s
+
+    # --- read access
+
+    @property
+    def peers(self) -> int:
+        """Number of peers known now."""
+        return len(self._peers)
+
+    def knows(self, name: str) -> bool:
+        """Whether any state is kept for the peer."""
+        return name in self._peers
+
+    @property
+    def unacknowledged(self) -> int:
+        """Number of unacknowledged messages, over all peers."""
+        return sum(len(peer.unacknowledged) for peer in self._peers.values())
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless the sequence numbers have no gap."""
+        for peer in self._peers.values():
+            numbers = [seq for seq, _ in peer.unacknowledged]
+            owed_bytes = sum(len(body) for _, body in peer.unacknowledged)
+            sound = (
+                numbers == list(range(peer.base, peer.next_seq))
+                and owed_bytes == peer.unacknowledged_bytes
+                and all(seq > peer.delivered + 1 for seq in peer.early)
+                and not self._is_past(peer.name, peer.their_stream)
+            )
+            if not sound:
+                raise InvariantError(
+                    f"reliable: {peer.name}: {numbers} before {peer.next_seq}, early {peer.early}"
+                )
+
+    # --- internal
+
+    def _peer(self, name: str, now_s: float) -> _StreamPeer:
+        peer = self._peers.get(name)
+        if peer is None:
+            self._last_stream += 1
+            peer = self._peers[name] = _StreamPeer(name, self._last_stream, now_s)
+        return peer
+
+    def _known(self, envelope: Envelope, now_s: float) -> _StreamPeer | None:
+        """Returns the peer of an envelope; None for a stale envelope or one answered by a reset."""
+        peer = self._peers.get(envelope.source)
+        newest = peer.their_stream if peer is not None else 0
+        if envelope.stream <= 0:
+            self.refused += 1
+            return None
+        if envelope.stream < newest or self._is_past(envelope.source, envelope.stream):
+            self._refuse(envelope)
+            return None
+        if peer is not None and peer.their_stream == envelope.stream:
+            return peer
+        if peer is not None and peer.their_stream:
+            self._lose(peer, "the peer opened a new stream: it restarted or lost this side")
+            peer = None
+        ours = peer.stream if peer is not None else 0
+        goes_on = envelope.base > 1 or envelope.ack_of not in (0, ours)
+        if goes_on or (peer is None and not self._has_room(now_s)):
+            self._refuse(envelope)  # the stream continues from state that this side has dropped
+            return None
+        peer = peer or self._peer(envelope.source, now_s)
+        peer.their_stream = envelope.stream
+        if peer.watched:
+            self.events.append(Met(peer.name))
+        return peer
+
+    def _has_room(self, now_s: float) -> bool:
+        """Whether a new peer fits; a full table drops the peer that was idle longest."""
+        if len(self._peers) < MAX_PEERS:
+            return True
+        idle = [peer for peer in self._peers.values() if not (peer.watched or peer.unacknowledged)]
+        oldest = min(idle, key=lambda peer: peer.since_s, default=None)
+        if oldest is None or now_s - oldest.since_s < IDLE_S:
+            return False
+        self.forget(oldest.name)
+        return True
+
+    def _pardon(self, now_s: float) -> None:
+        """Extends all timeouts by a pause of this process: peers could not be read meanwhile."""
+        gap_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
+        self._ticked_s = now_s
+        if gap_s > self._options.heartbeat_s + self._options.peer_timeout_s / 2:
+            for peer in self._peers.values():
+                peer.since_s = min(now_s, peer.since_s + gap_s)
+
+    def _refuse(self, envelope: Envelope) -> None:
+        self.refused += 1
+        known = self._peers.get(envelope.source)
+        newest = max(self._past.get(envelope.source, 0), known.their_stream if known is not None else 0)
+        self.outbox.append(
+            (envelope.source, Envelope(self._address, newest, 0, 1, 0, envelope.stream, RESET))
+        )
+
+    def _acknowledged(self, peer: _StreamPeer, ack: int, now_s: float) -> None:
+        if peer.unacknowledged and peer.unacknowledged[0][0] <= ack:
+            peer.resend_at_s, peer.resend_after_s = now_s + FIRST_RESEND_S, FIRST_RESEND_S
+        while peer.unacknowledged and peer.unacknowledged[0][0] <= ack:
+            peer.unacknowledged_bytes -= len(peer.unacknowledged.popleft()[1])
+
+    def _take(self, peer: _StreamPeer, envelope: Envelope) -> None:
+        if envelope.seq <= peer.delivered or envelope.seq in peer.early:
+            self.duplicates += 1
+            return
+        if envelope.seq > peer.delivered + MAX_EARLY:
+            return
+        peer.early[envelope.seq] = envelope.body
+        while (body := peer.early.pop(peer.delivered + 1, None)) is not None:
+            peer.delivered += 1
+            self.events.append(Delivered(peer.name, body))
+
+    def _resend(self, peer: _StreamPeer, now_s: float) -> None:
+        peer.resend_after_s = min(2 * peer.resend_after_s, LAST_RESEND_S)
+        peer.resend_at_s = now_s + peer.resend_after_s
+        for seq, body in list(peer.unacknowledged)[:RESEND_WINDOW]:
+            self.retransmitted += 1
+            self._post(peer, seq, body, now_s)
+
+    def _post(self, peer: _StreamPeer, seq: int, body: bytes, now_s: float, flags: int = 0) -> None:
+        peer.spoke_s, peer.ack_at_s = now_s, None
+        envelope = Envelope(
+            self._address, peer.stream, seq, peer.base, peer.delivered, peer.their_stream, flags, body
+        )
+        self.outbox.append((peer.name, envelope))
+
+    def _lose(self, peer: _StreamPeer, reason: str) -> None:
+        del self._peers[peer.name]
+        self._bury(peer)
+        self.events.append(Lost(peer.name, reason))
+
+    def _bury(self, peer: _StreamPeer) -> None:
+        if peer.their_stream:
+            self._past.pop(peer.name, None)  # re-insert at the end: the oldest entry is dropped first
+            self._past[peer.name] = peer.their_stream
+            if len(self._past) > MAX_PEERS:
+                del self._past[next(iter(self._past))]
+
+    def _is_past(self, name: str, stream: int) -> bool:
+        return 0 < stream <= self._past.get(name, 0)

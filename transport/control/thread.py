@@ -1,0 +1,242 @@
+"""Common part of both control channels: a thread that drives the reliable streams and calls the handler."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeVarTuple
+
+import msgspec
+import structlog
+
+from disagg.core.errors import ProtocolError
+from transport.control.base import ControlChannel, ControlStatistics, Handler, PeerLost, PeerMet
+from transport.control.messages import MAX_MESSAGE_BYTES, Message, decode, encode
+from transport.control.reliable import Delivered, Envelope, Lost, Reliable, ReliableOptions
+
+log = structlog.get_logger(__name__)
+_PAUSE_AFTER_BUG_S = 0.1
+Arguments = TypeVarTuple("Arguments")
+
+
+class ThreadedControl(ControlChannel):
+    """A channel with its own thread. Subclasses move frames: `_transmit`, `_frames`, `_wait`, `_wake`."""
+
+    def __init__(
+        self, address: str, options: ReliableOptions, max_message_bytes: int = MAX_MESSAGE_BYTES
+    ) -> None:
+        self.address, self._max_message_bytes = address, max_message_bytes
+        self._streams = Reliable(address, options)
+        self._work: deque[Callable[[float], None]] = deque()
+        self._lock = (
+            threading.Lock()
+        )  # guards `_streams`, which `statistics` and `check` read from other threads
+        self._handler: Handler = lambda peer, message: None
+        self._on_peer_lost: PeerLost = lambda peer: None
+        self._on_peer_met: PeerMet = lambda peer: None
+        self._closing = threading.Event()
+        self._linger_until_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"control-{address}", daemon=True)
+        self._sent = self._delivered = self._bad_frames = self._handler_errors = self._lost = 0
+        self._last_lost = ""
+
+    # --- ControlChannel
+
+    def start(
+        self, handler: Handler, on_peer_lost: PeerLost, on_peer_met: PeerMet = lambda peer: None
+    ) -> None:
+        self._handler, self._on_peer_lost, self._on_peer_met = handler, on_peer_lost, on_peer_met
+        self._thread.start()
+
+    def send(self, peer: str, message: Message) -> None:
+        body = encode(
+            message, self._max_message_bytes
+        )  # reject here: the peer would drop each retransmission
+
+        def work(now_s: float) -> None:
+            self._sent += 1
+            self._streams.send(peer, body, now_s)
+
+        self._post(work)
+
+    def watch(self, peer: str) -> None:
+        self._post(lambda now_s: self._streams.watch(peer, now_s))
+
+    def forget(self, peer: str) -> None:
+        def work(now_s: float) -> None:
+            self._streams.forget(peer)
+            self._hang_up(peer)
+
+        self._post(work)
+
+    def statistics(self) -> ControlStatistics:
+        with self._lock:
+            streams = self._streams
+            return ControlStatistics(
+                peers=streams.peers,
+                unacknowledged=streams.unacknowledged,
+                sent=self._sent,
+                delivered=self._delivered,
+                retransmitted=streams.retransmitted,
+                duplicates=streams.duplicates,
+                bad_frames=self._bad_frames,
+                handler_errors=self._handler_errors,
+                peers_lost=self._lost,
+                last_lost=self._last_lost,
+            )
+
+    def check(self) -> None:
+        with self._lock:
+            self._streams.check()
+
+    def close(self, linger_s: float = 0.0) -> None:
+        self._linger_until_s = time.monotonic() + linger_s
+        self._closing.set()
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    # --- for the subclasses
+
+    @abstractmethod
+    def _transmit(self, peer: str, envelope: Envelope) -> None:
+        """Transmits an envelope; the network may lose it."""
+
+    @abstractmethod
+    def _frames(self) -> Iterable[bytes]:
+        """Returns the frames received since the last call; their content is untrusted."""
+
+    @abstractmethod
+    def _wait(self, timeout_s: float) -> None:
+        """Blocks until a frame arrives, `_wake` is called, or the time is up."""
+
+    @abstractmethod
+    def _wake(self) -> None:
+        """Ends the current or next `_wait`; any thread may call it."""
+
+    def _hang_up(self, peer: str) -> None:
+        """Frees the subclass's state of a lost or forgotten peer."""
+
+    def _upkeep(self, now_s: float) -> None:
+        """Runs the subclass's periodic work, first in each iteration of the thread."""
+
+    def _released(self) -> None:
+        """Frees the subclass's resources at the end of the thread."""
+
+    def _bad_frame(self, error: Exception, peer: str = "") -> None:
+        """Counts and logs a dropped frame; `peer` is the sender that the frame names, if any."""
+        self._bad_frames += 1
+        log.warning("bad_control_frame", channel=self.address, peer=peer, error=str(error))
+
+    # --- the thread
+
+    def _post(self, work: Callable[[float], None]) -> None:
+        if not self._closing.is_set():
+            self._work.append(work)
+            self._wake()
+
+    def _run(self) -> None:
+        try:
+            while not self._done():
+                due_s = self._safe_turn()
+                if self._closing.is_set():
+                    due_s = min(due_s, self._linger_until_s)
+                if not self._work:
+                    self._wait(max(0.0, min(due_s - time.monotonic(), 1.0)))
+        finally:
+            self._released()
+
+    def _done(self) -> bool:
+        if not self._closing.is_set() or self._work:
+            return False
+        return self._streams.unacknowledged == 0 or time.monotonic() >= self._linger_until_s
+
+    def _safe_turn(self) -> float:
+        try:
+            return self._turn()
+        except Exception:
+            # A bug. Without the thread, every request of this process would hang.
+            self._handler_errors += 1
+            log.exception("control_turn_failed", channel=self.address)
+            return time.monotonic() + _PAUSE_AFTER_BUG_S
+
+    def _turn(self) -> float:
+        now_s = time.monotonic()
+        self._upkeep(now_s)
+        if self._work:
+            with self._lock:
+                while self._work:
+                    self._work.popleft()(now_s)
+            self._transmit_all()  # before reading: peers wait for these envelopes
+        with self._lock:
+            for frame in self._frames():
+                self._take_in(frame, now_s)
+            due_s = self._streams.tick(now_s)
+            events, self._streams.events = self._streams.events, []
+        self._transmit_all()
+        # One by one: a failed transmission is repeated, but a skipped event was acknowledged and would be
+        # lost.
+        if not self._closing.is_set():
+            for event in events:
+                if isinstance(event, Delivered):
+                    self._deliver(event.peer, event.body)
+                elif isinstance(event, Lost):
+                    self._lose(event.peer, event.reason)
+                else:
+                    self._call(self._on_peer_met, event.peer)
+        return due_s
+
+    def _transmit_all(self) -> None:
+        with self._lock:
+            outbox, self._streams.outbox = self._streams.outbox, []
+        for peer, envelope in outbox:
+            self._call(self._transmit, peer, envelope)
+
+    def _take_in(self, frame: bytes, now_s: float) -> None:
+        try:
+            self._streams.receive(decode_envelope(frame), now_s)
+        except ProtocolError as exc:
+            self._bad_frame(exc)
+
+    def _deliver(self, peer: str, body: bytes) -> None:
+        try:
+            message = decode(body)
+        except ProtocolError as exc:
+            self._bad_frame(exc, peer)
+            return
+        self._delivered += 1
+        self._call(self._handler, peer, message)
+
+    def _lose(self, peer: str, reason: str) -> None:
+        self._lost += 1
+        self._last_lost = f"{peer}: {reason}"
+        self._hang_up(peer)
+        log.info("control_peer_lost", channel=self.address, peer=peer, reason=reason)
+        self._call(self._on_peer_lost, peer)
+
+    def _call(self, callback: Callable[[*Arguments], None], *arguments: *Arguments) -> None:
+        try:
+            callback(*arguments)
+        except Exception:
+            self._handler_errors += 1
+            log.exception("control_call_failed", channel=self.address)
+
+
+_ENVELOPES = msgspec.msgpack.Decoder(Envelope)
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+def encode_envelope(envelope: Envelope) -> bytes:
+    """Returns the encoded envelope."""
+    return _ENCODER.encode(envelope)
+
+
+def decode_envelope(frame: bytes) -> Envelope:
+    """Returns the decoded envelope. Raises `ProtocolError` for any invalid bytes."""
+    try:
+        return _ENVELOPES.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ProtocolError(f"frame of {len(frame)} bytes is not an envelope: {exc}") from exc

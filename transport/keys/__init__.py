@@ -1,0 +1,1 @@
+"""The cluster's CURVE keys: made, stored, followed and rotated."""

@@ -1,0 +1,77 @@
+"""CURVE keys of a cluster: only processes that hold them may join.
+
+`ControlKeys` is one generation. `KeySet` holds the generations that are valid together during a rotation.
+`transport.keys.file` stores a set, `transport.keys.ring` follows it while a process runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+import zmq
+
+from disagg.core.errors import ConfigError
+
+
+class ControlKeys(msgspec.Struct, frozen=True):
+    """Two key pairs, in Z85: every channel listens with the server pair and dials with the client pair."""
+
+    server_public: str
+    server_secret: str
+    client_public: str
+    client_secret: str
+
+    @property
+    def name(self) -> str:
+        """Name of the generation in logs; computed from the public key, so it reveals no secret."""
+        return hashlib.sha256(self.server_public.encode()).hexdigest()[:8]
+
+    def check(self) -> None:
+        """Raises `ConfigError` unless both are pairs of CURVE keys."""
+        for what, public, secret in (
+            ("server", self.server_public, self.server_secret),
+            ("client", self.client_public, self.client_secret),
+        ):
+            try:
+                sound = zmq.curve_public(secret.encode()) == public.encode()
+            except (zmq.ZMQError, ValueError, TypeError):
+                sound = False
+            if not sound:
+                raise ConfigError(f"{what}_public and {what}_secret are not a pair of CURVE keys")
+
+    def __repr__(self) -> str:
+        """The name only, because a repr can end up in a log."""
+        return f"ControlKeys({self.name})"
+
+
+class KeySet(msgspec.Struct, frozen=True):
+    """The generations of a cluster's keys: one, or two during a rotation."""
+
+    current: ControlKeys
+    next: ControlKeys | None = None
+    next_from_unix_s: float = 0.0
+    """From this time on, channels dial with `next`, and `current` is the previous generation."""
+
+    def generations(self, now_unix_s: float) -> tuple[ControlKeys, ...]:
+        """The valid generations: channels present the first and accept all of them."""
+        if self.next is None:
+            return (self.current,)
+        if self.is_rotated(now_unix_s):
+            return (self.next, self.current)
+        return (self.current, self.next)
+
+    def is_rotated(self, now_unix_s: float) -> bool:
+        """Whether `next` has replaced `current`."""
+        return self.next is not None and now_unix_s >= self.next_from_unix_s
+
+    def check(self) -> None:
+        """Raises `ConfigError` unless every generation is sound."""
+        for keys in self.generations(0.0):
+            keys.check()
+
+
+def make_keys() -> ControlKeys:
+    """Generates a new generation of keys."""
+    server, client = zmq.curve_keypair(), zmq.curve_keypair()
+    return ControlKeys(*(part.decode() for part in (*server, *client)))

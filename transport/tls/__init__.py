@@ -1,0 +1,1 @@
+"""The data plane over TLS 1.3."""

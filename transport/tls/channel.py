@@ -1,0 +1,129 @@
+"""Common part of both ends of a channel: its worker threads, and its shutdown.
+
+A channel ends in two steps. `end` shuts its connections, which unblocks its threads. The last thread to leave
+then ends the operations; afterwards nothing of this channel touches the caller's memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import structlog
+
+from disagg.core.errors import PeerLostError, ProtocolError
+from transport.base import Operation
+from transport.tls.identity import Contexts
+from transport.tls.state import ChannelState
+from transport.tls.stream import TlsStream
+
+log = structlog.get_logger(__name__)
+
+
+class Channel(ABC):
+    """Messages in one direction between two transports. `state.lock` guards every field."""
+
+    def __init__(self, state: ChannelState, peer_address: bytes, label: str) -> None:
+        """`label` names the peer in errors and logs."""
+        self.on_end: Callable[[], None] = lambda: None
+        self.on_quiet: Callable[[], None] = lambda: None
+        """Callbacks after the first and the second step, called with the lock held."""
+        self.state, self.peer_address, self.label = state, peer_address, label
+        self.error: PeerLostError | None = None
+        """The error that ended the channel; None while the channel is open."""
+        self._work = threading.Condition(state.lock)
+        self._threads = 0
+        self._streams: set[TlsStream] = set()
+
+    @property
+    def ended(self) -> bool:
+        """True from the first step of the shutdown: the channel starts no operation."""
+        return self.error is not None
+
+    @property
+    def quiet(self) -> bool:
+        """True from the second step on: no thread touches memory, and every operation has ended."""
+        return self.ended and self._threads == 0
+
+    def end(self, why: str) -> None:
+        """Performs the first step of the shutdown. A second call has no effect."""
+        with self.state.lock:
+            if self.ended:
+                return
+            self.error = PeerLostError(f"{self.label}: {why}")
+            for stream in self._streams:
+                stream.shut()
+            self._work.notify_all()
+            if self._threads == 0:
+                self._settle_all()
+            self.on_end()
+
+    def start(self, name: str, body: Callable[[], None]) -> None:
+        """Runs `body` in a thread of the channel. Raises `OSError` when the system cannot start a thread."""
+        with self.state.lock:
+            self._threads += 1
+        try:
+            threading.Thread(target=self._run, args=(body,), name=name, daemon=True).start()
+        except RuntimeError as exc:
+            self._leave()
+            raise OSError(str(exc)) from exc
+
+    def adopt(self, body: Callable[[], None]) -> None:
+        """Runs `body` in the calling thread, as a thread of the channel."""
+        with self.state.lock:
+            self._threads += 1
+        self._run(body)
+
+    def attach(self, stream: TlsStream) -> None:
+        """Makes `end` shut `stream`. Raises `ConnectionAbortedError` when the channel has ended."""
+        with self.state.lock:
+            self._streams.add(stream)
+            if self.ended:
+                stream.shut()
+                raise ConnectionAbortedError("the channel has ended")
+
+    def detach(self, stream: TlsStream) -> None:
+        """Frees `stream`. Call from the thread that used it."""
+        with self.state.lock:
+            self._streams.discard(stream)
+        stream.close()
+
+    def follow(self, contexts: Contexts) -> None:
+        """Ends the channel if one of its connections was made with keys that are no longer valid."""
+        with self.state.lock:
+            if not all(stream.certificates <= contexts.trusted for stream in self._streams):
+                self.end("the keys of its connection are no longer valid")
+
+    def pending(self) -> set[Operation]:
+        """Returns the operations that this channel will end. Call with the lock held."""
+        return set()
+
+    @abstractmethod
+    def _settle(self) -> None:
+        """Ends every operation of the channel with `error`. Called with the lock held, after the last thread."""
+
+    def _run(self, body: Callable[[], None]) -> None:
+        try:
+            body()
+        except (OSError, ProtocolError, PeerLostError) as exc:
+            self.end(str(exc) or type(exc).__name__)
+        except Exception as exc:  # hostile bytes end only the channel with their sender
+            log.exception("tls_fault", peer=self.label)
+            self.end(f"{type(exc).__name__}: {exc}")
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self.state.lock:
+            self._threads -= 1
+            if self.quiet:
+                self._settle_all()
+
+    def _settle_all(self) -> None:
+        self._settle()
+        for stream in list(self._streams):
+            self.detach(stream)
+        self.on_quiet()
+        self.state.quiet.notify_all()
+        self.state.wake()

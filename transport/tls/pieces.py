@@ -1,0 +1,108 @@
+"""Access to views as bytes: host memory in place, device memory through pinned host buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from transport.tls.frames import PIECE_BYTES
+
+STAGED = 2
+"""Pieces staged ahead by a writer: one is encrypted while the next is copied from the device."""
+Bytes = Callable[[], memoryview]
+"""Blocks until the bytes are in host memory; valid until the buffer is reused."""
+
+
+def host_bytes(view: torch.Tensor) -> memoryview:
+    """Returns the memory of `view`, uint8 `[nbytes]` on the host, without a copy."""
+    return view.numpy().data
+
+
+class _Pinned:
+    """Pinned buffers of one thread, used in rotation, each with the event of its last copy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        with torch.cuda.device(device):  # otherwise the buffers would create a context on the first device
+            self._buffers = [
+                torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(STAGED)
+            ]
+        self._events: list[Any] = [None] * STAGED
+        self._turn = 0
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Returns the first `nbytes` of the next buffer, after its last copy has ended."""
+        self._turn = (self._turn + 1) % STAGED
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
+        return self._buffers[self._turn][:nbytes]
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> Any:
+        """Starts a copy between the device and the latest buffer; returns its event."""
+        with torch.cuda.stream(self.stream):
+            into.copy_(source, non_blocking=True)
+            event = self._events[self._turn] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(self.stream)
+        return event
+
+
+class PieceSource:
+    """Reads pieces of views for one writer thread. At most `STAGED` pieces are staged and not yet sent."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[torch.device, _Pinned] = {}
+
+    def stage(self, view: torch.Tensor, offset: int, nbytes: int) -> Bytes:
+        """Starts the copy of `view[offset : offset + nbytes]` to the host."""
+        piece = view[offset : offset + nbytes]
+        if not view.is_cuda:
+            return lambda: host_bytes(piece)
+        pinned = _pinned(self._pinned, view.device)
+        buffer = pinned.take(nbytes)
+        event = pinned.copy(buffer, piece)
+
+        def ready() -> memoryview:
+            event.synchronize()
+            return host_bytes(buffer)
+
+        return ready
+
+    def finish(self) -> None:
+        """Waits until no copy reads a view."""
+        _finish(self._pinned)
+
+
+class PieceSink:
+    """Writes pieces into views for one reader thread."""
+
+    def __init__(self) -> None:
+        self._pinned: dict[torch.device, _Pinned] = {}
+
+    def put(self, view: torch.Tensor, offset: int, nbytes: int, fill: Callable[[memoryview], None]) -> Any:
+        """Fills `view[offset : offset + nbytes]`; returns the event of the device copy, None without one."""
+        piece = view[offset : offset + nbytes]
+        if not view.is_cuda:
+            fill(host_bytes(piece))
+            return None
+        pinned = _pinned(self._pinned, view.device)
+        buffer = pinned.take(nbytes)
+        fill(host_bytes(buffer))
+        return pinned.copy(piece, buffer)
+
+    def finish(self) -> None:
+        """Waits until no copy writes a view."""
+        _finish(self._pinned)
+
+
+def _pinned(kept: dict[torch.device, _Pinned], device: torch.device) -> _Pinned:
+    if device not in kept:
+        kept[device] = _Pinned(device)
+    return kept[device]
+
+
+def _finish(kept: dict[torch.device, _Pinned]) -> None:
+    for pinned in kept.values():
+        pinned.stream.synchronize()

@@ -1,0 +1,321 @@
+"""The data plane over TCP for untrusted networks: TLS 1.3 with the cluster's keys.
+
+Each side dials the other: a *channel* carries the messages of its dialler. Small messages are sent at once.
+Large ones are announced, and sent when requested, in pieces over one or more connections (lanes). Worker
+threads encrypt, decrypt, and access the caller's memory; the owner thread only queues and collects. A peer is
+identified by its address and its possession of the keys.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import structlog
+import torch
+
+from disagg.core.errors import InvariantError, PeerLostError, ProtocolError, TransportError
+from transport.base import Arrival, Operation, Transport, TransportStatistics
+from transport.keys.ring import KeyRing
+from transport.tags import unpack
+from transport.tls.address import ID_BYTES, Address, parse_address
+from transport.tls.channel import Channel
+from transport.tls.frames import MAX_LANES, REPLY_LANE, FrameReader, Hello
+from transport.tls.identity import Identities
+from transport.tls.incoming import ArrivalHandle, IncomingChannel
+from transport.tls.listener import TLSListener
+from transport.tls.outgoing import OutgoingChannel
+from transport.tls.state import ChannelState
+from transport.tls.stream import TlsStream
+
+log = structlog.get_logger(__name__)
+
+FENCE_TIMEOUT_S = 10.0
+"""Time limit for `disconnect` to wait until no thread uses the memory of a disconnected peer."""
+_MOST_DEFAULT_LANES = 2
+MAX_CHANNELS_PER_PEER = 4
+"""A peer needs one channel; after a reconnect, its previous one may not have ended here yet."""
+MAX_CHANNELS = 4096
+"""Limit over all peers; equal to the control channel's limit on peers."""
+UPKEEP_S = 1.0
+"""Interval between checks of the valid keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TLSPeer:
+    address: bytes
+    outgoing: OutgoingChannel
+
+
+class TlsTransport(Transport):
+    """One rank's end of the TLS data plane; see `Transport`. Listens on `host` and a free port.
+
+    `keys` are the cluster's. `lanes` is the number of connections for one large message; 0 means
+    `default_lanes`. Raises `ConfigError` when `host` cannot be bound.
+    """
+
+    name: ClassVar[str] = "tls"
+
+    def __init__(self, host: str, keys: KeyRing, lanes: int = 0) -> None:
+        if not 0 <= lanes <= MAX_LANES:
+            raise ValueError(f"lanes {lanes}: expected 0 to {MAX_LANES}")
+        self._identities, self._lanes = Identities(keys), lanes or default_lanes()
+        self._listener = TLSListener(host, self._identities, self._on_connection)
+        self._state = ChannelState()
+        self._peers: dict[str, _TLSPeer] = {}
+        self._incoming: dict[bytes, IncomingChannel] = {}
+        """Incoming channels by their random bytes."""
+        self._outgoing: set[OutgoingChannel] = set()
+        """Outgoing channels; those of disconnected peers stay until they are quiet."""
+        self._closed = False
+        self._upkeep_at_s = 0.0
+        self._address = Address(host, self._listener.port, os.urandom(ID_BYTES)).pack()
+        self._listener.start()
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    def connect(self, peer: str, address: bytes) -> None:
+        self._ensure_open()
+        with self._state.lock:
+            known = self._peers.get(peer)
+            if known is not None:
+                if known.address != address:
+                    raise TransportError(f"{peer} is connected with another address; disconnect it first")
+                return
+            where = parse_address(peer, address)
+            outgoing = OutgoingChannel(self._state, self._address, where, self._identities, self._lanes)
+            outgoing.on_end = partial(self._on_lost, outgoing)
+            outgoing.on_quiet = partial(self._outgoing.discard, outgoing)
+            self._peers[peer] = _TLSPeer(address, outgoing)
+            self._outgoing.add(outgoing)
+        outgoing.open()
+
+    def disconnect(self, peer: str) -> None:
+        with self._state.lock:
+            known = self._peers.pop(peer, None)
+            if known is None:
+                return
+            mine: list[Channel] = [known.outgoing]
+            if not known.outgoing.ended:
+                # The lost peer's messages ended with it; a message here belongs to its next connection.
+                mine += [
+                    channel for channel in self._incoming.values() if channel.peer_address == known.address
+                ]
+        self._fence(peer, mine, f"{peer} was disconnected")
+
+    def lost_peers(self) -> list[str]:
+        with self._state.lock:
+            return [peer for peer, known in self._peers.items() if known.outgoing.ended]
+
+    def register(self, memory: torch.Tensor) -> None:
+        self._ensure_open()
+        with self._state.lock:
+            self._state.tracker.register(memory)
+
+    def deregister(self, memory: torch.Tensor) -> None:
+        with self._state.lock:
+            self._state.tracker.deregister(memory)
+
+    def send(self, peer: str, tag: int, view: torch.Tensor, context: object = None) -> Operation:
+        self._ensure_open()
+        unpack(tag)
+        with self._state.lock:
+            tracker = self._state.tracker
+            tracker.check_view("send", view)
+            operation = tracker.start("send", peer, tag, view.numel(), context, view)
+            outgoing = self._usable(operation)
+            if outgoing is not None:
+                outgoing.submit(operation, view)
+            return operation
+
+    def arrivals(self) -> list[Arrival]:
+        self._ensure_open()
+        if not self._state.mailbox:
+            return []
+        with self._state.lock:
+            found, self._state.mailbox = self._state.mailbox, []
+            self._state.tracker.hand_out(found)
+            return found
+
+    def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
+        self._ensure_open()
+        with self._state.lock:
+            tracker = self._state.tracker
+            tracker.check_view("receive", into, arrival.nbytes)
+            tracker.consume(arrival)
+            operation = tracker.start("receive", peer, arrival.tag, arrival.nbytes, context, into)
+            message = _message_of(arrival)
+            if self._usable(operation) is None:
+                message.channel.drop(message)
+            elif message.channel.peer_address != self._peers[peer].address:
+                self._state.end(operation, TransportError(f"tag {arrival.tag:#x} was not sent by {peer}"))
+                message.channel.drop(message)
+            else:
+                message.channel.receive(message, operation, into)
+            return operation
+
+    def discard(self, peer: str | None, arrival: Arrival) -> Operation:
+        self._ensure_open()
+        with self._state.lock:
+            self._state.tracker.consume(arrival)
+            operation = self._state.tracker.start("discard", peer, arrival.tag, arrival.nbytes)
+            message = _message_of(arrival)
+            message.channel.drop(message)
+            self._state.end(operation)
+            return operation
+
+    def progress(self) -> list[Operation]:
+        self._ensure_open()
+        self._upkeep()
+        if not self._state.tracker.has_ended():
+            return []
+        with self._state.lock:
+            return self._state.tracker.take_ended()
+
+    def wait(self, timeout_s: float) -> None:
+        self._ensure_open()
+        if not self._state.mailbox and not self._state.tracker.has_ended():
+            self._state.wait(timeout_s)
+
+    def wake(self) -> None:
+        self._state.wake()
+
+    def statistics(self) -> TransportStatistics:
+        with self._state.lock:
+            return self._state.tracker.statistics(len(self._peers))
+
+    def check(self) -> None:
+        with self._state.lock:
+            self._state.tracker.check()
+            channels: list[Channel] = [*self._outgoing, *self._incoming.values()]
+            owned = set[Operation]().union(*(channel.pending() for channel in channels))
+            if set(self._state.tracker.pending()) != owned:
+                raise InvariantError(f"tls: pending {self._state.tracker.pending()} differ from {owned}")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        with self._state.lock:
+            channels: list[Channel] = [*self._outgoing, *self._incoming.values()]
+            self._peers.clear()
+            self._state.mailbox.clear()
+            self._state.tracker.take_arrivals()
+        try:
+            self._fence("close", channels, "this transport was closed")
+        finally:
+            # Accepted connections run in the listener's threads; after `_closed` none becomes a channel.
+            self._listener.close(FENCE_TIMEOUT_S)
+            self._state.close()
+
+    # --- for worker threads
+
+    def _on_connection(self, hello: Hello, stream: TlsStream, reader: FrameReader) -> None:
+        channel = self._channel_of(hello)
+        if hello.lane == REPLY_LANE:
+            channel.serve_replies(stream)
+        else:
+            channel.serve_lane(hello.lane, stream, reader)
+
+    def _channel_of(self, hello: Hello) -> IncomingChannel:
+        """Returns the channel of an authenticated connection. Raises `ProtocolError` to refuse the
+        connection."""
+        if hello.destination != self._address:
+            raise ProtocolError("the hello is addressed to another transport")
+        with self._state.lock:
+            found = self._incoming.get(hello.channel)
+            if found is None:
+                return self._open(hello)
+            if found.peer_address != hello.source:
+                raise ProtocolError("the channel belongs to another peer")
+            return found
+
+    def _open(self, hello: Hello) -> IncomingChannel:
+        """Creates a channel. Call with the lock held."""
+        if self._closed or hello.lane != REPLY_LANE:
+            raise ProtocolError("the channel has ended or does not exist")
+        try:
+            where = parse_address("a peer", hello.source)
+        except TransportError as exc:
+            raise ProtocolError(str(exc)) from exc
+        channel = IncomingChannel(self._state, hello.source, f"{where.host}:{where.port}")
+        self._make_room(channel)
+        channel.on_quiet = partial(self._forget, hello.channel)
+        self._incoming[hello.channel] = channel
+        return channel
+
+    def _make_room(self, channel: IncomingChannel) -> None:
+        """Ends the oldest channel of a peer with many. Raises `ProtocolError` if the limit stays exceeded.
+
+        Call with the lock held.
+        """
+        same = [one for one in self._incoming.values() if one.peer_address == channel.peer_address]
+        living = [one for one in same if not one.ended]
+        if len(living) >= MAX_CHANNELS_PER_PEER:
+            log.info("tls_channel_replaced", peer=channel.label, channels=len(living))
+            living[0].end("the peer has opened newer channels")
+        if len(self._incoming) >= MAX_CHANNELS:
+            raise ProtocolError(f"{len(self._incoming)} channels are open, which is the limit")
+
+    def _forget(self, name: bytes) -> None:
+        """Removes a channel that is quiet. Call with the lock held."""
+        self._incoming.pop(name, None)
+
+    def _on_lost(self, outgoing: OutgoingChannel) -> None:
+        """Ends the incoming channels of a lost peer. Call with the lock held."""
+        for channel in list(self._incoming.values()):
+            if channel.peer_address == outgoing.peer_address:
+                channel.end("the peer is lost")
+
+    # --- for the owner
+
+    def _upkeep(self) -> None:
+        """Every `UPKEEP_S`, ends channels whose keys are no longer valid."""
+        now_s = time.monotonic()
+        if now_s >= self._upkeep_at_s:
+            self._upkeep_at_s = now_s + UPKEEP_S
+            contexts = self._identities.contexts
+            with self._state.lock:
+                for channel in [*self._outgoing, *self._incoming.values()]:
+                    channel.follow(contexts)
+
+    def _fence(self, what: str, channels: Sequence[Channel], why: str) -> None:
+        for channel in channels:
+            channel.end(why)
+        deadline_s = time.monotonic() + FENCE_TIMEOUT_S
+        with self._state.lock:
+            while not all(channel.quiet for channel in channels):
+                if not self._state.quiet.wait(deadline_s - time.monotonic()):
+                    raise TransportError(
+                        f"tls: {what}: threads still run after {FENCE_TIMEOUT_S} s; no fence"
+                    )
+
+    def _usable(self, operation: Operation) -> OutgoingChannel | None:
+        """Returns the peer's channel. Without one, ends the operation and returns None."""
+        peer = self._peers.get(operation.peer or "")
+        if peer is not None and not peer.outgoing.ended:
+            return peer.outgoing
+        why = "is not connected" if peer is None else f"is lost ({peer.outgoing.error})"
+        what = f"{operation.kind} tag {operation.tag:#x}"
+        self._state.end(operation, PeerLostError(f"{what}: {operation.peer} {why}"))
+        return None
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise ValueError("the TLS transport is closed")
+
+
+def default_lanes() -> int:
+    """Half of the cores of this process, from 1 to 4: a lane uses one core on each side while it moves bytes."""
+    return min(_MOST_DEFAULT_LANES, max(1, len(os.sched_getaffinity(0)) // 2))
+
+
+def _message_of(arrival: Arrival) -> ArrivalHandle:
+    assert isinstance(arrival.handle, ArrivalHandle), "the tracker accepts only arrivals of this transport"
+    return arrival.handle

@@ -1,0 +1,350 @@
+"""The data plane over UCX (through `ucxx`): shared memory and CUDA IPC, RDMA, or TCP on a trusted network.
+
+`transport.ucx.options` selects the links. The owner thread drives UCX's worker itself: no progress thread, no
+event loop. A probe takes each arriving message out of UCX's matching queue. Its receive then uses the
+sender's endpoint, so closing that endpoint ends the receive.
+
+A discard receives into a small buffer: UCX ends the receive as truncated and completes the send (measured for
+eager and rendezvous messages).
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from disagg.core.errors import ConfigError, InvariantError, PeerLostError, TransportError
+from transport.alarm import Alarm
+from transport.base import Arrival, Operation, Transport, TransportStatistics
+from transport.operation_tracker import OperationTracker
+from transport.tags import unpack
+from transport.ucx import options as ucx_options
+from transport.ucx.library import load, unwrap_address, wrap_address
+from transport.ucx.reach import Reach
+
+FENCE_TIMEOUT_S = 10.0
+"""Time limit for `disconnect` to wait until UCX no longer accesses the memory."""
+_SCRATCH_BYTES = 64
+_KEPT_BYTES = 4096
+_KEPT = 1024
+"""Largest size and number of host views cached in ucxx's form. Messages reuse their memory, segments do not."""
+_PROGRESS_STEPS = 64
+"""Most progress calls in one `progress`: a steady stream of messages must not block the owner thread."""
+_MAX_IDLE_WAKEUPS = 100
+_NAP_S = 0.0006
+
+
+class _CudaBytes:
+    """Device memory as a CUDA array interface; torch's own takes longer than the rest of a send."""
+
+    __slots__ = ("__cuda_array_interface__",)
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "strides": None,
+            "version": 3,
+        }
+
+
+@dataclass(slots=True, eq=False)
+class _UCXPeer:
+    address: bytes
+    endpoint: Any
+
+
+class UcxTransport(Transport):
+    """One rank's UCX worker; see `Transport`. `options` are UCX settings; by default those of
+    `Reach.ONE_HOST`.
+
+    Endpoints handle errors: UCX detects dead processes (on one host within seconds) and ends their pending
+    operations. Raises `ConfigError` when ucxx is not installed or cannot start.
+    """
+
+    name: ClassVar[str] = "ucx"
+
+    def __init__(self, options: Mapping[str, str] | None = None) -> None:
+        self._ucx, self._array_type = load()
+        chosen = ucx_options.options(Reach.ONE_HOST, gpu=False) if options is None else dict(options)
+        try:
+            features = (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
+            self._context: Any = self._ucx.UCXContext(chosen, feature_flags=features)
+            self._worker: Any = self._ucx.UCXWorker(self._context)
+            self._worker.init_blocking_progress_mode()
+            self._address = wrap_address(bytes(self._worker.address.tobytes()))
+        except self._ucx.UCXError as exc:
+            raise ConfigError(f"UCX cannot start with {chosen}: {exc}") from exc
+        self._tracker = OperationTracker()
+        self._peers: dict[str, _UCXPeer] = {}
+        self._requests: dict[Operation, Any] = {}
+        self._arrays: dict[tuple[int, int], Any] = {}
+        """Cached arrays by address and size, within registered host memory."""
+        self._swallowed: list[Any] = []
+        """Requests that consume unwanted messages; kept until UCX no longer uses the scratch bytes."""
+        self._scratch = self._array_type(bytearray(_SCRATCH_BYTES))
+        self._any_tag = (self._ucx.UCXXTag(0), self._ucx.UCXXTagMask(0))
+        self._alarm = Alarm()
+        self._poll = select.poll()
+        self._poll.register(self._alarm.fd, select.POLLIN)
+        self._poll.register(self._worker.epoll_file_descriptor, select.POLLIN)
+        self._idle_wakeups = 0
+        self._closed = False
+
+    @property
+    def address(self) -> bytes:
+        return self._address
+
+    def connect(self, peer: str, address: bytes) -> None:
+        self._ensure_open()
+        known = self._peers.get(peer)
+        if known is not None:
+            if known.address != address:
+                raise TransportError(f"{peer} is connected with another address; disconnect it first")
+            return
+        try:
+            remote = self._ucx.UCXAddress.create_from_buffer(unwrap_address(peer, address))
+            endpoint = self._worker.create_endpoint_from_worker_address(remote, True)
+        except self._ucx.UCXError as exc:
+            raise TransportError(
+                f"cannot connect to {peer}: {exc}; both need the same kind of transport and, on one host, the same "
+                "user and PID namespace"
+            ) from exc
+        self._peers[peer] = _UCXPeer(address, endpoint)
+
+    def disconnect(self, peer: str) -> None:
+        known = self._peers.pop(peer, None)
+        if known is None:
+            return
+        mine = [operation for operation in self._requests if operation.peer == peer]
+        receives_to_gpu = {
+            view.device
+            for operation in mine
+            if operation.kind == "receive"
+            and (view := self._tracker.view(operation)) is not None
+            and view.is_cuda
+        }
+        # A blocking close is forced: it cancels pending requests without the other side. `close()` would wait
+        # for the peer (ucxx 0.52 does not pass the flag on), and crashes after an endpoint error.
+        known.endpoint.close_blocking()
+        self._fence(peer, [self._requests[operation] for operation in mine])
+        for device in receives_to_gpu:
+            # UCX may report a cancelled receive while its copy still runs on a stream of UCX.
+            torch.cuda.synchronize(device)
+        for operation in mine:
+            self._settle(operation, lost=True)
+
+    def lost_peers(self) -> list[str]:
+        return [peer for peer, known in self._peers.items() if not known.endpoint.alive]
+
+    def register(self, memory: torch.Tensor) -> None:
+        # UCX maps memory on first use and caches the mapping, so only the tracker needs the buffer.
+        self._ensure_open()
+        self._tracker.register(memory)
+
+    def deregister(self, memory: torch.Tensor) -> None:
+        self._tracker.deregister(memory)
+        self._arrays.clear()
+
+    def send(self, peer: str, tag: int, view: torch.Tensor, context: object = None) -> Operation:
+        self._ensure_open()
+        unpack(tag)
+        self._tracker.check_view("send", view)
+        operation = self._tracker.start("send", peer, tag, view.numel(), context, view)
+        endpoint = self._usable(operation)
+        if endpoint is not None:
+            self._submit(operation, lambda: endpoint.tag_send(self._array(view), self._ucx.UCXXTag(tag)))
+        return operation
+
+    def arrivals(self) -> list[Arrival]:
+        self._ensure_open()
+        found = []
+        while (probe := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
+            found.append(Arrival(probe.sender_tag.value, probe.length, probe))
+        self._tracker.hand_out(found)
+        return found
+
+    def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
+        self._ensure_open()
+        self._tracker.check_view("receive", into, arrival.nbytes)
+        self._tracker.consume(arrival)
+        operation = self._tracker.start("receive", peer, arrival.tag, arrival.nbytes, context, into)
+        endpoint = self._usable(operation)
+        if endpoint is None:
+            self._swallow(arrival.handle)
+        else:
+            self._submit(operation, lambda: endpoint.tag_recv_with_handle(self._array(into), arrival.handle))
+        return operation
+
+    def discard(self, peer: str | None, arrival: Arrival) -> Operation:
+        self._ensure_open()
+        self._tracker.consume(arrival)
+        operation = self._tracker.start("discard", peer, arrival.tag, arrival.nbytes)
+        # Through the worker, not an endpoint: the scratch bytes have no owner, so no fence has to cover them.
+        self._submit(operation, lambda: self._worker.tag_recv_with_handle(self._scratch, arrival.handle))
+        return operation
+
+    def progress(self) -> list[Operation]:
+        self._ensure_open()
+        for _ in range(_PROGRESS_STEPS):
+            if not self._worker.progress_once():
+                break
+        if not all(peer.endpoint.alive for peer in self._peers.values()):
+            # Also ends the operations of failed endpoints.
+            self._worker.progress()
+        for operation in [operation for operation, request in self._requests.items() if request.completed]:
+            self._settle(operation)
+        self._swallowed = [request for request in self._swallowed if not request.completed]
+        return self._tracker.take_ended()
+
+    def wait(self, timeout_s: float) -> None:
+        self._ensure_open()
+        if self._has_news():
+            return
+        if not self._worker.progress_once():
+            self._sleep(max(0.0, timeout_s))
+        self._alarm.clear()
+
+    def wake(self) -> None:
+        self._alarm.wake()
+
+    def statistics(self) -> TransportStatistics:
+        return self._tracker.statistics(len(self._peers))
+
+    def check(self) -> None:
+        self._tracker.check()
+        if set(self._tracker.pending()) != set(self._requests):
+            raise InvariantError(
+                f"ucx: pending {self._tracker.pending()} differ from requests {list(self._requests)}"
+            )
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self.arrivals()
+        for arrival in self._tracker.take_arrivals():
+            self._swallow(arrival.handle)
+        unproven: list[TransportError] = []
+        for peer in list(self._peers):
+            try:
+                self.disconnect(peer)
+            except TransportError as exc:
+                unproven.append(exc)
+        try:
+            self._fence("messages left over", [*self._swallowed, *self._requests.values()])
+        except TransportError as exc:
+            unproven.append(exc)
+        self._closed = True
+        self._release()
+        if unproven:
+            raise unproven[0]
+
+    def _sleep(self, timeout_s: float) -> None:
+        """Blocks until UCX or `wake` signals. UCX requires an armed worker for this.
+
+        UCX's file descriptor can stay readable without work: while a TCP connection waits for an unresponsive
+        peer, or while another process floods the shared-memory wake-up socket. After several such wake-ups in
+        a row, the thread sleeps for short intervals instead.
+        """
+        by_ucx = True
+        if self._idle_wakeups >= _MAX_IDLE_WAKEUPS:
+            time.sleep(min(timeout_s, _NAP_S))  # polling file descriptors takes whole milliseconds
+        elif self._arm():
+            events = self._poll.poll(timeout_s * 1000)
+            by_ucx = any(fd != self._alarm.fd for fd, _ in events)
+        if by_ucx:
+            self._idle_wakeups = 0 if self._worker.progress_once() else self._idle_wakeups + 1
+
+    def _arm(self) -> bool:
+        """Whether the worker may sleep. UCX reports a reset connection after an empty datagram from another
+        process."""
+        try:
+            return bool(self._worker.arm())
+        except self._ucx.UCXError:
+            return False
+
+    def _release(self) -> None:
+        """Frees UCX's objects, dependent objects first."""
+        self._alarm.close()
+        for operation in list(self._requests):
+            self._settle(operation, lost=True)
+        self._swallowed.clear()
+        del self._worker, self._context
+
+    def _array(self, view: torch.Tensor) -> Any:
+        """Returns ucxx's form of `view`. `deregister` drops cached arrays."""
+        if view.is_cuda:
+            return self._array_type(_CudaBytes(view.data_ptr(), view.numel()))
+        key = (view.data_ptr(), view.numel())
+        array = self._arrays.get(key)
+        if array is None:
+            array = self._array_type(view.numpy())
+            if view.numel() <= _KEPT_BYTES and len(self._arrays) < _KEPT:
+                self._arrays[key] = array
+        return array
+
+    def _submit(self, operation: Operation, start: Any) -> None:
+        try:
+            self._requests[operation] = start()
+        except self._ucx.UCXError as exc:
+            error = TransportError(f"{operation.kind} tag {operation.tag:#x} with {operation.peer}: {exc}")
+            error.__cause__ = exc
+            self._tracker.end(operation, error)
+            return
+        if self._requests[operation].completed:
+            self._settle(operation)
+
+    def _settle(self, operation: Operation, lost: bool = False) -> None:
+        """Ends an operation whose request has ended, and converts UCX's errors."""
+        request = self._requests.pop(operation)
+        error: TransportError | None = None
+        if not request.completed:
+            self._swallowed.append(request)
+            error = PeerLostError(f"{operation.kind} tag {operation.tag:#x} with {operation.peer}: cancelled")
+        try:
+            request.check_error()
+        except self._ucx.UCXError as exc:
+            expected = operation.kind == "discard" and isinstance(exc, self._ucx.UCXMessageTruncatedError)
+            if not expected:
+                peer = self._peers.get(operation.peer or "")
+                lost = lost or (peer is not None and not peer.endpoint.alive)
+                cls = PeerLostError if lost else TransportError
+                error = cls(f"{operation.kind} tag {operation.tag:#x} with {operation.peer}: {exc}")
+                error.__cause__ = exc
+        self._tracker.end(operation, error)
+
+    def _usable(self, operation: Operation) -> Any:
+        """Returns the peer's endpoint. Without one, ends the operation and returns None."""
+        peer = self._peers.get(operation.peer or "")
+        if peer is not None and peer.endpoint.alive:
+            return peer.endpoint
+        why = "is not connected" if peer is None else "is lost"
+        what = f"{operation.kind} tag {operation.tag:#x}"
+        self._tracker.end(operation, PeerLostError(f"{what}: {operation.peer} {why}"))
+        return None
+
+    def _swallow(self, handle: object) -> None:
+        self._swallowed.append(self._worker.tag_recv_with_handle(self._scratch, handle))
+
+    def _fence(self, what: str, requests: list[Any]) -> None:
+        deadline_s = time.monotonic() + FENCE_TIMEOUT_S
+        while not all(request.completed for request in requests):
+            self._worker.progress()
+            if time.monotonic() > deadline_s:
+                self._swallowed.extend(requests)
+                raise TransportError(
+                    f"ucx: {what}: operations still pending after {FENCE_TIMEOUT_S} s; no fence"
+                )
+
+    def _has_news(self) -> bool:
+        return self._tracker.has_ended() or self._worker.tag_probe(*self._any_tag, remove=False).matched
+
+    def _ensure_open(self) -> None:
+        if self._closed:
+            raise ValueError("the UCX transport is closed")
