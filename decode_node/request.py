@@ -138,7 +138,7 @@ class DecodeRequest:
     in_step: bool = False
     """True while a step computes it: none of its pages may be freed."""
     closing: bool = False
-    release_asked: bool = False
+    release_requested: bool = False
     """True when the router waits for `Released`."""
     opened_ranks: set[int] = field(default_factory=set)
     landed_ranks: set[int] = field(default_factory=set)

@@ -45,7 +45,7 @@ class PrefillRequest:
     """A running step computes the request: its pages must not be freed."""
     computed: bool = False
     closing: bool = False
-    release_asked: bool = False
+    release_requested: bool = False
     """The router waits for `Released`."""
     sent_ranks: set[int] = field(default_factory=set)
     closed_ranks: set[int] = field(default_factory=set)

@@ -54,7 +54,7 @@ class ColocatedRequest:
     in_step: bool = False
     """A running step computes the request: its memory must not be freed."""
     closing: bool = False
-    release_asked: bool = False
+    release_requested: bool = False
     """The router waits for `Released`."""
 
 

@@ -82,7 +82,7 @@ class LedRequest(Protocol):
     router: str
     deadline_s: float
     closing: bool
-    release_asked: bool
+    release_requested: bool
 
 
 class Scheduled(NamedTuple):
@@ -283,7 +283,7 @@ class Leader(ABC):
     def _release(self, router: str, message: m.Release) -> None:
         request = self._scheduler.requests.get(message.key)
         if request is not None:
-            request.release_asked = True
+            request.release_requested = True
             self._close(message.key, message.reason)
         if self.broken or message.key not in self._scheduler.requests:
             self._send(
@@ -291,7 +291,7 @@ class Leader(ABC):
             )  # the end of the processes frees a broken group's memory
 
     def _confirm_release(self, request: LedRequest) -> None:
-        if request.release_asked and request.key not in self._scheduler.requests:
+        if request.release_requested and request.key not in self._scheduler.requests:
             self._send(request.router, m.Released(request.key))
 
     def _send(self, router: str, message: m.Message) -> None:
@@ -346,7 +346,7 @@ class Leader(ABC):
                 self._reports.publish(self._status())
         for request in list(self._requests()):
             self._fail(request, PeerLostError(reason))
-            if request.release_asked:  # the end of the group's processes frees the memory
+            if request.release_requested:  # the end of the group's processes frees the memory
                 self._send(request.router, m.Released(request.key))
 
     def _expire(self) -> None:
