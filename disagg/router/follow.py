@@ -21,7 +21,7 @@ from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
-ASK_AGAIN_S = 1.0
+RETRY_S = 1.0
 
 
 class Follower:
@@ -70,13 +70,13 @@ async def joined(
     router: Router,
     directory: str,
     usable: Callable[[GroupInfo], bool] = lambda _: True,
-    ask_again_s: float = ASK_AGAIN_S,
+    retry_s: float = RETRY_S,
 ) -> AsyncIterator[None]:
     """Within the block the router follows the `usable` groups of `directory`, a control address.
 
     While the directory is lost, the router keeps its groups.
     """
-    member = _Joined(dispatcher, router, directory, usable, ask_again_s)
+    member = _Joined(dispatcher, router, directory, usable, retry_s)
     member.join()
     try:
         yield
@@ -91,13 +91,13 @@ class _Joined:
         router: Router,
         directory: str,
         usable: Callable[[GroupInfo], bool],
-        ask_again_s: float,
+        retry_s: float,
     ) -> None:
-        self._dispatcher, self._directory, self._usable, self._ask_again_s = (
+        self._dispatcher, self._directory, self._usable, self._retry_s = (
             dispatcher,
             directory,
             usable,
-            ask_again_s,
+            retry_s,
         )
         self._follower = Follower(router, self._report_use)
         self._version: int | None = None
@@ -127,9 +127,9 @@ class _Joined:
                 self._follower.apply([g for g in message.groups if self._usable(g)], message.draining)
                 self._report_use()
             case Exception():
-                log.warning("directory_lost", directory=self._directory, again_in_s=self._ask_again_s)
+                log.warning("directory_lost", directory=self._directory, again_in_s=self._retry_s)
                 self._version = None
-                self._again = asyncio.get_running_loop().call_later(self._ask_again_s, self.join)
+                self._again = asyncio.get_running_loop().call_later(self._retry_s, self.join)
             case _:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=self._directory)
 

@@ -67,9 +67,7 @@ class Place:
         mail.start()
         try:
             router = Router(mail, reserve_retry_s=0.005)
-            async with joined(
-                mail, router, "directory", lambda g: g.fingerprint == "model", ask_again_s=0.02
-            ):
+            async with joined(mail, router, "directory", lambda g: g.fingerprint == "model", retry_s=0.02):
                 yield router, mail
         finally:
             mail.close()
