@@ -86,7 +86,7 @@ class Directory:
             case m.Using():
                 self._on_using(peer, message)
             case m.Scale():
-                log.info("scale_asked", role=message.role, count=message.count, operator=peer)
+                log.info("scale_requested", role=message.role, count=message.count, operator=peer)
                 self._scale(
                     message.role, message.count, lambda error: self._control.send(peer, m.Scaled(error))
                 )

@@ -51,7 +51,7 @@ LIMITED = {
     ("info", "pool_refused"): "peer",
     ("info", "router_joined"): "router",
     ("info", "router_lost"): "router",
-    ("info", "scale_asked"): "operator",
+    ("info", "scale_requested"): "operator",
     ("info", "request"): "client",  # refused requests (4xx) only
 }
 """Level and event of each limited line -> field that names the peer. A line without the field is not limited."""
