@@ -47,7 +47,7 @@ class GroupStatuses:
             if leader not in self._statuses:
                 self._statuses[leader] = None
                 self._dispatcher.listen(leader, partial(self._on_message, leader))
-            self._dispatcher.send(leader, m.Watch(interval_s, "news" if self._compares(engine) else "none"))
+            self._dispatcher.send(leader, m.Watch(interval_s, "events" if self._compares(engine) else "none"))
 
     def close(self) -> None:
         """Ends all watches; otherwise the leaders would send reports until they expire."""

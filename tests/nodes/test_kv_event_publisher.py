@@ -30,15 +30,15 @@ class Teller:
 def test_everything_once_then_what_changed() -> None:
     teller = Teller()
     teller.kv_events.add([1, 2, 3])
-    teller.news.watch("a", m.Watch(1.0, "news"))
+    teller.news.watch("a", m.Watch(1.0, "events"))
     teller.news.watch("b", m.Watch(1.0))
     assert teller.tell("a", "b") == [("a", None, 3)], "b does not want it"
     assert teller.tell("a", "b") == []
-    teller.news.watch("b", m.Watch(1.0, "news"))
+    teller.news.watch("b", m.Watch(1.0, "events"))
     teller.kv_events.add([4])
     assert teller.tell("a", "b", news=2) == [("b", None, 4)], "for a it is not much"
     assert teller.tell("a", "b") == [("a", 3, 4)]
-    teller.news.watch("a", m.Watch(1.0, "news"))
+    teller.news.watch("a", m.Watch(1.0, "events"))
     assert teller.tell("a", "b") == []
     teller.news.watch("a", m.Watch(1.0, "all"))
     assert teller.tell("a", "b") == [("a", None, 4)]
@@ -47,13 +47,13 @@ def test_everything_once_then_what_changed() -> None:
 def test_who_goes_is_told_no_more_and_everything_when_it_is_back() -> None:
     teller = Teller()
     teller.kv_events.add([1])
-    for router, farewell in (("a", None), ("b", m.Watch(0.0, "news")), ("c", m.Watch(1.0))):
-        teller.news.watch(router, m.Watch(1.0, "news"))
+    for router, farewell in (("a", None), ("b", m.Watch(0.0, "events")), ("c", m.Watch(1.0))):
+        teller.news.watch(router, m.Watch(1.0, "events"))
         assert teller.tell(router) == [(router, None, 1)]
         if farewell is not None:
             teller.news.watch(router, farewell)
         assert teller.tell(*([router] if farewell else [])) == []
-        teller.news.watch(router, m.Watch(1.0, "news"))
+        teller.news.watch(router, m.Watch(1.0, "events"))
         assert teller.tell(router) == [(router, None, 1)]
         teller.tell()
 
@@ -81,7 +81,7 @@ def test_a_router_follows_and_asks_for_everything_when_some_is_missing() -> None
     statuses.ask(2.0)
     wanted[0] = True
     statuses.ask(2.0)
-    assert dispatcher.sent == [m.Watch(2.0), m.Watch(2.0, "news")]
+    assert dispatcher.sent == [m.Watch(2.0), m.Watch(2.0, "events")]
     kv_events = KVEventLog(64)
     kv_events.add([1, 2])
     dispatcher.listener(m.CacheDigest("prefill", kv_events.digest(), 7))

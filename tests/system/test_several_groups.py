@@ -295,7 +295,7 @@ def test_a_session_is_decoded_in_one_place(checkpoints: Checkpoints) -> None:
     assert all(len(home) == 1 for home in homes)
     assert len(set.union(*homes)) > 1
     assert watches["prefill-0"] == {"none"}
-    assert watches["decode-2-0"] == {"news"}
+    assert watches["decode-2-0"] == {"events"}
 
 
 def test_room_is_given_in_the_order_of_asking(checkpoints: Checkpoints) -> None:

@@ -160,7 +160,7 @@ class Watch(Message, frozen=True):
     """Router -> leader: send group reports; the router renews this within `interval_s`. 0 stops the reports."""
 
     interval_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
-    prefixes: Literal["none", "news", "all"] = "none"
+    prefixes: Literal["none", "events", "all"] = "none"
     """Whether to send cache digests too; `all` requests a full digest because the router missed some."""
 
 
