@@ -37,7 +37,7 @@ class GroupStatuses:
         self._statuses: dict[str, GroupStatus | None] = {}
         """Latest status by the leader's address; None before the first report."""
 
-    def ask(self, interval_s: float) -> None:
+    def renew(self, interval_s: float) -> None:
         """Sends a `Watch` to each leader, to be renewed in `interval_s`; drops removed groups."""
         self._interval_s = interval_s
         engines = {engine.group.leader.control_address: engine for engine in self._engines()}
@@ -104,12 +104,12 @@ async def watching(statuses: GroupStatuses, interval_s: float) -> AsyncIterator[
         yield
         return
 
-    async def ask() -> None:
+    async def renew() -> None:
         while True:
-            statuses.ask(interval_s)
+            statuses.renew(interval_s)
             await asyncio.sleep(interval_s)
 
-    task = asyncio.create_task(ask())
+    task = asyncio.create_task(renew())
     try:
         yield
     finally:

@@ -78,9 +78,9 @@ def test_a_router_follows_and_asks_for_everything_when_some_is_missing() -> None
     )
     engine, wanted = RoutedGroup(info), [False]
     statuses = GroupStatuses(dispatcher, lambda: [engine], lambda _: wanted[0])  # type: ignore[arg-type]
-    statuses.ask(2.0)
+    statuses.renew(2.0)
     wanted[0] = True
-    statuses.ask(2.0)
+    statuses.renew(2.0)
     assert dispatcher.sent == [m.Watch(2.0), m.Watch(2.0, "events")]
     kv_events = KVEventLog(64)
     kv_events.add([1, 2])

@@ -47,8 +47,8 @@ def test_groups_in_their_order_with_the_latest_of_each() -> None:
     )
     statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
     assert [group.name for group in statuses.latest()] == ["prefill", "prefill-2", "prefill-10", "decode"]
-    statuses.ask(2.0)
-    statuses.ask(2.0)
+    statuses.renew(2.0)
+    statuses.renew(2.0)
     assert sorted(dispatcher.sent, key=str) == sorted(
         [(e.group.name, m.Watch(2.0)) for e in engines] * 2, key=str
     )
@@ -62,14 +62,14 @@ def test_groups_in_their_order_with_the_latest_of_each() -> None:
 def test_who_is_gone_is_forgotten() -> None:
     dispatcher, engines = StatusDispatcher(), [engine("decode", "a"), engine("decode-2", "b")]
     statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
-    statuses.ask(1.0)
+    statuses.renew(1.0)
     for address, name in (("a", "decode"), ("b", "decode-2")):
         dispatcher.listeners[address](told(name))
     dispatcher.listeners["a"](PeerLostError("lost"))
     assert [bool(group.ranks) for group in statuses.latest()] == [False, True]
     del engines[1]
     assert [group.name for group in statuses.latest()] == ["decode"]
-    statuses.ask(1.0)
+    statuses.renew(1.0)
     assert set(dispatcher.listeners) == {"a"}, "b is asked no more, a again"
     dispatcher.sent.clear()
     statuses.close()
@@ -80,7 +80,7 @@ def test_who_is_gone_is_forgotten() -> None:
 def test_another_group_at_the_same_address_is_not_taken_for_it() -> None:
     dispatcher, engines = StatusDispatcher(), [engine("decode", "a")]
     statuses = GroupStatuses(dispatcher, lambda: engines)  # type: ignore[arg-type]
-    statuses.ask(1.0)
+    statuses.renew(1.0)
     dispatcher.listeners["a"](told("decode", 3))
     engines[0] = engine("decode-2", "a")
     assert statuses.latest() == (GroupStatus("decode-2", "decode"),)
