@@ -44,24 +44,24 @@ class Guarded(NamedTuple):
         return f"{one} ({one.interface}), {one.process} {one.pid}: {self.purpose}, {self.protection}"
 
 
-Ask = Callable[[str, int], ProbeReply]
+SendProbe = Callable[[str, int], ProbeReply]
 Known = Mapping[tuple[str, int], ProbeReply]
 """By IP address and port."""
 
 
-def guarded(found: Iterable[ListeningSocket], ask: Ask = probe) -> list[Guarded]:
-    """Returns the purpose and protection of sockets of this host. `ask` connects to each TCP socket.
+def guarded(found: Iterable[ListeningSocket], send_probe: SendProbe = probe) -> list[Guarded]:
+    """Returns the purpose and protection of sockets of this host. `send_probe` connects to each TCP socket.
 
     Sockets that closed meanwhile are omitted.
     """
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
-        explained = list(pool.map(lambda one: _explain(one, ask), found))
+        explained = list(pool.map(lambda one: _explain(one, send_probe), found))
     return [one for one in explained if one is not None]
 
 
-def log_listening(pids: Iterable[int], ask: Ask = probe) -> None:
+def log_listening(pids: Iterable[int], send_probe: SendProbe = probe) -> None:
     """Logs one line for each socket; a warning for an unprotected one."""
-    for one in guarded(listeners(pids), ask):
+    for one in guarded(listeners(pids), send_probe):
         emit = log.warning if one.protection == NOTHING else log.info
         emit(
             "listening",
@@ -83,7 +83,7 @@ def log_own_sockets(ranks: Iterable[RankInfo] = (), *, descendants: bool) -> Non
 
     def run() -> None:
         own = os.getpid()
-        log_listening(process_tree(own) if descendants else [own], _ask_unless(tls_ports(ranks)))
+        log_listening(process_tree(own) if descendants else [own], _probe_unless(tls_ports(ranks)))
 
     threading.Thread(target=run, name="socket-list", daemon=True).start()
 
@@ -111,17 +111,17 @@ def open_to_others(path: Path) -> bool:
         return False
 
 
-def _ask_unless(known: Known) -> Ask:
+def _probe_unless(known: Known) -> SendProbe:
     """Probes the sockets whose reply is not known."""
     return lambda host, port: known.get((host, port)) or probe(host, port)
 
 
-def _explain(one: ListeningSocket, ask: Ask) -> Guarded | None:
+def _explain(one: ListeningSocket, send_probe: SendProbe) -> Guarded | None:
     if one.family == "unix":
         return Guarded(one, *_unix(one))
     if one.family == "udp":
         return Guarded(one, "unknown", NOTHING)
-    found = ask(one.host, one.port)
+    found = send_probe(one.host, one.port)
     if found.protocol == "closed":
         return None
     purpose, protection = _tcp(one, found)

@@ -51,18 +51,18 @@ class ProbeReply(NamedTuple):
 def probe(host: str, port: int) -> ProbeReply:
     """Probes the server at an IP address with a few connections. Each read times out after `ANSWER_S`."""
     at = (_reachable(host), port)
-    greeting = _ask(at, b"", GREETING_S)
+    greeting = _exchange(at, b"", GREETING_S)
     if greeting is None:
         return ProbeReply("closed")
     if greeting[:1] == b"\xff":
         mechanism = _zmq_mechanism(at)
         return ProbeReply("zmq", mechanism not in ("", "NULL"), mechanism)
     if _is_http2(greeting):
-        return ProbeReply("grpc", _ray_asks_for_a_token(at))
-    reply = _ask(at, _http_request(host, port), ANSWER_S) or b""
+        return ProbeReply("grpc", _ray_requires_token(at))
+    reply = _exchange(at, _http_request(host, port), ANSWER_S) or b""
     if reply.startswith(b"HTTP/1."):
         return ProbeReply("http", reply.split(b" ", 2)[1:2] == [b"401"])
-    if (_ask(at, _client_hello(), ANSWER_S) or b"")[:1] in _TLS_RECORDS:
+    if (_exchange(at, _client_hello(), ANSWER_S) or b"")[:1] in _TLS_RECORDS:
         return ProbeReply("tls", guarded=True)
     return ProbeReply("unknown")
 
@@ -71,10 +71,10 @@ def _reachable(host: str) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
-def _ask(
-    at: tuple[str, int], question: bytes, wait_s: float, whole: Callable[[bytes], bool] = lambda reply: True
+def _exchange(
+    at: tuple[str, int], request: bytes, wait_s: float, whole: Callable[[bytes], bool] = lambda reply: True
 ) -> bytes | None:
-    """Returns the reply to `question`; None when no server listens.
+    """Returns the reply to `request`; None when no server listens.
 
     The reply ends when `whole(reply)` is true, the server closes the connection, or `wait_s` pass without a byte.
     """
@@ -86,7 +86,7 @@ def _ask(
     with connection:
         connection.settimeout(wait_s)
         with contextlib.suppress(OSError):
-            connection.sendall(question)
+            connection.sendall(request)
             while data := connection.recv(4096):
                 reply += data
                 if whole(reply):
@@ -95,7 +95,7 @@ def _ask(
 
 
 def _zmq_mechanism(at: tuple[str, int]) -> str:
-    greeting = _ask(at, _ZMQ_GREETING, ANSWER_S, lambda reply: len(reply) >= _ZMQ_GREETING_BYTES) or b""
+    greeting = _exchange(at, _ZMQ_GREETING, ANSWER_S, lambda reply: len(reply) >= _ZMQ_GREETING_BYTES) or b""
     return greeting[_ZMQ_MECHANISM].rstrip(b"\0").decode("ascii", "replace")
 
 
@@ -117,9 +117,10 @@ def _is_http2(greeting: bytes) -> bool:
     return len(greeting) >= 9 and greeting[3] == _SETTINGS and greeting[5:9] == bytes(4)
 
 
-def _ray_asks_for_a_token(at: tuple[str, int]) -> bool:
+def _ray_requires_token(at: tuple[str, int]) -> bool:
     statuses = [
-        _grpc_status(_ask(at, grpc_call(f"/ray.rpc.{one}"), ANSWER_S, _has_status)) for one in _RAY_METHODS
+        _grpc_status(_exchange(at, grpc_call(f"/ray.rpc.{one}"), ANSWER_S, _has_status))
+        for one in _RAY_METHODS
     ]
     known = [status for status in statuses if status != _UNIMPLEMENTED]
     return bool(known) and all(status == _UNAUTHENTICATED for status in known)
