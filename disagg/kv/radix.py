@@ -30,7 +30,7 @@ class Match(NamedTuple):
     pages: list[int]
     tokens: int
     """Tokens of the pages, which are full."""
-    asked_tokens: int
+    queried_tokens: int
     """Tokens of the prompt."""
 
 
@@ -47,7 +47,7 @@ class RadixStatistics:
     """Counted requests with a hit of at least one page."""
     misses: int
     hit_tokens: int
-    asked_tokens: int
+    queried_tokens: int
     """Tokens of the prompts of hits and misses."""
     evicted_pages: int
 
@@ -75,7 +75,7 @@ class RadixCache:
         """KV events for routers; read only for callers."""
         self._unit_pages = self.kv_events.unit_tokens // allocator.page_size
         self._clock = self._cached_pages = self._locked_pages = self._nodes = 0
-        self._hits = self._misses = self._hit_tokens = self._asked_tokens = self._evicted_pages = 0
+        self._hits = self._misses = self._hit_tokens = self._queried_tokens = self._evicted_pages = 0
 
     @property
     def evictable_pages(self) -> int:
@@ -116,7 +116,7 @@ class RadixCache:
 
     def count(self, match: Match) -> None:
         """Counts the match of an admitted request, for the statistics and the lfu policy."""
-        self._asked_tokens += match.asked_tokens
+        self._queried_tokens += match.queried_tokens
         self._hit_tokens += match.tokens
         self._hits += bool(match.tokens)
         self._misses += not match.tokens
@@ -168,7 +168,7 @@ class RadixCache:
             hits=self._hits,
             misses=self._misses,
             hit_tokens=self._hit_tokens,
-            asked_tokens=self._asked_tokens,
+            queried_tokens=self._queried_tokens,
             evicted_pages=self._evicted_pages,
         )
 

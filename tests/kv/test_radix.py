@@ -230,7 +230,7 @@ def test_hits_are_counted_when_the_caller_says() -> None:
         it.cache.count(it.cache.match(key(text)))
     statistics = it.cache.statistics()
     assert (statistics.hits, statistics.misses) == (2, 1)
-    assert (statistics.hit_tokens, statistics.asked_tokens) == (12, 22)
+    assert (statistics.hit_tokens, statistics.queried_tokens) == (12, 22)
 
 
 def test_check_finds_a_page_that_was_freed_under_the_cache() -> None:

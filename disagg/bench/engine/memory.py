@@ -153,7 +153,7 @@ def _prefix_cache(bench: MemoryBench) -> Iterator[Result]:
     served.cache.check()
     served.allocator.check()
     found = served.cache.statistics()
-    if found.hit_tokens * 3 < found.asked_tokens:
+    if found.hit_tokens * 3 < found.queried_tokens:
         raise InvariantError(f"cached prefixes were not found: {found}")
     ceiling = Measurement("dict look-ups", "us", tuple(floors))
     labels: dict[str, Label] = {
