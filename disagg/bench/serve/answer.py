@@ -26,8 +26,8 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     """Intervals between events with tokens, in order."""
     ended_s: float
     """Time of `[DONE]`, or of the failure."""
-    asked_input_tokens: int | None
-    asked_output_tokens: int
+    requested_input_tokens: int | None
+    requested_output_tokens: int
     input_tokens: int | None
     """Reported by the server's usage, like `output_tokens`; None without usage."""
     output_tokens: int | None
@@ -139,8 +139,8 @@ class ResponseParser:
             first_s=self._first_s,
             gaps_s=self._gaps_s,
             ended_s=now_s if self._done_s is None else self._done_s,
-            asked_input_tokens=self._request.input_tokens,
-            asked_output_tokens=self._request.output_tokens,
+            requested_input_tokens=self._request.input_tokens,
+            requested_output_tokens=self._request.output_tokens,
             input_tokens=usage.prompt_tokens if usage else None,
             output_tokens=usage.completion_tokens if usage else None,
             finish_reason=self._finish_reason,
