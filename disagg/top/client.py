@@ -35,13 +35,13 @@ class StatusClient:
 
     def status(self) -> ServiceStatus:
         """Returns the server's status. Raises `DisaggError` for an unreachable or foreign server, or a bad key."""
-        return self._ask()[1]
+        return self._fetch()[1]
 
     def status_json(self) -> bytes:
         """Returns the status as the server's JSON. Raises as `status`."""
-        return self._ask()[0]
+        return self._fetch()[0]
 
-    def _ask(self) -> tuple[bytes, ServiceStatus]:
+    def _fetch(self) -> tuple[bytes, ServiceStatus]:
         try:
             reply = self._http.get(self._url)
         except httpx.HTTPError as exc:
