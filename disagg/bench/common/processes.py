@@ -39,7 +39,7 @@ class Remote:
         self._process.start()
         theirs.close()  # otherwise the end of the child would not be detected
 
-    def ask(self, method: str, *arguments: object) -> None:
+    def start_call(self, method: str, *arguments: object) -> None:
         """Starts a call."""
         try:
             self._pipe.send((method, arguments))
@@ -63,7 +63,7 @@ class Remote:
 
     def call(self, method: str, *arguments: object) -> Any:
         """Calls a method and returns its result."""
-        self.ask(method, *arguments)
+        self.start_call(method, *arguments)
         return self.answer()
 
     def end(self) -> None:
@@ -100,7 +100,7 @@ class Processes:
 def call_all(remotes: Sequence[Remote], method: str, *arguments: object) -> list[Any]:
     """Returns the results of all processes, which run the call concurrently."""
     for remote in remotes:
-        remote.ask(method, *arguments)
+        remote.start_call(method, *arguments)
     return [remote.answer() for remote in remotes]
 
 

@@ -52,7 +52,7 @@ def _rate(sender: Remote, receiver: Remote, size: int, most_bytes: int, repeats:
     found: list[float] = []
     for _ in range(repeats + 1):
         receiver.call("poison")
-        sender.ask("send", size, count)
+        sender.start_call("send", size, count)
         found.append(size * count / receiver.call("receive", size, count) / 1e9)
         sender.answer()
         receiver.call("check", size)

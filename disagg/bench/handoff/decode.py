@@ -89,7 +89,7 @@ async def _beside(
         decoders: list[asyncio.Task[Served]] = []
         for prompt in prompts:
             running = asyncio.Event()
-            decoders.append(group.create_task(client.ask(prompt, sizes.steps, running)))
+            decoders.append(group.create_task(client.generate(prompt, sizes.steps, running)))
             await running.wait()
         pause_s: float | None = None  # a try that begins with a pause has no other turn
         while not any(task.done() for task in decoders):
@@ -98,7 +98,7 @@ async def _beside(
                 await asyncio.wait(decoders, timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
                 continue
             # Two tokens: the second one uses the transferred KV.
-            one = await (client.ask(other, 2) if turn == "arrival" else client.prefill_only(other))
+            one = await (client.generate(other, 2) if turn == "arrival" else client.prefill_only(other))
             (found.arrivals if turn == "arrival" else found.prefills).append(one)
             pause_s = one.ended_s - one.began_s
     found.decoders = [task.result() for task in decoders]

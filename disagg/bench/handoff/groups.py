@@ -80,7 +80,7 @@ class HandoffGroups:
         for ranks, where in ((self.prefill, placement.prefill), (self.decode, placement.decode)):
             meeting = ranks[0].call("rendezvous", where.backend)
             for rank in ranks:
-                rank.ask("start", meeting)
+                rank.start_call("start", meeting)
         self.prefill_info = self._info("prefill", self.prefill)
         self.decode_info = self._info("decode", self.decode)
         for ranks, own, other in (
@@ -177,11 +177,11 @@ class HandoffClient:
         self._decode = groups.decode_info.name
         self._router = Router(dispatcher, (groups.prefill_info, groups.decode_info))
 
-    async def ask(
+    async def generate(
         self, prompt: Sequence[int], max_tokens: int, running: asyncio.Event | None = None
     ) -> Served:
         """Runs one greedy request to its end. `running` is set at the decode group's first token."""
-        name = f"ask-{next(self._numbers)}"
+        name = f"generate-{next(self._numbers)}"
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         tokens: list[int] = []
         times_s: list[float] = []

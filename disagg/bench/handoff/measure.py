@@ -101,7 +101,7 @@ async def _split(
     client: HandoffClient, groups: HandoffGroups, sizes: Sizes, prompt: list[int]
 ) -> tuple[Served, list[TimelineSpan], Window, float]:
     groups.restart()
-    served = await client.ask(prompt, sizes.answer_tokens)
+    served = await client.generate(prompt, sizes.answer_tokens)
     spans = groups.spans()
     window, written_s = _prefill(groups)
     groups.check_kv(served.key, len(prompt))

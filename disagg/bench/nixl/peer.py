@@ -137,7 +137,7 @@ def _moved(source: Remote, destination: Remote, way: str, repeats: int) -> NixlR
     ends_s = time.monotonic() + MOST_S
     for number in range(repeats + 1):
         destination.call("poison")
-        source.ask("move", way)
+        source.start_call("move", way)
         try:
             moved: NixlTransfer = source.answer(MOST_S)
         except SilentError:

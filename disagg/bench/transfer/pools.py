@@ -189,7 +189,7 @@ class TransferGroups:
         if not self._bench.config.transport.peer_memory:
             return "staging"
         for rank, remote in enumerate(self._prefill):
-            remote.ask("wait_for_pools", len(link.destinations_of(rank)))
+            remote.start_call("wait_for_pools", len(link.destinations_of(rank)))
         written = [remote.answer() for remote in self._prefill]
         return "peer memory" if all(written) else "staging" if not any(written) else "both"
 
@@ -226,7 +226,7 @@ class TransferGroups:
 
     def _move(self, case: TransferRound, keys: list[RequestKey], landed: int) -> float:
         start_at_s = time.monotonic() + COMPUTE_S
-        self._decode[0].ask("wait", "Landed", landed * len(self._decode))
+        self._decode[0].start_call("wait", "Landed", landed * len(self._decode))
         started_s = call_all(self._prefill, "send", keys, case.tokens, case.in_flight, case.ahead, start_at_s)
         landed_s: float = self._decode[0].answer()
         first_s: float = min(started_s)

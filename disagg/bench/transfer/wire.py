@@ -108,7 +108,7 @@ def _rates(bench: WireBench, backend: Backend) -> dict[int, Measurement]:
             for side in ("sender", "receiver")
         )
         addresses = [end.call("address") for end in (sender, receiver)]
-        receiver.ask("connect", addresses[0])
+        receiver.start_call("connect", addresses[0])
         sender.call("connect", addresses[1])
         receiver.answer()
         sender.call("fill")
@@ -120,7 +120,7 @@ def _rate(bench: WireBench, sender: Remote, receiver: Remote, size: int) -> Meas
     found: list[float] = []
     for _ in range(bench.repeats + 1):
         receiver.call("poison")
-        sender.ask("send", size, count)
+        sender.start_call("send", size, count)
         found.append(size * count / receiver.call("receive", size, count) / 1e9)
         sender.answer()
         receiver.call("check", size)

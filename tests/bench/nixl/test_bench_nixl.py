@@ -234,7 +234,7 @@ class Here(Processes):
 
         return SimpleNamespace(
             call=call,
-            ask=lambda method, *given: answers.append(call(method, *given)),
+            start_call=lambda method, *given: answers.append(call(method, *given)),
             answer=lambda timeout_s: answers.pop(),
             end=held.close,
         )
