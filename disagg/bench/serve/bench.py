@@ -91,7 +91,7 @@ async def _run(bench: ServeBench, report_progress: Callable[[LoadProgress, int |
     async with ServeClient(bench.url, bench.api_key, workload.chat, bench.timeout_s, clock) as client:
         workload = replace(workload, model=workload.model or await client.model())
         await client.probe(workload.probe())
-        load = Load(workload.request, client.ask, clock, lambda counts: report_progress(counts, total))
+        load = Load(workload.request, client.send, clock, lambda counts: report_progress(counts, total))
         clock.start()
         if due_s is not None:
             rows = await load.open_loop(due_s)

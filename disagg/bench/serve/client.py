@@ -85,11 +85,11 @@ class ServeClient:
 
     async def probe(self, request: WorkloadRequest) -> None:
         """Sends one request. Raises `DisaggError` unless the reply is an answer or a 429."""
-        row = await self.ask(request, None)
+        row = await self.send(request, None)
         if row.kind not in (OK, REFUSED):
             raise DisaggError(_refusal(self._path, row.kind, row.problem))
 
-    async def ask(self, request: WorkloadRequest, due_s: float | None) -> RequestResult:
+    async def send(self, request: WorkloadRequest, due_s: float | None) -> RequestResult:
         """Sends a request and reads its answer; the row describes every failure."""
         answer, sent_s = ResponseParser(request), self._clock.now()
         try:

@@ -10,7 +10,7 @@ import msgspec
 
 from disagg.bench.serve.bench import ServeBench, run
 from disagg.bench.serve.compare_report import SYSTEMS, Compared, Systems, SystemsComparison
-from disagg.bench.serve.equal import Answers, ask_answers, compare_answers
+from disagg.bench.serve.equal import Answers, compare_answers, request_answers
 from disagg.bench.serve.judge import judge
 from disagg.bench.serve.load import LoadProgress
 from disagg.bench.serve.report import Report
@@ -87,7 +87,7 @@ def compare(bench: CompareBench, serve: Serve, report_progress: ReportProgress) 
             report_progress(f"{name}: warming up", None, None)
             _warm_up(loads[0], sum(kind.ranks * kind.groups for kind in bench.systems[name].kinds.values()))
             if bench.check_equal:
-                answers[name] = ask_answers(_with_seed(loads[0], CHECK_SEED))
+                answers[name] = request_answers(_with_seed(loads[0], CHECK_SEED))
             found[name] = [_measure(name, load, report_progress) for load in loads]
             report_progress(f"{name}: stopping", None, None)
     runs = [

@@ -71,10 +71,10 @@ class _Reply(msgspec.Struct):
     choices: list[_CompletionChoice]
 
 
-def ask_answers(bench: ServeBench) -> Answers:
+def request_answers(bench: ServeBench) -> Answers:
     """Returns the answers to the first prompts of the load. Raises `DisaggError` unless all are answered."""
     try:
-        return asyncio.run(_ask_all(bench, replace(bench.workload, chat=False)))
+        return asyncio.run(_request_all(bench, replace(bench.workload, chat=False)))
     except httpx.HTTPError as exc:
         raise DisaggError(f"{bench.url}: no answer to compare: {exc!r}") from exc
 
@@ -93,18 +93,20 @@ def _pairs(one: Answers, other: Answers) -> Iterator[tuple[list[str], list[str]]
     return ((mine.tokens, theirs.tokens) for mine, theirs in zip(one, other, strict=True))
 
 
-async def _ask_all(bench: ServeBench, workload: Workload) -> Answers:
+async def _request_all(bench: ServeBench, workload: Workload) -> Answers:
     transport = (
         httpx.AsyncHTTPTransport()
     )  # an explicit transport: httpx then ignores proxies of the environment
     async with httpx.AsyncClient(transport=transport, timeout=bench.timeout_s) as http:
         models = (await http.get(f"{bench.url}/models")).json()
         workload = replace(workload, model=workload.model or models["data"][0]["id"])
-        answers = (_ask(http, f"{bench.url}/completions", workload.request(i)) for i in range(PROMPTS))
+        answers = (
+            _request_one(http, f"{bench.url}/completions", workload.request(i)) for i in range(PROMPTS)
+        )
         return await asyncio.gather(*answers)
 
 
-async def _ask(http: httpx.AsyncClient, url: str, request: WorkloadRequest) -> Greedy:
+async def _request_one(http: httpx.AsyncClient, url: str, request: WorkloadRequest) -> Greedy:
     body = msgspec.json.decode(request.body)
     del body["stream"], body["stream_options"]
     response = await http.post(

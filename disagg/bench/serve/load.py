@@ -54,12 +54,12 @@ class Load:
     def __init__(
         self,
         request: Callable[[int], WorkloadRequest],
-        ask: Callable[[WorkloadRequest, float | None], Awaitable[RequestResult]],
+        send: Callable[[WorkloadRequest, float | None], Awaitable[RequestResult]],
         clock: RunClock,
         report_progress: Callable[[LoadProgress], None],
     ) -> None:
-        """`request(index)` draws a request; `ask` sends it with its scheduled time, and must not raise."""
-        self._request, self._ask, self._clock, self._report_progress = request, ask, clock, report_progress
+        """`request(index)` draws a request; `send` sends it with its scheduled time, and must not raise."""
+        self._request, self._send, self._clock, self._report_progress = request, send, clock, report_progress
         self._rows: list[RequestResult] = []
         self._ended: Counter[str] = Counter()
         self._running = self._most_running = 0
@@ -100,7 +100,7 @@ class Load:
     async def _one(self, request: WorkloadRequest, due_s: float | None) -> None:
         self._running += 1
         self._most_running = max(self._most_running, self._running)
-        row = await self._ask(request, due_s)
+        row = await self._send(request, due_s)
         self._running -= 1
         self._rows.append(row)
         self._ended[row.kind] += 1

@@ -1,4 +1,4 @@
-"""The HTTP client against a server that answers as scripted, and breaks as scripted."""
+"""The HTTP client against a server with scripted answers and failures."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from disagg.core.errors import DisaggError
 BODY = b'{"prompt": [1, 2], "max_tokens": 3}'
 
 
-def asked(body: bytes = BODY, input_tokens: int | None = 2) -> WorkloadRequest:
+def request_of(body: bytes = BODY, input_tokens: int | None = 2) -> WorkloadRequest:
     return WorkloadRequest(0, input_tokens, 3, True, body)
 
 
-def ask(
+def send(
     url: str, request: WorkloadRequest | None = None, chat: bool = False, timeout_s: float = 30.0
 ) -> RequestResult:
     async def main() -> RequestResult:
         async with ServeClient(url, "key-1", chat, timeout_s, RunClock()) as client:
-            return await client.ask(request or asked(), 0.0)
+            return await client.send(request or request_of(), 0.0)
 
     return asyncio.run(main())
 
@@ -39,9 +39,9 @@ def model_of(url: str) -> str:
     return asyncio.run(main())
 
 
-def test_a_completion_is_asked_and_answered() -> None:
+def test_a_completion_is_sent_and_its_answer_parsed() -> None:
     with ScriptedServer() as server:
-        row = ask(server.url)
+        row = send(server.url)
     assert (row.kind, row.problem) == ("ok", "")
     assert (row.input_tokens, row.output_tokens, len(row.gaps_s)) == (2, 3, 2)
     assert 0 <= row.sent_s < (row.first_s or 0) <= row.ended_s
@@ -53,10 +53,10 @@ def test_a_completion_is_asked_and_answered() -> None:
     assert seen.headers["content-type"] == "application/json"
 
 
-def test_a_chat_goes_to_its_own_address() -> None:
+def test_a_chat_is_sent_to_the_chat_endpoint() -> None:
     body = b'{"messages": [{"role": "user", "content": "a b"}], "max_tokens": 3}'
     with ScriptedServer() as server:
-        row = ask(server.url, asked(body, None), chat=True)
+        row = send(server.url, request_of(body, None), chat=True)
     assert (row.kind, row.input_tokens, len(row.gaps_s)) == ("ok", 7, 2)
     assert server.seen[0].path == "/v1/chat/completions"
 
@@ -74,7 +74,7 @@ def test_events_cut_within_a_character_are_put_together() -> None:
         await reply.end()
 
     with ScriptedServer(script) as server:
-        row = ask(server.url)
+        row = send(server.url)
     assert (row.kind, row.problem, len(row.gaps_s)) == ("ok", "", 2)
 
 
@@ -139,9 +139,9 @@ async def error_event(seen: Seen, reply: Reply) -> None:
         (error_event, "error event", "a rank is lost", True),
     ],
 )
-def test_what_breaks_has_a_kind_and_words(script: Any, kind: str, problem: str, tokens: bool) -> None:
+def test_each_failure_has_a_kind_and_a_message(script: Any, kind: str, problem: str, tokens: bool) -> None:
     with ScriptedServer(script) as server:
-        row = ask(server.url)
+        row = send(server.url)
     assert row.kind == kind
     assert problem in row.problem
     assert row.problem
@@ -149,29 +149,29 @@ def test_what_breaks_has_a_kind_and_words(script: Any, kind: str, problem: str, 
     assert len(row.problem) < 500
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_an_unreachable_server() -> None:
     with ScriptedServer() as server:
         pass
-    row = ask(server.url)
+    row = send(server.url)
     assert row.kind == "connect"
     assert "ConnectError" in row.problem
     with pytest.raises(DisaggError, match="cannot be reached"):
         model_of(server.url)
 
 
-def test_an_answer_that_never_ends_is_left() -> None:
+def test_an_answer_that_never_ends_times_out() -> None:
     async def script(seen: Seen, reply: Reply) -> None:
         await one_token(reply)
         await asyncio.Event().wait()
 
     with ScriptedServer(script) as server:
-        row = ask(server.url, timeout_s=0.2)
+        row = send(server.url, timeout_s=0.2)
         assert server.gone.acquire(timeout=30)
     assert row.kind == "timeout"
     assert "0.2 s" in row.problem
 
 
-def test_the_first_model_is_taken() -> None:
+def test_the_client_takes_the_first_model() -> None:
     with ScriptedServer() as server:
         assert model_of(server.url) == "scripted"
         server.models = {"data": []}
@@ -179,8 +179,8 @@ def test_the_first_model_is_taken() -> None:
             model_of(server.url)
 
 
-def test_an_environment_with_a_proxy_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_of_the_environment_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     with ScriptedServer(answer_rightly) as server:
-        assert ask(server.url).kind == "ok"
+        assert send(server.url).kind == "ok"

@@ -1,4 +1,4 @@
-"""When requests are sent: an open loop that waits for nobody, a closed one that keeps its number."""
+"""Send times of the open loop, and the constant number of running requests of the closed loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disagg.bench.serve.workload import WorkloadRequest
 
 
 class FakeClock(RunClock):
-    """Moves only when told to, or waited for."""
+    """A clock that advances only when a test sets its time, or waits on it."""
 
     def start(self) -> None:
         self.time_s = 0.0
@@ -26,7 +26,7 @@ class FakeClock(RunClock):
 
 
 class Server:
-    """Notes what is sent; answers when told to."""
+    """Records requests, and answers each when the test sets its event."""
 
     def __init__(self, clock: RunClock) -> None:
         self.clock = clock
@@ -34,15 +34,15 @@ class Server:
         self.unanswered: list[asyncio.Event] = []
         self.arrived = asyncio.Condition()
 
-    async def ask(self, asked: WorkloadRequest, due_s: float | None) -> RequestResult:
+    async def send(self, sent: WorkloadRequest, due_s: float | None) -> RequestResult:
         sent_s, answered = self.clock.now(), asyncio.Event()
-        self.sent.append((asked.index, due_s, sent_s))
+        self.sent.append((sent.index, due_s, sent_s))
         self.unanswered.append(answered)
         async with self.arrived:
             self.arrived.notify_all()
         await answered.wait()
-        answer = ResponseParser(asked)
-        answer.fail(f"kind {asked.index % 2}", "")
+        answer = ResponseParser(sent)
+        answer.fail(f"kind {sent.index % 2}", "")
         return answer.row(due_s, sent_s, self.clock.now())
 
     async def have(self, requests: int) -> None:
@@ -58,7 +58,7 @@ def test_an_open_loop_sends_all_before_any_is_answered() -> None:
     async def main() -> None:
         clock = FakeClock()
         server = Server(clock)
-        load = Load(request, server.ask, clock, lambda counts: None)
+        load = Load(request, server.send, clock, lambda counts: None)
         running = asyncio.ensure_future(load.open_loop([0.5, 0.5, 2.0, 7.25]))
         await server.have(4)
         assert not running.done()
@@ -83,7 +83,7 @@ def test_a_client_that_falls_behind_sends_at_once_and_is_late() -> None:
             return request(index)
 
         running = asyncio.ensure_future(
-            Load(slow, server.ask, clock, lambda counts: None).open_loop([0.25, 0.5, 1.0, 3.0])
+            Load(slow, server.send, clock, lambda counts: None).open_loop([0.25, 0.5, 1.0, 3.0])
         )
         await server.have(4)
         for answered in server.unanswered:
@@ -94,12 +94,12 @@ def test_a_client_that_falls_behind_sends_at_once_and_is_late() -> None:
     asyncio.run(main())
 
 
-def test_a_closed_loop_keeps_its_number_under_way() -> None:
+def test_a_closed_loop_keeps_its_number_of_requests_running() -> None:
     async def main() -> None:
         clock = FakeClock()
         server = Server(clock)
-        told: list[LoadProgress] = []
-        load = Load(request, server.ask, clock, told.append)
+        reported: list[LoadProgress] = []
+        load = Load(request, server.send, clock, reported.append)
         running = asyncio.ensure_future(load.closed_loop(3, requests=5))
         await server.have(3)
         assert len(server.sent) == 3
@@ -114,8 +114,8 @@ def test_a_closed_loop_keeps_its_number_under_way() -> None:
         assert [row.index for row in rows] == [0, 1, 2, 3, 4]
         assert {row.late_s for row in rows} == {None}
         assert load.most_running == 3
-        assert [counts.ended for counts in told] == [1, 2, 3, 4, 5]
-        assert told[-1] == LoadProgress(running=0, ok=0, refused=0, failed=5)
+        assert [counts.ended for counts in reported] == [1, 2, 3, 4, 5]
+        assert reported[-1] == LoadProgress(running=0, ok=0, refused=0, failed=5)
 
     asyncio.run(main())
 
@@ -124,7 +124,7 @@ def test_a_closed_loop_ends_by_time_and_finishes_what_runs() -> None:
     async def main() -> None:
         clock = FakeClock()
         server = Server(clock)
-        load = Load(request, server.ask, clock, lambda counts: None)
+        load = Load(request, server.send, clock, lambda counts: None)
         running = asyncio.ensure_future(load.closed_loop(2, duration_s=10.0))
         await server.have(2)
         clock.time_s = 9.5
@@ -139,7 +139,7 @@ def test_a_closed_loop_ends_by_time_and_finishes_what_runs() -> None:
     asyncio.run(main())
 
 
-def test_the_clock_waits_until_a_time_and_lets_others_run_when_it_has_passed() -> None:
+def test_the_clock_sleeps_until_a_time_and_yields_when_the_time_has_passed() -> None:
     async def main() -> None:
         clock, ran = RunClock(), asyncio.Event()
         asyncio.get_running_loop().call_soon(ran.set)
@@ -151,12 +151,12 @@ def test_the_clock_waits_until_a_time_and_lets_others_run_when_it_has_passed() -
     asyncio.run(main())
 
 
-def test_an_error_of_our_own_is_not_lost() -> None:
-    async def ask(asked: WorkloadRequest, due_s: float | None) -> RequestResult:
+def test_an_exception_of_the_sender_reaches_the_caller() -> None:
+    async def send(sent: WorkloadRequest, due_s: float | None) -> RequestResult:
         raise AssertionError("a bug")
 
     async def main() -> None:
-        await Load(request, ask, FakeClock(), lambda counts: None).open_loop([0.0])
+        await Load(request, send, FakeClock(), lambda counts: None).open_loop([0.0])
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(main())
