@@ -49,12 +49,12 @@ class Admission:
         Called before the body is read: under overload a rejection must be cheap.
         """
         if self._pace is not None:
-            self._pace.came(self._inside, self._clock())
+            self._pace.arrived(self._inside, self._clock())
         try:
             self._check(1)
         except BusyError:
             if self._pace is not None and self._pace.refused(self._clock()):
-                self._turn_away()
+                self._reject_queued()
             raise
 
     def enter(self, answers: int) -> None:
@@ -83,11 +83,12 @@ class Admission:
 
     def _busy(self, limit: int) -> BusyError:
         return BusyError(
-            f"the server has {self._inside} answers running or waiting and takes {limit}: try again later",
+            f"the server is full: {self._inside} answers running or queued, limit {limit} "
+            f"(api.max_queued, api.max_queue_s): try again later",
             RETRY_AFTER_S,
         )
 
-    def _turn_away(self) -> None:
+    def _reject_queued(self) -> None:
         """Rejects the queued requests at the start of an overload."""
         while self._waiting:
             self._waiting.pop().reschedule(asyncio.get_running_loop().time())
@@ -113,15 +114,15 @@ class Admission:
 
     async def _acquire(self, deadline_s: float, alone: bool) -> None:
         try:
-            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())) as patience:
+            async with asyncio.timeout(max(0.0, deadline_s - time.monotonic())) as waiting:
                 if alone:
-                    self._waiting.add(patience)
+                    self._waiting.add(waiting)
                 try:
                     await self._turns.acquire()
                 finally:
-                    away = alone and patience not in self._waiting
-                    self._waiting.discard(patience)
+                    rejected = alone and waiting not in self._waiting
+                    self._waiting.discard(waiting)
         except TimeoutError as exc:
-            if away:
+            if rejected:
                 raise self._busy(self._inside - 1) from exc
             raise RequestTimeoutError("the request reached its deadline in the queue") from exc

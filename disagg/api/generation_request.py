@@ -1,4 +1,4 @@
-"""What a client asked for, checked and in the engine's terms."""
+"""Parses request bodies to `GenerationRequest`s, and splits them into requests to the engine."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ SALT_CHARACTERS = 256
 SESSION_CHARACTERS = 256
 BIASES = 1024
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles, and what templates call them: `developer` is OpenAI's newer word for `system`."""
+"""Accepted roles, and their names in chat templates: `developer` is OpenAI's newer name of `system`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """What the engine is asked for at once: answers to one prompt, that share its KV."""
+    """One request to the engine: answers to one prompt, which share its KV."""
 
     first: int
-    """Number of the first of them among all answers to the request."""
+    """Index of the first answer among all answers of the HTTP request."""
     prompt: Sequence[int]
     sampling: SamplingParams
 
     @property
     def answers(self) -> range:
-        """Numbers of its answers."""
+        """Indexes of the answers."""
         return range(self.first, self.first + self.sampling.n)
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """Answers to give: `n` for each of `prompts` (tokens). Choice `p * n + i` is the i-th to prompt p.
+    """A checked HTTP request: `n` answers to each of `prompts` (tokens). Choice `p * n + i` is answer i to prompt p.
 
-    The engine makes `made` for each, `sampling.n`: as many, or more of which the best are given.
+    The engine generates `made` answers per prompt: `n`, or `best_of`, of which the best `n` are returned.
     """
 
     prompts: tuple[Sequence[int], ...]
@@ -54,36 +54,36 @@ class GenerationRequest:
     sampling: SamplingParams
     stream: bool
     usage: bool
-    """A last chunk with token counts was asked for."""
+    """Whether the stream ends with a chunk of token counts."""
     logprobs: bool = False
-    """Log-probabilities were asked for."""
+    """Whether the reply contains log-probabilities."""
     token_ids: bool = False
-    """Tokens of log-probabilities are named by their numbers."""
+    """Whether log-probabilities name tokens by id instead of text."""
     cache_salt: str = ""
-    """Only prompts of the same salt share cached KV."""
+    """Only prompts with equal salts share cached KV."""
     session: str = ""
-    """The client's name for a conversation, to be decoded in one place; empty: it gave none."""
+    """The client's name of the conversation, which is decoded on one group; empty without one."""
 
     @property
     def made(self) -> int:
-        """Answers made for each prompt."""
+        """Answers that the engine generates for each prompt."""
         return self.sampling.n
 
     @property
     def answers(self) -> int:
-        """Answers made in all."""
+        """Answers that the engine generates for all prompts."""
         return len(self.prompts) * self.made
 
     @property
     def sequences(self) -> int:
-        """What the engine computes side by side in all: answers, or beams."""
+        """Sequences that the engine computes for all prompts: answers, or beams."""
         return len(self.prompts) * self.sampling.sequences
 
     def parts(self, most: Callable[[int, int], int]) -> list[EngineRequest]:
-        """What to ask the engine for, which computes so many sequences of one request side by side as `most` says.
+        """Returns the requests to the engine.
 
-        That is asked with the tokens of the prompt, and the most of an answer. Answers that the engine does not
-        compute together are the same asked for one by one.
+        `most(prompt_tokens, max_tokens)` is the number of sequences that the engine computes together. Answers that
+        exceed the number are requested one by one, with the same results. Raises a 400 for too many beams.
         """
         firsts = range(0, self.answers, self.made)
         parts = zip(firsts, self.prompts, strict=True)
@@ -96,8 +96,8 @@ class GenerationRequest:
         if self.sampling.beams > together:
             raise bad(
                 "use_beam_search",
-                f"use_beam_search with {self.sampling.beams} beams of up to {self.sampling.max_tokens} tokens is not "
-                f"possible here; up to {together} are",
+                f"use_beam_search with {self.sampling.beams} beams of up to {self.sampling.max_tokens} tokens "
+                f"exceeds this server's limit of {together} beams",
             )
         if self.sampling.sequences <= together:
             return [EngineRequest(first, prompt, self.sampling)]
@@ -109,18 +109,18 @@ class GenerationRequest:
 
 
 async def parse_completion(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
-    """A body of `/v1/completions`. Raises an `ApiError` for whatever is wrong with it."""
+    """Parses a body of `/v1/completions`. Raises an `ApiError` for an invalid one."""
     body = to_struct(decode_object(raw), CompletionBody, OFF)
     check_model(body.model, model)
     _check_limits(body, config)
     prompts = await _prompts(body.prompt, model, config)
     max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    asked = _asked(body, prompts, "prompt", max_tokens, body.logprobs, model)
-    return replace(asked, token_ids=body.return_tokens_as_token_ids)
+    request = _request(body, prompts, "prompt", max_tokens, body.logprobs, model)
+    return replace(request, token_ids=body.return_tokens_as_token_ids)
 
 
 async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> GenerationRequest:
-    """A body of `/v1/chat/completions`. Raises an `ApiError` for whatever is wrong with it."""
+    """Parses a body of `/v1/chat/completions`. Raises an `ApiError` for an invalid one."""
     body = to_struct(decode_object(raw), ChatBody, OFF)
     check_model(body.model, model)
     _check_limits(body, config)
@@ -130,22 +130,22 @@ async def parse_chat(raw: bytes, model: ServedModel, config: ApiConfig) -> Gener
     given = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
     max_tokens = given[0] if given else max(1, model.context_tokens - len(prompt))
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    return _asked(body, [prompt], "messages", max_tokens, logprobs, model)
+    return _request(body, [prompt], "messages", max_tokens, logprobs, model)
 
 
 def check_model(name: str | None, model: ServedModel) -> None:
-    """Raises a 404 for another model than the one that is served."""
+    """Raises a 404 unless `name` is None or the served model's name."""
     if name is not None and name != model.name:
         raise ApiError(
             404,
-            f"the model {name!r} is not served here; {model.name!r} is",
+            f"the model {name!r} is not served here; this server has {model.name!r}",
             param="model",
             code="model_not_found",
         )
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as templates take them: text parts become one text, joined by line breaks."""
+    """Returns the messages in the form of chat templates: text parts are joined by line breaks. Raises a 400."""
     if not messages:
         raise bad("messages", "messages is empty")
     turns = []
@@ -174,7 +174,7 @@ async def _prompts(prompt: str | list[Any], model: ServedModel, config: ApiConfi
     if len(prompt) > config.max_prompts:
         raise bad(
             "prompt",
-            f"prompt has {len(prompt)} prompts; this server takes {config.max_prompts} in one request",
+            f"prompt has {len(prompt)} prompts; the limit per request is {config.max_prompts} (api.max_prompts)",
         )
     if all(isinstance(item, str) for item in prompt):
         return [await model.encode(item) for item in prompt]
@@ -191,10 +191,12 @@ def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
         check_number("best_of", body.best_of, body.n, config.max_n)
         if body.best_of > body.n and body.stream:
             raise bad(
-                "best_of", "best_of more than n cannot be streamed: which answers are the best is known last"
+                "best_of", "best_of above n cannot be streamed: the best answers are known only at the end"
             )
     if body.use_beam_search and body.stream:
-        raise bad("use_beam_search", "use_beam_search cannot be streamed: its answers are known last")
+        raise bad(
+            "use_beam_search", "use_beam_search cannot be streamed: its answers are known only at the end"
+        )
     for name, plain in (("length_penalty", 1.0), ("early_stopping", False)):
         if getattr(body, name) != plain and not body.use_beam_search:
             raise bad(name, f"{name} needs use_beam_search: true")
@@ -202,22 +204,24 @@ def _check_limits(body: AnswerBody, config: ApiConfig) -> None:
         raise bad("stream_options", "stream_options needs stream: true")
     for name, values in (("stop", _stop(body)), ("stop_token_ids", body.stop_token_ids)):
         if len(values) > config.max_stop:
-            raise bad(name, f"{name} has {len(values)} entries; this server takes {config.max_stop}")
+            raise bad(
+                name, f"{name} has {len(values)} entries; the limit is {config.max_stop} (api.max_stop)"
+            )
     if any(len(text) > STOP_CHARACTERS for text in _stop(body)):
-        raise bad("stop", f"stop has a text of more than {STOP_CHARACTERS} characters")
+        raise bad("stop", f"stop contains a text of more than {STOP_CHARACTERS} characters")
     if len(body.cache_salt) > SALT_CHARACTERS:
         raise bad("cache_salt", f"cache_salt has more than {SALT_CHARACTERS} characters")
     if len(body.prompt_cache_key or "") > SESSION_CHARACTERS:
         raise bad("prompt_cache_key", f"prompt_cache_key has more than {SESSION_CHARACTERS} characters")
     if len(body.logit_bias) > BIASES:
-        raise bad("logit_bias", f"logit_bias has {len(body.logit_bias)} entries; this server takes {BIASES}")
+        raise bad("logit_bias", f"logit_bias has {len(body.logit_bias)} entries; the limit is {BIASES}")
 
 
 def _stop(body: AnswerBody) -> tuple[str, ...]:
     return ((body.stop,) if body.stop else ()) if isinstance(body.stop, str) else tuple(body.stop)
 
 
-def _asked(
+def _request(
     body: AnswerBody,
     prompts: Sequence[Sequence[int]],
     param: str,
@@ -227,12 +231,12 @@ def _asked(
 ) -> GenerationRequest:
     for prompt in prompts:
         if not prompt:
-            raise bad(param, f"{param} has no tokens: there is nothing to go on from")
+            raise bad(param, f"{param} has no tokens: at least one is needed")
         if len(prompt) + max_tokens > model.context_tokens:
             raise bad(
                 param,
-                f"{len(prompt)} tokens in the prompt and up to {max_tokens} in the answer are more than the "
-                f"{model.context_tokens} that this server takes in all: shorten the prompt or lower max_tokens",
+                f"{len(prompt)} tokens in the prompt and up to {max_tokens} in the answer exceed the context of "
+                f"{model.context_tokens} tokens: shorten the prompt or lower max_tokens",
                 "context_length_exceeded",
             )
     sampling = _sampling(body, max_tokens, logprobs, model)
@@ -255,12 +259,12 @@ def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: Se
     if beams and logprobs is not None:
         raise bad("logprobs", "logprobs is not supported with use_beam_search")
     if made > body.n and logprobs is None:
-        logprobs = 0  # which are the best
+        logprobs = 0  # to rank the answers
     temperature = (0.0 if beams else 1.0) if body.temperature is None else body.temperature
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
-        top_k=0 if body.top_k == -1 else body.top_k,  # other servers' word for off
+        top_k=0 if body.top_k == -1 else body.top_k,  # other servers' value for "off"
         top_p=body.top_p,
         seed=body.seed,
         stop=_stop(body),

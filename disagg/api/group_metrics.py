@@ -1,6 +1,6 @@
-"""The groups' part of `/metrics`: built anew from their latest statuses, so a group that is gone is not shown.
+"""The groups' part of `/metrics`: built at each scrape from their latest statuses, so removed groups disappear.
 
-Several routers tell of the same groups: who adds up over routers takes the `max` of each series first.
+Several routers report the same groups: take the `max` of each series over the routers before a sum.
 """
 
 from __future__ import annotations
@@ -20,83 +20,85 @@ STATES = ("waiting", "running", "closing")
 
 
 class Series(NamedTuple):
-    """One family: its name (a counter's without `_total`), and the field of the status that it shows."""
+    """One metric family: its name (a counter's without `_total`), and its field of the status."""
 
     name: str
     field: str
     help: str
     role: Role | None = None
-    """Groups of this role have it; None: all."""
+    """Role of the groups with this family; None: all groups."""
 
     def family(self, labels: Sequence[str]) -> Family:
-        """Without samples yet. What is called a total is a counter."""
+        """Returns the family without samples: a counter if the field ends in `_total`, else a gauge."""
         kind = CounterMetricFamily if self.field.endswith("_total") else GaugeMetricFamily
         return kind(self.name, self.help, labels=labels)
 
 
 GROUP = (
-    Series("disagg_group_broken", "broken", "1: the group can serve nothing any more"),
+    Series("disagg_group_broken", "broken", "1: the group serves no requests any more"),
     Series(
         "disagg_group_tokens", "tokens_total", "Computed tokens: of prompts (prefill), of answers (decode)"
     ),
     Series(
         "disagg_group_cached_tokens",
         "cached_tokens_total",
-        "Tokens that the prefix cache spared: not computed (prefill), not sent (decode)",
+        "Tokens found in the prefix cache: not computed (prefill), not sent (decode)",
     ),
     Series("disagg_steps", "steps_total", "Steps of the model"),
     Series("disagg_step_seconds", "step_s_total", "Time in steps"),
-    Series("disagg_kv_page_size_tokens", "page_size", "Tokens that a page holds"),
-    Series("disagg_kv_pages", "pages", "Pages that can be handed out"),
+    Series("disagg_kv_page_size_tokens", "page_size", "Tokens per page"),
+    Series("disagg_kv_pages", "pages", "Pages of the pool"),
     Series("disagg_kv_pages_used", "pages_used", "Pages held by requests"),
     Series("disagg_kv_pages_cached", "pages_cached", "Pages held by the prefix cache alone"),
-    Series("disagg_kv_tokens_held", "tokens_held", "Tokens asked for in the pages used"),
-    Series("disagg_kv_evicted_pages", "evicted_pages_total", "Pages that the prefix cache gave up"),
-    Series("disagg_preemptions", "preemptions_total", "Requests that had to make room for others"),
+    Series("disagg_kv_tokens_held", "tokens_held", "Tokens stored in the used pages"),
+    Series("disagg_kv_evicted_pages", "evicted_pages_total", "Pages evicted from the prefix cache"),
+    Series("disagg_preemptions", "preemptions_total", "Preempted requests"),
 )
 RANK = (
     Series("disagg_weights_bytes", "weights_bytes", "Parameters and buffers of the model"),
     Series("disagg_kv_pool_bytes", "kv_bytes", "Size of the KV pool"),
-    Series("disagg_device_bytes", "device_bytes", "What the rank may use of its GPU's memory; 0 on a CPU"),
+    Series("disagg_device_bytes", "device_bytes", "GPU memory that the rank may use; 0 on a CPU"),
     Series("disagg_staging_bytes", "staging_bytes", "Size of the staging buffer", "prefill"),
     Series("disagg_staging_used_bytes", "staging_used_bytes", "Staging held by segments", "prefill"),
     Series(
         "disagg_exposed_transfer_seconds",
         "exposed_s_total",
-        "From a prompt's last KV to its last segment's end: transfer that compute did not hide",
+        "Transfer time not hidden by compute: from a prompt's last KV to its last segment's end",
         "prefill",
     ),
     Series("disagg_ring_bytes", "ring_bytes", "Size of the receive ring", "decode"),
-    Series("disagg_ring_used_bytes", "ring_used_bytes", "Ring promised to segments", "decode"),
+    Series("disagg_ring_used_bytes", "ring_used_bytes", "Ring bytes leased to segments", "decode"),
+    Series("disagg_ring_waits", "ring_waits_total", "Segments that waited for ring space", "decode"),
     Series(
-        "disagg_ring_waits", "ring_waits_total", "Segments that the ring could not take at once", "decode"
+        "disagg_ring_wait_seconds", "ring_wait_s_total", "Time that segments waited for ring space", "decode"
     ),
-    Series("disagg_ring_wait_seconds", "ring_wait_s_total", "How long those waited", "decode"),
-    Series("disagg_landed_bytes", "landed_bytes_total", "KV that is in its pages", "decode"),
+    Series("disagg_landed_bytes", "landed_bytes_total", "KV scattered into its pages", "decode"),
     Series(
         "disagg_checksum_mismatches",
         "checksum_mismatches_total",
-        "Segments that arrived damaged: each is sent once more, a second time fails its request",
+        "Segments with a wrong checksum: each is sent again; a second mismatch fails its request",
         "decode",
     ),
-    Series("disagg_rank_faults", "faults_total", "Errors that ended no more than the work they belonged to"),
+    Series("disagg_rank_faults", "faults_total", "Errors that failed only their own work, not the rank"),
 )
 ROUTE = (
     Series("disagg_route_bytes", "bytes_total", "KV sent from one rank to another"),
     Series("disagg_route_segments", "segments_total", "Segments sent from one rank to another"),
-    Series("disagg_route_busy_seconds", "busy_s_total", "While at least one segment was under way"),
+    Series("disagg_route_busy_seconds", "busy_s_total", "Time with at least one segment in flight"),
 )
 
 
 class GroupCollector(Collector):
-    """Asks for the statuses at each scrape, which must happen where `groups` may be called."""
+    """Collects the statuses at each scrape. Scrape on the thread that may call `groups`."""
 
     def __init__(self, groups: Callable[[], Sequence[GroupStatus]]) -> None:
         self._groups = groups
 
     def collect(self) -> Iterator[Family]:
-        """Families without samples are left out."""
-        groups = [group for group in self._groups() if group.ranks]  # the others have not reported yet yet
+        """Yields the families that have samples."""
+        groups = [
+            group for group in self._groups() if group.ranks
+        ]  # groups without ranks have not reported yet
         ranks = [(group, rank) for group in groups for rank in group.ranks]
         routes = [(rank, route) for _, rank in ranks for route in rank.routes]
         found = [
@@ -120,7 +122,7 @@ def _family(
 
 def _states(groups: Sequence[GroupStatus]) -> Family:
     family = GaugeMetricFamily(
-        "disagg_group_requests", "Requests with a group", labels=("group", "role", "state")
+        "disagg_group_requests", "Requests in a group, by state", labels=("group", "role", "state")
     )
     for group in groups:
         for state in STATES:

@@ -13,26 +13,25 @@ VARIABLE = "DISAGG_API_KEYS"
 
 
 def load_api_keys(file: str | None, env: MutableMapping[str, str]) -> tuple[bytes, ...]:
-    """The keys of `file` (one a line; empty lines and `#` comments are skipped) and of DISAGG_API_KEYS (by commas).
+    """Returns the API keys of `file` (one per line) and of DISAGG_API_KEYS (separated by commas).
 
-    The variable is removed from `env`: processes started later do not inherit it.
-
-    None at all, and no file named: (), which asks for none. Raises `ConfigError` for a file without a key, which
-    would open the server by mistake, and for a key that no header can carry.
+    Empty lines and `#` comments of the file are skipped. The variable is removed from `env`, so later processes do
+    not inherit the keys. Without keys and without a file, returns (): clients then need no key. Raises `ConfigError`
+    for a file without a key, which would open the server by mistake, and for a key that is not valid in a header.
     """
     lines = _lines(file) if file is not None else []
     keys = [key.strip() for key in (*lines, *env.pop(VARIABLE, "").split(","))]
     keys = [key for key in keys if key and not key.startswith("#")]
     if file is not None and not any(line.strip() and not line.strip().startswith("#") for line in lines):
-        raise ConfigError(f"{file} holds no API key: write one a line")
+        raise ConfigError(f"{file} contains no API key: write one key per line")
     for key in keys:
         if not (key.isascii() and key.isprintable() and " " not in key):
-            raise ConfigError("an API key has a character other than printable ASCII without blanks")
+            raise ConfigError("an API key may contain only printable ASCII characters without blanks")
     return tuple(key.encode() for key in keys)
 
 
 def check_key(keys: tuple[bytes, ...], header: bytes | None) -> None:
-    """Raises a 401 unless `header`, the value of Authorization, carries one of `keys`; () needs no key."""
+    """Raises a 401 unless `header`, the value of Authorization, contains one of `keys`. Empty `keys`: no check."""
     if not keys:
         return
     scheme, _, given = (header or b"").partition(b" ")

@@ -1,4 +1,4 @@
-"""The model as clients see it: its name, its limits, its tokenizer and chat template."""
+"""The served model: its name, limits, tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class ServedModel:
-    """A name and a tokenizer. Encoding takes time that grows with a client's text, so a thread does it.
+    """A model name with its tokenizer. A thread encodes texts, because the time grows with the client's text.
 
-    The thread works on a copy: a tokenizer may be used by one thread at a time. Chat templates are the
-    checkpoint's own and run in transformers' Jinja sandbox; none is ever taken from a client.
+    The thread uses a copy of the tokenizer, which is not thread-safe. Chat templates come from the checkpoint only,
+    never from a client, and run in transformers' Jinja sandbox.
     """
 
     def __init__(self, name: str, tokenizer: Any, *, context_tokens: int, vocab_tokens: int) -> None:
@@ -33,7 +33,7 @@ class ServedModel:
         self.created_s = int(time.time())
         self._tokens: Any = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_tokens)]]
         self.decode = decode_with(tokenizer)
-        """Text of an answer: without special tokens, e.g. the one that ends it."""
+        """Decodes an answer to text, without special tokens such as the end token."""
         self._tokenizer, self._encoder = tokenizer, copy.deepcopy(tokenizer)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
@@ -42,25 +42,28 @@ class ServedModel:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     async def encode(self, text: str, special: bool = True) -> list[int]:
-        """Tokens of `text`; with `special`, those that the tokenizer puts around it."""
+        """Returns the tokens of `text`; with `special`, including the tokenizer's special tokens around it."""
         return await self._in_thread(self._encode, text, special)
 
     async def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> list[int]:
-        """Tokens of a conversation in the checkpoint's template. Raises a 400 where it has none, or refuses it."""
+        """Returns the tokens of a conversation in the checkpoint's chat template.
+
+        Raises a 400 without a template, or if the template rejects the messages.
+        """
         if not self._encoder.chat_template:
             raise bad(
                 "messages",
-                f"the model {self.name} has no chat template: ask /v1/completions",
+                f"the model {self.name} has no chat template: use /v1/completions",
                 "no_chat_template",
             )
         return await self._in_thread(self._render, messages, generation_prompt)
 
     def spell(self, tokens: Sequence[int]) -> str:
-        """Text of tokens, special ones too."""
+        """Returns the text of tokens, including special tokens."""
         return str(self._tokenizer.decode(list(tokens)))
 
     def token_bytes(self, token: int) -> bytes:
-        """UTF-8 of a token, also where it is a part of a character only: clients join them."""
+        """Returns the UTF-8 bytes of a token, which may be a part of a character; clients join them."""
         text = self.spell([token])
         if REPLACEMENT not in text:
             return text.encode()
@@ -73,8 +76,8 @@ class ServedModel:
         return text.encode()
 
     def check_tokens(self, tokens: Sequence[Any], param: str) -> TokenIds:
-        """The tokens, when all are the model's; raises a 400 that names `param` and the first that is not."""
-        try:  # a long prompt is not gone through number by number here
+        """Returns packed `tokens`. Raises a 400 that names `param` and the first token outside the vocabulary."""
+        try:  # msgspec checks a long prompt faster than a Python loop
             return pack_tokens(msgspec.convert(tokens, self._tokens))
         except msgspec.ValidationError as exc:
             limit = self.vocab_tokens
@@ -91,7 +94,9 @@ class ServedModel:
         try:
             return list(self._encoder(text, add_special_tokens=special)["input_ids"])
         except UnicodeEncodeError as exc:
-            raise bad("prompt", "the text has half of a surrogate pair, which is not a character") from exc
+            raise bad(
+                "prompt", "the text contains half of a surrogate pair, which is not a character"
+            ) from exc
 
     def _render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool) -> list[int]:
         from jinja2 import TemplateError
@@ -101,7 +106,7 @@ class ServedModel:
                 list(messages), tokenize=False, add_generation_prompt=generation_prompt
             )
         except TemplateError as exc:
-            raise bad("messages", f"messages: the model's chat template refuses them: {exc}") from exc
+            raise bad("messages", f"the model's chat template rejects the messages: {exc}") from exc
         return self._encode(text, False)  # the template has written the special tokens itself
 
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:

@@ -1,13 +1,14 @@
-"""How much a server may take on, from how fast it has answered lately. Pure: the time is passed in.
+"""Limit of admitted answers, derived from the recent completion rate. Pure: the caller passes the time.
 
-A burst, or many clients that each wait for their answer (a closed loop), is no overload: they may fill the queue. An
-overload begins when somebody has to be turned away while clearly more comes than is answered. Then queueing helps
-nobody: who waits is turned away too, and only so many are let in that half of the answers take at most `max_slowdown`
-times as long as on an idle server. That number begins with Little's law and follows each answer, up when it was fast
-enough and down when not, so it settles where half of them are. The overload is over when two windows say so.
+Bursts and closed-loop clients, which send one request after another, may fill the queue without an overload. An
+overload begins when a request is refused while clearly more requests arrive than complete. Queueing is then useless:
+queued requests are rejected too. The number of admitted answers is limited, and half of them shall take at most
+`max_slowdown` times their time on an idle server. The limit starts from Little's law. Each fast answer raises the
+limit and each slow one lowers it, which settles at the median. Two windows without excess arrivals end the overload.
 
-Below that, nobody shall wait for a turn much longer than `max_queue_s`, by how many have ended in some windows. But
-where as much comes as ends, who has his answer may ask again: then only the number of those inside does not grow.
+Without an overload, a queued request should start within `max_queue_s`, estimated from the completions of some
+windows. If arrivals equal completions (a closed loop), admission only keeps the number of admitted answers from
+growing.
 """
 
 from __future__ import annotations
@@ -16,43 +17,43 @@ from collections import deque
 from dataclasses import dataclass
 
 WINDOW_S = 2.0
-"""Of counting; longer where answers take longer."""
+"""Length of a counting window; longer if an answer takes longer on an idle server."""
 WINDOWS = 4
-"""So many in a row must say how long the queue is; clients that begin together fall into the first two."""
+"""Consecutive windows that estimate the queueing time; the first two absorb clients that start together."""
 OVERLOAD = 1.5
-"""More comes than is answered when it is so many times as much."""
+"""Ratio of arrivals to completions above which arrivals are excessive."""
 CALM = 2
-"""With no more than so many inside, an answer takes as long as on an idle server."""
+"""Largest number of admitted answers at which an answer takes as long as on an idle server."""
 KEPT = 0.9
-"""Of a running mean, at each new value."""
+"""Weight of a running mean's former value when a new value is added."""
 STEP = 0.25
-"""So much more or less may be inside, under overload, after each answer: a quarter while those inside change."""
+"""Change of the overload limit per answer: the limit moves by at most a quarter while the admitted answers change."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Window:
     seconds: float
-    came: int
-    """Requests."""
+    arrived: int
+    """Requests that arrived."""
     ended: int
-    """Requests."""
+    """Requests that completed."""
     answers: int
-    """Of those that ended."""
+    """Answers of the completed requests."""
     full: bool
-    """Whoever came found all turns taken: no more can end in this time."""
+    """Every arriving request found all running slots taken: the server completes at its full rate."""
     most: int
-    """Inside, with who came."""
+    """Largest number of admitted answers, including an arriving one."""
 
     @property
     def outrun(self) -> bool:
-        """Whether clearly more came than was answered."""
-        return self.came > OVERLOAD * self.ended + CALM
+        """Whether clearly more requests arrived than completed."""
+        return self.arrived > OVERLOAD * self.ended + CALM
 
     def then(self, later: _Window) -> _Window:
-        """Both as one."""
+        """Returns the union of two consecutive windows."""
         return _Window(
             self.seconds + later.seconds,
-            self.came + later.came,
+            self.arrived + later.arrived,
             self.ended + later.ended,
             self.answers + later.answers,
             self.full and later.full,
@@ -64,50 +65,50 @@ NOTHING = _Window(0.0, 0, 0, 0, True, 0)
 
 
 class Mean:
-    """A running mean that forgets."""
+    """An exponentially weighted running mean; None before the first value."""
 
     def __init__(self) -> None:
         self.value: float | None = None
 
     def add(self, value: float) -> None:
-        """One more value; the first one is the mean."""
+        """Adds a value."""
         self.value = value if self.value is None else KEPT * self.value + (1 - KEPT) * value
 
 
 class Pace:
-    """Counts what comes and ends. Times are of any one clock."""
+    """Counts arrivals and completions, and limits the admitted answers. All times are on one clock of the caller."""
 
     def __init__(self, max_running: int, max_queue_s: float, max_slowdown: float) -> None:
-        """`max_slowdown` 0: there is no overload, only what `max_queue_s` and the caller bound."""
+        """`max_slowdown` 0 disables the overload limit; `max_queue_s` and the caller's limits remain."""
         self._max_running, self._max_queue_s, self._max_slowdown = max_running, max_queue_s, max_slowdown
         self._since_s: float | None = None
-        self._came = self._ended = self._answers = self._most = 0
+        self._arrived = self._ended = self._answers = self._most = 0
         self._full = True
         self._level: int | None = None
-        """Most inside when the windows began to say how long the queue is."""
+        """Largest number of admitted answers when the windows first estimated the queueing time; None before."""
         self._windows: deque[_Window] = deque(maxlen=WINDOWS)
         self._first_s, self._next_s, self._tokens = Mean(), Mean(), Mean()
         self._overload_s: float | None = None
-        """When it began."""
+        """Start of the overload; None without one."""
         self._bound = float(CALM)
-        """Under overload: answers inside."""
+        """Limit of admitted answers under overload."""
 
     @property
     def overload(self) -> bool:
-        """Whether clearly more comes than can be answered."""
+        """Whether the server is overloaded."""
         return self._overload_s is not None
 
-    def came(self, inside: int, now_s: float) -> None:
-        """Somebody asks, whether he is let in or not; so many answers are inside."""
-        self._turn(now_s)
-        self._came += 1
+    def arrived(self, inside: int, now_s: float) -> None:
+        """Counts an arriving request, admitted or refused; `inside` answers are admitted now."""
+        self._advance(now_s)
+        self._arrived += 1
         self._most = max(self._most, inside + 1)
         self._full &= inside >= self._max_running
 
     def refused(self, now_s: float) -> bool:
-        """Who came last is turned away. True when that begins an overload: nobody should wait any longer."""
-        self._turn(now_s)
-        lately = (self._windows[-1] if self._windows else NOTHING).then(self._now(now_s))
+        """Records that the latest arrival was refused. True if an overload begins: reject queued requests too."""
+        self._advance(now_s)
+        lately = (self._windows[-1] if self._windows else NOTHING).then(self._current(now_s))
         if self.overload or not self._max_slowdown or not lately.outrun:
             return False
         idle_s = self._idle_s(self._tokens.value or 1.0)
@@ -119,14 +120,14 @@ class Pace:
     def ended(
         self, tokens: int, first_s: float, seconds: float, inside: int, now_s: float, answers: int = 1
     ) -> None:
-        """An answer of so many tokens came whole: the first token after `first_s`, all after `seconds`.
+        """Counts a completed request of `tokens` steps, with the first token after `first_s`, all after `seconds`.
 
-        `inside`: most answers inside when it had its turn and when it ended, itself included. `answers`: how many it
-        was among those inside, where several were made together.
+        `inside`: the larger number of admitted answers at its start and at its end, including its own. `answers`:
+        number of its own answers, if several were computed together.
         """
-        self._turn(now_s)
+        self._advance(now_s)
         self._tokens.add(tokens)
-        # What began before an overload ran among too many: it says nothing of how many are right now.
+        # A request that started before the overload ran among too many others: its time does not measure the limit.
         if self._overload_s is None or now_s - seconds >= self._overload_s:
             self._ended += 1
             self._answers += answers
@@ -135,14 +136,14 @@ class Pace:
             if now_s - seconds >= self._overload_s:
                 fast = seconds <= self._max_slowdown * idle_s
                 self._bound = self._bounded(self._bound + (STEP if fast else -STEP))
-        elif inside <= CALM:  # under overload turning others away takes time too: no server is idle there
+        elif inside <= CALM:  # not under overload: refusals take time, so the server is not idle
             self._first_s.add(first_s)
             if tokens > 1:
                 self._next_s.add((seconds - first_s) / (tokens - 1))
 
     def limit(self, now_s: float) -> int | None:
-        """Most answers that may be inside now; None while nothing speaks against more."""
-        self._turn(now_s)
+        """Returns the largest number of admitted answers now; None: no limit."""
+        self._advance(now_s)
         if self.overload:
             return int(self._bound)
         if self._level is None:
@@ -155,24 +156,24 @@ class Pace:
         return most if self._windows[-2].then(self._windows[-1]).outrun else max(most, self._level)
 
     def _idle_s(self, tokens: float) -> float | None:
-        """How long an answer of so many tokens takes on an idle server; None when that is not known yet."""
+        """Returns the time of an answer of `tokens` tokens on an idle server; None before it was measured."""
         if self._first_s.value is None or (self._next_s.value is None and tokens > 1):
             return None
         return self._first_s.value + (tokens - 1) * (self._next_s.value or 0.0)
 
     def _bounded(self, bound: float) -> float:
-        # Never none: only answers can tell that more would do.
+        # At least 1: only completed answers can raise the limit again.
         return min(max(1.0, bound), float(self._max_running))
 
-    def _now(self, now_s: float) -> _Window:
-        """The window that is being counted."""
+    def _current(self, now_s: float) -> _Window:
+        """Returns the open window."""
         began_s = now_s if self._since_s is None else self._since_s
-        return _Window(now_s - began_s, self._came, self._ended, self._answers, self._full, self._most)
+        return _Window(now_s - began_s, self._arrived, self._ended, self._answers, self._full, self._most)
 
-    def _turn(self, now_s: float) -> None:
-        """Begins a new window when it is time; what lies further back says nothing."""
+    def _advance(self, now_s: float) -> None:
+        """Closes the open window at its end; after a long pause, drops all windows."""
         window_s = max(WINDOW_S, self._idle_s(self._tokens.value or 1.0) or 0.0)
-        window = self._now(now_s)
+        window = self._current(now_s)
         if self._since_s is None or window.seconds >= WINDOWS * window_s:
             self._windows.clear()
             self._level = self._overload_s = None
@@ -181,11 +182,11 @@ class Pace:
         else:
             return
         self._since_s, self._full = now_s, True
-        self._came = self._ended = self._answers = self._most = 0
+        self._arrived = self._ended = self._answers = self._most = 0
 
     def _add(self, window: _Window) -> None:
         self._windows.append(window)
-        # One may be calm because the process itself had no time to look.
+        # Two windows: the event loop may have been too busy during one of them to read arrivals.
         if not any(one.outrun for one in list(self._windows)[-2:]):
             self._overload_s = None
         if len(self._windows) < WINDOWS or not all(one.full for one in self._windows):

@@ -26,7 +26,7 @@ LAST_BYTES_S = 5
 
 
 def bind(config: ApiConfig) -> socket.socket:
-    """The socket to serve on, bound but not listening: until the engine is up, clients are turned away.
+    """Returns a bound socket that does not listen yet: the kernel refuses clients until the engine is up.
 
     Raises `ConfigError` when the address cannot be used. The caller closes it, or gives it to `serve`.
     """
@@ -34,7 +34,7 @@ def bind(config: ApiConfig) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # With the protocol's number: asyncio switches Nagle's delay off (40 ms a reply) only where it says TCP.
+        # The protocol number is set, because asyncio disables Nagle's delay (40 ms per reply) only for explicit TCP.
         listener = socket.socket(family, kind, protocol)
     except OSError as exc:
         raise ConfigError(f"api.host = {config.host!r} is not an address of this machine: {exc}") from exc
@@ -57,9 +57,10 @@ async def serve(
     stop_now: asyncio.Event,
     on_listening: Callable[[str], None],
 ) -> None:
-    """Serves until `stop` is set; then refuses new requests, lets running answers end, and returns.
+    """Serves until `stop` is set; then refuses new requests, waits for running answers, and returns.
 
-    They have `api.drain_timeout_s`, or until `stop_now` is set. `on_listening` receives the URL. Closes `listener`.
+    Running answers are aborted after `api.drain_timeout_s`, or when `stop_now` is set. `on_listening`
+    receives the URL. Closes `listener`.
     """
     config = service.config
     check_file_limit(config)
@@ -104,7 +105,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # signals are the caller's: what they stop first is new requests, not the socket
+        yield  # the caller handles signals: the first one refuses new requests and keeps the socket
 
 
 def _settings(app: ASGIApp, service: Service) -> uvicorn.Config:

@@ -1,8 +1,8 @@
-"""Spans of requests for OpenTelemetry, where `metrics.otlp_endpoint` names a collector (extra `otel`).
+"""Spans of requests for OpenTelemetry, sent to the collector `metrics.otlp_endpoint` (extra `otel`).
 
 request                              the HTTP request; its parent is the client's span (W3C `traceparent`)
-  queue | reserve | prefill | decode   of each answer, one after the other, as far as it came
-  transfer                             while its KV was under way: beside them
+  queue | reserve | prefill | decode   consecutive phases of each answer, up to its last one
+  transfer                             the transfer of the answer's KV, concurrent with the phases
 
 Spans are created at the end from recorded times, so tracing does not slow a running request.
 """
@@ -19,7 +19,7 @@ from disagg.core.config.read import MetricsConfig
 from disagg.core.errors import ConfigError
 
 TRACES = "/v1/traces"
-"""Where a collector takes spans, by the protocol."""
+"""Path of a collector's endpoint for spans, fixed by OTLP."""
 
 
 class SpanPhase(NamedTuple):
@@ -51,13 +51,13 @@ def phases(track: Track) -> Iterator[SpanPhase]:
 
 
 class RequestTrace:
-    """One HTTP request's span, and those of its answers. Made by `Tracing.begin`."""
+    """The span of one HTTP request, and the spans of its answers. Created by `Tracing.begin`."""
 
     def __init__(self, tracer: Any, span: Any) -> None:
         self._tracer, self._span = tracer, span
 
     def answer(self, track: Track) -> None:
-        """One of its answers has ended; that may be after the request."""
+        """Creates the spans of an ended answer, which may end after the request."""
         from opentelemetry import trace
 
         parent = trace.set_span_in_context(self._span)
@@ -78,7 +78,7 @@ class RequestTrace:
             span.end(_unix_ns(track, phase.end_s))
 
     def end(self, status: int, outcome: str) -> None:
-        """The request has ended; `status` is HTTP's, or what says how a stream broke."""
+        """Ends the request's span. `status` is the HTTP status, or the one that describes a broken stream."""
         from opentelemetry.trace import StatusCode
 
         self._span.set_attributes({"http.response.status_code": status, "disagg.outcome": outcome})
@@ -88,14 +88,14 @@ class RequestTrace:
 
 
 class Tracing:
-    """Owns the provider: `close` sends what is left."""
+    """Owns the tracer provider; `close` sends the remaining spans."""
 
     def __init__(self, provider: Any) -> None:
-        """`provider`: the SDK's `TracerProvider`, with whatever exports its spans."""
+        """`provider`: the SDK's `TracerProvider`, with a span processor."""
         self._provider, self._tracer = provider, provider.get_tracer("disagg", __version__)
 
     def begin(self, headers: Mapping[bytes, bytes], path: str, request_id: str) -> RequestTrace:
-        """A request to `path` has come. A `traceparent` that cannot be read is as none."""
+        """Starts the span of a request to `path`. An invalid `traceparent` is ignored."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -120,9 +120,9 @@ class Tracing:
 
 @contextmanager
 def traced(config: MetricsConfig) -> Iterator[Tracing | None]:
-    """Within the block spans go to `metrics.otlp_endpoint`; None without one.
+    """Within the block, exports spans to `metrics.otlp_endpoint`; yields None without an endpoint.
 
-    Raises `ConfigError` when what that needs is not installed.
+    Raises `ConfigError` when OpenTelemetry is not installed.
     """
     tracing = None if config.otlp_endpoint is None else _to_collector(config.otlp_endpoint)
     try:

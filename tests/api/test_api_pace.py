@@ -243,7 +243,7 @@ def test_a_request_for_many_answers_is_let_in_alone() -> None:
     server = Server(rate=60, idle_s=0.1)
     idle(server)
     Clients(server).run(10, rate=600)
-    with pytest.raises(BusyError, match="answers running or waiting"):
+    with pytest.raises(BusyError, match="answers running or queued"):
         server.admission.enter(30)
     while server.running or server.waiting:
         server.tick()
@@ -260,7 +260,7 @@ def test_answers_made_together_count_each_and_take_as_long_as_the_longest() -> N
         for turn in range(1200):  # all turns are taken, and more comes than ends
             now_s = turn / 100
             for _ in range(8):
-                pace.came(MAX_RUNNING, now_s)
+                pace.arrived(MAX_RUNNING, now_s)
             for _ in range(4 // together):
                 report = SessionReport(ttft_s=0.1, ended_s=1.0, answers=[[0] * size for size in sizes])
                 admission.ended(report, 2, together)
@@ -274,7 +274,7 @@ def test_more_comes_than_ends_is_of_requests_however_many_answers_each_has() -> 
     pace = Pace(MAX_RUNNING, 10.0, 1.5)
     for turn in range(100):
         for _ in range(3):
-            pace.came(MAX_RUNNING, turn / 100)
+            pace.arrived(MAX_RUNNING, turn / 100)
         pace.ended(10, 0.1, 0.1, MAX_RUNNING, turn / 100, answers=4)
     assert pace.refused(1.0), "three times as much comes"
 

@@ -93,10 +93,10 @@ def test_a_beam_search(server: ApiServer, path: str) -> None:
     assert (samplings(server)[-1].n, samplings(server)[-1].beams) == (3, 3), "as many beams as answers"
 
 
-def test_what_is_alone_possible_is_said(server: ApiServer) -> None:
+def test_too_many_beams_are_refused_with_the_limit(server: ApiServer) -> None:
     reply = server.ask(use_beam_search=True, best_of=8, max_tokens=2)
     assert reply.status_code == 400
-    assert "up to 4 are" in reply.json()["error"]["message"]
+    assert "limit of 4 beams" in reply.json()["error"]["message"]
 
 
 def test_one_failure_ends_all_answers_of_the_request(server: ApiServer) -> None:
