@@ -19,9 +19,9 @@ from decode_node.receive_state import (
     SegmentEvent,
     SourceEvent,
     SourceState,
-    StateMachine,
 )
 from decode_node.written import WrittenSegments
+from disagg.core.state_table import StateMachine
 from disagg.core.types import RequestKey, Segment, Shard, Ticket
 from disagg.kv.pool import KVPool
 from disagg.node.device import DeviceEvent
@@ -47,7 +47,7 @@ class IncomingSegment:
     started_s: float = 0.0
     waits_since_s: float | None = None
     """Time of the grant, when the lease was not writable then; None otherwise."""
-    _machine: StateMachine[ReceiveState, SegmentEvent] = field(init=False)
+    _machine: StateMachine[ReceiveState, SegmentEvent, Action] = field(init=False)
 
     def __post_init__(self) -> None:
         self._machine = StateMachine(self.segment, ReceiveState.LEASED, SEGMENT_TRANSITIONS)
@@ -77,7 +77,7 @@ class SourceRank:
     writes: bool
     """It may write straight into the pool."""
     landed_bytes: int = 0
-    _machine: StateMachine[SourceState, SourceEvent] = field(init=False)
+    _machine: StateMachine[SourceState, SourceEvent, Action] = field(init=False)
 
     def __post_init__(self) -> None:
         subject = f"prefill rank {self.rank} ({self.peer})"
@@ -117,7 +117,7 @@ class IncomingTransfer:
     barred_until_s: float = 0.0
     """A lost writer's last launch may run until then; later launches find the fence closed."""
     landed_bytes: int = 0
-    _machine: StateMachine[ReceiveTransferState, ReceiveTransferEvent] = field(init=False)
+    _machine: StateMachine[ReceiveTransferState, ReceiveTransferEvent, Action] = field(init=False)
 
     def __post_init__(self) -> None:
         self._machine = StateMachine(self.ticket.key, ReceiveTransferState.RECEIVING, TRANSFER_TRANSITIONS)

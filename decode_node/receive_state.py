@@ -1,16 +1,13 @@
 """State machines of the receiving side: for each segment, each source rank of a transfer, and each transfer.
 
-The tables below are the only place that says which event leads to which state. `StateMachine.advance` is the only
-code that changes a state. An event returns the actions that its caller performs.
+The tables in this file list every transition; `disagg.core.state_table` moves by them.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from typing import Generic, NamedTuple, TypeVar
 
-from disagg.core.errors import InvariantError
+from disagg.core.state_table import StateTable, Transition
 
 
 class ReceiveState(enum.Enum):
@@ -120,22 +117,9 @@ class Action(enum.Enum):
     """Forget the ticket, and send `RankClosed` to the leader."""
 
 
-State = TypeVar("State", bound=enum.Enum)
-Event = TypeVar("Event", bound=enum.Enum)
-
-
-class Transition(NamedTuple, Generic[State]):
-    """What an event does in one state."""
-
-    state: State
-    """The next state."""
-    actions: tuple[Action, ...] = ()
-    """In the order in which the caller performs them."""
-
-
 _DROPPED = Transition(ReceiveState.DROPPED, (Action.FREE_LEASE,))
 
-SEGMENT_TRANSITIONS: dict[tuple[ReceiveState, SegmentEvent], Transition[ReceiveState]] = {
+SEGMENT_TRANSITIONS: StateTable[ReceiveState, SegmentEvent, Action] = {
     (ReceiveState.LEASED, SegmentEvent.ARRIVED): Transition(ReceiveState.RECEIVING),
     (ReceiveState.LEASED, SegmentEvent.REJECTED): _DROPPED,
     (ReceiveState.LEASED, SegmentEvent.CANCELLED): _DROPPED,
@@ -150,7 +134,7 @@ SEGMENT_TRANSITIONS: dict[tuple[ReceiveState, SegmentEvent], Transition[ReceiveS
     (ReceiveState.SCATTERING, SegmentEvent.ABANDONED): _DROPPED,
 }
 
-SOURCE_TRANSITIONS: dict[tuple[SourceState, SourceEvent], Transition[SourceState]] = {
+SOURCE_TRANSITIONS: StateTable[SourceState, SourceEvent, Action] = {
     (SourceState.SENDING, SourceEvent.STOP): Transition(SourceState.STOPPING, (Action.SEND_STOP,)),
     (SourceState.SENDING, SourceEvent.END): Transition(SourceState.ENDED),
     (SourceState.SENDING, SourceEvent.LOSE): Transition(SourceState.LOST),
@@ -164,9 +148,7 @@ SOURCE_TRANSITIONS: dict[tuple[SourceState, SourceEvent], Transition[SourceState
     (SourceState.LOST, SourceEvent.LOSE): Transition(SourceState.LOST),
 }
 
-TRANSFER_TRANSITIONS: dict[
-    tuple[ReceiveTransferState, ReceiveTransferEvent], Transition[ReceiveTransferState]
-] = {
+TRANSFER_TRANSITIONS: StateTable[ReceiveTransferState, ReceiveTransferEvent, Action] = {
     (ReceiveTransferState.RECEIVING, ReceiveTransferEvent.COMPLETED): Transition(
         ReceiveTransferState.LANDED, (Action.REPORT_LANDED,)
     ),
@@ -195,30 +177,3 @@ TRANSFER_TRANSITIONS: dict[
     # The receive of a repeated completion notification can fail after the close.
     (ReceiveTransferState.CLOSED, ReceiveTransferEvent.FAIL): Transition(ReceiveTransferState.CLOSED),
 }
-
-
-class StateMachine(Generic[State, Event]):
-    """State of one `subject`, which names it in errors."""
-
-    __slots__ = ("_state", "_subject", "_transitions")
-
-    def __init__(
-        self,
-        subject: object,
-        initial: State,
-        transitions: Mapping[tuple[State, Event], Transition[State]],
-    ) -> None:
-        self._subject, self._state, self._transitions = subject, initial, transitions
-
-    @property
-    def state(self) -> State:
-        """The current state."""
-        return self._state
-
-    def advance(self, event: Event) -> tuple[Action, ...]:
-        """Changes the state; returns the actions to perform. Raises `InvariantError` for a pair not in the table."""
-        transition = self._transitions.get((self._state, event))
-        if transition is None:
-            raise InvariantError(f"{self._subject} is {self._state.value}: unexpected event {event.value!r}")
-        self._state = transition.state
-        return transition.actions

@@ -89,10 +89,10 @@ class SegmentMover:
                     item.write()
                 item.copied = self._queue.record_event()
         except Exception as exc:  # noqa: BLE001 - whatever a launch raises ends this request and no other
-            action = item.advance(SendEvent.FAILED)
+            actions = item.advance(SendEvent.FAILED)
             error = TransportError(f"the copy of {item.segment} failed: {exc}")
             self._tickets.abort(item.outgoing, error)
-            self._perform(item, action)
+            self._perform(item, actions)
         else:
             self.copying.append(item)
 
@@ -130,20 +130,21 @@ class SegmentMover:
     def _advance(self, item: OutgoingSegment, event: SendEvent) -> None:
         self._perform(item, item.advance(event))
 
-    def _perform(self, item: OutgoingSegment, action: SendAction) -> None:
-        match action:
-            case SendAction.TAKE_STAGING:
-                self._space.take(item)
-                self._staged.append(item)
-            case SendAction.POST_SEND:
-                item.sending_s = self._clock()
-                self._transport.send(item.peer, self._tag(item), self._space.view(item), context=item)
-            case SendAction.POST_NOTIFICATION:
-                total = item.word.value if item.word is not None else 0
-                written = Written(item.segment, total, item.again)
-                self._notifications.send(item.peer, self._tag(item), written, context=item)
-            case SendAction.END:
-                self._tickets.end(item)
+    def _perform(self, item: OutgoingSegment, actions: tuple[SendAction, ...]) -> None:
+        for action in actions:
+            match action:
+                case SendAction.TAKE_STAGING:
+                    self._space.take(item)
+                    self._staged.append(item)
+                case SendAction.POST_SEND:
+                    item.sending_s = self._clock()
+                    self._transport.send(item.peer, self._tag(item), self._space.view(item), context=item)
+                case SendAction.POST_NOTIFICATION:
+                    total = item.word.value if item.word is not None else 0
+                    written = Written(item.segment, total, item.again)
+                    self._notifications.send(item.peer, self._tag(item), written, context=item)
+                case SendAction.END:
+                    self._tickets.end(item)
 
     def _resend(self, item: OutgoingSegment) -> None:
         """No deadlock: the destination still holds the lease, which is writable, or waits for nothing."""
@@ -197,14 +198,14 @@ class SegmentMover:
 
     def _fail(self, item: OutgoingSegment, error: TransportError) -> None:
         outgoing = item.outgoing
-        action = item.advance(SendEvent.FAILED)
+        actions = item.advance(SendEvent.FAILED)
         connected = item.peer in self._leases.rings
         if outgoing.stopped and connected:  # an earlier `SenderEnded` lists this segment as sent
             self._tickets.send_end(outgoing, item.peer, str(error))
         self._tickets.abort(outgoing, error)
         if not connected:
             self._space.quarantine(item)
-        self._perform(item, action)
+        self._perform(item, actions)
 
 
 def _begin(item: OutgoingSegment, now_s: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from disagg.core.state_table import StateMachine
 from disagg.core.types import RequestKey, Segment, Ticket
 from disagg.node.device import DeviceEvent
 from disagg.node.links import Link
@@ -18,6 +19,7 @@ from prefill_node.send_state import (
     ENDED,
     ON_THE_WIRE,
     STOPPED,
+    TRANSFER_TRANSITIONS,
     UNREPORTED,
     SegmentMachine,
     SendAction,
@@ -26,7 +28,6 @@ from prefill_node.send_state import (
     SendTransferEvent,
     SendTransferState,
     TransferAction,
-    TransferMachine,
 )
 from staging.allocator import Lease
 
@@ -86,8 +87,8 @@ class OutgoingSegment:
         """True from the lease request to its grant, unless the request ends before."""
         return self.state is SendState.PLANNED and self.ring_start is None
 
-    def advance(self, event: SendEvent) -> SendAction:
-        """Changes the state; returns the action for the caller. Raises `InvariantError`."""
+    def advance(self, event: SendEvent) -> tuple[SendAction, ...]:
+        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
         return self._machine.advance(event)
 
 
@@ -122,10 +123,11 @@ class OutgoingTransfer:
     """Time during which a segment is being copied or sent."""
     computed_s: float | None = None
     """When `Exposed` saw the last KV of the prompt written; None before."""
-    _machine: TransferMachine = field(init=False)
+    _machine: StateMachine[SendTransferState, SendTransferEvent, TransferAction] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._machine = TransferMachine(self.key, self.ticket.number)
+        subject = (self.key, self.ticket.number)
+        self._machine = StateMachine(subject, SendTransferState.SENDING, TRANSFER_TRANSITIONS)
 
     @property
     def state(self) -> SendTransferState:
@@ -168,8 +170,8 @@ class OutgoingTransfer:
         """Number of segments sent."""
         return sum(item.state is SendState.SENT for item in self.items.values())
 
-    def advance(self, event: SendTransferEvent) -> TransferAction:
-        """Changes the state; returns the action for the caller. Raises `InvariantError`."""
+    def advance(self, event: SendTransferEvent) -> tuple[TransferAction, ...]:
+        """Changes the state; returns the actions to perform. Raises `InvariantError`."""
         return self._machine.advance(event)
 
     def add(self, dst_rank: int, items: Sequence[OutgoingSegment]) -> None:

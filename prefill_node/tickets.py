@@ -163,19 +163,23 @@ class OutgoingTickets:
             self._advance(outgoing, SendTransferEvent.DRAINED)
 
     def _advance(self, outgoing: OutgoingTransfer, event: SendTransferEvent, reason: str = "") -> None:
-        """Changes the transfer's state and performs the action; `reason` goes into `SenderEnded`."""
-        action = outgoing.advance(event)
-        if action is TransferAction.REPORT_SENT:
-            self._report_sent(outgoing)
-        elif action is TransferAction.REPORT_CLOSED:
-            self._report_closed(outgoing)
-        elif action is not TransferAction.NONE:
-            for item in outgoing.items.values():
-                if item.advance(SendEvent.STOP) is SendAction.END:
-                    self._end_segment(item)
-            if action is TransferAction.STOP_AND_NOTIFY:
-                for peer in outgoing.expecting:
-                    self.send_end(outgoing, peer, reason)
+        """Changes the transfer's state and performs the actions; `reason` goes into `SenderEnded`."""
+        for action in outgoing.advance(event):
+            match action:
+                case TransferAction.REPORT_SENT:
+                    self._report_sent(outgoing)
+                case TransferAction.STOP_SEGMENTS:
+                    self._stop_segments(outgoing)
+                case TransferAction.NOTIFY_PEERS:
+                    for peer in outgoing.expecting:
+                        self.send_end(outgoing, peer, reason)
+                case TransferAction.REPORT_CLOSED:
+                    self._report_closed(outgoing)
+
+    def _stop_segments(self, outgoing: OutgoingTransfer) -> None:
+        for item in outgoing.items.values():
+            if SendAction.END in item.advance(SendEvent.STOP):
+                self._end_segment(item)
 
     def _end_segment(self, item: OutgoingSegment) -> None:
         if item.lease is not None:

@@ -21,9 +21,9 @@ from decode_node.receive_state import (
     SegmentEvent,
     SourceEvent,
     SourceState,
-    StateMachine,
 )
 from disagg.core.errors import InvariantError
+from disagg.core.state_table import StateMachine
 
 SEGMENTS = """
     leased      arrived         receiving
@@ -88,10 +88,10 @@ def test_every_pair_is_in_the_table_or_raises(
 ) -> None:
     expected = rows_of(table)
     for state, event in itertools.product(states, events):
-        machine: StateMachine[Any, Any] = StateMachine("segment 7", state, transitions)
+        machine: StateMachine[Any, Any, Any] = StateMachine("segment 7", state, transitions)
         row = expected.pop((state.value, event.value), None)
         if row is None:
-            message = f"segment 7 is {state.value}: unexpected event {event.value!r}"
+            message = f"segment 7: no transition from state {state.name} on {event.name}"
             with pytest.raises(InvariantError, match=f"^{message}$"):
                 machine.advance(event)
             assert machine.state is state

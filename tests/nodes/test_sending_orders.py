@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from disagg.core.errors import TransportError
+from disagg.core.state_table import StateMachine
 from disagg.core.timeline import Timeline
 from disagg.core.types import RequestKey, Segment, Span, Ticket
 from disagg.node.device import DeviceQueue
@@ -26,7 +27,7 @@ from prefill_node.leases import Leases, PeerRing
 from prefill_node.mover import CopyQueue, SegmentMover
 from prefill_node.options import SenderContext
 from prefill_node.outgoing import OutgoingSegment, OutgoingTransfer
-from prefill_node.send_state import TRANSFER_TRANSITIONS, TRANSITIONS, SendState, _Machine
+from prefill_node.send_state import TRANSFER_TRANSITIONS, TRANSITIONS, SendState
 from prefill_node.staging_space import StagingSpace
 from prefill_node.tickets import OutgoingTickets
 from transport.base import Operation, OperationState
@@ -205,13 +206,13 @@ def test_every_transfer_ends_once_and_leaves_nothing(events: list[tuple[int, int
 
 def test_random_orders_reach_every_transition(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[tuple[object, object]] = set()
-    advance = _Machine.advance
+    advance = StateMachine.advance
 
     def observed(self: Any, event: Any) -> Any:
         seen.add((self.state, event))
         return advance(self, event)
 
-    monkeypatch.setattr(_Machine, "advance", observed)
+    monkeypatch.setattr(StateMachine, "advance", observed)
     for seed in range(200):
         choose = random.Random(seed)
         run([(choose.choice(KINDS), choose.randrange(40)) for _ in range(80)])
