@@ -10,6 +10,7 @@ from contextlib import aclosing
 
 import structlog
 
+from disagg.core.clock import Clock
 from disagg.core.errors import ChecksumError, InvalidRequestError, PeerLostError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_fit
@@ -41,8 +42,11 @@ class Router:
         *,
         reserve_retry_s: float = 0.05,
         choose: Policy = prefix_aware,
+        clock: Clock = time.monotonic,
     ) -> None:
+        """`clock` runs as the event loop's; it may be finer than the `time()` of that loop."""
         self._dispatcher, self._reserve_retry_s, self._choose = dispatcher, reserve_retry_s, choose
+        self._clock = clock
         self._engines: dict[str, RoutedGroup] = {}
         self._shunned: dict[tuple[str, str], float] = {}
         """Avoided pairs of a prefill and a decode group, with the end of the avoidance."""
@@ -155,11 +159,11 @@ class Router:
     def _meet(self, prefill: RoutedGroup, decode: RoutedGroup) -> bool:
         """Returns whether both groups are usable and the pair is not avoided."""
         alive = not any(one.lost or one.draining for one in (prefill, decode))
-        return alive and self._shunned.get(_names(prefill, decode), 0.0) <= time.monotonic()
+        return alive and self._shunned.get(_names(prefill, decode), 0.0) <= self._clock()
 
     def _shun(self, prefill: RoutedGroup, decode: RoutedGroup) -> None:
         """Avoids a pair after a failed transfer: each group may work, the network between them may not."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._shunned = {pair: until_s for pair, until_s in self._shunned.items() if until_s > now_s}
         self._shunned[_names(prefill, decode)] = now_s + SHUNNED_S
 
@@ -188,7 +192,7 @@ class Router:
         `PeerLostError`, or another `DisaggError`.
         """
         check_sampling(sampling)  # the leaders check again, with the vocabulary
-        tokens, deadline_s = _packed(prompt), time.monotonic() + timeout_s
+        tokens, deadline_s = _packed(prompt), self._clock() + timeout_s
         request = self._routing_request(tokens, cache_salt, session)
         for epoch in range(TRIES):
             pair, answered = self._pair(request), False
@@ -209,7 +213,7 @@ class Router:
                 *pair, sampling.sequences, {engine: request.missing_tokens(engine) for engine in pair}
             )
             try:
-                async with aclosing(SessionDriver(self._dispatcher, run, load).run()) as outputs:
+                async with aclosing(SessionDriver(self._dispatcher, run, load, self._clock).run()) as outputs:
                     async for output in outputs:
                         answered = True
                         yield output

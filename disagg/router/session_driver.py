@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from typing import Any
 
 import structlog
 
+from disagg.core.clock import Clock
 from disagg.router.policy import SessionLoad
 from disagg.router.response_dispatcher import ResponseDispatcher, ResponseInbox
 from disagg.router.session import (
@@ -32,15 +32,17 @@ RELEASE_TIMEOUT_S = 10.0
 class SessionDriver:
     """Runs one session on the router's event loop. `run` it once, to its end."""
 
-    def __init__(self, dispatcher: ResponseDispatcher, session: Session, load: SessionLoad) -> None:
-        self._dispatcher, self._session, self._load = dispatcher, session, load
+    def __init__(
+        self, dispatcher: ResponseDispatcher, session: Session, load: SessionLoad, clock: Clock
+    ) -> None:
+        self._dispatcher, self._session, self._load, self._clock = dispatcher, session, load, clock
         self._pause_s = 0.0
 
     async def run(self) -> AsyncGenerator[Output, None]:
         """Streams the answers. An early `aclose` aborts the request in both groups."""
         session = self._session
         with self._dispatcher.open(session.key) as inbox:
-            session.begin(time.monotonic())
+            session.begin(self._clock())
             self._load.begin()
             try:
                 await self._reserve(inbox)
@@ -76,7 +78,7 @@ class SessionDriver:
                 peer, message = await inbox.get()
         except TimeoutError:
             return self._signal(SessionTrigger.DEADLINE)
-        return self._session.on_message(peer, message, time.monotonic())
+        return self._session.on_message(peer, message, self._clock())
 
     def _perform(self, actions: Sequence[SessionAction]) -> list[Output]:
         """Performs `actions` and returns their outputs. Raises the error that ended the request."""
@@ -102,16 +104,16 @@ class SessionDriver:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 while session.phase is SessionPhase.RELEASING:
                     peer, message = await inbox.get()
-                    self._perform(session.on_message(peer, message, time.monotonic()))
+                    self._perform(session.on_message(peer, message, self._clock()))
         except TimeoutError:
             self._signal(SessionTrigger.RELEASE_TIMEOUT)
             log.warning("release_not_confirmed", request=str(session.key), peers=sorted(session.unreleased))
 
     def _signal(self, trigger: SessionTrigger) -> list[SessionAction]:
-        return self._session.on_signal(trigger, time.monotonic())
+        return self._session.on_signal(trigger, self._clock())
 
     def _left_s(self) -> float:
-        return self._session.left_s(time.monotonic())
+        return self._session.left_s(self._clock())
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
