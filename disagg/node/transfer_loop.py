@@ -142,12 +142,7 @@ class TransferLoop:
             while not self._stopping.is_set():
                 busy = self._turn()
                 now_s = time.monotonic()
-                timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
-                if now_s >= self._next_tick_s:
-                    self._next_tick_s = now_s + self._tick_s
-                    self._guarded(self._tick, None)
-                if now_s >= self._next_look_s:
-                    self._look(now_s)
+                timeout_s = self._timers(now_s)
                 if busy:
                     spin_until_s = now_s + self._spin_s
                 elif timeout_s <= 0:  # waits for the device, which sends no wake-up
@@ -179,6 +174,16 @@ class TransferLoop:
             self._guarded(partial(self._agent.on_arrival, arrival), None)
             busy = True
         return busy
+
+    def _timers(self, now_s: float) -> float:
+        """Does the work that is due; returns the seconds until the agent's next call."""
+        timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
+        if now_s >= self._next_tick_s:
+            self._next_tick_s = now_s + self._tick_s
+            self._guarded(self._tick, None)
+        if now_s >= self._next_look_s:
+            self._look(now_s)
+        return timeout_s
 
     def _look(self, now_s: float) -> None:
         self._next_look_s = now_s + LOOK_S

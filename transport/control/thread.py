@@ -12,6 +12,7 @@ from typing import TypeVarTuple
 import msgspec
 import structlog
 
+from disagg.core.clock import Clock
 from disagg.core.errors import ProtocolError
 from transport.control.base import ControlChannel, ControlStatistics, Handler, PeerLost, PeerMet
 from transport.control.messages import MAX_MESSAGE_BYTES, Message, decode, encode
@@ -26,9 +27,13 @@ class ThreadedControl(ControlChannel):
     """A channel with its own thread. Subclasses move frames: `_transmit`, `_frames`, `_wait`, `_wake`."""
 
     def __init__(
-        self, address: str, options: ReliableOptions, max_message_bytes: int = MAX_MESSAGE_BYTES
+        self,
+        address: str,
+        options: ReliableOptions,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        clock: Clock = time.monotonic,
     ) -> None:
-        self.address, self._max_message_bytes = address, max_message_bytes
+        self.address, self._max_message_bytes, self._clock = address, max_message_bytes, clock
         self._streams = Reliable(address, options)
         self._work: deque[Callable[[float], None]] = deque()
         self._lock = (
@@ -93,7 +98,7 @@ class ThreadedControl(ControlChannel):
             self._streams.check()
 
     def close(self, linger_s: float = 0.0) -> None:
-        self._linger_until_s = time.monotonic() + linger_s
+        self._linger_until_s = self._clock() + linger_s
         self._closing.set()
         self._wake()
         if self._thread.is_alive():
@@ -145,14 +150,14 @@ class ThreadedControl(ControlChannel):
                 if self._closing.is_set():
                     due_s = min(due_s, self._linger_until_s)
                 if not self._work:
-                    self._wait(max(0.0, min(due_s - time.monotonic(), 1.0)))
+                    self._wait(max(0.0, min(due_s - self._clock(), 1.0)))
         finally:
             self._released()
 
     def _done(self) -> bool:
         if not self._closing.is_set() or self._work:
             return False
-        return self._streams.unacknowledged == 0 or time.monotonic() >= self._linger_until_s
+        return self._streams.unacknowledged == 0 or self._clock() >= self._linger_until_s
 
     def _safe_turn(self) -> float:
         try:
@@ -161,10 +166,10 @@ class ThreadedControl(ControlChannel):
             # A bug. Without the thread, every request of this process would hang.
             self._handler_errors += 1
             log.exception("control_turn_failed", channel=self.address)
-            return time.monotonic() + _PAUSE_AFTER_BUG_S
+            return self._clock() + _PAUSE_AFTER_BUG_S
 
     def _turn(self) -> float:
-        now_s = time.monotonic()
+        now_s = self._clock()
         self._upkeep(now_s)
         if self._work:
             with self._lock:
