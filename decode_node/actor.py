@@ -16,6 +16,6 @@ class DecodeActor(RankHost):
     node_class = DecodeRank
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def park(self) -> None:
+    def park(self) -> str:
         """See `RankHost.park`."""
-        super().park()
+        return super().park()

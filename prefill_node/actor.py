@@ -25,6 +25,6 @@ class PrefillActor(RankHost):
         return rank.calibrate(other)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def park(self) -> None:
+    def park(self) -> str:
         """See `RankHost.park`."""
-        super().park()
+        return super().park()

@@ -36,7 +36,9 @@ class Group:
     leaving: bool = False
     """The group is being stopped or taken down; the end of a rank is expected."""
     lost: set[int] = field(default_factory=set)
-    """Ranks whose process has ended."""
+    """Ranks that failed, or whose process has ended."""
+    why_lost: str = ""
+    """Reason of the first loss; empty while every rank runs."""
 
     @property
     def spec(self) -> ModelSpec:

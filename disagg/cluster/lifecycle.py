@@ -291,7 +291,7 @@ class Cluster:
                 with self._lock:
                     group, rank = self._parked.pop(call)
                 if not self._stopping.is_set():
-                    self._lost(group, rank)
+                    self._lost(group, rank, self._why_ended(call))
 
     def _send_keys(self) -> None:
         """Sends changed keys to the ranks, whose hosts may have no key file; this process reads the file."""
@@ -302,13 +302,21 @@ class Cluster:
                 for actor in self._alive(group):
                     actor.update_keys.remote(keys)
 
-    def _lost(self, group: Group, rank: int) -> None:
+    def _why_ended(self, call: Call) -> str:
+        """Returns the reason that an ended `park` call gave."""
+        try:
+            return self._call(call) or "it stopped"
+        except Exception as exc:  # noqa: BLE001 - the watcher goes on, whatever Ray raises
+            return str(exc)
+
+    def _lost(self, group: Group, rank: int, why: str) -> None:
         address = group.started[rank].info.control_address
         with self._lock:
             dies = group.up and not group.leaving and not group.lost
             group.lost.add(rank)
+            group.why_lost = group.why_lost or why
         if not group.leaving:
-            log.error("rank_lost", group=group.name, rank=rank, address=address)
+            log.error("rank_lost", group=group.name, rank=rank, address=address, why=why)
         for other in [one for one in self.groups if one.info is not None]:
             for actor in self._alive(other):
                 actor.peer_lost.remote(address)

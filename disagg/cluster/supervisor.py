@@ -102,7 +102,7 @@ class Supervisor:
     def _on_group_lost(self, group: Group) -> None:
         self._cluster.take_down(group)
         self.announce()
-        log.error("group_lost", group=group.name, restart=self._config.restart)
+        log.error("group_lost", group=group.name, why=group.why_lost, restart=self._config.restart)
         if self._config.restart:
             self._work.put(partial(self._replace_lost, group))
 
@@ -122,7 +122,8 @@ class Supervisor:
 
     def _replace_lost(self, group: Group) -> None:
         tries, up_s = self._history.pop(group.name, (0, 0.0))
-        self._failed(group.role, 1 if time.monotonic() - up_s > STABLE_S else tries + 1, f"{group.name} died")
+        tries = 1 if time.monotonic() - up_s > STABLE_S else tries + 1
+        self._failed(group.role, tries, f"{group.name} ended: {group.why_lost}")
 
     def _replace(self, missing: _Missing) -> None:
         self._missing.remove(missing)

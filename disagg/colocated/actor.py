@@ -16,6 +16,6 @@ class ColocatedActor(RankHost):
     node_class = ColocatedRank
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def park(self) -> None:
+    def park(self) -> str:
         """See `RankHost.park`."""
-        super().park()
+        return super().park()

@@ -75,7 +75,7 @@ class RankHost:
         self._node: RankNode[Any, Any] | None = None
         self._collective: Collective | None = None
         self._meeting_folder = ""
-        self._over = threading.Event()
+        self._over, self._broken = threading.Event(), ""
 
     @property
     def group_config(self) -> GroupConfig:
@@ -124,7 +124,7 @@ class RankHost:
             control=make_control(self._config.control, self._keys),
             transport=self._make_transport(choice, device),
         )
-        self._node.on_broken = self._over.set
+        self._node.on_broken = self._on_broken
         memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
         info, host = self._node.start(), socket.gethostname()
         log_own_sockets([info], descendants=False)
@@ -159,9 +159,13 @@ class RankHost:
         """Raises `InvariantError` if a structure of the rank is inconsistent."""
         self._running().check()
 
-    def park(self) -> None:
-        """Blocks until the rank stops or fails: the caller notices the end of a rank without polling."""
+    def park(self) -> str:
+        """Blocks until the rank stops (returns "") or its group fails (returns the reason).
+
+        The caller notices the end of a rank without polling.
+        """
         self._over.wait()
+        return self._broken
 
     def stop(self, drain_timeout_s: float) -> None:
         """Ends requests, threads and connections. Idempotent; no effect before `start`."""
@@ -170,6 +174,10 @@ class RankHost:
         if self._collective is not None:
             self._collective.close()
         self._remove_meeting_folder()
+        self._over.set()
+
+    def _on_broken(self, reason: str) -> None:
+        self._broken = self._broken or reason
         self._over.set()
 
     def _choose_transport(self) -> Choice:

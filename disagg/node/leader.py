@@ -125,6 +125,8 @@ class Leader(ABC):
         self._kv_event_publisher = KVEventPublisher(send)
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
+        self.on_broken: Callable[[str], None] = lambda reason: None
+        """Called once, under the lock, with the reason: whoever runs the rank's process ends the group."""
 
     # --- for the rank that hosts it
 
@@ -339,7 +341,8 @@ class Leader(ABC):
             self._close(request.key, str(error))
 
     def _break(self, reason: str) -> None:
-        if not self.broken:
+        first = not self.broken
+        if first:
             log.error("group_broken", reason=reason)
             self.broken = reason
             if self._group is not None:
@@ -348,6 +351,8 @@ class Leader(ABC):
             self._fail(request, PeerLostError(reason))
             if request.release_requested:  # the end of the group's processes frees the memory
                 self._send(request.router, m.Released(request.key))
+        if first:
+            self.on_broken(reason)  # last: the group's processes may end at once
 
     def _expire(self) -> None:
         now_s = self._clock()

@@ -106,8 +106,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self.name = name or self.role
         self.lane = f"{self.name} r{rank}"
         self._transport = transport
-        self.on_broken: Callable[[], None] = lambda: None
-        """Called, on any thread of the rank, after the rank has failed and reported the reason."""
+        self.on_broken: Callable[[str], None] = lambda reason: None
+        """Called with the reason, on any thread of the rank, after the rank or its group has failed. Never blocks."""
         self._group: GroupInfo | None = None
         self._silences = Silences()
         self._plans = PlanQueue()
@@ -118,6 +118,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             "device_bytes": device_limit_bytes(runner.device, group_config),
         }
         self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
+        if self._leader is not None:
+            self._leader.on_broken = lambda reason: self.on_broken(reason)
         self._agent: AgentT = self._make_agent(transport)
         self._mending = Mending(
             self._silences,
@@ -315,6 +317,8 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         self._loop.post(partial(self._agent.on_peer_lost, peer))
         if self._leader is not None:
             self._leader.on_peer_lost(peer)
+        elif self._group is not None and peer == self._group.leader.control_address:
+            self.on_broken(f"{self.lane} lost its leader {peer}")
 
     def _on_broken(self, error: Exception) -> None:
         reason = f"{self.lane} failed: {type(error).__name__}: {error}"
@@ -322,7 +326,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
             self._leader.break_group(reason)
         else:
             self._to_leader(m.RankBroken(self.rank, reason))
-        self.on_broken()
+            self.on_broken(reason)
 
     # --- for the kinds of rank
 

@@ -99,7 +99,7 @@ class Router:
     def _of(self, role: str) -> list[RoutedGroup]:
         engines = [engine for engine in self._engines.values() if engine.group.role == role]
         for engine in engines:
-            engine.lost = self._lost(engine)
+            engine.lost = self._lost(engine) or self.statuses.broken(engine)
         return engines
 
     def _lost(self, engine: RoutedGroup) -> bool:
@@ -127,7 +127,9 @@ class Router:
 
     def missing(self) -> list[str]:
         """Returns the roles without a usable group; empty if requests can be served."""
-        usable = {e.group.role for e in self._engines.values() if not self._lost(e) and not e.draining}
+        usable = {
+            e.group.role for role in self._roles for e in self._of(role) if not e.lost and not e.draining
+        }
         return sorted(set(self._roles) - usable)
 
     def _compares(self, engine: RoutedGroup) -> bool:

@@ -63,6 +63,10 @@ class GroupStatuses:
         )
         return tuple(self._of(engine) for engine in engines)
 
+    def broken(self, engine: RoutedGroup) -> bool:
+        """Returns whether the group's latest report says that the group cannot serve any more."""
+        return bool(self._of(engine).broken)
+
     def _of(self, engine: RoutedGroup) -> GroupStatus:
         group = engine.group
         status = self._statuses.get(group.leader.control_address)

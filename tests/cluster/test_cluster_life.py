@@ -23,7 +23,9 @@ from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 
 TIMEOUT_S = 10.0
-SPEC = SimpleNamespace(fingerprint="f", layout=KVLayout(2, 2, 8, "float32"), context_tokens=512, state_tokens=0)
+SPEC = SimpleNamespace(
+    fingerprint="f", layout=KVLayout(2, 2, 8, "float32"), context_tokens=512, state_tokens=0
+)
 
 
 @dataclass(eq=False)
@@ -32,6 +34,8 @@ class FakeCall:
 
     name: str
     over: bool = False
+    result: Any = None
+    """Returned by `park`; an exception is raised."""
 
 
 class FakeActor:
@@ -56,9 +60,11 @@ class FakeActor:
 
         return SimpleNamespace(remote=remote)
 
-    def die(self) -> None:
+    def die(self, result: Any = None) -> None:
+        """Ends `park`: with an error, as Ray does for a dead process, or with the `result` of a living one."""
         assert self.parked is not None, "it is up"
         with self._ranks.changed:
+            self.parked.result = DisaggError("its process died") if result is None else result
             self.parked.over = True
             self._ranks.changed.notify_all()
 
@@ -93,6 +99,10 @@ class FakeRanks:
     def results(self, calls: Sequence[FakeCall], timeout_s: float) -> list[Any]:
         if any(call.name == self.failing for call in calls):
             raise DisaggError(f"{self.failing} failed")
+        if any(isinstance(call.result, Exception) for call in calls):
+            raise next(call.result for call in calls if isinstance(call.result, Exception))
+        if len(calls) == 1 and calls[0].result is not None:
+            return [calls[0].result]
         return [self._result(*call.name.split()) for call in calls]
 
     def _result(self, actor: str, method: str) -> Any:
@@ -215,6 +225,20 @@ def test_a_death_is_told_to_all_others_and_of_its_group_once(cluster: Cluster, r
     assert addresses.get(timeout=TIMEOUT_S) == "tcp://prefill/1"
     assert groups == ["prefill"]
     assert ranks.calls[2:] == ["decode/0 peer_lost tcp://prefill/1"]
+
+
+@pytest.mark.parametrize(
+    ("result", "why"), [(None, "its process died"), ("lost decode rank", "lost decode rank")]
+)
+def test_a_broken_group_is_reported_with_its_reason(
+    cluster: Cluster, ranks: FakeRanks, result: str | None, why: str
+) -> None:
+    """Whether its process has ended, or lives and reports that the group is broken."""
+    groups: queue.Queue[Group] = queue.Queue()
+    cluster.on_group_lost(groups.put)
+    cluster.decode.actors[0].die(result)
+    group = groups.get(timeout=TIMEOUT_S)
+    assert (group.name, group.why_lost) == ("decode", why)
 
 
 def test_a_group_that_loses_a_rank_while_it_is_linked_does_not_come_up(

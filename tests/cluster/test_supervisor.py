@@ -23,6 +23,7 @@ class FakeGroup:
     name: str
     role: str
     leaving: bool = False
+    why_lost: str = "its process died"
 
 
 @dataclass

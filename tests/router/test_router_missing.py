@@ -8,9 +8,12 @@ import pytest
 
 from disagg.api.errors import api_error
 from disagg.core.errors import RequestInUseError
+from disagg.core.status import GroupStatus
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
+from disagg.router.status import watching
+from transport.control import messages as m
 from transport.control.inproc import InprocControl, InprocHub
 
 
@@ -35,6 +38,30 @@ def test_a_group_that_lost_any_rank_is_missing() -> None:
             dispatcher.lose("decode-0")
             assert router.missing() == ["decode", "prefill"]
         finally:
+            dispatcher.close()
+
+    asyncio.run(main())
+
+
+def test_a_group_whose_report_says_broken_is_missing() -> None:
+    async def main() -> None:
+        hub = InprocHub()
+        dispatcher = ResponseDispatcher(InprocControl(hub, "router"), asyncio.get_running_loop())
+        dispatcher.start()
+        leader = InprocControl(hub, "decode-0")
+        watched = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        leader.start(lambda peer, message: loop.call_soon_threadsafe(watched.set), lambda peer: None)
+        try:
+            router = Router(dispatcher, [group("prefill", 1), group("decode", 1)])
+            async with asyncio.timeout(30), watching(router.statuses, 60.0):
+                await watched.wait()
+                leader.send("router", m.GroupReport(GroupStatus("decode", "decode", broken="a step failed")))
+                while not router.missing():
+                    await asyncio.sleep(0.005)
+                assert router.missing() == ["decode"]
+        finally:
+            leader.close()
             dispatcher.close()
 
     asyncio.run(main())

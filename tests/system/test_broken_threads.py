@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import prefill_node.sender
 from disagg.core.errors import DisaggError, PeerLostError, TransportError
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
+from transport.control.reliable import ReliableOptions
 
 LONG_S = 60.0
 SAMPLING = SamplingParams(max_tokens=4)
@@ -62,7 +65,7 @@ def test_a_transport_that_raises_breaks_its_group(checkpoints: Checkpoints, role
     groups = LocalGroups(small_config(2, 2), checkpoints.source())
     try:
         rank, gone = getattr(groups, role)[1], threading.Event()
-        rank.on_broken = gone.set
+        rank.on_broken = lambda reason: gone.set()
         assert error_of(groups, "before") is None
         rank._transport.progress = fails_once(rank._transport.progress)
         error = error_of(groups, "victim")
@@ -71,6 +74,30 @@ def test_a_transport_that_raises_breaks_its_group(checkpoints: Checkpoints, role
         assert "out of memory" in str(error) or f"{role}-1 is " in str(error)
         assert "out of memory" in getattr(groups, role)[0].broken
         assert gone.is_set(), "who runs the rank's process is told"
+    finally:
+        groups.stop()
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_silent_rank_of_the_own_group_breaks_the_group(checkpoints: Checkpoints, role: str) -> None:
+    """Both ends notice: the leader loses its rank, the rank loses its leader; the router is not ready."""
+    soon = ReliableOptions(peer_timeout_s=0.8, heartbeat_s=0.1)
+    groups = LocalGroups(small_config(2, 2, metrics_interval_s=0.1), checkpoints.source(), options=soon)
+    reasons: dict[int, queue.Queue[str]] = {0: queue.Queue(), 1: queue.Queue()}
+    for rank in getattr(groups, role):
+        rank.on_broken = reasons[rank.rank].put
+
+    async def work(router: Router) -> None:
+        await ask(router, "before", random_prompts(40)[0], SAMPLING, timeout_s=LONG_S)
+        groups.hub.cut(f"{role}-1")
+        async with asyncio.timeout(LONG_S):
+            while router.missing() != [role]:
+                await asyncio.sleep(0.01)
+
+    try:
+        groups.serve(work)
+        assert reasons[0].get(timeout=LONG_S) == f"lost {role} rank {role}-1"
+        assert reasons[1].get(timeout=LONG_S) == f"{role} r1 lost its leader {role}-0"
     finally:
         groups.stop()
 
