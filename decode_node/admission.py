@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 
 from decode_node.preemptor import Preemptor
-from decode_node.request import DecodeRequest, Residency, Sequence
+from decode_node.request import DecodeRequest, Residency, Resumption, Sequence
 from decode_node.scheduler_options import SchedulerOptions
-from disagg.core.errors import BusyError, InvalidRequestError, PromptTooLongError
+from disagg.core.errors import BusyError, DisaggError, InvalidRequestError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import sampling_of, sequences_that_fit
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.node.kv_manager import BlockTable, KVManager
 from transport.tags import TICKET_NUMBERS
+
+NOTHING = Resumption()
+"""The resumption of a first attempt."""
 
 
 class DecodeAdmission:
@@ -44,16 +47,24 @@ class DecodeAdmission:
         prefill_group: str,
         deadline_s: float,
         prefix: PrefixKey | None = None,
+        resumption: Resumption = NOTHING,
     ) -> DecodeRequest:
         """Reserves a row for each sequence and the pages that land, behind the cached pages of `prefix`.
 
-        At least one token lands. Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
+        At least one token lands. Takes over the block table of `resumption`, also when it raises.
+        Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
         """
-        self._require_fits(len(prompt), sampling)
-        landing = len(prompt) + self._options.state_tokens
-        block_table = self._block_table(landing, sampling.sequences, prefix)
+        answered, begin_tokens = resumption.answered, len(prompt) + len(resumption.answered)
+        try:
+            self._require_fits(len(prompt), sampling)
+        except DisaggError:
+            self.drop(resumption)
+            raise
+        landing = begin_tokens + self._options.state_tokens
+        begin = prefix.extended(answered) if prefix is not None else None
+        block_table, have_tokens = self._block_table(landing, sampling.sequences, begin, resumption)
         age = next(self._ages)
-        tokens = Span(block_table.cached_tokens if self._options.has_kv else len(prompt), landing)
+        tokens = Span(have_tokens if self._options.has_kv else begin_tokens, landing)
         missing = tuple(block_table.pages[tokens.start // self._kv_manager.page_size :])
         number, group = age % TICKET_NUMBERS, self._options.group
         request = DecodeRequest(
@@ -74,12 +85,39 @@ class DecodeAdmission:
             assert table is not None, "a row is free for each sequence"
             own = sampling_of(sampling, number)
             request.sequences.append(
-                Sequence(number, own, table, request.prompt, computed_tokens=len(prompt))
+                Sequence(number, own, table, request.prompt, begin_tokens, list(answered))
             )
         return request
 
-    def _block_table(self, tokens: int, sequences: int, prefix: PrefixKey | None) -> BlockTable:
-        """Reserves pages for `tokens`. Raises `BusyError`, also while a preempted request waits for pages."""
+    def drop(self, resumption: Resumption) -> None:
+        """Frees the block table of an earlier attempt that nothing takes over."""
+        if resumption.block_table is not None:
+            self._kv_manager.release(resumption.block_table)
+
+    def _passed_on(self, tokens: int, sequences: int, resumption: Resumption) -> BlockTable | None:
+        """Returns the block table of the earlier attempt, for `tokens` tokens; None without one, or without room.
+
+        While a preempted request waits for pages, it must do with the pages that it has.
+        """
+        if resumption.block_table is None:
+            return None
+        if resumption.kept_tokens == 0 or self._kv_manager.free_rows < sequences - 1:
+            self.drop(resumption)
+            return None
+        spare_pages = self._preemptor.spare_pages()
+        spare = self._kv_manager.free_pages if spare_pages is None else spare_pages
+        return self._kv_manager.pass_on(resumption.block_table, resumption.kept_tokens, tokens, spare)
+
+    def _block_table(
+        self, tokens: int, sequences: int, prefix: PrefixKey | None, resumption: Resumption
+    ) -> tuple[BlockTable, int]:
+        """Reserves pages for `tokens`; returns them and the number of tokens that are there already.
+
+        Raises `BusyError`, also while a preempted request waits for pages.
+        """
+        passed_on = self._passed_on(tokens, sequences, resumption)
+        if passed_on is not None:
+            return passed_on, resumption.kept_tokens
         spare_pages = self._preemptor.spare_pages()
         enough = spare_pages is not None and self._kv_manager.free_rows >= sequences
         block_table = self._kv_manager.reserve(tokens, prefix, spare_pages or 0) if enough else None
@@ -91,7 +129,7 @@ class DecodeAdmission:
                 f"({self._kv_manager.free_pages} pages and {memory.free_rows} rows are free, "
                 f"{preempted} requests wait for pages)"
             )
-        return block_table
+        return block_table, block_table.cached_tokens
 
     def _require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
         """Raises unless the request fits when it is alone."""

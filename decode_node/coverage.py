@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
 
 from disagg.core.errors import ProtocolError
 from disagg.core.types import KVLayout, Segment, Span
@@ -46,6 +49,20 @@ class Coverage:
         route = self._route_of(segment)
         ahead = self._next[route]
         return any(ahead[row] < segment.tokens.start for row in segment.layers.shift(-route.layers.start))
+
+    def whole_tokens(self, segments: Iterable[Segment]) -> int:
+        """Returns the number of tokens, from the first one on, that `segments` cover in all layers and heads.
+
+        `segments` do not overlap.
+        """
+        count = len(self._tokens)
+        changes = np.zeros(count + 1, np.int64)
+        for segment in segments:
+            token_bytes = segment.nbytes // len(segment.tokens)
+            changes[segment.tokens.start - self._tokens.start] += token_bytes
+            changes[segment.tokens.stop - self._tokens.start] -= token_bytes
+        missing = np.flatnonzero(np.cumsum(changes[:count]) * count != self.total_bytes)
+        return int(missing[0]) if len(missing) else count
 
     def _route_of(self, segment: Segment) -> Route:
         for route in self._routes:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from decode_node.request import DecodeRequest, Residency, Sequence, common_pages
-from disagg.core.prefixes import PrefixKey
-from disagg.core.tokens import TOKEN_BYTES
 from disagg.model.sampling.beam_search import Candidate
 from disagg.node.kv_manager import KVManager
 
@@ -71,8 +69,7 @@ class Forks:
         if request.prefix is None or not landed or request.residency is not Residency.RESIDENT:
             return
         for sequence in sequences:
-            data = request.prefix.data + PrefixKey.of(sequence.tokens).data
-            known = PrefixKey(data[: sequence.computed_tokens * TOKEN_BYTES], request.prefix.salt)
+            known = request.prefix.extended(sequence.tokens).shortened(sequence.computed_tokens)
             self._kv_manager.keep(sequence.block_table, known)
             if sequence.left_tokens > 1:
                 return  # this one was computing the tokens that the later ones share

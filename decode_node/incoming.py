@@ -117,6 +117,7 @@ class IncomingTransfer:
     barred_until_s: float = 0.0
     """A lost writer's last launch may run until then; later launches find the fence closed."""
     landed_bytes: int = 0
+    _landed: list[Segment] = field(default_factory=list, repr=False)
     _machine: StateMachine[ReceiveTransferState, ReceiveTransferEvent, Action] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -163,8 +164,13 @@ class IncomingTransfer:
     def add_landed(self, segment: Segment) -> bool:
         """Adds a landed segment's bytes; returns True when no other is missing."""
         self.landed_bytes += segment.nbytes
+        self._landed.append(segment)
         self.sources[segment.src_rank].landed_bytes += segment.nbytes
         return self.landed_bytes == self.coverage.total_bytes
+
+    def landed_tokens(self) -> int:
+        """Returns how many tokens, from the ticket's first one on, have all of their KV on this rank."""
+        return self.coverage.whole_tokens(self._landed)
 
     def leased(self, src_rank: int | None = None) -> Iterator[IncomingSegment]:
         """Yields the segments that hold a lease, of one source rank or of all."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import structlog
 import torch
 
-from decode_node.request import DecodeRequest
+from decode_node.request import DecodeRequest, Resumption
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.scheduler import DecodeScheduler, DecodeStatistics
 from disagg.core.errors import (
@@ -35,6 +35,9 @@ from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
+HOLD_S = 10.0
+"""Time for which row and pages of a request stay after the loss of its prefill group."""
+
 
 class DecodeLeader(Leader):
     """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
@@ -56,6 +59,8 @@ class DecodeLeader(Leader):
         self._eos_ids = tuple(eos_ids)
         self._prefill_leaders: dict[str, str] = {}
         """Control address of each linked prefill group's leader."""
+        self._successors: dict[RequestKey, m.Reserve] = {}
+        """Requests that take over from an earlier attempt once it is settled."""
         self._step_began_s = 0.0
 
     def join(self, group: GroupInfo) -> None:
@@ -76,6 +81,10 @@ class DecodeLeader(Leader):
 
     def on_peer_lost(self, peer: str) -> None:
         """Also fails requests without a first token when the leader of their prefill group is lost."""
+        with self._changed:
+            for old in self._scheduler.requests.values():
+                if old.router == peer:
+                    self._drop_successor(old)
         super().on_peer_lost(peer)
         with self._changed:
             for request in list(self._scheduler.requests.values()):
@@ -212,13 +221,51 @@ class DecodeLeader(Leader):
                     self._fail(request, error_from_code(message.code, message.message))
             case m.RankClosed():
                 if request := self._current(message.key, message.ticket):
-                    self._scheduler.rank_closed(request, message.rank)
+                    self._scheduler.rank_closed(request, message.rank, message.landed_tokens)
                     self._confirm_release(request)
                     self._publish_kv_events(PUBLISH_AT_EVENTS)
             case _:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
 
     def _reserve(self, router: str, message: m.Reserve) -> None:
+        """Admits a request; after an earlier attempt of it in this group has closed, if there was one."""
+        old = self._scheduler.requests.get(message.after) if message.after is not None else None
+        if old is None or old.router != router or old.successor is not None or self.broken:
+            self._admit(router, message)
+            return
+        old.successor = message.key
+        self._successors[message.key] = message
+        self._close(old.key, "another attempt takes over")
+        self._confirm_release(old)
+
+    def _drop_successor(self, old: DecodeRequest) -> m.Reserve | None:
+        """Returns the message of the attempt that was to take over, None without one. Nothing is passed on then."""
+        key, old.successor = old.successor, None
+        return self._successors.pop(key) if key is not None else None
+
+    def _break(self, reason: str) -> None:
+        for old in self._scheduler.requests.values():
+            if (message := self._drop_successor(old)) is not None:
+                self._refuse(old.router, message.key, PeerLostError(reason))
+        super()._break(reason)
+
+    def _confirm_release(self, request: LedRequest) -> None:
+        """Also admits the attempt that takes over from a request which is settled now."""
+        super()._confirm_release(request)
+        assert isinstance(request, DecodeRequest), "requests of this leader"
+        if request.key not in self._scheduler.requests and (message := self._drop_successor(request)):
+            self._admit(request.router, message, self._scheduler.resumption(request, message.answered))
+
+    def _release(self, router: str, message: m.Release) -> None:
+        """Also drops a request that has not taken over from its earlier attempt yet."""
+        if message.key in self._successors:
+            for old in self._scheduler.requests.values():
+                if old.successor == message.key:
+                    self._drop_successor(old)
+        super()._release(router, message)
+
+    def _admit(self, router: str, message: m.Reserve, resumption: Resumption | None = None) -> None:
+        """Reserves memory for a request, or takes over that of `resumption`."""
         known = self._scheduler.requests.get(message.key)
         if known is not None and not known.closing:
             if known.router != router:
@@ -226,16 +273,14 @@ class DecodeLeader(Leader):
             elif len(known.opened_ranks) == self._ranks:
                 self._send(router, m.Reserved(known.key, known.ticket))
             return
+        resumption = resumption or Resumption(message.answered)
         try:
-            if known is not None:
-                raise BusyError(f"request {message.key} is still being released from its last use")
-            if self.broken:
-                raise PeerLostError(self.broken)
-            if message.prefill_group not in self._prefill_leaders:
-                raise PeerLostError(
-                    f"prefill group {message.prefill_group!r} is not linked to this decode group"
-                )
-            check_request(message.prompt, message.sampling, self._spec)
+            self._require_admissible(known, message)
+        except DisaggError as error:
+            self._scheduler.drop(resumption)
+            self._refuse(router, message.key, error)
+            return
+        try:
             request = self._scheduler.reserve(
                 message.key,
                 message.prompt,
@@ -244,6 +289,7 @@ class DecodeLeader(Leader):
                 prefill_group=message.prefill_group,
                 deadline_s=self._clock() + message.deadline_s,
                 prefix=self._prefix_of(message),
+                resumption=resumption,
             )
         except DisaggError as error:
             self._refuse(router, message.key, error)
@@ -255,14 +301,37 @@ class DecodeLeader(Leader):
         pages = request.sequences[0].block_table.pages
         self._to_ranks(m.OpenReceive(request.ticket, pages, message.prefill_group))
 
+    def _require_admissible(self, known: DecodeRequest | None, message: m.Reserve) -> None:
+        if known is not None:
+            raise BusyError(f"request {message.key} is still being released from its last use")
+        if self.broken:
+            raise PeerLostError(self.broken)
+        if message.prefill_group not in self._prefill_leaders:
+            raise PeerLostError(f"prefill group {message.prefill_group!r} is not linked to this decode group")
+        check_request(message.prompt, message.sampling, self._spec, message.answered)
+
     def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
         return self._prefix(message.prompt, message.cache_salt) if self._scheduler.caches_prefixes else None
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
-        """Also keeps its pages out of the prefix cache: their KV may be wrong."""
+        """Also keeps its pages out of the prefix cache: their KV may be wrong.
+
+        After the loss of the prefill group row and pages are held: the router may continue the request here.
+        """
         assert isinstance(request, DecodeRequest), "requests of this leader"
+        if request.closing:
+            self._close(request.key, str(error))
+            return
         request.prefix = None
-        super()._fail(request, error)
+        held = isinstance(error, PeerLostError) and not self.broken and not self._has_begun(request)
+        self._refuse(request.router, request.key, error, resumable=held)
+        self._close(request.key, str(error))
+        if held:
+            request.held = True
+            request.deadline_s = min(request.deadline_s, self._clock() + HOLD_S)
+
+    def _has_begun(self, request: DecodeRequest) -> bool:
+        return request.begun and len(request.landed_ranks) == self._ranks
 
     def _swapped(self, request: DecodeRequest, message: m.Swapped) -> None:
         preemptor = self._scheduler.preemptor
@@ -314,7 +383,7 @@ class DecodeLeader(Leader):
             return
         for sequence in request.sequences:
             if finish_reason(sequence.tokens, request.sampling, self._eos_ids) is not None:
-                self._emit(request, sequence, 1, [], [])
+                self._emit(request, sequence, len(sequence.tokens), [], [])
 
     def _emit(
         self,
@@ -339,7 +408,11 @@ class DecodeLeader(Leader):
 
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)
-        if request is not None and self._scheduler.close(request):
+        if request is None:
+            return
+        if request.held:
+            self._scheduler.unhold(request)
+        elif self._scheduler.close(request):
             self._to_ranks(m.CloseTransfer(key, request.ticket.number, reason))
 
     def _current(self, key: RequestKey, ticket: int) -> DecodeRequest | None:

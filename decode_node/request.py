@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from array import array
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from disagg.core.prefixes import PrefixKey
@@ -99,6 +100,18 @@ class Sequence:
         return first, new
 
 
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What is left of an earlier attempt of a request, whose group was lost."""
+
+    answered: Tokens[int] = ()
+    """Tokens of the answer so far."""
+    block_table: BlockTable | None = None
+    """Row and pages of the earlier attempt in this group, passed to the new request; None: none are left."""
+    kept_tokens: int = 0
+    """The first tokens whose KV is complete in `block_table`: whole pages."""
+
+
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
     """One request. Its sequences are preempted together."""
@@ -135,6 +148,14 @@ class DecodeRequest:
     """How its sequences shared the pages that they gave up; None unless it was preempted."""
     swapped_ranks: set[int] = field(default_factory=set)
     """Ranks that have ended the copy under way."""
+    held: bool = False
+    """Closing, but row and pages stay for another attempt: the prefill group was lost; see `Resumption`."""
+    successor: RequestKey | None = None
+    """The attempt that takes over row and pages once the request is settled."""
+    kept: BlockTable | None = None
+    """Its first block table, between the end of the request and the admission of its successor."""
+    landed_tokens: dict[int, int] = field(default_factory=dict)
+    """By rank that has closed: the first tokens of the ticket whose KV has landed there."""
     in_step: bool = False
     """True while a step computes it: none of its pages may be freed."""
     closing: bool = False

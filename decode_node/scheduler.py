@@ -10,16 +10,20 @@ Owners of a request's row, pages and host blocks, and the code that frees them:
     [settled, evicted)     the prefix cache, where there is one: full pages whose KV is complete; see
                            `disagg.node.kv_manager`. Other requests share them from `reserve` on, read-only: their
                            tickets begin behind these pages
+    [lost, resumed)        the request is closing and `held`: its prefill group was lost. Another attempt, the
+                           `successor`, takes over row and pages when no segment can land any more; or `unhold` ends
+                           the hold
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
 
-from decode_node.admission import DecodeAdmission
+from decode_node.admission import NOTHING, DecodeAdmission
 from decode_node.forks import Forks
 from decode_node.preemptor import Preemptor
-from decode_node.request import DecodeRequest, Residency, Sequence
+from decode_node.request import DecodeRequest, Residency, Resumption, Sequence
 from decode_node.scheduler_options import SchedulerOptions
 from decode_node.step_planner import Stepped, StepPlanner
 from disagg.core.prefixes import PrefixKey
@@ -84,6 +88,7 @@ class DecodeScheduler:
         prefill_group: str,
         deadline_s: float,
         prefix: PrefixKey | None = None,
+        resumption: Resumption = NOTHING,
     ) -> DecodeRequest:
         """Admits a request; see `DecodeAdmission.reserve`."""
         request = self._admission.reserve(
@@ -94,6 +99,7 @@ class DecodeScheduler:
             prefill_group=prefill_group,
             deadline_s=deadline_s,
             prefix=prefix,
+            resumption=resumption,
         )
         self.requests[key] = request
         return request
@@ -150,9 +156,15 @@ class DecodeScheduler:
         request.closing = True
         return True
 
-    def rank_closed(self, request: DecodeRequest, rank: int) -> None:
-        """Records that nothing can land in the request's pages on that rank any more."""
+    def rank_closed(self, request: DecodeRequest, rank: int, landed_tokens: int = 0) -> None:
+        """Records that nothing can land in the request's pages on that rank any more, and what has landed."""
         request.closed_ranks.add(rank)
+        request.landed_tokens[rank] = landed_tokens
+        self._settle(request)
+
+    def unhold(self, request: DecodeRequest) -> None:
+        """Ends the hold: row and pages are freed, or passed on, as soon as no rank uses them."""
+        request.held = False
         self._settle(request)
 
     def _free_state(self, request: DecodeRequest) -> None:
@@ -164,14 +176,34 @@ class DecodeScheduler:
             del one.published_pages[len(one.block_table.pages) :]
 
     def _settle(self, request: DecodeRequest) -> None:
-        if request.in_step or request.copying or not request.closing:
+        if request.in_step or request.copying or request.held or not request.closing:
             return
         if len(request.closed_ranks) == self._options.ranks:
+            resident = request.residency is Residency.RESIDENT
             self.preemptor.drop(request)
             self._forks.cache(request, request.sequences)
-            for block_table in request.block_tables:
+            kept, *others = request.block_tables
+            for block_table in others:
                 self._kv_manager.release(block_table)
+            if request.successor is not None and resident:
+                request.kept = kept  # the leader admits the successor, which owns it from then on
+            else:
+                self._kv_manager.release(kept)
             del self.requests[request.key]
+
+    def drop(self, resumption: Resumption) -> None:
+        """Frees what a settled request passed on, instead of `reserve`."""
+        self._admission.drop(resumption)
+
+    def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:
+        """Returns what a settled request passes on to its successor, with whole pages of landed KV."""
+        landed_tokens = min(request.landed_tokens.values())
+        have, size = request.ticket.tokens.start + landed_tokens, self._kv_manager.page_size
+        if self._options.state_tokens or not self._options.has_kv:
+            have = 0  # a recurrent state is sent whole
+        # The successor computes at least the last token.
+        last = len(request.prompt) + len(answered) - 1
+        return Resumption(answered, request.kept, min(have, last) // size * size)
 
     # --- state
 

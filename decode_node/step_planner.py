@@ -120,19 +120,13 @@ class StepPlanner:
         counts: list[int] = []
         for sequence in sequences:
             left = sequence.left_tokens - 1
-            count = self._recomputed_of(sequence, left, budget_tokens, must=must and not any(counts))
+            start = sequence.computed_tokens
+            count = self._chunks.take_behind(
+                start, len(sequence.prompt), start + left, budget_tokens, must=must and not any(counts)
+            )
             budget_tokens = budget_tokens - count if count == left else 0
             counts.append(count)
         return counts
-
-    def _recomputed_of(self, sequence: Sequence, left: int, budget_tokens: int, *, must: bool) -> int:
-        """With a recurrent state an answer is recomputed token by token, as it was computed first."""
-        start = sequence.computed_tokens
-        if not self._chunks.recurrent:
-            return self._chunks.take(start, start + left, budget_tokens, must=must)
-        if start >= len(sequence.prompt):
-            return min(1, left)
-        return self._chunks.take(start, len(sequence.prompt), budget_tokens, must=must)
 
     def _plan(self, request: DecodeRequest, counts: list[int], works: list[Work]) -> None:
         request.in_step = True

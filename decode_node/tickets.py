@@ -66,7 +66,7 @@ class IncomingTickets:
                         self._queue_verified(incoming)
                 case Action.REPORT_CLOSED:
                     del self.open[incoming.ticket.number]
-                    self.closed(incoming.key, incoming.ticket.number)
+                    self.closed(incoming.key, incoming.ticket.number, incoming.landed_tokens())
 
     def fail(self, incoming: IncomingTransfer, error: DisaggError) -> None:
         """Ends the request with an error, unless it has failed or is closing."""
@@ -80,9 +80,9 @@ class IncomingTickets:
         message = m.RankFailed(ticket.key, ticket.number, self._context.rank, error.code, str(error))
         self._context.to_leader(message)
 
-    def closed(self, key: RequestKey, number: int) -> None:
-        """Reports to the leader that this rank has nothing of the ticket."""
-        self._context.to_leader(m.RankClosed(key, number, self._context.rank))
+    def closed(self, key: RequestKey, number: int, landed_tokens: int = 0) -> None:
+        """Reports to the leader that nothing can land for the ticket any more, and how many tokens have landed."""
+        self._context.to_leader(m.RankClosed(key, number, self._context.rank, landed_tokens))
 
     def maybe_closed(self, incoming: IncomingTransfer) -> None:
         """Closes a closing transfer once nothing can be written for it any more."""

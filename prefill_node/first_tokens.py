@@ -42,12 +42,11 @@ def _others(
 ) -> dict[RequestKey, First | RequestError]:
     index, rows = [], []
     for row, request in requests.items():
-        history = history_of(
-            request.prompt, request.sampling
-        )  # shared by all sequences: none has a token yet
+        # Shared by all sequences: none has a token yet, or there is only one.
+        history = history_of(request.prompt, request.sampling)
         for number in range(request.sampling.n):
             index.append(row)
-            rows.append(SamplingRow(sampling_of(request.sampling, number), (), history))
+            rows.append(SamplingRow(sampling_of(request.sampling, number), request.answered, history))
     chosen: list[Chosen | RequestError] = []
     for at in range(0, len(rows), ROWS):
         part = slice(at, at + ROWS)

@@ -52,7 +52,7 @@ class PrefillLeader(Leader):
         """
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
-        whole = [i for i, work in enumerate(plan.work) if work.span.stop == len(requests[i].prompt)]
+        whole = [i for i, work in enumerate(plan.work) if work.last]
         first = first_tokens(logits, {i: requests[i] for i in whole}, self._spec.eos_ids)
         failed = {key for key, chosen in first.items() if isinstance(chosen, RequestError)}
         with self._changed:
@@ -109,6 +109,7 @@ class PrefillLeader(Leader):
             message.ticket,
             router,
             self._clock() + message.deadline_s,
+            answered=message.answered,
         )
         try:
             if self.broken:
@@ -117,14 +118,14 @@ class PrefillLeader(Leader):
                 raise PeerLostError(
                     f"decode group {message.ticket.group!r} is not linked to this prefill group"
                 )
-            check_request(message.prompt, message.sampling, self._spec)
-            if message.ticket.tokens.stop != len(message.prompt) + self._spec.state_tokens:
+            check_request(message.prompt, message.sampling, self._spec, message.answered)
+            if message.ticket.tokens.stop != request.total_tokens + self._spec.state_tokens:
                 raise RequestError(
                     f"the ticket of {message.key} ends at {message.ticket.tokens.stop}: a prompt of "
-                    f"{len(message.prompt)} tokens needs {self._spec.state_tokens} more for its recurrent state"
+                    f"{request.total_tokens} tokens needs {self._spec.state_tokens} more for its recurrent state"
                 )
             if self._scheduler.caches_prefixes:
-                request.prefix = self._prefix(message.prompt, message.cache_salt)
+                request.prefix = self._prefix(message.prompt, message.cache_salt).extended(message.answered)
             self._scheduler.submit(request)
         except DisaggError as error:
             self._refuse(router, message.key, error)

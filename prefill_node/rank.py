@@ -101,12 +101,12 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
         """
         self._send_cached(plan)
         state_tokens = self.runner.spec.state_tokens
-        ended = [work for work in plan.work if state_tokens and work.span.stop == work.prompt_tokens]
+        ended = [work for work in plan.work if state_tokens and work.last]
         chunk, state = StepPart(plan.step, Part.CHUNK), StepPart(plan.step, Part.STATE)
         for work in plan.work:
             self._plan_chunk(chunk, work.key, work.span)
         for work in ended:
-            self._plan_chunk(state, work.key, Span(work.prompt_tokens, work.prompt_tokens + state_tokens))
+            self._plan_chunk(state, work.key, Span(work.span.stop, work.span.stop + state_tokens))
         parts, ends = self.runner.shard.parts, {group.stop for group in self._agent.groups}
 
         def on_layer(layer: int) -> None:
@@ -136,7 +136,7 @@ class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
     def _store_states(self, ended: Sequence[Work]) -> None:
         assert self.runner.states is not None, "a model with state tokens has states"
         for work in ended:
-            self.runner.states.store(work.row, work.prompt_tokens)
+            self.runner.states.store(work.row, work.span.stop)
 
     def _plan_chunk(self, part: StepPart, key: RequestKey, positions: Span) -> None:
         self._loop.post(partial(self._agent.plan_chunk, part, key, positions))

@@ -11,7 +11,7 @@ Owners of a request's row and pages (its block table):
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
@@ -36,7 +36,9 @@ class PrefillRequest:
     deadline_s: float
     """On the leader's clock."""
     prefix: PrefixKey | None = None
-    """The prompt's key in the prefix cache; None: the whole prompt is computed, and not cached."""
+    """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached."""
+    answered: Sequence[int] = ()
+    """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
     block_table: BlockTable | None = None
     admitted: bool = False
     """The ranks have received `OpenSend`, so its end needs `CloseTransfer`."""
@@ -53,6 +55,16 @@ class PrefillRequest:
     segments: int = 0
     messages: int = 0
     transfer_s: float = 0.0
+
+    @property
+    def total_tokens(self) -> int:
+        """Length of the prompt and of the answer so far."""
+        return len(self.prompt) + len(self.answered)
+
+    def tokens(self, start: int, stop: int) -> list[int]:
+        """Returns the tokens to compute at these positions."""
+        inside = len(self.prompt)
+        return [*self.prompt[start:stop], *self.answered[max(0, start - inside) : max(0, stop - inside)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +109,15 @@ class PrefillScheduler:
             ):
                 raise BusyError(f"request {request.key} is in use, or still being released from its last use")
             return
-        if len(request.prompt) > self._max_tokens:
+        if request.total_tokens > self._max_tokens:
             raise PromptTooLongError(
-                f"prompt of {len(request.prompt)} tokens does not fit the prefill group, which takes up to "
+                f"prompt of {request.total_tokens} tokens does not fit the prefill group, which takes up to "
                 f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
             )
-        state_tokens = request.ticket.tokens.stop - len(request.prompt)
+        state_tokens = request.ticket.tokens.stop - request.total_tokens
         if request.ticket.tokens.stop > self._kv_manager.capacity_tokens:
             raise PromptTooLongError(
-                f"prompt of {len(request.prompt)} tokens, with the {state_tokens} that its recurrent state takes, "
+                f"prompt of {request.total_tokens} tokens, with the {state_tokens} that its recurrent state takes, "
                 f"does not fit the prefill group's pool of {self._kv_manager.capacity_tokens}: raise "
                 f"prefill.pool_tokens, or shorten it"
             )
@@ -120,7 +132,7 @@ class PrefillScheduler:
         for request in self.requests.values():
             if request.admitted or request.closing:
                 continue
-            tokens = max(len(request.prompt), request.ticket.tokens.stop)
+            tokens = max(request.total_tokens, request.ticket.tokens.stop)
             request.block_table = self._kv_manager.reserve(tokens, request.prefix)
             if request.block_table is None:
                 break  # first come, first served: a shorter request does not overtake
@@ -134,10 +146,10 @@ class PrefillScheduler:
         budget = self._chunks.chunk_tokens
         work: list[Work] = []
         for request in self.requests.values():
-            start, stop = request.planned_tokens, len(request.prompt)
+            start, stop = request.planned_tokens, request.total_tokens
             if request.closing or not request.admitted or start == stop:
                 continue
-            take = self._chunks.take(start, stop, budget, must=not work)
+            take = self._chunks.take_behind(start, len(request.prompt), stop, budget, must=not work)
             if take == 0:
                 break  # first come, first served: a shorter request does not overtake
             work.append(self._chunk(request, take))
@@ -166,7 +178,7 @@ class PrefillScheduler:
         for work in plan.work:
             request = self.requests[work.key]
             request.in_step = False
-            request.computed = work.span.stop == len(request.prompt)
+            request.computed = work.last
             if request.computed and request.prefix is not None and work.key not in failed:
                 assert request.block_table is not None, "a running step reads and writes its pages"
                 self._kv_manager.keep(request.block_table, request.prefix)
@@ -224,9 +236,10 @@ class PrefillScheduler:
             request.ticket.number,
             request.block_table.row,
             start,
-            list(request.prompt[start : start + take]),
+            request.tokens(start, start + take),
             len(request.prompt),
             request.block_table.pages if start == request.block_table.cached_tokens else [],
+            last=request.planned_tokens == request.total_tokens,
         )
 
     def _settle(self, request: PrefillRequest) -> None:

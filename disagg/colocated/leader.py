@@ -58,12 +58,13 @@ class ColocatedLeader(Leader):
         """
         with self._changed:
             requests = [self._scheduler.requests[work.key] for work in plan.work]
-        whole = [i for i, work in enumerate(plan.work) if work.span.stop >= work.prompt_tokens]
+        whole = [i for i, work in enumerate(plan.work) if work.span.stop >= requests[i].begin_tokens]
         answering = [requests[i] for i in whole]
         rows = [SamplingRow(request.sampling, request.tokens, request.history) for request in answering]
         wanted = logits if len(whole) == len(requests) else logits[whole]
         tokens = next_tokens(wanted, rows, self._spec.eos_ids) if rows else []
-        prompt_tokens = sum(len(work.tokens) for work in plan.work if work.start < work.prompt_tokens)
+        works = zip(plan.work, requests, strict=True)
+        prompt_tokens = sum(len(work.tokens) for work, of in works if work.start < of.begin_tokens)
         with self._changed:
             generated = sum(
                 self._answer(request, chosen) for request, chosen in zip(answering, tokens, strict=True)
@@ -118,7 +119,7 @@ class ColocatedLeader(Leader):
                 raise BusyError(f"request {message.key} is in use, or still being released from its last use")
             if self.broken:
                 raise PeerLostError(self.broken)
-            check_request(message.prompt, message.sampling, self._spec)
+            check_request(message.prompt, message.sampling, self._spec, message.answered)
             if message.sampling.sequences > 1 or message.sampling.beams:
                 raise InvalidRequestError(
                     "a colocated group computes one answer per request: send one request for each answer"
@@ -132,6 +133,7 @@ class ColocatedLeader(Leader):
                 router=router,
                 deadline_s=deadline_s,
                 prefix=self._prefix(message.prompt, message.cache_salt) if caches else None,
+                answered=message.answered,
             )
         except DisaggError as error:
             self._refuse(router, message.key, error)
@@ -156,10 +158,10 @@ class ColocatedLeader(Leader):
         request.tokens.append(chosen.token)
         finish = finish_reason(request.tokens, request.sampling, self._spec.eos_ids)
         logprobs = [] if chosen.logprobs is None else [chosen.logprobs]
-        if index == 0:
+        if index == request.answered:
             self._send(request.router, m.Prefilled(request.key, [chosen.token], logprobs))
             if finish is not None:
-                self._send(request.router, m.Tokens(request.key, 1, [], finish))
+                self._send(request.router, m.Tokens(request.key, index + 1, [], finish))
         else:
             self._send(request.router, m.Tokens(request.key, index, [chosen.token], finish, logprobs))
         if finish is not None:

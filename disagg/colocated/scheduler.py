@@ -14,11 +14,12 @@ Owner of a request's row and pages (its block table), and who frees them:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
-from disagg.core.tokens import TOKEN_BYTES, TokenIds
+from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
@@ -43,10 +44,12 @@ class ColocatedRequest:
     """None once freed."""
     prefix: PrefixKey | None = None
     """The prefix cache's key of the prompt; None: the KV must not be cached."""
+    answered: int = 0
+    """Number of `tokens` that a lost group computed: their KV is computed like the prompt's."""
     started: bool = False
     """The router has sent `Prefill`."""
     planned_tokens: int = 0
-    """Prompt tokens that are computed or part of the running step."""
+    """Tokens of the prompt, and of the answer so far, that are computed or part of the running step."""
     tokens: list[int] = field(default_factory=list)
     """Tokens of the answer."""
     history: TokenHistory | None = None
@@ -56,6 +59,16 @@ class ColocatedRequest:
     closing: bool = False
     release_requested: bool = False
     """The router waits for `Released`."""
+
+    @property
+    def begin_tokens(self) -> int:
+        """Tokens to compute before the first one is sampled: the prompt, and the answer so far."""
+        return len(self.prompt) + self.answered
+
+    def next_tokens(self, start: int, stop: int) -> list[int]:
+        """Returns the tokens at these positions, which are known."""
+        inside = len(self.prompt)
+        return [*self.prompt[start:stop], *self.tokens[max(0, start - inside) : max(0, stop - inside)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +118,12 @@ class ColocatedScheduler:
         router: str,
         deadline_s: float,
         prefix: PrefixKey | None = None,
+        answered: Sequence[int] = (),
     ) -> ColocatedRequest:
         """Reserves a row and all pages of prompt and answer, behind the prefix cache hit of `prefix`.
 
-        An admitted request can therefore never run out of pages. Raises `PromptTooLongError`, `BusyError`.
+        `prefix` is the key of the prompt, `answered` the answer so far. An admitted request can therefore never run
+        out of pages. Raises `PromptTooLongError`, `BusyError`.
         """
         total = len(prompt) + sampling.max_tokens
         if total > self._max_tokens:
@@ -117,7 +132,8 @@ class ColocatedScheduler:
                 f"which takes {self._max_tokens} in all: raise colocated.max_context_tokens or "
                 f"colocated.pool_tokens, or shorten them"
             )
-        block_table = self._kv_manager.reserve(total, prefix)
+        begin = prefix.extended(answered) if prefix is not None else None
+        block_table = self._kv_manager.reserve(total, begin)
         if block_table is None:
             memory = self._kv_manager.statistics()
             raise BusyError(
@@ -127,7 +143,10 @@ class ColocatedScheduler:
         number = next(self._numbers) % TICKET_NUMBERS
         # An empty span: no KV is transferred.
         ticket = Ticket(key, number, self._group, Span(0, 0), block_table.row)
-        request = ColocatedRequest(key, ticket, prompt, sampling, router, deadline_s, block_table, prefix)
+        request = ColocatedRequest(
+            key, ticket, prompt, sampling, router, deadline_s, block_table, prefix, len(answered)
+        )
+        request.tokens.extend(answered)
         request.planned_tokens = block_table.cached_tokens
         self.requests[key] = request
         return request
@@ -148,11 +167,9 @@ class ColocatedScheduler:
         for work in plan.work:
             request = self.requests[work.key]
             request.in_step = False
-            if work.span.stop == len(
-                request.prompt
-            ):  # cache the prompt early, for requests with the same prefix
+            if work.span.stop == request.begin_tokens:  # cache early, for requests with the same prefix
                 self._keep(request)
-            if work.start >= len(request.prompt):
+            if work.start >= request.begin_tokens:
                 # To the end of the order: with more answers than `max_batch`, all make progress.
                 self.requests[request.key] = self.requests.pop(request.key)
             self._settle(request)
@@ -177,8 +194,8 @@ class ColocatedScheduler:
         live = [request for request in self.requests.values() if not request.closing]
         return ColocatedStatistics(
             reserved=sum(not r.started for r in live),
-            prefilling=sum(r.started and not r.tokens for r in live),
-            decoding=sum(bool(r.tokens) for r in live),
+            prefilling=sum(r.started and not self._answers(r) for r in live),
+            decoding=sum(map(self._answers, live)),
             closing=len(self.requests) - len(live),
             memory=self._kv_manager.statistics(),
         )
@@ -187,8 +204,11 @@ class ColocatedScheduler:
         """Raises `InvariantError` unless each used row and page belongs to one request."""
         self._kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
 
+    def _answers(self, request: ColocatedRequest) -> bool:
+        return len(request.tokens) > request.answered
+
     def _decodes(self, request: ColocatedRequest) -> bool:
-        return bool(request.tokens) and not request.closing
+        return self._answers(request) and not request.closing
 
     def _next_token(self, request: ColocatedRequest) -> Work:
         position = len(request.prompt) + len(request.tokens) - 1
@@ -197,15 +217,16 @@ class ColocatedScheduler:
     def _prompts(self, left_tokens: int) -> list[Work]:
         work: list[Work] = []
         for request in self.requests.values():
-            start, whole = request.planned_tokens, len(request.prompt)
+            start, whole = request.planned_tokens, request.begin_tokens
             if request.closing or not request.started or start == whole:
                 continue
-            take = self._chunks.take(start, whole, left_tokens, must=not work)
+            prompt_tokens = len(request.prompt)
+            take = self._chunks.take_behind(start, prompt_tokens, whole, left_tokens, must=not work)
             if take == 0:
                 break  # first come, first served
             request.planned_tokens += take
             left_tokens -= take
-            work.append(self._work(request, start, list(request.prompt[start : request.planned_tokens])))
+            work.append(self._work(request, start, request.next_tokens(start, request.planned_tokens)))
         return work
 
     def _work(self, request: ColocatedRequest, start: int, tokens: list[int]) -> Work:
@@ -227,8 +248,6 @@ class ColocatedScheduler:
         """Caches the computed KV of the request; the latest token has no KV yet."""
         if request.prefix is None or request.block_table is None:
             return
-        computed = request.planned_tokens + max(0, len(request.tokens) - 1)
-        data = request.prefix.data + PrefixKey.of(request.tokens).data
-        self._kv_manager.keep(
-            request.block_table, PrefixKey(data[: computed * TOKEN_BYTES], request.prefix.salt)
-        )
+        computed = request.planned_tokens + max(0, len(request.tokens) - request.answered - 1)
+        known = request.prefix.extended(request.tokens).shortened(computed)
+        self._kv_manager.keep(request.block_table, known)

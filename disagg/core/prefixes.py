@@ -47,6 +47,14 @@ class PrefixKey:
         """Number of tokens."""
         return len(self.data) // TOKEN_BYTES
 
+    def extended(self, tokens: Sequence[int]) -> PrefixKey:
+        """Returns the key of this prompt followed by `tokens`, with the same salt."""
+        return PrefixKey(self.data + pack_tokens(tokens).tobytes(), self.salt) if tokens else self
+
+    def shortened(self, tokens: int) -> PrefixKey:
+        """Returns the key of the first `tokens` tokens, with the same salt."""
+        return PrefixKey(self.data[: tokens * TOKEN_BYTES], self.salt)
+
     def block_hashes(self, unit_tokens: int, first_tokens: int = 0) -> list[int]:
         """Returns the hash of each prefix of `k * unit_tokens` tokens that is longer than `first_tokens`."""
         unit = unit_tokens * TOKEN_BYTES

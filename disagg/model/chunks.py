@@ -55,6 +55,17 @@ class PromptChunks:
             size = left
         return size if must or not self.fixed or size <= room_tokens else 0
 
+    def take_behind(self, start: int, prompt_tokens: int, stop: int, room_tokens: int, *, must: bool) -> int:
+        """As `take`, of a prompt of `prompt_tokens` tokens and the answer so far behind it, which ends at `stop`.
+
+        With a recurrent state an answer is computed token by token, as it was computed first.
+        """
+        if not self.recurrent:
+            return self.take(start, stop, room_tokens, must=must)
+        if start >= prompt_tokens:
+            return min(1, stop - start) if must or room_tokens > 0 else 0
+        return self.take(start, prompt_tokens, room_tokens, must=must)
+
     def spans(self, tokens: int) -> Iterator[Span]:
         """Returns the chunks of a prompt of `tokens` tokens that shares no step."""
         start = 0

@@ -155,6 +155,21 @@ class KVManager:
             self._cache.count(hit)
         return block_table
 
+    def pass_on(
+        self, block_table: BlockTable, kept_tokens: int, tokens: int, spare_pages: int = 0
+    ) -> BlockTable | None:
+        """Returns a block table for `tokens` tokens with the row and the first `kept_tokens` of a closed request's.
+
+        `kept_tokens` fill whole pages. Frees the other pages; frees all, and returns None, if pages are short.
+        """
+        self.shrink(block_table, kept_tokens)
+        need = pages_for(tokens, self.page_size) - len(block_table.pages)
+        if need + spare_pages > self.free_pages or not self._make_room(need):
+            self.release(block_table)
+            return None
+        block_table.sequence.append(tokens - block_table.tokens)
+        return block_table
+
     def _make_room(self, pages: int) -> bool:
         """Evicts until `pages` pages are free; False, changing nothing, if eviction cannot free enough."""
         short = pages - self._pages.free_pages

@@ -46,10 +46,12 @@ IDLE_S = 0.25
 Send = Callable[[str, m.Message], None]
 
 
-def check_request(prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec) -> None:
+def check_request(
+    prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec, answered: Sequence[int] = ()
+) -> None:
     """Raises `InvalidRequestError` or `PromptTooLongError` for a request that a step could not compute.
 
-    The check comes first because a failed step breaks the whole group.
+    The check comes first because a failed step breaks the whole group. `answered`: the answer so far.
     """
     if not prompt:
         raise InvalidRequestError("the prompt has no tokens; it must have 1 or more")
@@ -66,6 +68,16 @@ def check_request(prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec) -
             param="beams",
         )
     require_one_rope(spec, len(prompt), sampling.max_tokens)
+    if answered and (sampling.sequences > 1 or sampling.beams):
+        raise InvalidRequestError(
+            f"one answer so far is given to a request of {sampling.sequences} sequences: continue each answer as a "
+            f"request of its own"
+        )
+    if answered and (finish_reason(answered, sampling, spec.eos_ids) or max(answered) >= spec.vocab_size):
+        raise InvalidRequestError(
+            f"the answer so far of {len(answered)} tokens has ended already, or has tokens outside the vocabulary of "
+            f"{spec.vocab_size}"
+        )
 
 
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
@@ -330,9 +342,10 @@ class Leader(ABC):
         assert self._group is not None, "a leader is used after join"
         return len(self._group.ranks)
 
-    def _refuse(self, router: str, key: RequestKey, error: DisaggError) -> None:
+    def _refuse(self, router: str, key: RequestKey, error: DisaggError, *, resumable: bool = False) -> None:
         retry_after_s = error.retry_after_s if isinstance(error, BusyError) else 0.0
-        self._send(router, m.Failed(key, error.code, str(error), error.retryable, retry_after_s))
+        failed = m.Failed(key, error.code, str(error), error.retryable, retry_after_s, resumable)
+        self._send(router, failed)
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
         """Sends `Failed` to the router, once, and closes the request."""

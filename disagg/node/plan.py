@@ -21,13 +21,15 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     start: int
     tokens: list[int]
     prompt_tokens: int
-    """Length of the request's whole prompt."""
+    """Length of the request's whole prompt, without an answer so far."""
     pages: list[int] = []
     """Pages of the request that the ranks do not have yet. The first work names all, cached ones too."""
     first_page: int = 0
     """Index of the first of `pages` among the request's pages."""
     like: int = -1
     """Row whose first `first_page` pages are copied, after the plan's own pages are written; -1: none."""
+    last: bool = False
+    """The last chunk of a prompt, and of an answer so far behind it."""
 
     @property
     def span(self) -> Span:

@@ -48,6 +48,11 @@ class Reserve(Message, frozen=True):
     prefill_group: str
     cache_salt: str = ""
     """Only prompts with the same salt share cached KV."""
+    answered: list[Count] = []
+    """Tokens of the answer so far, from a group that was lost; the request then has one sequence. Their KV is
+    transferred behind the prompt's."""
+    after: RequestKey | None = None
+    """The attempt that this one replaces, in the same group: row, pages and KV that has landed pass over."""
 
 
 class Reserved(Message, frozen=True):
@@ -65,6 +70,9 @@ class Failed(Message, frozen=True):
     message: str
     retryable: bool
     retry_after_s: Seconds = 0.0
+    resumable: bool = False
+    """The decode group keeps row and pages for a short time: another attempt can continue there; see
+    `Reserve.after`."""
 
 
 class Prefill(Message, frozen=True):
@@ -77,6 +85,8 @@ class Prefill(Message, frozen=True):
     deadline_s: Seconds
     cache_salt: str = ""
     """Only prompts with the same salt share cached KV."""
+    answered: list[Count] = []
+    """Tokens of the answer so far; see `Reserve`. They are computed like the prompt."""
 
 
 class Prefilled(Message, frozen=True):
@@ -84,7 +94,7 @@ class Prefilled(Message, frozen=True):
 
     key: RequestKey
     first_tokens: list[Count]
-    """The first token of each answer; empty where not yet chosen, as in beam search."""
+    """The next token of each answer, behind `Prefill.answered`; empty where not yet chosen, as in beam search."""
     logprobs: list[TokenLogprobs] = []
     """One entry for each first token if the request asked for logprobs, else empty."""
 
@@ -285,6 +295,8 @@ class RankClosed(Message, frozen=True):
     key: RequestKey
     ticket: TicketNumber
     rank: Rank
+    landed_tokens: Count = 0
+    """On a decode rank: the first tokens of the ticket whose KV has landed whole."""
 
 
 class Landed(Message, frozen=True):
