@@ -35,9 +35,6 @@ from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
-HOLD_S = 10.0
-"""Time for which row and pages of a request stay after the loss of its prefill group."""
-
 
 class DecodeLeader(Leader):
     """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
@@ -280,6 +277,9 @@ class DecodeLeader(Leader):
             self._scheduler.drop(resumption)
             self._refuse(router, message.key, error)
             return
+        if self._has_ended(router, message):
+            self._scheduler.drop(resumption)
+            return
         try:
             request = self._scheduler.reserve(
                 message.key,
@@ -327,8 +327,7 @@ class DecodeLeader(Leader):
         self._refuse(request.router, request.key, error, resumable=held)
         self._close(request.key, str(error))
         if held:
-            request.held = True
-            request.deadline_s = min(request.deadline_s, self._clock() + HOLD_S)
+            request.held = True  # until the router releases it, or continues it; or its deadline
 
     def _has_begun(self, request: DecodeRequest) -> bool:
         return request.begun and len(request.landed_ranks) == self._ranks

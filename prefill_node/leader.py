@@ -13,13 +13,16 @@ from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import Leader, Scheduled, Send, check_request
+from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request
 from disagg.node.plan import StepPlan
 from prefill_node.first_tokens import First, first_tokens
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
+
+SEND_ON_S = 5.0
+"""Time for which KV of a lost router's requests is still sent. A decode group that lost the router too stops it."""
 
 
 class PrefillLeader(Leader):
@@ -44,6 +47,14 @@ class PrefillLeader(Leader):
         """Accepts requests for this decode group."""
         with self._changed:
             self._decode_leaders[other.name] = other.leader.control_address
+
+    def _on_router_lost(self, request: LedRequest) -> None:
+        """Sends a computed prompt to its end: only the router may be cut off, and the decode group goes on."""
+        assert isinstance(request, PrefillRequest), "requests of this leader"
+        if request.computed and not request.closing:
+            request.deadline_s = min(request.deadline_s, self._clock() + SEND_ON_S)
+        else:
+            super()._on_router_lost(request)
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
         """Ends a step: samples the first tokens of the completed prompts and sends them to the decode leader.

@@ -11,7 +11,7 @@ from disagg.api.metrics import Metrics
 from disagg.api.pace import Pace
 from disagg.core.clock import Clock
 from disagg.core.errors import BusyError, RequestTimeoutError
-from disagg.router.session import SessionReport
+from disagg.router.answers import SessionReport
 
 RETRY_AFTER_S = 1.0
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from disagg.api.errors import ClientGoneError
 from disagg.core.errors import DisaggError
-from disagg.router.session import Output
+from disagg.router.answers import Output
 
 Item = tuple[int, Output] | Exception
 

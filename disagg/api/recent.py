@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from disagg.core.status import Ending, RecentAnswer
-from disagg.router.session import SessionReport
+from disagg.router.answers import SessionReport
 
 KEPT = 64
 

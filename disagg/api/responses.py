@@ -15,7 +15,7 @@ from disagg.api.errors import CLIENT_GONE, ApiError, ClientGoneError, api_error
 from disagg.api.exchange import Exchange
 from disagg.api.writers import Writer
 from disagg.core.errors import DisaggError
-from disagg.router.session import Output
+from disagg.router.answers import Output
 
 SEND_GRACE_S = 5.0
 """Time after its deadline that a stream has to send the rest to a slow client."""

@@ -28,7 +28,7 @@ from disagg.core.config.read import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
 from disagg.core.status import GroupStatus, ServiceStatus
 from disagg.core.types import SamplingParams
-from disagg.router.session import Output, SessionReport
+from disagg.router.answers import Output, SessionReport
 from disagg.router.session_driver import RELEASE_TIMEOUT_S
 from disagg.router.text import Decode
 
@@ -40,6 +40,9 @@ class Generator(Protocol):
 
     def missing(self) -> list[str]:
         """Returns the roles (`prefill`, `decode`; `colocated`) without a living group."""
+
+    def refused_roles(self) -> list[str]:
+        """Returns the roles that have had no living group for too long; until then requests wait for one."""
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
         """Returns the number of answers or beams of such a request that are computed together."""
@@ -89,9 +92,12 @@ class Service:
         missing = self._generator.missing()
         return f"no {' and no '.join(missing)} group is up" if missing else None
 
+    def _why_refused(self) -> str | None:
+        return self.why_not_ready() if self.stopping or self._generator.refused_roles() else None
+
     def check_ready(self) -> None:
-        """Raises a 503 if requests are refused now."""
-        if why := self.why_not_ready():
+        """Raises a 503 if requests are refused now. A request waits for a group that is replaced."""
+        if why := self._why_refused():
             raise ApiError(503, f"{why}: try again later", code="unavailable", headers=retry_after(1))
 
     def status(self) -> ServiceStatus:

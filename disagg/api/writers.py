@@ -14,7 +14,7 @@ from disagg.api.generation_request import GenerationRequest
 from disagg.api.logprobs import Speller
 from disagg.api.model import ServedModel
 from disagg.core.types import TokenLogprobs
-from disagg.router.session import Output
+from disagg.router.answers import Output
 
 DONE = b"data: [DONE]\n\n"
 _ENCODER = msgspec.json.Encoder()

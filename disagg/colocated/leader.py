@@ -120,6 +120,8 @@ class ColocatedLeader(Leader):
             if self.broken:
                 raise PeerLostError(self.broken)
             check_request(message.prompt, message.sampling, self._spec, message.answered)
+            if self._has_ended(router, message):
+                return
             if message.sampling.sequences > 1 or message.sampling.beams:
                 raise InvalidRequestError(
                     "a colocated group computes one answer per request: send one request for each answer"

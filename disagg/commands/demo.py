@@ -37,8 +37,8 @@ from disagg.reference.answers import Reference, comparable, equal_tokens, refere
 from disagg.reference.verdict import judged_of, verdict, within
 from disagg.report.table import RequestReport, answer_lines, report_table
 from disagg.report.timeline import draw_timeline
+from disagg.router.answers import SessionReport
 from disagg.router.router import Router
-from disagg.router.session import SessionReport
 from disagg.router.text import Decode, decode_with
 
 DEFAULT_OUT = "out"

@@ -15,14 +15,13 @@ from disagg.cluster.lifecycle import Cluster, Progress
 from disagg.cluster.placement import Placement, choose_placement, place_colocated
 from disagg.cluster.ray import RayResources, existing_ray, local_ray, start_cluster
 from disagg.cluster.supervisor import Announce
-from disagg.core.config.read import Config, RouterConfig
+from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.types import GroupInfo
 from disagg.model.load.source import ModelSource
 from disagg.model.tensor_parallel import query_spans
 from disagg.node.assemble import make_source
 from disagg.router.follow import Follower
-from disagg.router.policy import POLICIES
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from transport.control.zmq import make_control
@@ -142,17 +141,9 @@ async def local_router(cluster: Cluster) -> AsyncIterator[Router]:
     cluster.on_lost(lost)
     dispatcher.start()
     try:
-        yield make_router(dispatcher, cluster.config.router, cluster.infos())
+        yield Router(dispatcher, cluster.infos(), config=cluster.config.router)
     finally:
         dispatcher.close()
-
-
-def make_router(
-    dispatcher: ResponseDispatcher, config: RouterConfig, groups: Sequence[GroupInfo] = ()
-) -> Router:
-    """Returns a router with the policy of the configuration."""
-    choose = POLICIES[config.policy]
-    return Router(dispatcher, groups, reserve_retry_s=config.reserve_retry_s, choose=choose)
 
 
 def follow_cluster(router: Router) -> Announce:

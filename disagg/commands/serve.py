@@ -34,7 +34,6 @@ from disagg.commands.local import (
     limit_tokens,
     local_cluster,
     local_router,
-    make_router,
     with_model,
 )
 from disagg.commands.signals import SIGNALS, handlers_restored, ignore_signals
@@ -163,7 +162,7 @@ async def _joined_router(config: Config, keys: KeyRing, directory: str) -> Async
     )
     dispatcher.start()
     try:
-        router = make_router(dispatcher, config.router)
+        router = Router(dispatcher, config=config.router)
         async with joined(dispatcher, router, directory, usable):
             yield router
     finally:

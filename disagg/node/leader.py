@@ -73,10 +73,9 @@ def check_request(
             f"one answer so far is given to a request of {sampling.sequences} sequences: continue each answer as a "
             f"request of its own"
         )
-    if answered and (finish_reason(answered, sampling, spec.eos_ids) or max(answered) >= spec.vocab_size):
+    if answered and max(answered) >= spec.vocab_size:
         raise InvalidRequestError(
-            f"the answer so far of {len(answered)} tokens has ended already, or has tokens outside the vocabulary of "
-            f"{spec.vocab_size}"
+            f"the answer so far has a token outside the model's vocabulary of {spec.vocab_size} tokens"
         )
 
 
@@ -165,7 +164,7 @@ class Leader(ABC):
         with self._changed:
             self._reports.lost(peer)
             for request in [r for r in self._requests() if r.router == peer]:
-                self._close(request.key, "lost the router")
+                self._on_router_lost(request)
             if self._group and peer in {rank.control_address for rank in self._group.ranks}:
                 self._break(f"lost {self._group.role} rank {peer}")
             self._changed.notify_all()
@@ -238,6 +237,10 @@ class Leader(ABC):
         """Returns the KV events of the prefix cache; None without one. Called under the lock."""
         return None
 
+    def _on_router_lost(self, request: LedRequest) -> None:
+        """Ends a request whose router is lost."""
+        self._close(request.key, "lost the router")
+
     @abstractmethod
     def _close(self, key: RequestKey, reason: str) -> None:
         """Starts to close a request; no effect on an unknown or closing one."""
@@ -303,6 +306,15 @@ class Leader(ABC):
             self._send(
                 router, m.Released(message.key)
             )  # the end of the processes frees a broken group's memory
+
+    def _has_ended(self, router: str, message: m.Reserve) -> bool:
+        """Sends the end of an answer so far that is complete: the lost group could not send it any more."""
+        if not message.answered:
+            return False
+        finish = finish_reason(message.answered, message.sampling, self._spec.eos_ids)
+        if finish is not None:
+            self._send(router, m.Tokens(message.key, len(message.answered), [], finish))
+        return finish is not None
 
     def _confirm_release(self, request: LedRequest) -> None:
         if request.release_requested and request.key not in self._scheduler.requests:

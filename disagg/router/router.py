@@ -1,4 +1,4 @@
-"""The router: its groups, the choice of a pair for each request, and retries on other groups."""
+"""The router: its groups, the choice of a pair for each session of a request, and counts of recoveries."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 
-import structlog
-
 from disagg.core.clock import Clock
-from disagg.core.errors import ChecksumError, InvalidRequestError, PeerLostError
+from disagg.core.config.read import RouterConfig
+from disagg.core.errors import InvalidRequestError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_fit
 from disagg.core.status import GroupStatus
 from disagg.core.tokens import TokenIds, pack_tokens
-from disagg.core.types import GroupInfo, RequestKey, SamplingParams
-from disagg.router.policy import Policy, RoutedGroup, RoutingRequest, SessionLoad, prefix_aware
+from disagg.core.types import GroupInfo, SamplingParams
+from disagg.router.answers import Output, SessionReport, new_answers
+from disagg.router.policy import POLICIES, RoutedGroup, RoutingRequest, prefix_aware
+from disagg.router.recovery import Branch, RecoveryBudget
+from disagg.router.request_run import Pair, RequestRun, RoutedRequest, RunContext, RunOptions
 from disagg.router.response_dispatcher import ResponseDispatcher
-from disagg.router.session import Output, Session, SessionReport
-from disagg.router.session_driver import SessionDriver
+from disagg.router.session import Loss
 from disagg.router.status import GroupStatuses
 from disagg.router.text import Decode
 
-log = structlog.get_logger(__name__)
-
-TRIES = 3
-"""Attempts per request, each on other groups."""
+DEFAULTS = RouterConfig()
 SHUNNED_S = 5.0
 """Time for which a pair with a failed transfer is avoided if another pair exists."""
 
@@ -40,13 +38,19 @@ class Router:
         dispatcher: ResponseDispatcher,
         groups: Iterable[GroupInfo] = (),
         *,
-        reserve_retry_s: float = 0.05,
-        choose: Policy = prefix_aware,
+        config: RouterConfig = DEFAULTS,
         clock: Clock = time.monotonic,
     ) -> None:
         """`clock` runs as the event loop's; it may be finer than the `time()` of that loop."""
-        self._dispatcher, self._reserve_retry_s, self._choose = dispatcher, reserve_retry_s, choose
-        self._clock = clock
+        self._dispatcher, self._choose = dispatcher, POLICIES[config.policy]
+        self._reserve_retry_s, self._clock = config.reserve_retry_s, clock
+        budget = RecoveryBudget(config.recoveries_per_s, clock)
+        options = RunOptions(config.reserve_retry_s, config.max_recoveries, config.group_wait_s)
+        self._context = RunContext(dispatcher, options, budget, clock, self._recovered)
+        self._missing_since_s: dict[str, float] = {}
+        """When each role without a usable group was first found to have none."""
+        self.recoveries: Counter[str] = Counter()
+        """Recoveries of requests since the start, by `Loss`."""
         self._engines: dict[str, RoutedGroup] = {}
         self._shunned: dict[tuple[str, str], float] = {}
         """Avoided pairs of a prefill and a decode group, with the end of the avoidance."""
@@ -132,6 +136,13 @@ class Router:
         }
         return sorted(set(self._roles) - usable)
 
+    def refused_roles(self) -> list[str]:
+        """Returns the roles that have had no usable group for `router.group_wait_s`: requests would wait in vain."""
+        missing, now_s = self.missing(), self._clock()
+        self._missing_since_s = {role: self._missing_since_s.get(role, now_s) for role in missing}
+        longest_s = self._context.options.group_wait_s
+        return [role for role in missing if now_s - self._missing_since_s[role] >= longest_s]
+
     def _compares(self, engine: RoutedGroup) -> bool:
         """Returns whether the policy compares cached prefixes of this group: several groups, prefix-aware policy."""
         kinds = Counter(e.group.role for e in self._engines.values())
@@ -147,12 +158,18 @@ class Router:
         }
         return RoutingRequest(len(prompt), session, block_hashes)
 
-    def _pair(self, request: RoutingRequest) -> tuple[RoutedGroup, RoutedGroup]:
-        """Returns the prefill and the decode group, the same one if colocated."""
+    def _pair(self, request: RoutingRequest, keep: str = "") -> Pair:
+        """Returns the prefill and the decode group, the same one if colocated.
+
+        `keep`: name of the decode group to choose if it is usable. Raises `BusyError` if no group is usable.
+        """
         if len(self._roles) == 1:
             both = self._choose(self._of(self._roles[0]), request)
             return both, both
         prefills, decodes = (self._of(role) for role in self._roles)
+        decodes = [
+            one for one in decodes if one.group.name == keep and not (one.lost or one.draining)
+        ] or decodes
         met = [one for one in prefills if any(self._meet(one, other) for other in decodes)]
         prefill = self._choose(met or prefills, request)
         met = [other for other in decodes if self._meet(prefill, other)]
@@ -187,51 +204,33 @@ class Router:
         Only prompts with the same `cache_salt` share cached KV. Requests with the same `session` use the same decode
         group, unless it is overloaded.
 
-        A request that loses a group, or whose KV arrives damaged twice, is repeated on other groups if no output has
-        been returned.
+        A request that loses a group, or whose KV arrives damaged twice, goes on with other groups behind its last
+        token: see `disagg.router.recovery`.
 
         Raises `InvalidRequestError`, `RequestInUseError`, `BusyError`, `PromptTooLongError`, `RequestTimeoutError`,
         `PeerLostError`, or another `DisaggError`.
         """
         check_sampling(sampling)  # the leaders check again, with the vocabulary
-        tokens, deadline_s = _packed(prompt), self._clock() + timeout_s
+        tokens, began_s, report = _packed(prompt), self._clock(), report or SessionReport()
+        branch = Branch(tuple(new_answers(sampling, decode)), sampling)
+        report.answers = [answer.tokens for answer in branch.answers]
+        report.prompt_tokens = len(tokens)
+        routed = RoutedRequest(request_id, tokens, cache_salt, began_s, began_s + timeout_s, report)
         request = self._routing_request(tokens, cache_salt, session)
-        for epoch in range(TRIES):
-            pair, answered = self._pair(request), False
-            run = Session(
-                pair[0].group,
-                pair[1].group,
-                RequestKey(request_id, epoch),
-                tokens,
-                sampling,
-                deadline_s,
-                decode,
-                report or SessionReport(),
-                self._reserve_retry_s,
-                cache_salt,
-                self._dispatcher.lost,
-            )
-            load = SessionLoad(
-                *pair, sampling.sequences, {engine: request.missing_tokens(engine) for engine in pair}
-            )
-            try:
-                async with aclosing(SessionDriver(self._dispatcher, run, load, self._clock).run()) as outputs:
-                    async for output in outputs:
-                        answered = True
-                        yield output
-                return
-            except (PeerLostError, ChecksumError) as error:
-                self._shun(*pair)
-                if answered or epoch + 1 == TRIES or not self._has_others(pair):
-                    raise
-                log.info("tried_elsewhere", request=request_id, not_with=_names(*pair), error=str(error))
+        run = RequestRun(
+            self._context, routed, lambda decode: self._pair(request, decode), request.missing_tokens
+        )
+        async with aclosing(run.outputs(branch)) as outputs:
+            async for output in outputs:
+                yield output
 
-    def _has_others(self, pair: tuple[RoutedGroup, RoutedGroup]) -> bool:
-        """Returns whether another usable pair exists."""
-        if len(self._roles) == 1:
-            return any(not e.lost and not e.draining for e in self._of(self._roles[0]) if e is not pair[0])
-        prefills, decodes = (self._of(role) for role in self._roles)
-        return any(self._meet(one, other) for one in prefills for other in decodes)
+    def _recovered(self, loss: Loss, pair: Pair) -> str:
+        """Counts a recovery and avoids the pair. Returns the name of the lost group; empty if both live."""
+        self.recoveries[loss.value] += 1
+        self._shun(*pair)
+        engine = pair[0] if loss is Loss.PREFILL else pair[1]
+        gone = self._engines.get(engine.group.name) is not engine
+        return engine.group.name if gone or self._lost(engine) or self.statuses.broken(engine) else ""
 
 
 def _packed(prompt: Sequence[int]) -> TokenIds:

@@ -29,6 +29,7 @@ from typing import Any
 
 from disagg.core.errors import (
     BusyError,
+    ChecksumError,
     DisaggError,
     InvariantError,
     PeerLostError,
@@ -36,57 +37,9 @@ from disagg.core.errors import (
     error_from_code,
 )
 from disagg.core.tokens import TokenIds
-from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket, TokenLogprobs
-from disagg.router.text import Decode, TextStream
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket
+from disagg.router.answers import Answer, Output, SessionReport
 from transport.control import messages as m
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """New tokens of one answer. `finish` is None until the last output: `stop` or `length`."""
-
-    index: int
-    """Position of the first of `tokens` in the answer."""
-    tokens: tuple[int, ...]
-    text: str
-    finish: str | None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token if `SamplingParams.logprobs` is set, else none."""
-    answer: int = 0
-    """Number of the answer within the request."""
-
-
-@dataclass(slots=True)
-class SessionReport:
-    """Measurements of a session, filled while the session runs. Times in seconds since the session began."""
-
-    prefill: str = ""
-    decode: str = ""
-    """Names of the chosen groups."""
-    prompt_tokens: int = 0
-    reserved_s: float = 0.0
-    ttft_s: float = 0.0
-    ended_s: float = 0.0
-    nbytes: int = 0
-    segments: int = 0
-    messages: int = 0
-    transfer_s: float = 0.0
-    transferred_s: float = 0.0
-    """Arrival of the prefill leader's report that the last segment has left."""
-    answers: list[list[int]] = field(default_factory=list)
-    """Tokens of each answer."""
-    released: bool = False
-    """Both groups confirmed that they freed the request."""
-
-    @property
-    def tokens(self) -> list[int]:
-        """Tokens of the first answer."""
-        return self.answers[0] if self.answers else []
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens of all answers together."""
-        return sum(map(len, self.answers))
 
 
 class SessionPhase(Enum):
@@ -125,7 +78,9 @@ class SessionTrigger(Enum):
     TOKENS = "tokens"
     TRANSFERRED = "transferred"
     FAILED = "failed"
-    PEER_LOST = "peer lost"
+    PREFILL_LOST = "prefill lost"
+    """The prefill group's leader is lost, and is not the decode group's."""
+    DECODE_LOST = "decode lost"
     RELEASED = "released"
     OTHER = "other"
     """A message without meaning for a session, or the loss of a leader that has nothing of the request."""
@@ -170,13 +125,15 @@ class CountPromptComputed:
 SessionAction = SendMessage | EmitOutput | PauseReserving | RaiseError | CountPromptComputed
 
 
-@dataclass(slots=True)
-class _Answer:
-    stream: TextStream | None
-    tokens: list[int] = field(default_factory=list)
-    early: dict[int, m.Tokens] = field(default_factory=dict)
-    """Messages ahead of an earlier token: prefill and decode group send independently. By index."""
-    over: bool = False
+class Loss(Enum):
+    """Why a session failed, where another session can go on with the request."""
+
+    PREFILL = "prefill_lost"
+    """The prefill group, or its connection with the decode group."""
+    DECODE = "decode_lost"
+    """The decode group, or a colocated one."""
+    DAMAGE = "damaged_kv"
+    """KV arrived damaged twice."""
 
 
 @dataclass(slots=True)
@@ -189,36 +146,36 @@ class Session:
     key: RequestKey
     prompt: TokenIds
     sampling: SamplingParams
+    began_s: float
+    """Start of the request, for the report. On the clock of every event's `now_s`, as `deadline_s`."""
     deadline_s: float
-    """On the clock of every event's `now_s`."""
-    decode_text: Decode | None
+    answers: list[Answer]
+    """Unfinished answers of the request. A session that continues an answer has this one only."""
     report: SessionReport
     reserve_retry_s: float
     cache_salt: str
     lost: Set[str]
     """Addresses of leaders that are lost now; the response dispatcher updates the set."""
+    after: RequestKey | None = None
+    """The earlier attempt whose row and pages the decode group keeps for this session."""
     phase: SessionPhase = SessionPhase.QUEUED
     involved: set[str] = field(default_factory=set)
     """Leaders that received the request, and so must release it."""
     unreleased: set[str] = field(default_factory=set)
     """Leaders that have not confirmed the release."""
-    answers: list[_Answer] = field(init=False)
-    _began_s: float = 0.0
+    loss: Loss | None = None
+    """Set with the error of a request that another session can continue."""
+    resumable: bool = False
+    """The decode group keeps row and pages for a session with this one's key as `after`."""
+    _answered: list[int] = field(init=False)
+    """Tokens of the answer at the start of the session."""
+    _decoded: bool = False
+    """The decode group has sent tokens: all KV has landed."""
     _now_s: float = 0.0
 
     def __post_init__(self) -> None:
-        self.answers = [self._new_answer() for _ in range(self.sampling.n)]
-        self.report.answers = [answer.tokens for answer in self.answers]
-        self.report.prompt_tokens = len(self.prompt)
+        self._answered = list(self.answers[0].tokens) if len(self.answers) == 1 else []
         self.report.prefill, self.report.decode = self.prefill.name, self.decode.name
-
-    def _new_answer(self) -> _Answer:
-        decode, sampling = self.decode_text, self.sampling
-        return _Answer(TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None)
-
-    def begin(self, now_s: float) -> None:
-        """Starts the clock of the report."""
-        self._began_s = now_s
 
     def left_s(self, now_s: float) -> float:
         """Returns the seconds until the deadline, 0 after it."""
@@ -238,19 +195,43 @@ class Session:
             case m.Prefilled():
                 return self._step(SessionTrigger.PREFILLED, message)
             case m.Tokens() if message.answer < len(self.answers):
+                self._decoded = True
                 return self._step(SessionTrigger.TOKENS, message)
             case m.Transferred():
                 return self._step(SessionTrigger.TRANSFERRED, message)
             case m.Released():
                 return self._step(SessionTrigger.RELEASED, peer)
             case m.Failed():
-                error = _error_of(message)
-                retry = self.phase is SessionPhase.RESERVING and self._pause_s(error) < self.left_s(now_s)
-                return self._step(SessionTrigger.BUSY if retry else SessionTrigger.FAILED, error)
+                return self._on_failed(peer, message)
             case PeerLostError() if peer in self.involved:
-                return self._step(SessionTrigger.PEER_LOST, peer)
+                lost = SessionTrigger.PREFILL_LOST if self._is_prefill(peer) else SessionTrigger.DECODE_LOST
+                return self._step(lost, peer)
             case _:
                 return self._step(SessionTrigger.OTHER)
+
+    def _on_failed(self, peer: str, message: m.Failed) -> list[SessionAction]:
+        error, prefill = _error_of(message), self._is_prefill(peer)
+        if prefill and self._decoded:  # its part is over
+            return self._step(SessionTrigger.OTHER)
+        if self.phase is SessionPhase.RESERVING and self._pause_s(error) < self.left_s(self._now_s):
+            return self._step(SessionTrigger.BUSY, error)
+        if self.phase is not SessionPhase.RELEASING:
+            self._note_loss(
+                error, prefill=prefill or message.resumable, resumable=prefill or message.resumable
+            )
+        return self._step(SessionTrigger.FAILED, error)
+
+    def _note_loss(self, error: DisaggError, *, prefill: bool, resumable: bool) -> None:
+        if isinstance(error, ChecksumError):
+            self.loss = Loss.DAMAGE
+        elif isinstance(error, PeerLostError):
+            self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
+        elif isinstance(error, BusyError):
+            self.resumable = resumable
+
+    def _is_prefill(self, peer: str) -> bool:
+        """Returns whether `peer` leads the prefill group, and not a colocated one."""
+        return peer == self.prefill.leader.control_address != self.decode.leader.control_address
 
     def _step(self, trigger: SessionTrigger, item: Any = None) -> list[SessionAction]:
         transition = TRANSITIONS[self.phase].get(trigger)
@@ -259,17 +240,24 @@ class Session:
         self.phase, handler = transition
         try:
             return handler(self, item)
-        except PeerLostError as error:  # a message had no living receiver
-            return self._step(SessionTrigger.FAILED, error)
+        except _NoReceiverError as none:
+            prefill = self._is_prefill(none.peer)
+            lost = SessionTrigger.PREFILL_LOST if prefill else SessionTrigger.DECODE_LOST
+            return self._step(lost, none.peer)
 
     def _reserve(self, _: None) -> list[SessionAction]:
         left_s = self.left_s(self._now_s)
-        return [
-            self._send(
-                self.decode,
-                m.Reserve(self.key, self.prompt, self.sampling, left_s, self.prefill.name, self.cache_salt),
-            )
-        ]
+        reserve = m.Reserve(
+            self.key,
+            self.prompt,
+            self.sampling,
+            left_s,
+            self.prefill.name,
+            self.cache_salt,
+            self._answered,
+            self.after,
+        )
+        return [self._send(self.decode, reserve)]
 
     def _pause(self, busy: BusyError) -> list[SessionAction]:
         return [PauseReserving(self._pause_s(busy))]
@@ -281,18 +269,21 @@ class Session:
         )
 
     def _prefill(self, ticket: Ticket) -> list[SessionAction]:
-        self.report.reserved_s = self._elapsed_s()
+        self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
         left_s = self.left_s(self._now_s)
-        prefill = m.Prefill(self.key, self.prompt, self.sampling, ticket, left_s, self.cache_salt)
+        prefill = m.Prefill(
+            self.key, self.prompt, self.sampling, ticket, left_s, self.cache_salt, self._answered
+        )
         return [self._send(self.prefill, prefill)]
 
     def _first_tokens(self, message: m.Prefilled) -> list[SessionAction]:
-        self.report.ttft_s = self._elapsed_s()
+        self.report.ttft_s = self.report.ttft_s or self._elapsed_s()
         logprobs = [[one] for one in message.logprobs] or [[] for _ in message.first_tokens]
         firsts = zip(message.first_tokens, logprobs, range(len(self.answers)), strict=False)
         actions: list[SessionAction] = [CountPromptComputed()]
         for token, of_token, number in firsts:
-            actions += self._ordered(m.Tokens(self.key, 0, [token], logprobs=of_token, answer=number))
+            at = len(self._answered)
+            actions += self._ordered(m.Tokens(self.key, at, [token], logprobs=of_token, answer=number))
         return actions + self._all_answered()
 
     def _tokens(self, message: m.Tokens) -> list[SessionAction]:
@@ -304,28 +295,13 @@ class Session:
 
     def _ordered(self, message: m.Tokens) -> list[SessionAction]:
         """Adds `message` to its answer; returns the outputs that are now complete up to their first token."""
-        answer = self.answers[message.answer]
-        answer.early.setdefault(message.index, message)
         actions: list[SessionAction] = []
-        while not answer.over and (tokens := answer.early.pop(len(answer.tokens), None)) is not None:
-            actions += self._output(answer, tokens)
-            if not tokens.tokens:
-                break
+        for output, cut in self.answers[message.answer].add(message):
+            leader = self.decode.leader.control_address
+            if cut and len(self.answers) > 1 and leader not in self.lost:
+                actions.append(SendMessage(leader, m.EndAnswer(self.key, message.answer)))
+            actions.append(EmitOutput(output))
         return actions
-
-    def _output(self, answer: _Answer, message: m.Tokens) -> list[SessionAction]:
-        index, finish = len(answer.tokens), message.finish
-        answer.tokens.extend(message.tokens)
-        actions: list[SessionAction] = []
-        text = ""
-        if answer.stream is not None:
-            text = answer.stream.push(message.tokens, last=finish is not None)
-            if answer.stream.stopped and finish is None and len(self.answers) > 1:
-                actions.append(self._send(self.decode, m.EndAnswer(self.key, message.answer)))
-            finish = "stop" if answer.stream.stopped else finish
-        answer.over = finish is not None
-        tokens, logprobs = tuple(message.tokens), tuple(message.logprobs)
-        return [*actions, EmitOutput(Output(index, tokens, text, finish, logprobs, message.answer))]
 
     def _measure(self, message: m.Transferred) -> list[SessionAction]:
         self.report.nbytes, self.report.segments = message.nbytes, message.segments
@@ -337,7 +313,14 @@ class Session:
         return [RaiseError(error)]
 
     def _fail_lost(self, peer: str) -> list[SessionAction]:
-        return self._fail(self._lost_error(peer))
+        error, prefill = self._lost_error(peer), self._is_prefill(peer)
+        self._note_loss(error, prefill=prefill, resumable=prefill)
+        return self._fail(error)
+
+    def _drop_prefill(self, peer: str) -> list[SessionAction]:
+        """Continues without the prefill group: if KV is missing, the decode group reports it."""
+        self.involved.discard(peer)
+        return []
 
     def _fail_queued(self, _: None) -> list[SessionAction]:
         return self._fail(
@@ -373,7 +356,7 @@ class Session:
     def _send(self, group: GroupInfo, message: m.Message) -> SendMessage:
         peer = group.leader.control_address
         if peer in self.lost:  # a later Release could not reach it either
-            raise self._lost_error(peer)
+            raise _NoReceiverError(peer)
         self.involved.add(peer)
         return SendMessage(peer, message)
 
@@ -382,7 +365,15 @@ class Session:
         return PeerLostError(f"lost the {role} group's leader at {peer}")
 
     def _elapsed_s(self) -> float:
-        return self._now_s - self._began_s
+        return self._now_s - self.began_s
+
+
+class _NoReceiverError(Exception):
+    """A message has no living receiver."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(peer)
+        self.peer = peer
 
 
 def _error_of(failed: m.Failed) -> DisaggError:
@@ -395,7 +386,8 @@ _P, _T = SessionPhase, SessionTrigger
 _Transition = tuple[SessionPhase, Callable[[Session, Any], list[SessionAction]]]
 _ENDINGS: dict[SessionTrigger, _Transition] = {
     _T.FAILED: (_P.FAILED, Session._fail),
-    _T.PEER_LOST: (_P.FAILED, Session._fail_lost),
+    _T.PREFILL_LOST: (_P.FAILED, Session._fail_lost),
+    _T.DECODE_LOST: (_P.FAILED, Session._fail_lost),
     _T.DEADLINE: (_P.FAILED, Session._fail_late),
     _T.CLOSE: (_P.RELEASING, Session._release),
 }
@@ -418,6 +410,9 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     | {
         _T.RESERVED: (_P.PREFILLING, Session._prefill),
         _T.BUSY: (_P.BACKING_OFF, Session._pause),
+        # The answer so far has ended: the lost group could not report it any more.
+        _T.TOKENS: (_P.RESERVING, Session._tokens),
+        _T.ALL_ANSWERED: (_P.ANSWERED, Session._ignore),
     },
     _P.BACKING_OFF: {
         _T.RETRY_DUE: (_P.RESERVING, Session._reserve),
@@ -434,6 +429,7 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     _P.DECODING: _ignoring(_P.DECODING)
     | _ENDINGS
     | {
+        _T.PREFILL_LOST: (_P.DECODING, Session._drop_prefill),
         _T.TOKENS: (_P.DECODING, Session._tokens),
         _T.TRANSFERRED: (_P.DECODING, Session._measure),
         _T.ALL_ANSWERED: (_P.ANSWERED, Session._ignore),
@@ -443,7 +439,8 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     _P.RELEASING: _ignoring(_P.RELEASING)
     | {
         _T.RELEASED: (_P.RELEASING, Session._confirm),
-        _T.PEER_LOST: (_P.RELEASING, Session._confirm),
+        _T.PREFILL_LOST: (_P.RELEASING, Session._confirm),
+        _T.DECODE_LOST: (_P.RELEASING, Session._confirm),
         _T.TRANSFERRED: (_P.RELEASING, Session._measure),
         _T.ALL_RELEASED: (_P.ENDED, Session._note_released),
         _T.RELEASE_TIMEOUT: (_P.ENDED, Session._ignore),

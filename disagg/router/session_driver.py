@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import structlog
 
 from disagg.core.clock import Clock
+from disagg.router.answers import Output
 from disagg.router.policy import SessionLoad
 from disagg.router.response_dispatcher import ResponseDispatcher, ResponseInbox
 from disagg.router.session import (
     CountPromptComputed,
     EmitOutput,
-    Output,
     PauseReserving,
     RaiseError,
     SendMessage,
@@ -30,55 +31,76 @@ RELEASE_TIMEOUT_S = 10.0
 
 
 class SessionDriver:
-    """Runs one session on the router's event loop. `run` it once, to its end."""
+    """Runs one session on the router's event loop: `run` it once to its end, then `release` it."""
 
     def __init__(
         self, dispatcher: ResponseDispatcher, session: Session, load: SessionLoad, clock: Clock
     ) -> None:
-        self._dispatcher, self._session, self._load, self._clock = dispatcher, session, load, clock
+        """Opens the inbox of the session. Raises `RequestInUseError`."""
+        self.session = session
+        self._dispatcher, self._load, self._clock = dispatcher, load, clock
         self._pause_s = 0.0
+        self._opened = ExitStack()
+        self._inbox: ResponseInbox = self._opened.enter_context(dispatcher.open(session.key))
+        self._ended: list[SessionAction] = []
+        self.reserving = asyncio.Event()
+        """Set when the first `Reserve` is sent, or the session has ended without."""
 
     async def run(self) -> AsyncGenerator[Output, None]:
-        """Streams the answers. An early `aclose` aborts the request in both groups."""
-        session = self._session
-        with self._dispatcher.open(session.key) as inbox:
-            session.begin(self._clock())
-            self._load.begin()
-            try:
-                await self._reserve(inbox)
-                while session.phase is not SessionPhase.ANSWERED:
-                    for output in self._perform(await self._next_actions(inbox)):
-                        yield output
-            finally:
-                actions = self._signal(SessionTrigger.CLOSE)
-                self._load.end()
-                await _to_its_end(self._release(inbox, actions))
+        """Streams the answers. `release` must follow, also after an error or an early `aclose`."""
+        self._load.begin()
+        try:
+            for output in await self._reserve():
+                yield output
+            while self.session.phase is not SessionPhase.ANSWERED:
+                for output in self._perform(await self._next_actions()):
+                    yield output
+        finally:
+            self.reserving.set()
+            self._ended = self._signal(SessionTrigger.CLOSE)
+            self._load.end()
 
-    async def _reserve(self, inbox: ResponseInbox) -> None:
-        """Reserves room in the decode group. Sessions reserve one after the other, first come, first served."""
+    async def release(self) -> None:
+        """Frees the request in every group that has it, also under cancellation; waits for the confirmations."""
+        await _to_its_end(self._release())
+
+    async def release_after(self, reserving: asyncio.Event) -> None:
+        """Releases once another session has claimed the pages of this one: its `reserving`."""
+        await reserving.wait()
+        await self.release()
+
+    async def _reserve(self) -> list[Output]:
+        """Reserves room in the decode group. Sessions reserve one after the other, first come, first served.
+
+        A session that takes over the pages of an earlier attempt does not wait for others.
+        """
+        room = self._load.decode.room if self.session.after is None else asyncio.Lock()
         try:
             async with asyncio.timeout(self._left_s()):
-                await self._load.decode.room.acquire()
+                await room.acquire()
         except TimeoutError:
             self._perform(self._signal(SessionTrigger.DEADLINE))
         try:
             self._perform(self._signal(SessionTrigger.TURN))
-            while self._session.phase in (SessionPhase.RESERVING, SessionPhase.BACKING_OFF):
-                self._perform(await self._next_actions(inbox))
+            self.reserving.set()
+            outputs: list[Output] = []
+            while self.session.phase in (SessionPhase.RESERVING, SessionPhase.BACKING_OFF):
+                outputs += self._perform(await self._next_actions())
+            return outputs
         finally:
-            self._load.decode.room.release()
+            room.release()
 
-    async def _next_actions(self, inbox: ResponseInbox) -> list[SessionAction]:
-        if self._session.phase is SessionPhase.BACKING_OFF:  # messages stay in the inbox
+    async def _next_actions(self) -> list[SessionAction]:
+        if self.session.phase is SessionPhase.BACKING_OFF:  # messages stay in the inbox
             await asyncio.sleep(self._pause_s)
             return self._signal(SessionTrigger.RETRY_DUE)
         try:
             # Not `wait_for`: in Python 3.11 it swallows a cancellation that coincides with a message.
             async with asyncio.timeout(self._left_s()):
-                peer, message = await inbox.get()
+                peer, message = await self._inbox.get()
         except TimeoutError:
             return self._signal(SessionTrigger.DEADLINE)
-        return self._session.on_message(peer, message, self._clock())
+        return self.session.on_message(peer, message, self._clock())
 
     def _perform(self, actions: Sequence[SessionAction]) -> list[Output]:
         """Performs `actions` and returns their outputs. Raises the error that ended the request."""
@@ -97,23 +119,25 @@ class SessionDriver:
                     raise action.error
         return outputs
 
-    async def _release(self, inbox: ResponseInbox, actions: Sequence[SessionAction]) -> None:
-        session = self._session
-        self._perform(actions)
+    async def _release(self) -> None:
+        session = self.session
         try:
+            self._perform(self._ended)
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 while session.phase is SessionPhase.RELEASING:
-                    peer, message = await inbox.get()
+                    peer, message = await self._inbox.get()
                     self._perform(session.on_message(peer, message, self._clock()))
         except TimeoutError:
             self._signal(SessionTrigger.RELEASE_TIMEOUT)
             log.warning("release_not_confirmed", request=str(session.key), peers=sorted(session.unreleased))
+        finally:
+            self._opened.close()
 
     def _signal(self, trigger: SessionTrigger) -> list[SessionAction]:
-        return self._session.on_signal(trigger, self._clock())
+        return self.session.on_signal(trigger, self._clock())
 
     def _left_s(self) -> float:
-        return self._session.left_s(self._clock())
+        return self.session.left_s(self._clock())
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:

@@ -15,7 +15,7 @@ from disagg.api.admission import Admission
 from disagg.api.metrics import Metrics
 from disagg.api.pace import CALM, Pace
 from disagg.core.errors import BusyError
-from disagg.router.session import SessionReport
+from disagg.router.answers import SessionReport
 
 TICK_S = 0.01
 MAX_RUNNING, MAX_QUEUED = 64, 256

@@ -37,7 +37,7 @@ from disagg.core.errors import ConfigError, PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.reference.answers import reference_answers
-from disagg.router.session import SessionReport
+from disagg.router.answers import SessionReport
 from transport.keys.curve import make_keys
 
 pytestmark = pytest.mark.filterwarnings(

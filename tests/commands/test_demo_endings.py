@@ -14,7 +14,7 @@ from rich.progress import Progress
 from disagg.commands import demo
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Output
+from disagg.router.answers import Output
 
 
 class ScriptedRouter:

@@ -31,10 +31,10 @@ from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.reference.answers import reference_answers
+from disagg.router.answers import SessionReport
 from disagg.router.follow import joined
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
-from disagg.router.session import SessionReport
 from transport.control.zmq import make_control
 from transport.keys.curve import make_keys
 

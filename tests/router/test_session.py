@@ -20,24 +20,24 @@ from disagg.core.types import (
     Span,
     Ticket,
 )
+from disagg.router.answers import Output, SessionReport, new_answers
 from disagg.router.session import (
     TRANSITIONS,
     CountPromptComputed,
     EmitOutput,
-    Output,
+    Loss,
     PauseReserving,
     RaiseError,
     SendMessage,
     Session,
     SessionAction,
     SessionPhase,
-    SessionReport,
     SessionTrigger,
 )
 from transport.control import messages as m
 
 PREFILL, DECODE = "prefill-address", "decode-address"
-KEY = RequestKey("r")
+KEY, OLD_KEY = RequestKey("r", 1), RequestKey("r", 0)
 RESERVED = m.Reserved(KEY, Ticket(KEY, 7, "decode", Span(0, 1)))
 BUSY = m.Failed(KEY, "busy", "full", retryable=True, retry_after_s=1.0)
 FAILED = m.Failed(KEY, "checksum", "damaged", retryable=True)
@@ -68,6 +68,8 @@ class Script:
     tokens: list[m.Message]
     """In the order of sending."""
     colocated: bool = False
+    answered: tuple[int, ...] = ()
+    """The answer so far, of an earlier attempt."""
 
 
 def tokens(index: int, *values: int, finish: str | None = None, answer: int = 0) -> m.Tokens:
@@ -111,6 +113,10 @@ SCRIPTS = {
         [m.Prefilled(KEY, []), TRANSFERRED],
         [tokens(0, 0, 1, 2, finish="length")],
     ),
+    "continued": Script(
+        ONE, [RESERVED], [m.Prefilled(KEY, [1])], [tokens(2, 2, finish="length")], answered=(0,)
+    ),
+    "continued, ended": Script(ONE, [tokens(3, finish="length")], [], [], answered=(0, 1, 2)),
     "colocated": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), *STREAM], [], colocated=True),
 }
 
@@ -139,11 +145,25 @@ class World:
         decode = group("colocated", DECODE) if script.colocated else group("decode", DECODE)
         prefill = decode if script.colocated else group("prefill", PREFILL)
         lost: set[str] = set()
-        text = spell if script.sampling.stop else None
+        answers = new_answers(script.sampling, spell if script.sampling.stop else None)
+        if script.answered:
+            answers[0].tokens.extend(script.answered)
+        report = SessionReport(answers=[answer.tokens for answer in answers])
         session = Session(
-            prefill, decode, KEY, [1], script.sampling, DEADLINE_S, text, SessionReport(), 0.05, "", lost
+            prefill,
+            decode,
+            KEY,
+            [1],
+            script.sampling,
+            0.0,
+            DEADLINE_S,
+            answers,
+            report,
+            0.05,
+            "",
+            lost,
+            OLD_KEY if script.answered else None,
         )
-        session.begin(0.0)
         return cls(copy.deepcopy(script), session, lost=lost)
 
     def moves(self) -> Iterator[tuple[str, str]]:
@@ -201,9 +221,13 @@ class World:
         self.received.add(peer)
         match message:
             case m.Reserve():
+                assert (message.answered, message.after is None) == (
+                    list(self.script.answered),
+                    not self.script.answered,
+                )
                 self.queues[peer].append(self.script.reservations.pop(0))
             case m.Prefill():
-                assert message.ticket == RESERVED.ticket
+                assert (message.ticket, message.answered) == (RESERVED.ticket, list(self.script.answered))
                 self.queues[peer] += self.script.prefilled
                 if DECODE not in self.lost:
                     self.queues[DECODE] += self.script.tokens
@@ -226,7 +250,7 @@ class World:
         confirmed = not self.session.unreleased
         assert self.session.report.released == confirmed
         assert self.computed <= 1
-        answers: dict[int, list[int]] = {}
+        answers: dict[int, list[int]] = {0: list(self.script.answered)} if self.script.answered else {}
         over: set[int] = set()
         for output in self.outputs:
             answer = answers.setdefault(output.answer, [])
@@ -313,6 +337,48 @@ def test_a_leader_that_never_received_the_request_is_not_released() -> None:
     assert str(world.errors[0]) == f"lost the prefill group's leader at {PREFILL}"
     world.make(*CLOSE)
     assert world.released == [DECODE]
+
+
+def test_a_stream_goes_on_when_its_prefill_group_is_lost() -> None:
+    world = run(SCRIPTS["one answer"], TURN, FROM_DECODE, FROM_PREFILL, ("lose", PREFILL))
+    assert world.session.phase is SessionPhase.DECODING
+    for _ in range(2):
+        world.make(*FROM_DECODE)
+    assert [output.finish for output in world.outputs] == [None, None, "length"]
+    world.make(*CLOSE)
+    assert world.released == [DECODE]
+
+
+@pytest.mark.parametrize(
+    ("peer", "moves", "loss", "resumable"),
+    [
+        (PREFILL, [], Loss.PREFILL, True),
+        (DECODE, [], Loss.DECODE, False),
+        (DECODE, [FROM_PREFILL], Loss.DECODE, False),
+    ],
+)
+def test_a_lost_group_leaves_the_request_to_another_session(
+    peer: str, moves: list[tuple[str, str]], loss: Loss, resumable: bool
+) -> None:
+    world = run(SCRIPTS["one answer"], TURN, FROM_DECODE, *moves, ("lose", peer))
+    assert (world.session.phase, world.session.loss) == (SessionPhase.FAILED, loss)
+    assert world.session.resumable == resumable
+
+
+@pytest.mark.parametrize("resumable", [False, True])
+def test_the_decode_group_says_whether_it_keeps_the_pages(resumable: bool) -> None:
+    lost = m.Failed(KEY, "peer_lost", "lost", retryable=True, resumable=resumable)
+    script = Script(ONE, [RESERVED], [m.Prefilled(KEY, [0])], [lost])
+    world = run(script, TURN, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
+    assert world.session.loss is (Loss.PREFILL if resumable else Loss.DECODE)
+    assert world.session.resumable == resumable
+
+
+def test_a_failure_of_the_prefill_group_behind_its_part_changes_nothing() -> None:
+    script = Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), FAILED], STREAM)
+    world = run(script, TURN, FROM_DECODE, FROM_PREFILL, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
+    assert world.session.phase is SessionPhase.ANSWERED
+    assert world.errors == []
 
 
 def test_a_colocated_leader_is_released_once() -> None:

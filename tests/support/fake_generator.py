@@ -8,7 +8,7 @@ from typing import Any
 
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams, TokenLogprobs
-from disagg.router.session import Output, SessionReport
+from disagg.router.answers import Output, SessionReport
 from disagg.router.text import Decode, TextStream
 
 ANSWER = b"abcdefghijklmnopqrstuvwxyz"
@@ -42,6 +42,9 @@ class FakeGenerator:
         """Wait for `go` after the last output, as a session does whose groups are slow to release."""
 
     def missing(self) -> list[str]:
+        return self.down
+
+    def refused_roles(self) -> list[str]:
         return self.down
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:

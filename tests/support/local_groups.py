@@ -31,10 +31,9 @@ from disagg.model.load.source import ModelSource
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.assemble import make_runner
 from disagg.node.links import make_link
-from disagg.router.policy import POLICIES
+from disagg.router.answers import Output, SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
-from disagg.router.session import Output, SessionReport
 from disagg.router.status import watching
 from prefill_node.rank import PrefillRank
 from transport.base import Transport
@@ -229,7 +228,7 @@ class LocalGroups:
         )
         mail.start()
         try:
-            router = Router(mail, self.infos.values(), choose=POLICIES[self.config.router.policy])
+            router = Router(mail, self.infos.values(), config=self.config.router)
             async with watching(router.statuses, self.config.metrics.interval_s):
                 yield router
         finally:

@@ -26,8 +26,8 @@ from disagg.core.sampling import sampling_of
 from disagg.core.types import SamplingParams
 from disagg.model.load.source import ModelSource
 from disagg.model.load.tiny import EOS_ID
+from disagg.router.answers import Output
 from disagg.router.router import Router
-from disagg.router.session import Output
 from transport.control import messages as m
 
 TOKENS = 20

@@ -14,8 +14,8 @@ from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, 
 import disagg.router.router
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
+from disagg.router.answers import SessionReport
 from disagg.router.router import Router
-from disagg.router.session import SessionReport
 from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
 

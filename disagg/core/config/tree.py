@@ -352,10 +352,17 @@ class RouterConfig(Section, frozen=True):
     request_timeout_s: float = 120.0
     reserve_retry_s: float = 0.05
     """Pause before the next `Reserve` to a full decode group."""
+    max_recoveries: int = 3
+    """How often a request whose groups are lost may continue on others, within its time limit. 0: it fails."""
+    recoveries_per_s: float = 100.0
+    """Recoveries that a router starts per second, and at once after a quiet second; others wait."""
+    group_wait_s: float = 60.0
+    """How long a request waits for a group where no group of a role is up, within its time limit."""
 
     def __post_init__(self) -> None:
         self._one_of("policy", PolicyName)
-        self._positive("request_timeout_s", "reserve_retry_s")
+        self._positive("request_timeout_s", "reserve_retry_s", "recoveries_per_s")
+        self._at_least(0, "max_recoveries", "group_wait_s")
 
 
 class MetricsConfig(Section, frozen=True):

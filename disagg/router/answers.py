@@ -1,0 +1,104 @@
+"""The answers of one request: their tokens so far, the outputs for the client, and measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from disagg.core.types import SamplingParams, TokenLogprobs
+from disagg.router.text import Decode, TextStream
+from transport.control import messages as m
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New tokens of one answer. `finish` is None until the last output: `stop` or `length`."""
+
+    index: int
+    """Position of the first of `tokens` in the answer."""
+    tokens: tuple[int, ...]
+    text: str
+    finish: str | None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One per token if `SamplingParams.logprobs` is set, else none."""
+    answer: int = 0
+    """Number of the answer within the request."""
+
+
+@dataclass(slots=True)
+class SessionReport:
+    """Measurements of a request, filled while it runs. Times in seconds since its first session began."""
+
+    prefill: str = ""
+    decode: str = ""
+    """Names of the groups that were chosen last."""
+    prompt_tokens: int = 0
+    reserved_s: float = 0.0
+    ttft_s: float = 0.0
+    ended_s: float = 0.0
+    nbytes: int = 0
+    segments: int = 0
+    messages: int = 0
+    transfer_s: float = 0.0
+    transferred_s: float = 0.0
+    """Arrival of the prefill leader's report that the last segment has left."""
+    answers: list[list[int]] = field(default_factory=list)
+    """Tokens of each answer."""
+    recoveries: list[str] = field(default_factory=list)
+    """The cause of each recovery; see `disagg.router.recovery.Cause`."""
+    released: bool = False
+    """All groups confirmed that they freed the request."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens of the first answer."""
+        return self.answers[0] if self.answers else []
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens of all answers together."""
+        return sum(map(len, self.answers))
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer. It outlives a session that loses its groups."""
+
+    number: int
+    """Number of the answer within the request."""
+    stream: TextStream | None
+    tokens: list[int] = field(default_factory=list)
+    early: dict[int, m.Tokens] = field(default_factory=dict)
+    """Messages ahead of an earlier token: prefill and decode group send independently. By index."""
+    over: bool = False
+
+    def add(self, message: m.Tokens) -> Iterable[tuple[Output, bool]]:
+        """Adds `message`; yields the outputs that are now complete up to their first token.
+
+        Each comes with whether a stop string ended the answer before the decode group did.
+        """
+        self.early.setdefault(message.index, message)
+        while not self.over and (tokens := self.early.pop(len(self.tokens), None)) is not None:
+            yield self._output(tokens)
+            if not tokens.tokens:
+                break
+
+    def _output(self, message: m.Tokens) -> tuple[Output, bool]:
+        index, finish = len(self.tokens), message.finish
+        self.tokens.extend(message.tokens)
+        text, cut = "", False
+        if self.stream is not None:
+            text = self.stream.push(message.tokens, last=finish is not None)
+            cut = self.stream.stopped and finish is None
+            finish = "stop" if self.stream.stopped else finish
+        self.over = finish is not None
+        tokens, logprobs = tuple(message.tokens), tuple(message.logprobs)
+        return Output(index, tokens, text, finish, logprobs, self.number), cut
+
+
+def new_answers(sampling: SamplingParams, decode: Decode | None) -> list[Answer]:
+    """Returns the answers of a request, without tokens. `decode` converts tokens to text; None: no text."""
+    return [
+        Answer(number, TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None)
+        for number in range(sampling.n)
+    ]

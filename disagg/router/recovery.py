@@ -1,0 +1,105 @@
+"""Recovery of requests whose groups are lost: what is left to do, how often, and at which rate.
+
+A request is cut into attempts, each a `disagg.router.session.Session` under its own epoch. When a session fails with
+a `Loss`, another session goes on with the prompt and the answer so far. Several answers that have tokens already go
+on one by one; a request without tokens, or a beam search, starts again as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from disagg.core.clock import Clock
+from disagg.core.errors import PeerLostError
+from disagg.core.sampling import sampling_of
+from disagg.core.types import SamplingParams
+from disagg.router.answers import Answer
+
+DEADLY = 2
+"""Groups that a request may lose at the same token; then it counts as the cause."""
+SECOND_PAUSE_S = 1.0
+"""Pause before the second recovery of a request; four times as long before each later one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Answers that one session computes, and the recoveries behind them."""
+
+    answers: tuple[Answer, ...]
+    sampling: SamplingParams
+    recoveries: int = 0
+    died: frozenset[str] = frozenset()
+    """Groups lost in a row without a new token."""
+    tokens: int = 0
+    """Tokens of the answers at the latest loss."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no output has been returned."""
+        return not any(answer.tokens for answer in self.answers)
+
+    @property
+    def pause_s(self) -> float:
+        """Pause before the next session: none at first, then time for a connection or a group to come back."""
+        return 0.0 if self.recoveries < 2 else SECOND_PAUSE_S * 4.0 ** (self.recoveries - 2)
+
+    def after_loss(self, died: str) -> Branch:
+        """Returns the branch after a failed session; `died` is the name of the lost group, empty if none is lost."""
+        tokens = sum(len(answer.tokens) for answer in self.answers)
+        before = self.died if tokens == self.tokens else frozenset()
+        return replace(
+            self, recoveries=self.recoveries + 1, died=before | {died} if died else before, tokens=tokens
+        )
+
+    def unfinished(self) -> list[Branch]:
+        """Returns the branches that compute the rest: one per answer with tokens, else one for all.
+
+        Clears messages of the failed session that came ahead of a missing token.
+        """
+        for answer in self.answers:
+            answer.early.clear()
+        if self.is_fresh or self.sampling.beams or len(self.answers) == 1:
+            return [self]
+        return [
+            replace(
+                self, answers=(answer,), sampling=_alone(self.sampling, answer), tokens=len(answer.tokens)
+            )
+            for answer in self.answers
+            if not answer.over
+        ]
+
+
+def _alone(sampling: SamplingParams, answer: Answer) -> SamplingParams:
+    """Returns the parameters of one of several answers, for a request of its own."""
+    return msgspec.structs.replace(sampling_of(sampling, answer.number), n=1)
+
+
+def require_recoverable(request_id: str, branch: Branch, max_recoveries: int, error: Exception) -> None:
+    """Raises `PeerLostError` when a request has been recovered too often, or seems to kill groups."""
+    if branch.recoveries > max_recoveries:
+        raise PeerLostError(
+            f"request {request_id} lost its groups {branch.recoveries} times, more than router.max_recoveries = "
+            f"{max_recoveries}; the last time: {error}"
+        ) from error
+    if len(branch.died) >= DEADLY:
+        raise PeerLostError(
+            f"request {request_id} is given up: {' and '.join(sorted(branch.died))} were lost while they computed "
+            f"token {branch.tokens} of its answer, which it may have caused; the last time: {error}"
+        ) from error
+
+
+class RecoveryBudget:
+    """Spreads the recoveries of one router over time: a token bucket. A lost group can have hundreds of requests."""
+
+    def __init__(self, per_s: float, clock: Clock) -> None:
+        """At most `per_s` recoveries start in a second, plus as many at once after a quiet second."""
+        self._interval_s, self._clock = 1.0 / per_s, clock
+        self._next_s = clock()
+
+    def wait_s(self) -> float:
+        """Takes one recovery from the budget; returns the seconds until it may start."""
+        now_s = self._clock()
+        self._next_s = max(self._next_s, now_s - 1.0) + self._interval_s
+        return max(0.0, self._next_s - now_s)

@@ -1,0 +1,226 @@
+"""One request from prompt to last token, over as many sessions as its groups' deaths make necessary."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from disagg.core.clock import Clock
+from disagg.core.errors import BusyError, DisaggError
+from disagg.core.tokens import TokenIds
+from disagg.core.types import RequestKey
+from disagg.router.answers import Output, SessionReport
+from disagg.router.policy import RoutedGroup, SessionLoad
+from disagg.router.recovery import Branch, RecoveryBudget, require_recoverable
+from disagg.router.response_dispatcher import ResponseDispatcher
+from disagg.router.session import Loss, Session
+from disagg.router.session_driver import SessionDriver
+
+log = structlog.get_logger(__name__)
+
+NO_GROUP_PAUSE_S = 0.25
+"""Longest pause before a request looks for a group again, where none is up."""
+
+Pair = tuple[RoutedGroup, RoutedGroup]
+"""The prefill and the decode group of a session, the same one if colocated."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Settings of a router for all of its requests; see `disagg.core.config.tree.RouterConfig`."""
+
+    reserve_retry_s: float
+    max_recoveries: int
+    group_wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A request as its router received it. Times on the router's clock."""
+
+    request_id: str
+    prompt: TokenIds
+    cache_salt: str
+    began_s: float
+    deadline_s: float
+    report: SessionReport
+
+
+@dataclass(slots=True)
+class RunContext:
+    """What the requests of a router share."""
+
+    dispatcher: ResponseDispatcher
+    options: RunOptions
+    budget: RecoveryBudget
+    clock: Clock
+    recovered: Callable[[Loss, Pair], str]
+    """Called for each recovery with the groups of the failed session. Returns the name of the group that is dead or
+    cut off from the router; empty if both live, and only the connection between them is lost."""
+
+
+@dataclass(slots=True)
+class RequestRun:
+    """Runs one request. `outputs` once; every session is released when it has ended."""
+
+    context: RunContext
+    request: RoutedRequest
+    choose: Callable[[str], Pair]
+    """Returns a pair for the next session, with the decode group of this name if it is usable. Raises `BusyError`."""
+    missing_tokens: Callable[[RoutedGroup], int]
+    """Returns the prompt tokens that a group has to compute or receive."""
+    _epochs: itertools.count[int] = field(default_factory=itertools.count)
+    _releases: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def outputs(self, branch: Branch) -> AsyncGenerator[Output, None]:
+        """Streams the answers of `branch`, and returns when every session is released."""
+        try:
+            async with aclosing(self._branch(branch, None)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            if self._releases:
+                await asyncio.wait(self._releases)
+
+    async def _branch(self, branch: Branch, failed: SessionDriver | None) -> AsyncGenerator[Output, None]:
+        """Streams the answers of `branch`. `failed` ran its last session, whose pages the next one may take over."""
+        while True:
+            try:
+                session, load = await self._next_session(branch, failed)
+                driver = SessionDriver(self.context.dispatcher, session, load, self.context.clock)
+            except BaseException:
+                if failed is not None:
+                    await failed.release()
+                raise
+            if failed is not None:
+                self._in_background(failed.release_after(driver.reserving))
+            try:
+                try:
+                    async with aclosing(driver.run()) as outputs:
+                        async for output in outputs:
+                            yield output
+                    branches = []
+                except DisaggError as error:
+                    branches = await self._recover(branch, session, load, error)
+            except BaseException:
+                await driver.release()
+                raise
+            failed = driver if session.resumable and len(branches) == 1 else None
+            if not branches:
+                await driver.release()
+                return
+            if failed is None:
+                self._in_background(driver.release())
+            if len(branches) > 1:
+                async with aclosing(_merged([self._branch(one, None) for one in branches])) as outputs:
+                    async for output in outputs:
+                        yield output
+                return
+            branch = branches[0]
+
+    async def _next_session(
+        self, branch: Branch, failed: SessionDriver | None
+    ) -> tuple[Session, SessionLoad]:
+        """Chooses groups, and waits for them where none is up. Raises `BusyError`."""
+        before = failed.session if failed is not None else None
+        pair = await self._pair(before.decode.name if before is not None else "")
+        after = before.key if before is not None and pair[1].group == before.decode else None
+        request, context = self.request, self.context
+        session = Session(
+            pair[0].group,
+            pair[1].group,
+            RequestKey(request.request_id, next(self._epochs)),
+            request.prompt,
+            branch.sampling,
+            request.began_s,
+            request.deadline_s,
+            list(branch.answers),
+            request.report,
+            context.options.reserve_retry_s,
+            request.cache_salt,
+            context.dispatcher.lost,
+            after,
+        )
+        tokens = {engine: self.missing_tokens(engine) for engine in pair}
+        return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
+
+    async def _pair(self, decode: str) -> Pair:
+        """Waits up to `router.group_wait_s` for groups, within the request's time."""
+        clock, options = self.context.clock, self.context.options
+        until_s = min(clock() + options.group_wait_s, self.request.deadline_s)
+        while True:
+            try:
+                return self.choose(decode)
+            except BusyError:
+                if clock() >= until_s:
+                    raise
+            await asyncio.sleep(min(NO_GROUP_PAUSE_S, max(0.0, until_s - clock())))
+
+    async def _recover(
+        self, branch: Branch, session: Session, load: SessionLoad, error: DisaggError
+    ) -> list[Branch]:
+        """Returns what is left of `branch`, when it may go on. Raises `error`, or why the request is given up."""
+        request, context = self.request, self.context
+        if session.loss is None:
+            if not isinstance(error, BusyError) or branch.recoveries == 0:
+                raise error
+            await asyncio.sleep(min(error.retry_after_s, session.left_s(context.clock())))
+        else:
+            branch = branch.after_loss(context.recovered(session.loss, (load.prefill, load.decode)))
+            require_recoverable(request.request_id, branch, context.options.max_recoveries, error)
+            request.report.recoveries.append(session.loss.value)
+            log.info(
+                "request_recovered",
+                request=str(session.key),
+                cause=session.loss.value,
+                prefill=session.prefill.name,
+                decode=session.decode.name,
+                resumed=session.resumable,
+                error=str(error),
+            )
+            pause_s = max(context.budget.wait_s(), branch.pause_s)
+            await asyncio.sleep(min(pause_s, session.left_s(context.clock())))
+        if session.left_s(context.clock()) == 0:
+            raise error
+        return branch.unfinished()
+
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        self._releases.add(asyncio.ensure_future(work))
+
+
+async def _merged(
+    streams: Sequence[AsyncGenerator[Output, None]],
+) -> AsyncGenerator[Output, None]:
+    """Yields the outputs of several streams as they come. The first error ends all streams."""
+    merged: asyncio.Queue[Output | None] = asyncio.Queue()
+
+    async def feed(stream: AsyncGenerator[Output, None]) -> None:
+        try:
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
+                    merged.put_nowait(output)
+        finally:
+            merged.put_nowait(None)
+
+    feeds = [asyncio.ensure_future(feed(stream)) for stream in streams]
+    try:
+        left = len(feeds)
+        while left:
+            output = await merged.get()
+            if output is not None:
+                yield output
+                continue
+            left -= 1
+            for task in feeds:
+                if task.done():
+                    task.result()
+    finally:
+        for task in feeds:
+            task.cancel()
+        await asyncio.wait(feeds)
