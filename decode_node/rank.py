@@ -14,6 +14,7 @@ from decode_node.options import ReceiverContext, ReceiverOptions
 from decode_node.receiver import SegmentReceiver
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.config.read import DecodeConfig
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import record_event
 from disagg.node.links import Link, make_link
@@ -25,7 +26,7 @@ from transport.control import messages as m
 from transport.tags import TICKET_NUMBERS
 
 
-class DecodeRank(RankNode[DecodeLeader, SegmentReceiver]):
+class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
     """One decode rank; `disagg.node.rank` describes its threads."""
 
     role: ClassVar[str] = "decode"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
+from disagg.core.config.read import PrefillConfig
 from disagg.core.types import GroupInfo, RankInfo, RequestKey, Span
 from disagg.node.device import record_event
 from disagg.node.links import Link, make_link
@@ -23,7 +24,7 @@ from transport.control import messages as m
 MAX_WAITING = 1024
 
 
-class PrefillRank(RankNode[PrefillLeader, SegmentSender]):
+class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
     """See `disagg.node.rank`."""
 
     role: ClassVar[str] = "prefill"

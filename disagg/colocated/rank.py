@@ -11,6 +11,7 @@ import torch
 
 from disagg.colocated.leader import ColocatedLeader
 from disagg.colocated.scheduler import ColocatedScheduler
+from disagg.core.config.read import ColocatedConfig
 from disagg.core.errors import HandshakeError
 from disagg.core.status import RankStatus
 from disagg.core.types import GroupInfo, RankInfo
@@ -68,7 +69,7 @@ class NoTransfers:
         """No effect: the agent has no state."""
 
 
-class ColocatedRank(RankNode[ColocatedLeader, NoTransfers]):
+class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
     """See `disagg.node.rank`. A colocated rank has no links."""
 
     role: ClassVar[str] = "colocated"

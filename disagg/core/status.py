@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from disagg.core.bounds import Count, Label, Seconds
-from disagg.core.config.tree import Role
+from disagg.core.config.groups import Role
 
 MANY = msgspec.Meta(max_length=4096)
 

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 
-from disagg.core.config.tree import EvictionName
+from disagg.core.config.groups import EvictionName
 from disagg.kv.radix_node import Node
 
 ORDERS: dict[EvictionName, Callable[[Node], tuple[int, ...]]] = {

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from disagg.core.config.tree import EvictionName
+from disagg.core.config.groups import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import Digest, PrefixKey
 from disagg.core.tokens import TOKEN_BYTES

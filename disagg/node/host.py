@@ -66,13 +66,13 @@ def freeze_objects() -> None:
 class RankHost:
     """Owns one `RankNode`. Call order: `rendezvous` (rank 0 only), `start`, `join`, `link`, `stop`."""
 
-    node_class: ClassVar[type[RankNode[Any, Any]]]
+    node_class: ClassVar[type[RankNode[Any, Any, Any]]]
 
     def __init__(self, rank: int, config: Config, keys: AnyKeys, name: str = "") -> None:
         """`name`: the group's name; by default its role."""
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
-        self._node: RankNode[Any, Any] | None = None
+        self._node: RankNode[Any, Any, Any] | None = None
         self._collective: Collective | None = None
         self._meeting_folder = ""
         self._over, self._broken = threading.Event(), ""
@@ -107,13 +107,13 @@ class RankHost:
         if device.type == "cuda":
             if group.pool_tokens == 0:
                 memory = describe(fill_memory(runner, self._config, group, self.node_class.role))
-            warm_model(runner, group.chunk_tokens, min(group.max_batch, group.max_requests))
+            warm_model(runner, group.chunk_tokens, group.decode_batch or group.max_requests)
             if self.node_class.role == "decode":
                 warm_page_copies(runner)
-            if group.graphs and self.node_class.role == "prefill":
-                runner.record_chunks(group.chunk_tokens)
+            if group.graphs and group.decode_batch:
+                runner.record(group.decode_batch)
             elif group.graphs:
-                runner.record(min(group.max_batch, group.max_requests))
+                runner.record_chunks(group.chunk_tokens)
         choice = self._choose_transport()
         self._node = self.node_class(
             rank=self._rank,
@@ -204,7 +204,7 @@ class RankHost:
             shutil.rmtree(self._meeting_folder, ignore_errors=True)
             self._meeting_folder = ""
 
-    def _running(self) -> RankNode[Any, Any]:
+    def _running(self) -> RankNode[Any, Any, Any]:
         assert self._node is not None, "a rank is used after start"
         return self._node
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from disagg.core.config.tree import EvictionName
+from disagg.core.config.groups import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.event_log import KVEventLog

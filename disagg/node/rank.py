@@ -72,11 +72,12 @@ class Agent(TransferAgent, Protocol):
         """Raises `InvariantError` if the agent is inconsistent."""
 
 
+GroupT = TypeVar("GroupT", bound=GroupConfig)
 LeaderT = TypeVar("LeaderT", bound=Leader)
 AgentT = TypeVar("AgentT", bound=Agent)
 
 
-class RankNode(ABC, Generic[LeaderT, AgentT]):
+class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     """Base of the ranks of each role. Call order: constructor, `start`, `join`, `link`, `stop`."""
 
     role: ClassVar[str]
@@ -88,7 +89,7 @@ class RankNode(ABC, Generic[LeaderT, AgentT]):
         *,
         rank: int,
         config: Config,
-        group_config: GroupConfig,
+        group_config: GroupT,
         name: str = "",
         runner: ModelRunner,
         control: ControlChannel,

@@ -91,14 +91,14 @@ def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: s
 def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
     """Measures the memory budget by running the largest steps. Collective over the group's ranks."""
     device, pool_bytes = runner.device, runner.pool.nbytes
-    _run_largest(runner, group, role)  # libraries load and allocate their own memory
+    _run_largest(runner, group)  # libraries load and allocate their own memory
     cuda.synchronize(device)
     held_bytes = cuda.memory_allocated(device)
     cuda.reset_peak_memory_stats(device)
-    _run_largest(runner, group, role)
+    _run_largest(runner, group)
     cuda.synchronize(device)
     work_bytes = cuda.max_memory_allocated(device) - held_bytes
-    rows = 1 if role == "prefill" else group.max_batch
+    rows = max(1, group.decode_batch)
     if group.graphs and runner.recordable:
         work_bytes *= 2  # recorded graphs have separate memory
     work_bytes += SAMPLER_COPIES * rows * runner.spec.vocab_size * 4
@@ -162,14 +162,13 @@ def gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-def _run_largest(runner: ModelRunner, group: GroupConfig, role: str) -> None:
-    """Runs, on the trash page, the longest prompt's last chunk; with a full decode batch unless `role` is prefill."""
+def _run_largest(runner: ModelRunner, group: GroupConfig) -> None:
+    """Runs, on the trash page, the longest prompt's last chunk, with a full decode batch if the group decodes."""
     table = runner.req_to_token
     longest = table.max_tokens - runner.spec.state_tokens
     chunks = PromptChunks.of(runner.spec, group.chunk_tokens)
     sizes = [longest if chunks.whole else min(chunks.largest_tokens, longest)]
-    if role != "prefill":
-        sizes += [1] * min(group.max_batch, group.max_requests - 1)
+    sizes += [1] * min(group.decode_batch, group.max_requests - 1)
     slices = []
     for tokens in sizes:
         # A recurrent state begins with its request's first token.

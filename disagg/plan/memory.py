@@ -98,7 +98,7 @@ def _group(
             weights_bytes(source, spec, one, dtype)
             for one in ThreadCollective.group(ranks)  # nothing is reduced
         ),
-        work_bytes=_work_bytes(source.config, spec, group, role, dtype),
+        work_bytes=_work_bytes(source.config, spec, group, dtype),
         transfer_bytes=transfer_bytes_of(transfer, role),
         state_bytes=0,
         library_bytes=LIBRARY_BYTES[0],
@@ -109,10 +109,10 @@ def _group(
     return PlannedMemory(role, ranks, budget, token_bytes, tokens, longest)
 
 
-def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, role: Role, dtype: torch.dtype) -> int:
+def _work_bytes(model: object, spec: ModelSpec, group: GroupConfig, dtype: torch.dtype) -> int:
     """Estimates the activations of a step: vectors of hidden and MLP size per token, and the logits."""
-    rows = 1 if role == "prefill" else group.max_batch
-    tokens = group.chunk_tokens + (0 if role == "prefill" else group.max_batch)
+    rows = max(1, group.decode_batch)
+    tokens = group.chunk_tokens + group.decode_batch
     hidden = int(setting(model, "hidden_size") or 0)
     inner = int(setting(model, "intermediate_size") or 4 * hidden)
     vectors = tokens * (8 * hidden + 3 * inner) * dtype.itemsize

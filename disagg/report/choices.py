@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from disagg.core.config.read import Config, GroupConfig
+from disagg.core.config.read import BatchingConfig, Config, GroupConfig
 from disagg.core.types import GroupInfo
 
 
@@ -68,7 +68,7 @@ def _of_kind(
         ChosenSetting(f"{role}.max_requests", f"{group.max_requests}", _reason(given.max_requests, device)),
         ChosenSetting(f"{role}.chunk_tokens", f"{group.chunk_tokens}", _reason(given.chunk_tokens, device)),
     ]
-    if role != "prefill":
+    if isinstance(given, BatchingConfig) and isinstance(group, BatchingConfig):
         reason = "set" if given.max_batch else "max_requests"
         rows.append(ChosenSetting(f"{role}.max_batch", f"{group.max_batch}", reason))
     return rows

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from disagg.core.config.tree import Role
+from disagg.core.config.groups import Role
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 
 Kind = Literal["weights", "kv_tokens", "kv_waste", "kv_cached", "kv_free", "transfer_used", "transfer_free"]

@@ -27,8 +27,9 @@ from disagg.cluster.ray import local_ray, start_cluster
 from disagg.commands.local import local_router, place
 from disagg.core.config.read import (
     Config,
-    GroupConfig,
+    DecodeConfig,
     ModelConfig,
+    PrefillConfig,
     TransferConfig,
     TransportConfig,
     load_config,
@@ -70,8 +71,8 @@ def config_for(checkpoint: Path, prefill_tp: int, decode_tp: int, **transfer: An
     shared: dict[str, Any] = {"pool_tokens": 2048, "max_context_tokens": 512, "device": "cpu"}
     return Config(
         model=ModelConfig(path=str(checkpoint)),
-        prefill=GroupConfig(tp=prefill_tp, page_size=16, chunk_tokens=40, **shared),
-        decode=GroupConfig(tp=decode_tp, page_size=4, **shared),
+        prefill=PrefillConfig(tp=prefill_tp, page_size=16, chunk_tokens=40, **shared),
+        decode=DecodeConfig(tp=decode_tp, page_size=4, **shared),
         transfer=TransferConfig(layer_groups=2, **transfer),
     )
 

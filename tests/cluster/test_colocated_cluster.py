@@ -17,7 +17,14 @@ from disagg.cluster.ray import RayRanks, local_ray, start_cluster
 from disagg.cluster.supervisor import supervised
 from disagg.commands.local import local_router, place
 from disagg.commands.scale import scale
-from disagg.core.config.read import ClusterConfig, Config, GroupConfig, ModelConfig, Role, TransferConfig
+from disagg.core.config.read import (
+    ClusterConfig,
+    ColocatedConfig,
+    Config,
+    ModelConfig,
+    Role,
+    TransferConfig,
+)
 from disagg.core.errors import ConfigError
 from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
@@ -39,7 +46,7 @@ TIMEOUT_S = 30.0
 
 
 def config_for(checkpoint: Path) -> Config:
-    group = GroupConfig(tp=2, pool_tokens=1024, max_context_tokens=512, device="cpu", chunk_tokens=40)
+    group = ColocatedConfig(tp=2, pool_tokens=1024, max_context_tokens=512, device="cpu", chunk_tokens=40)
     return Config(
         model=ModelConfig(path=str(checkpoint)),
         colocated=group,

@@ -22,8 +22,9 @@ from disagg.core.config.read import (
     ClusterConfig,
     Config,
     ControlConfig,
-    GroupConfig,
+    DecodeConfig,
     ModelConfig,
+    PrefillConfig,
     Role,
     TransferConfig,
 )
@@ -51,8 +52,8 @@ def config_for(checkpoint: Path) -> Config:
     shared: dict[str, Any] = {"pool_tokens": 1024, "max_context_tokens": 512, "device": "cpu"}
     return Config(
         model=ModelConfig(path=str(checkpoint)),
-        prefill=GroupConfig(tp=2, **shared),
-        decode=GroupConfig(tp=1, **shared),
+        prefill=PrefillConfig(tp=2, **shared),
+        decode=DecodeConfig(tp=1, **shared),
         transfer=TransferConfig(drain_timeout_s=5.0),
         control=ControlConfig(host="auto"),
         cluster=ClusterConfig(restart_backoff_s=0.1),

@@ -8,7 +8,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from disagg.core.config.read import ApiConfig, Config, GroupConfig, TransferConfig, load_config, parse_bytes
+from disagg.core.config.read import (
+    ApiConfig,
+    BatchingConfig,
+    ColocatedConfig,
+    Config,
+    DecodeConfig,
+    GroupConfig,
+    PrefillConfig,
+    TransferConfig,
+    load_config,
+    parse_bytes,
+)
 from disagg.core.errors import ConfigError
 
 TOML = """
@@ -46,7 +57,7 @@ def test_later_sources_win(tmp_path: Path, name: str, text: str) -> None:
     assert config.prefill.page_size == 8, "the environment beats the file"
     assert config.decode.tp == 5, "a flag beats the environment"
     assert config.transport.trusted_network is True
-    assert config.prefill.chunk_tokens == GroupConfig().chunk_tokens, "what nobody set stays"
+    assert config.prefill.chunk_tokens == PrefillConfig().chunk_tokens, "what nobody set stays"
 
 
 def test_the_cluster_section(tmp_path: Path) -> None:
@@ -66,7 +77,7 @@ def test_the_cluster_section(tmp_path: Path) -> None:
 def test_a_group_named_in_a_file_keeps_its_own_defaults(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text("[prefill]\npage_size = 32\n")
-    assert load_config(path).prefill == GroupConfig(page_size=32)
+    assert load_config(path).prefill == PrefillConfig(page_size=32)
 
 
 def test_kubernetes_variables_are_not_ours() -> None:
@@ -195,11 +206,15 @@ def test_a_default_made_wrong_names_both() -> None:
 
 def test_sections_made_by_hand_are_checked_too() -> None:
     with pytest.raises(ConfigError, match="tp = 0 is not allowed"):
-        GroupConfig(tp=0)
+        PrefillConfig(tp=0)
     with pytest.raises(ConfigError, match="one of auto, cpu, cuda"):
-        msgspec.structs.replace(GroupConfig(), device="tpu")
+        msgspec.structs.replace(DecodeConfig(), device="tpu")
     with pytest.raises(ConfigError, match="one of lru, lfu, fifo"):
-        msgspec.structs.replace(GroupConfig(), eviction="random")
+        msgspec.structs.replace(ColocatedConfig(), eviction="random")
+    with pytest.raises(ConfigError, match="one of auto, recompute, swap"):
+        msgspec.structs.replace(DecodeConfig(), preemption="never")
+    with pytest.raises(ConfigError, match="max_batch = -1 is not allowed"):
+        ColocatedConfig(max_batch=-1)
 
 
 @pytest.mark.parametrize(
@@ -238,10 +253,10 @@ def test_segment_limit() -> None:
 
 
 def test_pool_on_a_cpu() -> None:
-    assert GroupConfig().initial_pool_tokens == 16384
-    assert GroupConfig(page_size=15).initial_pool_tokens == 16395, "whole pages"
-    assert GroupConfig(max_context_tokens=40000).initial_pool_tokens == 40000, "one longest request fits"
-    assert GroupConfig(pool_tokens=4096).initial_pool_tokens == 4096
+    assert PrefillConfig().initial_pool_tokens == 16384
+    assert PrefillConfig(page_size=15).initial_pool_tokens == 16395, "whole pages"
+    assert DecodeConfig(max_context_tokens=40000).initial_pool_tokens == 40000, "one longest request fits"
+    assert DecodeConfig(pool_tokens=4096).initial_pool_tokens == 4096
 
 
 @pytest.mark.parametrize("name", ["ring_bytes", "staging_bytes"])
@@ -272,18 +287,46 @@ def test_checksums_where_kv_crosses_a_network_unless_set(transport: str) -> None
     assert not TransferConfig(checksum=False).checks(transport)
 
 
-def test_automatic_sizes_of_a_group() -> None:
-    on_gpu, on_cpu = GroupConfig().sized("cuda"), GroupConfig().sized("cpu")
-    assert (on_gpu.max_requests, on_gpu.max_batch, on_gpu.chunk_tokens) == (256, 256, 2048)
-    assert (on_cpu.max_requests, on_cpu.max_batch, on_cpu.chunk_tokens) == (32, 32, 256)
+@pytest.mark.parametrize(
+    ("section", "decodes"), [(PrefillConfig, 0), (DecodeConfig, 1), (ColocatedConfig, 1)]
+)
+def test_automatic_sizes_of_a_group(section: type[GroupConfig], decodes: int) -> None:
+    on_gpu, on_cpu = section().sized("cuda"), section().sized("cpu")
+    assert type(on_gpu) is type(on_cpu) is section
+    assert (on_gpu.max_requests, on_gpu.decode_batch, on_gpu.chunk_tokens) == (256, 256 * decodes, 2048)
+    assert (on_cpu.max_requests, on_cpu.decode_batch, on_cpu.chunk_tokens) == (32, 32 * decodes, 256)
     assert (on_gpu.context_limit(131072), on_cpu.context_limit(131072)) == (131072, 4096)
     assert on_gpu.sized("cuda") == on_gpu, "chosen sizes stay"
-    given = GroupConfig(max_requests=7, max_context_tokens=100, chunk_tokens=9)
-    assert given.sized("cuda") == given.sized("cpu") == msgspec.structs.replace(given, max_batch=7)
-    assert GroupConfig(pool_tokens=1024).sized("cuda").context_limit(4096) == 1024, (
-        "no more than the pool holds"
-    )
-    assert GroupConfig(pool_tokens=1024).sized("cpu").max_context_tokens == 1024
+    given = section(max_requests=7, max_context_tokens=100, chunk_tokens=9)
+    assert given.sized("cuda") == given.sized("cpu")
+    assert (given.sized("cuda").max_requests, given.sized("cuda").decode_batch) == (7, 7 * decodes)
+    assert section(pool_tokens=1024).sized("cuda").context_limit(4096) == 1024, "no more than the pool holds"
+    assert section(pool_tokens=1024).sized("cpu").max_context_tokens == 1024
+
+
+@pytest.mark.parametrize(("max_batch", "answers"), [(0, 7), (3, 3), (9, 7)])
+@pytest.mark.parametrize("section", [DecodeConfig, ColocatedConfig])
+def test_a_step_has_at_most_an_answer_of_each_request(
+    section: type[BatchingConfig], max_batch: int, answers: int
+) -> None:
+    group = section(max_requests=7, max_batch=max_batch)
+    assert group.decode_batch == group.sized("cuda").decode_batch == answers
+
+
+@pytest.mark.parametrize(
+    ("setting", "roles"),
+    [
+        ("prefill.max_batch", "decode and colocated"),
+        ("prefill.watermark", "decode"),
+        ("colocated.preemption", "decode"),
+        ("colocated.swap_bytes", "decode"),
+    ],
+)
+def test_a_setting_of_another_role_names_the_roles_that_have_it(setting: str, roles: str) -> None:
+    section, key = setting.split(".")
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides={setting: 1})
+    assert str(caught.value) == f"flag {setting}: unknown key {key} in section {section}; set it in {roles}"
 
 
 def test_admission_follows_the_groups_unless_set() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from disagg.core.config.tree import EvictionName
+from disagg.core.config.groups import EvictionName
 from disagg.core.errors import InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.kv.pages import TokenToKVPoolAllocator

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 from kv_memory import KVMemory, Word
 
-from disagg.core.config.tree import EvictionName
+from disagg.core.config.groups import EvictionName
 from disagg.core.prefixes import HeldPrefixes, PrefixKey
 from disagg.kv.pages import TokenToKVPoolAllocator
 from disagg.kv.radix import RadixCache

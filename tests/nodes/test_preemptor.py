@@ -11,7 +11,7 @@ from decode_node.costs import SWAP_OVERHEAD_S, CostEstimates, cheaper
 from decode_node.request import DecodeRequest, Residency, Sequence
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
-from disagg.core.config.tree import EvictionName
+from disagg.core.config.groups import EvictionName
 from disagg.core.errors import BusyError, InvariantError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens

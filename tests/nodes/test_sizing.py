@@ -6,12 +6,21 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from disagg.cluster.group import with_placement
 from disagg.cluster.placement import choose_placement
-from disagg.core.config.read import ClusterConfig, Config, GroupConfig, ModelConfig
+from disagg.core.config.read import (
+    ClusterConfig,
+    ColocatedConfig,
+    Config,
+    DecodeConfig,
+    GroupConfig,
+    ModelConfig,
+    PrefillConfig,
+)
 from disagg.core.errors import ConfigError
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.collective.base import ThreadCollective
@@ -58,7 +67,7 @@ def test_a_fraction_limits_only_pools_that_are_measured(
     monkeypatch: pytest.MonkeyPatch, pool_tokens: int, limit_bytes: int
 ) -> None:
     monkeypatch.setattr(sizing, "memory_bytes", lambda device: 125 * GB)
-    group = GroupConfig(mem_fraction=0.8, pool_tokens=pool_tokens)
+    group = PrefillConfig(mem_fraction=0.8, pool_tokens=pool_tokens)
     assert sizing.device_limit_bytes(torch.device("cuda"), group) == limit_bytes
 
 
@@ -82,7 +91,7 @@ def fill(
     monkeypatch: pytest.MonkeyPatch, runner: Any, limit_bytes: int, max_context_tokens: int = 4096
 ) -> None:
     monkeypatch.setattr(sizing, "measure", lambda *_: budget(limit_bytes))
-    group = GroupConfig(tp=1, max_context_tokens=max_context_tokens)
+    group = DecodeConfig(tp=1, max_context_tokens=max_context_tokens)
     fill_memory(runner, Config(), group, "decode")
 
 
@@ -120,7 +129,7 @@ def test_all_ranks_take_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
     runners = [Runner(one) for one in ThreadCollective.group(3)]
     monkeypatch.setattr(sizing, "measure", lambda runner, *_: budget(limits[runner.collective.rank]))
     threads = [
-        threading.Thread(target=fill_memory, args=(runner, Config(), GroupConfig(tp=3), "prefill"))
+        threading.Thread(target=fill_memory, args=(runner, Config(), PrefillConfig(tp=3), "prefill"))
         for runner in runners
     ]
     for thread in threads:
@@ -131,7 +140,7 @@ def test_all_ranks_take_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_ranks_that_share_a_gpu_share_its_memory() -> None:
-    config = Config(prefill=GroupConfig(mem_fraction=0.8), decode=GroupConfig(mem_fraction=0.5))
+    config = Config(prefill=PrefillConfig(mem_fraction=0.8), decode=DecodeConfig(mem_fraction=0.5))
     alone = with_placement(config, choose_placement(4, 2, 2))
     assert (alone.prefill.mem_fraction, alone.decode.mem_fraction) == (0.8, 0.5)
     shared = with_placement(config, choose_placement(1, 2, 2))
@@ -141,15 +150,17 @@ def test_ranks_that_share_a_gpu_share_its_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "largest"),
+    ("group", "largest"),
     [
-        ("prefill", [(72, 24)]),
+        (PrefillConfig(), [(72, 24)]),
         # One of the three rows has the chunk: a decode group computes requests again that were preempted.
-        ("decode", [(72, 24), (95, 1), (95, 1)]),
-        ("colocated", [(72, 24), (95, 1), (95, 1)]),
+        (DecodeConfig(max_batch=8), [(72, 24), (95, 1), (95, 1)]),
+        (ColocatedConfig(max_batch=8), [(72, 24), (95, 1), (95, 1)]),
+        (ColocatedConfig(max_batch=1), [(72, 24), (95, 1)]),
     ],
+    ids=["prefill", "decode", "colocated", "narrow"],
 )
-def test_the_largest_step_of_each_role(role: str, largest: list[tuple[int, int]]) -> None:
+def test_the_largest_step_of_each_role(group: GroupConfig, largest: list[tuple[int, int]]) -> None:
     seen: list[tuple[int, int]] = []
     runner: Any = SimpleNamespace(
         req_to_token=ReqToTokenPool(3, 96),
@@ -157,15 +168,15 @@ def test_the_largest_step_of_each_role(role: str, largest: list[tuple[int, int]]
         states=None,
         forward=lambda batch: seen.extend((one.start, len(one.tokens)) for one in batch.sequences),
     )
-    sizing._run_largest(runner, GroupConfig(tp=1, chunk_tokens=24, max_batch=8, max_requests=3), role)
+    sizing._run_largest(runner, msgspec.structs.replace(group, tp=1, chunk_tokens=24, max_requests=3))
     assert seen == largest
     assert sorted(runner.req_to_token.alloc() for _ in range(3)) == [0, 1, 2], "every row is free again"
 
 
 def test_the_plan_of_colocated_ranks() -> None:
     model = ModelConfig(random_init="llama-3.1-8b")
-    split = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1))
-    both = Config(model=model, colocated=GroupConfig(tp=1), cluster=ClusterConfig(mode="colocated"))
+    split = Config(model=model, prefill=PrefillConfig(tp=1), decode=DecodeConfig(tp=1))
+    both = Config(model=model, colocated=ColocatedConfig(tp=1), cluster=ClusterConfig(mode="colocated"))
     [colocated], (_, decode) = plan_memory(both, 80 * GB), plan_memory(split, 80 * GB)
     assert (colocated.role, colocated.budget.transfer_bytes) == ("colocated", 0)
     assert colocated.budget.weights_bytes == decode.budget.weights_bytes
@@ -175,7 +186,7 @@ def test_the_plan_of_colocated_ranks() -> None:
 
 def test_the_plan_of_a_known_model() -> None:
     config = Config(
-        model=ModelConfig(random_init="llama-3.1-8b"), prefill=GroupConfig(tp=2), decode=GroupConfig(tp=1)
+        model=ModelConfig(random_init="llama-3.1-8b"), prefill=PrefillConfig(tp=2), decode=DecodeConfig(tp=1)
     )
     prefill, decode = plan_memory(config, 80 * GB)
     whole = 8_030_261_248 * 2  # parameters of Llama 3.1 8B, in bfloat16
@@ -193,14 +204,14 @@ def test_the_plan_of_a_known_model() -> None:
 
 def test_quantized_kv_takes_half_of_the_room() -> None:
     model = ModelConfig(random_init="llama-3.1-8b", kv_dtype="int8")
-    config = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1))
+    config = Config(model=model, prefill=PrefillConfig(tp=1), decode=DecodeConfig(tp=1))
     assert plan_memory(config, 80 * GB)[1].token_bytes == 131072 * 260 // 512
     assert [layout.token_bytes for layout in model_layouts(config)] == [131072 * 260 // 512] * 2
 
 
 def test_kv_that_decode_groups_quantize_takes_half_of_their_room() -> None:
     model = ModelConfig(random_init="llama-3.1-8b")
-    config = Config(model=model, prefill=GroupConfig(tp=1), decode=GroupConfig(tp=1, kv_dtype="int8"))
+    config = Config(model=model, prefill=PrefillConfig(tp=1), decode=DecodeConfig(tp=1, kv_dtype="int8"))
     each = [131072, 131072 * 260 // 512]
     assert [group.token_bytes for group in plan_memory(config, 80 * GB)] == each
     assert [layout.token_bytes for layout in model_layouts(config)] == each

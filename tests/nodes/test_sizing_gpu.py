@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from disagg.core.config.read import Config, GroupConfig
+from disagg.core.config.read import Config, DecodeConfig, PrefillConfig
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import SingleCollective
 from disagg.model.load.source import ModelSource
@@ -30,11 +30,11 @@ def logits_at(runner: ModelRunner, first_slot: int) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_pool_fills_its_share(role: str) -> None:
+@pytest.mark.parametrize(("role", "section"), [("prefill", PrefillConfig), ("decode", DecodeConfig)])
+def test_the_pool_fills_its_share(role: str, section: type[PrefillConfig | DecodeConfig]) -> None:
     gc.collect()  # what earlier tests have left
     torch.cuda.empty_cache()
-    group = GroupConfig(tp=1, mem_fraction=0.3)
+    group = section(tp=1, mem_fraction=0.3).sized("cuda")
     runner = make_runner(Config(), group, ModelSource.random_init("llama-3.2-1b"), SingleCollective(), DEVICE)
     torch.cuda.reset_peak_memory_stats(DEVICE)
     near = logits_at(runner, 16)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from disagg.core.config.read import ApiConfig, Config, GroupConfig, TransferConfig
+from disagg.core.config.read import (
+    ApiConfig,
+    Config,
+    DecodeConfig,
+    PrefillConfig,
+    TransferConfig,
+)
 from disagg.core.types import GroupInfo, KVLayout
 from disagg.report.choices import choices, choices_table
 
@@ -38,9 +44,12 @@ def test_automatic_sizes_and_their_reasons() -> None:
 
 
 def test_set_sizes_are_called_so() -> None:
-    group = GroupConfig(tp=1, max_requests=3, chunk_tokens=8, max_batch=2, max_context_tokens=64)
+    shared = {"tp": 1, "max_requests": 3, "chunk_tokens": 8, "max_context_tokens": 64}
     config = Config(
-        prefill=group, decode=group, api=ApiConfig(max_running=5), transfer=TransferConfig(checksum=True)
+        prefill=PrefillConfig(**shared),
+        decode=DecodeConfig(max_batch=2, **shared),
+        api=ApiConfig(max_running=5),
+        transfer=TransferConfig(checksum=True),
     )
     found = as_dict(config, "cpu", [info("prefill", 64, True), info("decode", 64, True)], 5)
     automatic = {name for name, (_, reason) in found.items() if reason != "set"}

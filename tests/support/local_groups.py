@@ -18,9 +18,12 @@ from decode_node.rank import DecodeRank
 from disagg.colocated.rank import ColocatedRank
 from disagg.core.config.read import (
     ClusterConfig,
+    ColocatedConfig,
     Config,
+    DecodeConfig,
     GroupConfig,
     MetricsConfig,
+    PrefillConfig,
     TransferConfig,
     TransportConfig,
 )
@@ -72,10 +75,10 @@ def small_config(
         "max_requests": max_requests,
     }
     return Config(
-        prefill=GroupConfig(
+        prefill=PrefillConfig(
             tp=prefill_tp, page_size=prefill_page, chunk_tokens=chunk_tokens, groups=groups[0], **shared
         ).sized("cpu"),
-        decode=GroupConfig(tp=decode_tp, page_size=decode_page, groups=groups[1], **shared).sized("cpu"),
+        decode=DecodeConfig(tp=decode_tp, page_size=decode_page, groups=groups[1], **shared).sized("cpu"),
         transfer=TransferConfig(
             ring_bytes=ring_bytes,
             staging_bytes=max(4096, ring_bytes),
@@ -100,7 +103,7 @@ def colocated_config(
     groups: int = 1,
 ) -> Config:
     """The same for groups that prefill and decode."""
-    group = GroupConfig(
+    group = ColocatedConfig(
         tp=tp,
         groups=groups,
         page_size=page,

@@ -15,7 +15,7 @@ from decode_node.request import DecodeRequest, Residency, Sequence
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from decode_node.step_planner import Stepped
-from disagg.core.config.tree import EvictionName
+from disagg.core.config.groups import EvictionName
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens

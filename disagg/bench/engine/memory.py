@@ -15,7 +15,7 @@ import numpy as np
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.bench.engine.memory_waste import waste
 from disagg.bench.serve.lengths import Lengths
-from disagg.core.config.tree import EvictionName
+from disagg.core.config.groups import EvictionName
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TOKEN_BYTES

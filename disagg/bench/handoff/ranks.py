@@ -78,7 +78,7 @@ class DeviceClock:
         return self._zero_s + float(self._zero.elapsed_time(moment)) / 1e3
 
 
-class TimedRank(RankNode[Any, Any]):
+class TimedRank(RankNode[Any, Any, Any]):
     """Records the start and the end of each forward pass on the device."""
 
     def __init__(self, **arguments: Any) -> None:
@@ -220,13 +220,13 @@ class TimedHost(RankHost):
 class TimedPrefillHost(TimedHost):
     """A prefill rank."""
 
-    node_class: ClassVar[type[RankNode[Any, Any]]] = TimedPrefillRank
+    node_class: ClassVar[type[RankNode[Any, Any, Any]]] = TimedPrefillRank
 
 
 class TimedDecodeHost(TimedHost):
     """A decode rank."""
 
-    node_class: ClassVar[type[RankNode[Any, Any]]] = TimedDecodeRank
+    node_class: ClassVar[type[RankNode[Any, Any, Any]]] = TimedDecodeRank
 
 
 def as_quantized(pool: MHATokenToKVPool, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -22,13 +23,15 @@ from disagg.bench.handoff.measure import HandoffMeasurements, measure
 from disagg.bench.handoff.results import results_of
 from disagg.bench.handoff.sizes import ReportProgress, Sizes
 from disagg.commands.local import with_model
-from disagg.core.config.read import Config, GroupConfig, LogConfig
+from disagg.core.config.read import Config, DecodeConfig, GroupConfig, LogConfig, PrefillConfig
 from disagg.core.errors import ConfigError
 from disagg.core.types import QUANTIZED_DTYPES
 from disagg.kv.pages import pages_for
 from disagg.kv.pool import dtype_name
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.assemble import make_source, resolve_dtype, resolve_kv_dtype
+
+GroupT = TypeVar("GroupT", bound=GroupConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +78,12 @@ class HandoffBench:
         computed = dtype_name(resolve_kv_dtype(config, config.prefill, dtype))
         spec = source.spec(resolve_kv_dtype(config, config.decode, dtype))
         sizes = _sizes(options, spec, dtype, computed, config.model.deterministic)
-        decode = _group(options.decode_tp, options.cuda, sizes, options.chunk_tokens)
         config = msgspec.structs.replace(
             config,
-            prefill=_group(options.prefill_tp, options.cuda, sizes, options.chunk_tokens),
-            decode=msgspec.structs.replace(decode, kv_dtype=options.decode_kv_dtype),
+            prefill=_with_room(PrefillConfig(tp=options.prefill_tp), options, sizes),
+            decode=_with_room(
+                DecodeConfig(tp=options.decode_tp, kv_dtype=config.decode.kv_dtype), options, sizes
+            ),
             log=LogConfig(level="warning"),
         )
         labels: dict[str, Label] = {
@@ -168,18 +172,18 @@ async def _measure(
         return await measure(client, groups, sizes, report_progress)
 
 
-def _group(tp: int, cuda: bool, sizes: Sizes, chunk_tokens: int) -> GroupConfig:
-    """Returns a group with room for all decoders and two arriving prompts, of which one may not be released yet."""
-    page = GroupConfig().page_size
+def _with_room(group: GroupT, options: HandoffOptions, sizes: Sizes) -> GroupT:
+    """Returns the group with room for all decoders and two arriving prompts, of which one may not be released yet."""
+    page = group.page_size
     each = (sizes.decoder_tokens + sizes.steps, sizes.tokens + sizes.answer_tokens)
     decoding, arriving = (page * pages_for(tokens, page) for tokens in each)
-    return GroupConfig(
-        tp=tp,
+    device = "cuda" if options.cuda else "cpu"
+    return msgspec.structs.replace(
+        group,
         pool_tokens=sizes.decoders * decoding + 2 * arriving,
         max_requests=sizes.decoders + 2,
-        max_batch=sizes.decoders + 2,
         max_context_tokens=max(each),
-        device="cuda" if cuda else "cpu",
-        chunk_tokens=chunk_tokens,
+        device=device,
+        chunk_tokens=options.chunk_tokens,
         prefix_cache=False,  # each prompt must be computed and sent, even a repeated one
-    )
+    ).sized(device)

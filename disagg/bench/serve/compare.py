@@ -14,7 +14,7 @@ from disagg.bench.serve.equal import Answers, compare_answers, request_answers
 from disagg.bench.serve.judge import judge
 from disagg.bench.serve.load import LoadProgress
 from disagg.bench.serve.report import Report
-from disagg.core.config.read import Config, GroupConfig
+from disagg.core.config.read import ColocatedConfig, Config
 from disagg.core.errors import ConfigError, DisaggError
 
 WARM_SEED, CHECK_SEED = 1 << 20, 1 << 21
@@ -59,17 +59,17 @@ def both_systems(config: Config, colocated_tp: int | None = None) -> Systems:
             f"not make colocated groups of {tp}: choose --colocated-tp out of {sizes}"
         )
     change = msgspec.structs.replace
-    like = change(decode, chunk_tokens=prefill.chunk_tokens)
-    group = change(like, **{**_set(config.colocated), "tp": tp, "groups": ranks // tp})
+    like = {name: getattr(decode, name) for name in ColocatedConfig.__struct_fields__}
+    like |= {"chunk_tokens": prefill.chunk_tokens, **_set(config.colocated), "tp": tp, "groups": ranks // tp}
     cluster = change(config.cluster, mode="colocated")
     return {
         "split": change(config, cluster=change(config.cluster, mode="split")),
-        "colocated": change(config, cluster=cluster, colocated=group),
+        "colocated": change(config, cluster=cluster, colocated=ColocatedConfig(**like)),
     }
 
 
-def _set(group: GroupConfig) -> dict[str, object]:
-    default = msgspec.structs.asdict(GroupConfig())
+def _set(group: ColocatedConfig) -> dict[str, object]:
+    default = msgspec.structs.asdict(ColocatedConfig())
     return {name: value for name, value in msgspec.structs.asdict(group).items() if value != default[name]}
 
 

@@ -14,25 +14,31 @@ import re
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, get_args
 
 import msgspec
 
 from disagg.core.config.api import ApiConfig
+from disagg.core.config.groups import (
+    BatchingConfig,
+    ColocatedConfig,
+    DecodeConfig,
+    GroupConfig,
+    Preemption,
+    PrefillConfig,
+    Role,
+)
 from disagg.core.config.section import FieldError
 from disagg.core.config.tree import (
     AttentionName,
     ClusterConfig,
     Config,
     ControlConfig,
-    GroupConfig,
     LogConfig,
     MetricsConfig,
     Mode,
     ModelConfig,
     PolicyName,
-    Preemption,
-    Role,
     RouterConfig,
     TransferConfig,
     TransportConfig,
@@ -42,9 +48,12 @@ from disagg.core.errors import ConfigError
 __all__ = [
     "ApiConfig",
     "AttentionName",
+    "BatchingConfig",
     "ClusterConfig",
+    "ColocatedConfig",
     "Config",
     "ControlConfig",
+    "DecodeConfig",
     "FieldError",
     "GroupConfig",
     "LogConfig",
@@ -53,6 +62,7 @@ __all__ = [
     "ModelConfig",
     "PolicyName",
     "Preemption",
+    "PrefillConfig",
     "Role",
     "RouterConfig",
     "TransferConfig",
@@ -160,7 +170,7 @@ def _checked(setting: Setting) -> Setting:
     section, key, value, origin, text = setting
     fields = _section_fields(section, origin)
     if key not in fields:
-        _unknown(f"key {key} in section {section}", key, fields, origin)
+        _unknown_key(section, key, fields, origin)
     if text and key.endswith("_bytes"):
         try:
             value = parse_bytes(value)
@@ -179,6 +189,16 @@ def _section_fields(section: str, origin: str) -> dict[str, Any]:
     if section not in sections:
         _unknown(f"section {section}", section, sections, origin)
     return {field.name: field.type for field in msgspec.structs.fields(sections[section])}
+
+
+def _unknown_key(section: str, key: str, fields: Iterable[str], origin: str) -> NoReturn:
+    roles = get_args(Role)
+    others = [role for role in roles if section in roles and key in _section_fields(role, origin)]
+    if others:
+        raise ConfigError(
+            f"{origin}: unknown key {key} in section {section}; set it in {' and '.join(others)}"
+        )
+    _unknown(f"key {key} in section {section}", key, fields, origin)
 
 
 def _unknown(what: str, name: str, known: Iterable[str], origin: str) -> NoReturn:

@@ -1,0 +1,164 @@
+"""The sections `prefill`, `decode` and `colocated`: groups of ranks, each with the settings of its role."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+import msgspec
+
+from disagg.core.config.section import FieldError, Section
+
+CPU_POOL_TOKENS = 16384
+"""Default size of the KV pool on a CPU."""
+CPU_CONTEXT_TOKENS = 4096
+"""Default of the longest prompt plus answer on a CPU."""
+
+Role = Literal["prefill", "decode", "colocated"]
+"""Roles of groups; each has a section of the same name."""
+Device = Literal["auto", "cpu", "cuda"]
+GroupKVDTypeName = Literal["model", "auto", "int8", "float8_e4m3fn", "float8_e5m2"]
+Preemption = Literal["auto", "recompute", "swap"]
+EvictionName = Literal["lru", "lfu", "fifo"]
+
+
+class GroupConfig(Section, frozen=True):
+    """Settings of every role; code that serves all roles takes this type. A group of ranks holds one model."""
+
+    groups: int = 1
+    """Number of groups."""
+    tp: int | None = None
+    """Tensor-parallel size: ranks per group. None: chosen by placement from the available GPUs."""
+    page_size: int = 16
+    """Tokens in one KV page."""
+    kv_dtype: GroupKVDTypeName = "model"
+    """Type of stored KV. model: `model.kv_dtype`. With 8 bits in decode groups and the model's type in prefill
+    groups, the sender quantizes KV, which halves the transferred bytes."""
+    pool_tokens: int = 0
+    """Size of the KV pool in tokens, a multiple of `page_size`. 0: set by `mem_fraction`; on a CPU,
+    `CPU_POOL_TOKENS`."""
+    mem_fraction: float = 0.88
+    """Fraction of a GPU's memory for weights, steps, transfer buffers and KV pool. Ranks on the same GPU share it.
+    Unused if `pool_tokens` is set."""
+    max_requests: int = 0
+    """Largest number of requests with pages; in a decode group each answer and each beam counts. 0: 256 on a GPU, 32
+    on a CPU."""
+    max_context_tokens: int = 0
+    """Longest prompt plus answer. 0: the model's context (on a CPU at most 4096), or the pool's size if smaller."""
+    device: Device = "auto"
+    chunk_tokens: int = 0
+    """Prompt tokens of one prefill step (chunked prefill). In a decode group: tokens recomputed per step after a
+    preemption. In a colocated group: tokens of prompts and answers per step. 0: 2048 on a GPU, 256 on a CPU."""
+    graphs: bool = True
+    """Record decode steps and short prefill steps as CUDA graphs if the model supports it."""
+    prefix_cache: bool = True
+    """Whether to cache KV in unused pages for requests with the same prefix: of prompts in a prefill group, of
+    prompts and answers in decode and colocated groups. A hit saves computation, in a decode group transfer. Not
+    available for models with recurrent layers."""
+    eviction: EvictionName = "lru"
+    """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
+
+    def __post_init__(self) -> None:
+        if self.tp is not None:
+            self._at_least(1, "tp")
+        self._at_least(1, "page_size", "groups")
+        self._at_least(0, "pool_tokens", "max_requests", "max_context_tokens", "chunk_tokens")
+        self._one_of("device", Device)
+        self._one_of("kv_dtype", GroupKVDTypeName)
+        self._one_of("eviction", EvictionName)
+        self._needs(
+            self.pool_tokens % self.page_size == 0,
+            "pool_tokens",
+            f"a multiple of page_size ({self.page_size})",
+        )
+        self._needs(0 < self.mem_fraction <= 1, "mem_fraction", "more than 0 and at most 1")
+        self._needs(
+            self.max_context_tokens <= self.pool_tokens or self.pool_tokens == 0,
+            "max_context_tokens",
+            f"at most pool_tokens ({self.pool_tokens})",
+        )
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks. Raises `FieldError` before placement has chosen `tp`."""
+        if self.tp is None:
+            raise FieldError("tp", None, "chosen before a group starts")
+        return self.tp
+
+    @property
+    def decode_batch(self) -> int:
+        """Largest number of answers in one step, once `sized`; 0 in a role that does not decode."""
+        return 0
+
+    def sized(self, device: str) -> Self:
+        """Returns the section with its automatic sizes chosen for `device`, `cpu` or `cuda`.
+
+        On a GPU `max_context_tokens` may stay 0: each rank knows its model and, once measured, its pool.
+        """
+        gpu = device == "cuda"
+        cpu_context_tokens = min(CPU_CONTEXT_TOKENS, self.pool_tokens or CPU_CONTEXT_TOKENS)
+        return msgspec.structs.replace(
+            self,
+            max_requests=self.max_requests or (256 if gpu else 32),
+            chunk_tokens=self.chunk_tokens or (2048 if gpu else 256),
+            max_context_tokens=self.max_context_tokens or (0 if gpu else cpu_context_tokens),
+        )
+
+    def context_limit(self, model_tokens: int) -> int:
+        """Returns the longest prompt plus answer for a model with a context of `model_tokens`."""
+        return min(model_tokens, self.max_context_tokens or self.pool_tokens or model_tokens)
+
+    @property
+    def initial_pool_tokens(self) -> int:
+        """`pool_tokens` if set; else, on a CPU or before the memory measurement on a GPU, whole pages of at least
+        `CPU_POOL_TOKENS` and one request of the longest context."""
+        least = max(CPU_POOL_TOKENS, self.max_context_tokens)
+        return self.pool_tokens or -(-least // self.page_size) * self.page_size
+
+
+class PrefillConfig(GroupConfig, frozen=True):
+    """Groups that compute prompts."""
+
+
+class BatchingConfig(GroupConfig, frozen=True):
+    """Base of the roles that decode."""
+
+    max_batch: int = 0
+    """Largest decode batch; each answer and each beam counts. 0: `max_requests`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._at_least(0, "max_batch")
+
+    @property
+    def decode_batch(self) -> int:
+        """`max_batch`, but at most `max_requests`."""
+        return min(self.max_batch or self.max_requests, self.max_requests)
+
+    def sized(self, device: str) -> Self:
+        """As `GroupConfig.sized`."""
+        found = super().sized(device)
+        return msgspec.structs.replace(found, max_batch=self.max_batch or found.max_requests)
+
+
+class DecodeConfig(BatchingConfig, frozen=True):
+    """Groups that receive the KV of prompts and compute answers."""
+
+    preemption: Preemption = "auto"
+    """Preemption of requests: recompute their KV, or swap it to host memory (recompute if that is full). auto: the
+    faster one."""
+    swap_bytes: int | None = None
+    """Pinned host memory of each rank for swapping, pinned on demand; 0 for none. None: on a GPU 4 GiB, at most 1/16
+    of the host's memory; 0 on a CPU."""
+    watermark: float = 0.01
+    """Fraction of a group's pages that admission keeps free for running requests."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._one_of("preemption", Preemption)
+        if self.swap_bytes is not None:
+            self._at_least(0, "swap_bytes")
+        self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
+
+
+class ColocatedConfig(BatchingConfig, frozen=True):
+    """Groups that compute prompts and answers, in the same steps."""
