@@ -15,6 +15,7 @@ from disagg.core.types import RequestKey, Span
 from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.node.plan import StepPlan, Work
+from disagg.node.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from disagg.model.runner import (
@@ -97,12 +98,13 @@ class ComputeThread:
         step: Callable[[StepPlan], None],
         broken: Callable[[Exception], None],
         device: torch.device,
+        watch: StepWatch,
     ) -> None:
+        """`watch` is told when each step begins and ends."""
         self._next_plan, self._step, self._broken, self._device = next_plan, step, broken, device
+        self._watch = watch
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"compute-{name}", daemon=True)
-        self.busy = False
-        """True while a step runs. Any thread may read it."""
 
     def start(self) -> None:
         """Starts the thread; call once."""
@@ -125,9 +127,11 @@ class ComputeThread:
             try:
                 plan = self._next_plan()
                 if plan is not None:
-                    self.busy = True
-                    self._step(plan)
-                    self.busy = False
+                    self._watch.begins()
+                    try:
+                        self._step(plan)
+                    finally:
+                        self._watch.ended()
             except Exception as exc:
                 if not self._stopping.is_set():
                     log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)

@@ -7,6 +7,7 @@ compute thread    runs the model (`disagg.node.compute`)
 
 from __future__ import annotations
 
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -33,6 +34,8 @@ from disagg.node.mending import Mending
 from disagg.node.plan import StepPlan
 from disagg.node.silence import Silences
 from disagg.node.sizing import device_limit_bytes, pool_bytes
+from disagg.node.step_watch import FACTOR as STEP_FACTOR
+from disagg.node.step_watch import StepWatch
 from disagg.node.transfer_loop import LoopCallbacks, TransferAgent, TransferLoop
 from staging.allocator import ALIGNMENT_BYTES
 from transport.base import Transport
@@ -46,6 +49,8 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
+BREAK_WAIT_S = 1.0
+"""Time for a leader to end the requests of a group that hangs."""
 SWITCH_INTERVAL_S = 0.0002
 """Python's switch interval in a rank; the default of 5 ms would delay whole transfers."""
 
@@ -131,21 +136,26 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             clock=clock,
         )
         spin_s = config.transfer.spin_s if runner.device.type == "cuda" else 0.0
+        self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
+        self._hung = False
         self._loop = TransferLoop(
             self.lane,
             transport,
             self._agent,
             LoopCallbacks(
                 broken=self._on_broken,
-                computing=lambda: self._compute.busy,
+                computing=lambda: self._step_watch.running,
                 tick=self._report,
                 lost=self._mending.on_connection_lost,
+                look=self._check_step,
             ),
             spin_s,
             config.metrics.interval_s,
         )
         next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
-        self._compute = ComputeThread(self.lane, next_plan, self._step, self._on_broken, runner.device)
+        self._compute = ComputeThread(
+            self.lane, next_plan, self._step, self._on_broken, runner.device, self._step_watch
+        )
 
     # --- life
 
@@ -328,6 +338,25 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         else:
             self._to_leader(m.RankBroken(self.rank, reason))
             self.on_broken(reason)
+
+    def _check_step(self) -> None:
+        """Breaks the group if the running step has passed its limit. Called on the transfer thread."""
+        overdue_s = 0.0 if self._hung else self._step_watch.overdue_s()
+        if not overdue_s:
+            return
+        self._hung = True
+        reason = (
+            f"{self.lane} hangs: a step has not ended after {overdue_s:.0f} s (limit: {STEP_FACTOR:g} times the "
+            f"longest step, at least cluster.step_timeout_s)"
+        )
+        if self._leader is None:
+            self._to_leader(m.RankBroken(self.rank, reason))
+        else:
+            # The hanging thread may hold the leader's lock.
+            breaking = threading.Thread(target=self._leader.break_group, args=(reason,), daemon=True)
+            breaking.start()
+            breaking.join(BREAK_WAIT_S)
+        self.on_broken(reason)
 
     # --- for the kinds of rank
 

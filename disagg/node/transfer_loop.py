@@ -30,7 +30,8 @@ for a full switch interval."""
 LONGEST_NAP_S = 100e-6
 """Pause between polls of the device while a step is being launched; shorter waits are polled."""
 LOOK_S = 0.25
-"""Interval of checks for broken connections; a check also follows an operation that failed by one."""
+"""Interval of checks for broken connections and long steps; a check also follows an operation whose connection
+broke."""
 SHORTEST_WAIT_S = 10e-3
 """Shortest wait on the transport, so that a busy agent leaves the interpreter to the step."""
 _PR_SET_TIMERSLACK = 29
@@ -61,6 +62,8 @@ class LoopCallbacks(NamedTuple):
     """Called every `tick_s` seconds of the loop."""
     lost: Callable[[str], None] = lambda peer: None
     """Called repeatedly for each peer that the transport has lost."""
+    look: Callable[[], None] = lambda: None
+    """Called every `LOOK_S` to `IDLE_WAIT_S` seconds."""
 
 
 _NO_CALLBACKS = LoopCallbacks()
@@ -85,6 +88,7 @@ class TransferLoop:
         self._tick, self._tick_s = callbacks.tick, tick_s
         self._next_tick_s = 0.0 if tick_s > 0 else math.inf
         self._lost, self._next_look_s = callbacks.lost, 0.0
+        self._on_look = callbacks.look
         self._broken, self._spin_s, self._computing = callbacks.broken, spin_s, callbacks.computing
         self._transport = transport
         self._agent = agent
@@ -187,6 +191,7 @@ class TransferLoop:
 
     def _look(self, now_s: float) -> None:
         self._next_look_s = now_s + LOOK_S
+        self._guarded(self._on_look, None)
         for peer in self._transport.lost_peers():
             self._guarded(partial(self._lost, peer), None)
 

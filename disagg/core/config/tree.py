@@ -219,12 +219,19 @@ class ClusterConfig(Section, frozen=True):
     """Pause before a replacement; doubles after each failure, up to a minute."""
     restart_tries: int = 5
     """Consecutive failed replacements after which the group stays down."""
+    step_timeout_s: float = 0.0
+    """Least limit of one step. A step that takes longer, and ten times longer than the longest step before, breaks
+    its group, which is replaced. 0: 30 s on a GPU, 300 s on a CPU."""
 
     def __post_init__(self) -> None:
         self._one_of("mode", Mode)
         self._needs(bool(self.ray), "ray", "local, auto or the address of a Ray cluster")
-        self._at_least(0, "restart_backoff_s")
+        self._at_least(0, "restart_backoff_s", "step_timeout_s")
         self._at_least(1, "restart_tries")
+
+    def step_floor_s(self, device: str) -> float:
+        """Returns `step_timeout_s`, or its default for `device`, `cpu` or `cuda`."""
+        return self.step_timeout_s or (30.0 if device == "cuda" else 300.0)
 
 
 class RouterConfig(Section, frozen=True):

@@ -1,0 +1,63 @@
+"""Time limit of a step: a kernel that never ends, or a collective that waits for ever, raises no error.
+
+The compute thread marks the step; the transfer thread looks. A pause of the whole process (SIGSTOP, a suspended
+machine) stops both threads, and does not count.
+"""
+
+from __future__ import annotations
+
+import time
+
+from disagg.core.ports import Clock
+
+FACTOR = 10.0
+"""Ratio of the limit to the longest step so far."""
+PAUSE_S = 3.0
+"""A longer gap between two looks counts as a pause of the process."""
+
+
+class StepWatch:
+    """Begin and limit of the running step. `begins` and `ended` cost one reading of the clock each."""
+
+    def __init__(self, floor_s: float, clock: Clock = time.monotonic) -> None:
+        """The limit is `FACTOR` times the longest step so far, and at least `floor_s`."""
+        self._floor_s, self._clock = floor_s, clock
+        self._began_s: float | None = None
+        self._longest_s = 0.0
+        self._looked_s = clock()
+        self._paused_s = 0.0
+        """Pauses during the step that began at `_paused_began_s`."""
+        self._paused_began_s: float | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether a step runs. Any thread may read it."""
+        return self._began_s is not None
+
+    @property
+    def limit_s(self) -> float:
+        """Limit of the next or running step."""
+        return max(self._floor_s, FACTOR * self._longest_s)
+
+    def begins(self) -> None:
+        """Called by the compute thread before a step."""
+        self._began_s = self._clock()
+
+    def ended(self) -> None:
+        """Called by the compute thread after a step."""
+        assert self._began_s is not None, "`begins` was called"
+        self._longest_s = max(self._longest_s, self._clock() - self._began_s)
+        self._began_s = None
+
+    def overdue_s(self) -> float:
+        """Returns how long the running step has taken if that is beyond the limit, else 0. For one other thread."""
+        now_s, began_s = self._clock(), self._began_s
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        if began_s is None:
+            return 0.0
+        if began_s != self._paused_began_s:
+            self._paused_began_s, self._paused_s = began_s, 0.0
+        if gap_s > PAUSE_S:
+            self._paused_s += min(gap_s, now_s - began_s)
+        taken_s = now_s - began_s - self._paused_s
+        return taken_s if taken_s > self.limit_s else 0.0
