@@ -135,26 +135,25 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             link=self._link_again,
             clock=clock,
         )
-        spin_s = config.transfer.spin_s if runner.device.type == "cuda" else 0.0
         self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
         self._hung = False
-        self._loop = TransferLoop(
-            self.lane,
-            transport,
-            self._agent,
-            LoopCallbacks(
-                broken=self._on_broken,
-                computing=lambda: self._step_watch.running,
-                tick=self._report,
-                lost=self._mending.on_connection_lost,
-                look=self._check_step,
-            ),
-            spin_s,
-            config.metrics.interval_s,
-        )
+        self._loop = self._make_loop(transport)
         next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
         self._compute = ComputeThread(
             self.lane, next_plan, self._step, self._on_broken, runner.device, self._step_watch
+        )
+
+    def _make_loop(self, transport: Transport) -> TransferLoop:
+        callbacks = LoopCallbacks(
+            broken=self._on_broken,
+            computing=lambda: self._step_watch.running,
+            tick=self._report,
+            lost=self._mending.on_connection_lost,
+            look=self._check_step,
+        )
+        spin_s = self.config.transfer.spin_s if self.runner.device.type == "cuda" else 0.0
+        return TransferLoop(
+            self.lane, transport, self._agent, callbacks, spin_s, self.config.metrics.interval_s
         )
 
     # --- life
