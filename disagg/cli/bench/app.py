@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from disagg.cli.bench.agreement import agreement
+from disagg.cli.bench.chaos import chaos
 from disagg.cli.bench.collective import collective
 from disagg.cli.bench.decode import decode
 from disagg.cli.bench.handoff import handoff
@@ -29,5 +30,6 @@ for _command in (
     agreement,
     serve,
     overload,
+    chaos,
 ):
     app.command(_command.__name__)(_command)

@@ -1,0 +1,103 @@
+"""Runs a chaos bench on a cluster that it starts, and stops at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+import structlog
+import uvloop
+
+from disagg.bench.chaos.report import ChaosReport, chaos_report
+from disagg.bench.chaos.run import ChaosBench, ChaosResult, ReportLine, run_chaos
+from disagg.bench.chaos.system import supervised_system
+from disagg.bench.common.report import Label
+from disagg.bench.serve.compare_report import words
+from disagg.cluster.lifecycle import Cluster
+from disagg.commands.local import local_cluster, with_model
+from disagg.commands.signals import handlers_restored
+from disagg.core.config.read import ClusterConfig, Config
+from disagg.core.errors import DisaggError
+from disagg.core.log import configure
+from disagg.reference.answers import comparable
+
+log = structlog.get_logger(__name__)
+
+
+class _NotPassed(Exception):  # noqa: N818 - no fault of this program
+    """Leaves the cluster's block after a run that found faults: a private Ray then keeps the ranks' logs."""
+
+    def __init__(self, report: ChaosReport) -> None:
+        super().__init__("the run did not pass")
+        self.report = report
+
+
+def chaos_config(config: Config, deterministic: bool | None, faults: int) -> Config:
+    """Returns the configuration of the system under test.
+
+    Without a model, the small one of `with_model`, on the CPU unless a device is set. Groups are replaced at once and
+    without a limit of tries, unless `cluster.restart_backoff_s` and `restart_tries` are set: a replacement may be hit
+    within the minute after which its death counts as a fault of its own. Raises `ConfigError` as `comparable`.
+    """
+    replace = msgspec.structs.replace
+    if not (config.model.path or config.model.random_init):
+        kinds = {"prefill": config.prefill, "decode": config.decode, "colocated": config.colocated}
+        on_cpu = {
+            role: replace(kind, device="cpu" if kind.device == "auto" else kind.device)
+            for role, kind in kinds.items()
+        }
+        config = replace(config, **on_cpu)
+    default, given = ClusterConfig(), config.cluster
+    changed: dict[str, object] = {"restart": True}
+    if given.restart_tries == default.restart_tries:
+        changed["restart_tries"] = default.restart_tries + faults
+    if given.restart_backoff_s == default.restart_backoff_s:
+        changed["restart_backoff_s"] = 0.0
+    return comparable(replace(config, cluster=replace(given, **changed)), deterministic)
+
+
+def run_bench(
+    config: Config, bench: ChaosBench, settings: Mapping[str, Label | None], report_line: ReportLine
+) -> ChaosReport:
+    """Starts the cluster of `config`, runs the bench and returns the report.
+
+    Raises `DisaggError` when the cluster cannot start or fails in quiet.
+    """
+    configure(config.log)
+    config = with_model(config, report_line)
+    try:
+        with handlers_restored(), local_cluster(config, report_line) as cluster:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                result = runner.run(_run(cluster, bench, report_line))
+            report = chaos_report(result, _settings(cluster.config) | dict(settings), _violation(cluster))
+            report_line("stopping the cluster")
+            if not report.passed:
+                raise _NotPassed(report)
+            return report
+    except _NotPassed as found:
+        return found.report
+
+
+async def _run(cluster: Cluster, bench: ChaosBench, report_line: ReportLine) -> ChaosResult:
+    async with supervised_system(cluster) as system:
+        return await run_chaos(bench, system, report_line)
+
+
+def _violation(cluster: Cluster) -> str:
+    """Returns the error of the ranks' own checks; empty if all invariants hold."""
+    try:
+        cluster.check()
+    except DisaggError as error:
+        return str(error)
+    return ""
+
+
+def _settings(config: Config) -> dict[str, Label | None]:
+    return {
+        "model": config.model.path or config.model.random_init,
+        "system": words(config),
+        "deterministic": config.model.deterministic,
+        "restart_backoff_s": config.cluster.restart_backoff_s,
+        "peer_timeout_s": config.control.peer_timeout_s,
+    }

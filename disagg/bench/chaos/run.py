@@ -1,0 +1,191 @@
+"""One chaos run: the requests once in quiet, then again and again while faults hit the system."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from disagg.bench.chaos.answers import compare_received
+from disagg.bench.chaos.faults import FaultInjector, TargetRank
+from disagg.bench.chaos.schedule import PlannedFault, Schedule
+from disagg.bench.chaos.streams import RequestRecord, Streams
+from disagg.bench.chaos.system import ChaosSystem, strength
+from disagg.bench.chaos.workload import ChaosRequest
+from disagg.core.clock import Clock
+from disagg.core.errors import DisaggError
+
+POLL_S = 0.02
+"""Interval of looks at the groups."""
+
+ReportLine = Callable[[str], None]
+"""Receives a line of progress."""
+
+
+@dataclass(frozen=True)
+class ChaosBench:
+    """Settings of a run."""
+
+    schedule: Schedule
+    requests: Sequence[ChaosRequest]
+    streams: int
+    overlap: bool = False
+    """Whether a fault may come before the system has recovered from the one before."""
+    duration_s: float | None = None
+    """No further fault after this time."""
+    recover_s: float = 120.0
+    """Longest wait for full strength. Then a rank that hangs is killed; after another wait the run ends."""
+
+
+@dataclass(slots=True, eq=False)
+class FaultRecord:
+    """One injected fault. Times are those of the run's clock."""
+
+    plan: PlannedFault
+    target: TargetRank
+    at_s: float
+    touched: list[RequestRecord]
+    """Requests that ran in the victim's group."""
+    full_s: float | None = None
+    """Time at which the system had its full strength again; None: not within the limit."""
+    forced: bool = False
+    """Whether the run killed a rank that hung, because the system had not replaced its group."""
+
+
+@dataclass(slots=True, eq=False)
+class ChaosResult:
+    """Everything that a run recorded."""
+
+    quiet: list[RequestRecord]
+    """The answers to compare with, in the order of the set."""
+    requests: list[RequestRecord]
+    """Requests sent while faults were injected."""
+    faults: list[FaultRecord]
+    begun_s: float
+    ended_s: float
+
+
+async def run_chaos(
+    bench: ChaosBench,
+    system: ChaosSystem,
+    report_line: ReportLine,
+    injector: FaultInjector | None = None,
+    clock: Clock = time.monotonic,
+) -> ChaosResult:
+    """Runs the bench. Raises `DisaggError` when a request of the quiet run fails."""
+    streams = Streams(system.generate, bench.requests, bench.streams, clock)
+    report_line(f"quiet run: {len(bench.requests)} requests on {bench.streams} streams")
+    quiet = await streams.send_each()
+    _check_quiet(quiet)
+    begun_s, stop = clock(), asyncio.Event()
+    course = _Course(bench, system, streams, injector or FaultInjector(), clock, report_line)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(streams.send_until(stop, bench.schedule.seed))
+        try:
+            await course.run()
+        finally:
+            course.injector.close()
+            stop.set()
+            report_line(f"faults are over: {len(streams.running)} requests still run")
+    return ChaosResult(quiet, streams.records[len(quiet) :], course.faults, begun_s, clock())
+
+
+def _check_quiet(quiet: Sequence[RequestRecord]) -> None:
+    failed = [record for record in quiet if record.error]
+    if failed:
+        raise DisaggError(
+            f"{len(failed)} of {len(quiet)} requests of the quiet run failed, so there is nothing to compare with; "
+            f"the first: {failed[0].error}: {failed[0].message}"
+        )
+    if any(compare_received(record.answers, record.answers, failed=False).any for record in quiet):
+        raise DisaggError(
+            "answers of the quiet run have missing or repeated tokens: compare a system that works"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Course:
+    """The faults of one run, in their order."""
+
+    bench: ChaosBench
+    system: ChaosSystem
+    streams: Streams
+    injector: FaultInjector
+    clock: Clock
+    report_line: ReportLine
+    faults: list[FaultRecord] = field(default_factory=list)
+    expected: Counter[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expected = strength(self.system)
+
+    async def run(self) -> None:
+        """Injects every fault of the schedule, until the time is over or the system does not recover."""
+        begun_s = self.clock()
+        async with asyncio.TaskGroup() as recoveries:
+            for plan in self.bench.schedule.faults():
+                await asyncio.sleep(plan.delay_s)
+                if self.bench.duration_s is not None and self.clock() - begun_s >= self.bench.duration_s:
+                    self.report_line(f"{self.bench.duration_s:g} s are over")
+                    return
+                fault = await self._inject(plan)
+                if fault is None:
+                    return
+                recovery = recoveries.create_task(self._recover(fault))
+                if not self.bench.overlap:
+                    await recovery
+                    if fault.full_s is None:
+                        return
+
+    async def _inject(self, plan: PlannedFault) -> FaultRecord | None:
+        """Hits a rank of a group that serves; returns None when there is none within the limit."""
+        until_s = self.clock() + self.bench.recover_s
+        while self.clock() < until_s:
+            ranks = [rank for rank in self.system.ranks() if rank.group not in self.injector.wounded]
+            if ranks:
+                target = plan.victim(ranks)
+                touched = [one for one in self.streams.running if target.group in one.groups]
+                if self.injector.inject(plan.kind, target):
+                    self.faults.append(FaultRecord(plan, target, self.clock(), touched))
+                    self.report_line(self._words(self.faults[-1]))
+                    return self.faults[-1]
+            await asyncio.sleep(POLL_S)
+        self.report_line(f"no rank to hit within {self.bench.recover_s:g} s")
+        return None
+
+    async def _recover(self, fault: FaultRecord) -> None:
+        """Waits until the system has its full strength; continues a stopped rank when its time has come."""
+        if fault.plan.kind == "stop":
+            await asyncio.sleep(fault.plan.stop_s)
+            self.injector.resume(fault.target)
+        fault.full_s = await self._full_strength()
+        if fault.full_s is None and fault.plan.kind == "hang":
+            self.report_line(f"fault {fault.plan.number}: not replaced, so {fault.target} is killed now")
+            fault.forced = True
+            self.injector.finish(fault.target)
+            fault.full_s = await self._full_strength()
+        if fault.full_s is None:
+            self.report_line(f"fault {fault.plan.number}: no full strength within {self.bench.recover_s:g} s")
+            return
+        self.report_line(
+            f"fault {fault.plan.number}: full strength after {fault.full_s - fault.at_s:.1f} s, "
+            f"{sum(bool(record.error) for record in fault.touched)} of {len(fault.touched)} requests failed"
+        )
+
+    async def _full_strength(self) -> float | None:
+        until_s = self.clock() + self.bench.recover_s
+        while (now_s := self.clock()) < until_s:
+            if strength(self.system, self.injector.wounded) >= self.expected:
+                return now_s
+            await asyncio.sleep(POLL_S)
+        return None
+
+    def _words(self, fault: FaultRecord) -> str:
+        plan, target = fault.plan, fault.target
+        time_s = f" for {plan.stop_s:g} s" if plan.kind == "stop" else ""
+        return (
+            f"fault {plan.number} of {self.bench.schedule.count}: {plan.kind} {target} (pid {target.pid}){time_s}, "
+            f"{len(fault.touched)} of {len(self.streams.running)} requests run there"
+        )

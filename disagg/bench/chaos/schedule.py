@@ -1,0 +1,83 @@
+"""The schedule of faults: which kind, when, and which rank. A function of its seed; no I/O."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+from disagg.core.errors import ConfigError
+
+FaultKind = Literal["kill", "stop", "hang"]
+"""`kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP for ever."""
+FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+
+Victim = TypeVar("Victim")
+
+
+class PlannedFault(NamedTuple):
+    """One fault of a schedule."""
+
+    number: int
+    """Counts from 1."""
+    kind: FaultKind
+    share: float
+    """Chooses the victim among the ranks that run at the time: 0 is the first, just below 1 the last."""
+    delay_s: float
+    """Delay after the system has its full strength; of overlapping faults, after the fault before."""
+    stop_s: float
+    """Time between SIGSTOP and SIGCONT of a `stop`."""
+
+    def victim(self, ranks: Sequence[Victim]) -> Victim:
+        """Returns the victim among `ranks`, which must not be empty."""
+        return ranks[int(self.share * len(ranks))]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Settings of a schedule."""
+
+    kinds: tuple[FaultKind, ...] = ("kill",)
+    count: int = 10
+    gap_s: float = 2.0
+    """Mean of the uniform delays."""
+    stops_s: tuple[float, ...] = (1.0, 15.0)
+    """Durations of a `stop`; each one is equally likely."""
+    seed: int = 0
+
+    def faults(self) -> list[PlannedFault]:
+        """Returns the faults in order. Kinds alternate at random, each as often as the others (+-1)."""
+        draw = random.Random(self.seed)
+        kinds = [self.kinds[number % len(self.kinds)] for number in range(self.count)]
+        draw.shuffle(kinds)
+        return [
+            PlannedFault(
+                number,
+                kind,
+                share=draw.random(),
+                delay_s=2 * self.gap_s * draw.random(),
+                stop_s=draw.choice(self.stops_s),
+            )
+            for number, kind in enumerate(kinds, 1)
+        ]
+
+
+def parse_kinds(flag: str, text: str) -> tuple[FaultKind, ...]:
+    """Parses `kill,stop`. Raises `ConfigError` that names the flag."""
+    names = text.split(",")
+    kinds = tuple(kind for kind in FAULT_KINDS if kind in names)
+    if len(kinds) != len(names):
+        raise ConfigError(f"{flag} {text}: give one or more of {','.join(FAULT_KINDS)}, each once")
+    return kinds
+
+
+def parse_seconds(flag: str, text: str) -> tuple[float, ...]:
+    """Parses `1,15`. Raises `ConfigError` that names the flag."""
+    try:
+        seconds = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        seconds = ()
+    if not seconds or not 0 < min(seconds) <= max(seconds) < float("inf"):
+        raise ConfigError(f"{flag} {text}: give seconds above 0, separated by commas, as 1,15")
+    return seconds

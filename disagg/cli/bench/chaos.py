@@ -1,0 +1,168 @@
+"""`disagg bench chaos`: flags for `disagg.bench.chaos.bench`, and its output."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from disagg.cli.bench.common import OutputFlags, Shown, show
+from disagg.cli.bench.load import check_positive
+from disagg.cli.flags import ClusterFlags, Sets
+from disagg.cli.options import with_options
+from disagg.cli.settings import configuration
+
+if TYPE_CHECKING:
+    from disagg.bench.chaos.run import ChaosBench
+    from disagg.bench.chaos.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultFlags:
+    """Which faults, when, and how long the system has to recover."""
+
+    faults: Annotated[
+        str,
+        typer.Option(
+            "--faults",
+            metavar="KIND,...",
+            help="kill (SIGKILL), stop (SIGSTOP, SIGCONT after --stop-s), hang (SIGSTOP for ever).",
+        ),
+    ] = "kill"
+    count: Annotated[int, typer.Option("--count", min=0, help="Number of faults.")] = 10
+    duration_s: Annotated[
+        float | None, typer.Option("--duration-s", help="No further fault after this time.")
+    ] = None
+    gap_s: Annotated[
+        float, typer.Option("--gap-s", help="Mean delay before a fault, once all groups serve.")
+    ] = 2.0
+    stop_s: Annotated[
+        str, typer.Option("--stop-s", metavar="S,...", help="Durations of a stop, chosen at random.")
+    ] = "1,15"
+    overlap: Annotated[
+        bool, typer.Option("--overlap", help="Faults do not wait until all groups serve again.")
+    ] = False
+    recover_s: Annotated[
+        float,
+        typer.Option(
+            "--recover-s", help="Limit until all groups serve again; then a rank that hangs is killed."
+        ),
+    ] = 120.0
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of faults, prompts and sampling.")] = 0
+
+    def schedule(self) -> Schedule:
+        """Returns the schedule. Raises `ConfigError`."""
+        from disagg.bench.chaos.schedule import Schedule, parse_kinds, parse_seconds
+
+        check_positive(
+            {"--duration-s": self.duration_s, "--gap-s": self.gap_s, "--recover-s": self.recover_s}
+        )
+        return Schedule(
+            kinds=parse_kinds("--faults", self.faults),
+            count=self.count,
+            gap_s=self.gap_s,
+            stops_s=parse_seconds("--stop-s", self.stop_s),
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChaosOptions:
+    """Flags of `disagg bench chaos`."""
+
+    cluster: ClusterFlags
+    prefill_groups: Annotated[
+        int, typer.Option("--prefill-groups", min=1, help="Prefill groups."), Sets(("prefill.groups",))
+    ] = 2
+    decode_groups: Annotated[
+        int, typer.Option("--decode-groups", min=1, help="Decode groups."), Sets(("decode.groups",))
+    ] = 2
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Requests at once.")] = 10
+    requests: Annotated[
+        int, typer.Option("--requests", min=1, help="Different requests, sent again and again.")
+    ] = 32
+    input_tokens: Annotated[
+        str, typer.Option("--input-tokens", metavar="SPEC", help="As of `disagg bench serve`.")
+    ] = "16-256"
+    output_tokens: Annotated[
+        str,
+        typer.Option("--output-tokens", metavar="SPEC", help="Most tokens of an answer; as --input-tokens."),
+    ] = "64-256"
+    faults: FaultFlags
+    output: OutputFlags
+
+
+@with_options(ChaosOptions)
+def chaos(options: ChaosOptions) -> None:
+    """Kill and stop ranks under load; compare every answer with that of a quiet run.
+
+    Exit code 1 when an answer failed or differs, or the groups did not recover.
+    """
+    schedule = options.faults.schedule()
+    config = configuration(options.cluster.source, options)
+    from disagg.bench.chaos.bench import chaos_config, run_bench
+    from disagg.bench.chaos.chart import write_chaos_chart
+    from disagg.bench.chaos.report import chaos_json, figure_lines, figures_table
+
+    bench = _bench(options, schedule)
+    config = chaos_config(config, options.cluster.deterministic, schedule.count)
+    report = run_bench(config, bench, _settings(options), _progress_lines())
+    shown = Shown(
+        lambda: chaos_json(report),
+        lambda: figures_table(report),
+        figure_lines(report),
+        lambda path: write_chaos_chart(path, report),
+    )
+    show("chaos", shown, options.output)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def _bench(options: ChaosOptions, schedule: Schedule) -> ChaosBench:
+    from disagg.bench.chaos.run import ChaosBench
+    from disagg.bench.chaos.workload import make_requests
+    from disagg.bench.serve.lengths import parse_lengths
+
+    prompts = parse_lengths("--input-tokens", options.input_tokens)
+    answers = parse_lengths("--output-tokens", options.output_tokens)
+    return ChaosBench(
+        schedule=schedule,
+        requests=make_requests(options.requests, prompts, answers, options.faults.seed),
+        streams=options.streams,
+        overlap=options.faults.overlap,
+        duration_s=options.faults.duration_s,
+        recover_s=options.faults.recover_s,
+    )
+
+
+def _settings(options: ChaosOptions) -> dict[str, str | float | None]:
+    """Returns the flags that the report shows."""
+    faults = options.faults
+    return {
+        "streams": options.streams,
+        "requests": options.requests,
+        "input_tokens": options.input_tokens,
+        "output_tokens": options.output_tokens,
+        "faults": faults.faults,
+        "count": faults.count,
+        "duration_s": faults.duration_s,
+        "gap_s": faults.gap_s,
+        "stop_s": faults.stop_s,
+        "overlap": faults.overlap,
+        "recover_s": faults.recover_s,
+        "seed": faults.seed,
+    }
+
+
+def _progress_lines() -> Callable[[str], None]:
+    """Returns a function that prints a line with the time since now to stderr, a terminal or not."""
+    begun_s = time.monotonic()
+
+    def report_line(text: str) -> None:
+        print(f"{time.monotonic() - begun_s:7.1f} s  {text}", file=sys.stderr, flush=True)
+
+    return report_line

@@ -1,0 +1,73 @@
+"""`disagg bench chaos`: its flags and its configuration; whole runs with real processes are slow."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from disagg.bench.chaos.bench import chaos_config
+from disagg.cli.app import run
+from disagg.core.config.read import ClusterConfig, Config, GroupConfig, ModelConfig
+
+
+def test_groups_are_replaced_at_once_and_without_limit() -> None:
+    cluster = chaos_config(Config(cluster=ClusterConfig(restart=False)), None, 100).cluster
+    assert (cluster.restart, cluster.restart_backoff_s, cluster.restart_tries) == (True, 0.0, 105)
+    given = ClusterConfig(restart_backoff_s=0.5, restart_tries=2)
+    assert chaos_config(Config(cluster=given), None, 100).cluster == given
+
+
+def test_the_small_model_runs_on_the_cpu() -> None:
+    assert [kind.device for kind in chaos_config(Config(), None, 1).kinds.values()] == ["cpu", "cpu"]
+    model = ModelConfig(random_init="tiny-llama")
+    assert chaos_config(Config(model=model), None, 1).prefill.device == "auto"
+    assert chaos_config(Config(prefill=GroupConfig(device="cpu")), True, 1).model.deterministic
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--faults", "burn"], "--faults burn: give one or more of kill,stop,hang, each once"),
+        (["--stop-s", "0"], "--stop-s 0: give seconds above 0"),
+        (["--gap-s", "-1"], "--gap-s -1: give a number above 0"),
+        (["--output-tokens", "x"], "--output-tokens x: give a number of tokens"),
+    ],
+)
+def test_bad_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "chaos", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def chaos(out: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """Returns exit code, report and progress of a run with small groups."""
+    command = [sys.executable, "-m", "disagg", "bench", "chaos", "--prefill-tp", "1", "--decode-tp", "1"]
+    done = subprocess.run(
+        [*command, "--requests", "8", "--out", str(out), *flags], capture_output=True, text=True, check=False
+    )
+    report = json.loads((out / "bench_chaos.json").read_text())
+    assert (out / "bench_chaos.png").read_bytes().startswith(b"\x89PNG")
+    return done.returncode, report, done.stderr
+
+
+@pytest.mark.slow
+def test_quiet_processes_pass(tmp_path: Path) -> None:
+    code, report, _ = chaos(tmp_path, "--prefill-groups", "1", "--decode-groups", "1", "--count", "0")
+    assert (code, report["passed"], report["check_error"]) == (0, True, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("groups", "faults"), [("1", 1), ("2", 4)])
+def test_killed_processes_are_replaced(tmp_path: Path, groups: str, faults: int) -> None:
+    sizes = ("--prefill-groups", groups, "--decode-groups", groups, "--count", str(faults), "--streams", "4")
+    code, report, progress = chaos(tmp_path, *sizes)
+    assert [fault["kind"] for fault in report["faults"]] == ["kill"] * faults
+    assert all(fault["full_strength_s"] is not None for fault in report["faults"])
+    assert f"fault {faults}: full strength after" in progress
+    found = report["figures"]
+    assert found["different"] == 0, "what was streamed was right"
+    assert (code == 0) == report["passed"] == (found["equal"] == found["requests"])
