@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -53,6 +56,20 @@ class Call:
         named = self.named | ({"paged_context": again} if self.named.get("paged_context") else {})
         output = self.module(*self.args, **named)
         return same(self.output, output) and (not self.attended or same(self.attended, again.calls))
+
+
+@contextmanager
+def sigmoid_of_any_layout() -> Iterator[None]:
+    """`torch.sigmoid` copies strided inputs first, so that its bits depend on values only.
+
+    The CPU's vectorized loop and the scalar loop over its remainder differ in the last bit. Where the remainder
+    begins depends on strides and on the vector width: a head of 16 floats is one remainder with AVX-512, none with
+    AVX2. Models compute the sigmoid of a contiguous copy, fused modules that of a strided view.
+    """
+    sigmoid = torch.sigmoid
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "sigmoid", lambda x: sigmoid(x.contiguous()))
+        yield
 
 
 def tiny_model(model_type: str, dtype: torch.dtype, **settings: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from fused_classes import own_calls, tiny_model
+from fused_classes import own_calls, sigmoid_of_any_layout, tiny_model
 from model_helpers import ANSWER_TOKENS, load_plain, make_runner, prompts
 from plain_greedy import plain_greedy
 from torch import nn
@@ -188,7 +188,7 @@ REGISTERED = {*NORMS, *GATED_MLPS, *ROTARY_ATTENTION, *OWN_FORWARDS}
 @functools.cache
 def compared(model_type: str, variant: bool, dtype: torch.dtype) -> dict[str, bool]:
     """By name of the classes that were fused: whether all modules compute what they did, bit for bit."""
-    with torch.inference_mode():
+    with torch.inference_mode(), sigmoid_of_any_layout():
         model = tiny_model(model_type, dtype, **(VARIANTS[model_type] if variant else {}))
         calls = [call for call in own_calls(model) if "forward" not in vars(call.module)]
         fuse(model)
