@@ -10,24 +10,24 @@ from disagg.coverage.verdict import Verdict
 
 _HEAD = """# Model types
 
-Every model type that transformers {version} has a causal language model for: {exact} of {count} are served exactly,
-{refused} are refused at start, in one line. Made by
+transformers {version} has causal language models of {count} types. `disagg` serves {exact} of them exactly, and
+refuses {refused} at start with a one-line error. This command writes the page:
 
     disagg models --check --out docs/models.md
 
-which builds each type tiny, with random weights and layers of every kind that the type has by default, and compares
-greedy tokens with those of Hugging Face's `generate()` in float32 on a CPU: prompts of {prompts} tokens, answers of
-{answers}, sliding windows of {window}. *Exact*: all tokens are the same, with all prompts in one batch in chunks of
-{chunks} tokens, and split, where two ranks prefill and one decodes. Types made from encoders are built as decoders
-(`is_decoder`).
+The command builds a tiny model of each type, with random weights and all layer kinds of the type's default. It
+compares greedy tokens with those of Hugging Face's `generate()` in float32 on a CPU. Prompts have {prompts} tokens,
+answers {answers}, sliding windows {window}. *Exact* means that all tokens are equal in two runs: one batch with
+chunks of {chunks} tokens, and a split system with two prefill ranks and one decode rank. Encoder types are built
+as decoders (`is_decoder`).
 
-A checkpoint of an exact type may still be refused for what its own configuration asks, quantized weights for example.
-"Held whole" names the parts that each rank of a group computes alike, because they cannot be split exactly.
+A checkpoint of an exact type may still be refused for settings in its configuration, such as quantized weights.
+"Held whole" names the parts that every rank of a group computes in full, because they cannot be split exactly.
 
 """
 _EXACT = "## Exact\n\n| model type | class | held whole by every rank |\n|---|---|---|\n"
 _REFUSED = "\n## Refused\n\n| model type | class | reason |\n|---|---|---|\n"
-_FAULTS = "\n## Wrong, or not decided\n\n| model type | class | what was found |\n|---|---|---|\n"
+_FAULTS = "\n## Wrong or undecided\n\n| model type | class | finding |\n|---|---|---|\n"
 
 
 def render(verdicts: Sequence[Verdict], **facts: object) -> str:

@@ -181,14 +181,17 @@ def test_the_same_bits_on_two_ranks(name: str, device: str, directory: Callable[
 
 def test_an_unknown_operation_is_refused_by_name() -> None:
     x = torch.randn(3, 4)
-    with RowWise("SomeModel"), pytest.raises(UnsupportedModelError, match=r"SomeModel .* how cumsum sums"):
+    with (
+        RowWise("SomeModel"),
+        pytest.raises(UnsupportedModelError, match=r"SomeModel .* summation order of cumsum"),
+    ):
         x.cumsum(0)
 
 
 def test_what_would_be_another_value_is_refused() -> None:
     x = torch.randn(3, 4)
     operations: dict[str, Callable[[], torch.Tensor]] = {
-        "norm of order 1.5": lambda: torch.linalg.vector_norm(x, 1.5, dim=-1),
+        "norms of order 1.5": lambda: torch.linalg.vector_norm(x, 1.5, dim=-1),
         "sums of torch.float64": lambda: x.softmax(-1, dtype=torch.float64),
         "torch.complex64": lambda: (x * 1j) @ x.t().to(torch.complex64),
     }

@@ -1,7 +1,7 @@
-"""Adapters: attention modules of transformers that do not call its AttentionInterface, or hand it too little.
+"""Adapters for attention modules that do not call transformers' AttentionInterface, or pass it too little.
 
-An adapter replaces the attention's `forward` of one built model, and of nothing else: it computes queries, keys and
-values with the module's own projections and its own rotary functions, and attends through the step's context.
+An adapter replaces only the attention's `forward` of one built model. The new `forward` computes queries, keys and
+values with the module's own projections and rotary functions, and attends through the step's context.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _FILES = {
     "stablelm": "stablelm",
     "xglm": "xglm",
 }
-"""Module of this folder by model type. Loaded when such a model is built: it imports transformers' own code."""
+"""Module of this folder by model type. Imported only when such a model is built, because it imports transformers."""
 
 
 def adapter_of(config: Any) -> Adapter | None:
-    """The adapter of a configuration's model type; None for a type that needs none."""
+    """Returns the adapter of the configuration's model type; None if the type needs no adapter."""
     file = _FILES.get(config.model_type)
     if file is None:
         return None

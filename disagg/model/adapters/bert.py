@@ -1,4 +1,4 @@
-"""Decoders made from encoders with attention of their own: Megatron-BERT, RemBERT, RoFormer (rotary embeddings)."""
+"""Megatron-BERT, RemBERT, RoFormer (rotary embeddings): encoders with custom attention, run as decoders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disagg.model.adapters.base import Adapter, StepInputs, heads
 
 def _adapt(model: Any, step: StepInputs) -> None:
     encoder = model.base_model.encoder
-    if hasattr(encoder, "embed_positions"):  # it would take a token's place in the step for its position
+    if hasattr(encoder, "embed_positions"):  # the table would use a token's index in the step as its position
         encoder.embed_positions.forward = partial(_of_positions, encoder.embed_positions, step)
     for layer in encoder.layer:
         attention = layer.attention.self
@@ -20,7 +20,7 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 
 def _of_positions(table: Any, step: StepInputs, *_: Any) -> torch.Tensor:
-    """`[tokens, head_dim]`: sines and cosines of the step's tokens."""
+    """Returns sines and cosines of the step's tokens, `[tokens, head_dim]`."""
     found: torch.Tensor = table.weight[step.positions.flatten()]
     return found
 

@@ -1,7 +1,7 @@
-"""BioGPT: calls the AttentionInterface, though transformers does not say that its attention can be replaced."""
+"""BioGPT: calls the AttentionInterface, although transformers does not mark its attention as replaceable."""
 
 from __future__ import annotations
 
-from disagg.model.adapters.base import QKV, Adapter, hand_contexts, plan_of
+from disagg.model.adapters.base import QKV, Adapter, pass_contexts, plan_of
 
-ADAPTER = Adapter(hand_contexts, plan=plan_of("layers.*.self_attn", QKV, "out_proj"))
+ADAPTER = Adapter(pass_contexts, plan=plan_of("layers.*.self_attn", QKV, "out_proj"))

@@ -1,4 +1,4 @@
-"""BLOOM: queries, keys and values of a head side by side in one projection, ALiBi."""
+"""BLOOM: one projection with adjacent queries, keys and values of each head; ALiBi."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _forward(
 
 
 def _refused(config: Any) -> str:
-    # transformers then leaves out biases.
+    # With these settings transformers omits biases.
     exact = config.slow_but_exact and config.pretraining_tp > 1
     return "slow_but_exact with pretraining_tp > 1" if exact else ""
 

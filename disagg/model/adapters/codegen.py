@@ -1,4 +1,4 @@
-"""CodeGen: GPT-J with one projection, in four parts of queries, values and keys, each for a quarter of the heads."""
+"""CodeGen: GPT-J with one projection of four parts: queries, values and keys of a quarter of the heads each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _forward(
 
 def _refused(config: Any) -> str:
     if config.n_head % _PARTS:
-        return f"{config.n_head} heads, which is no multiple of {_PARTS}"
+        return f"{config.n_head} heads, not a multiple of {_PARTS}"
     return needs_rotary_dim(config)
 
 

@@ -1,6 +1,6 @@
-"""DiffLlama: the difference of two attentions, whose values are the two halves of the KV heads.
+"""DiffLlama: the difference of two attentions, with the two halves of the KV heads as their values.
 
-A KV head is kept with its values of both halves, so that it is written and read once.
+The cache stores each KV head with its values of both halves, which are then written and read once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _forward(
 
 
 def _factor(attention: Any, dtype: torch.dtype) -> Any:
-    """A scalar: how much of the second attention is taken off."""
+    """Returns the scalar weight of the second attention, which is subtracted."""
     pairs = ((attention.lambda_q1, attention.lambda_k1), (attention.lambda_q2, attention.lambda_k2))
     first, second = (torch.exp(torch.sum(q * k, dtype=torch.float32)).to(dtype) for q, k in pairs)
     return first - second + attention.lambda_init

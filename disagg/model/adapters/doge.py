@@ -1,7 +1,7 @@
-"""Doge: a score of its own for each key, computed from the values at its position.
+"""Doge: an additional score for each key, computed from the values at the key's position.
 
-It is kept in the KV cache as one more element of the key, which every query meets with the inverse of the scaling.
-Which keys a longer context would leave out depends on all of them; the context ends before that.
+The KV cache stores the score as one more element of the key; the matching query element is the inverse scaling.
+Beyond `keep_window_size` tokens the model drops keys depending on all others, so the context is limited to that size.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Falcon: heads of one projection in three orders, rotary embeddings or ALiBi in bfloat16."""
+"""Falcon: one projection with three possible orders of heads; rotary embeddings, or ALiBi in bfloat16."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 
 def _plain(linear: Any) -> nn.Linear:
-    """Another one like a layer of Falcon's own class, of the class that can be split."""
+    """Returns an `nn.Linear` of equal shape in place of Falcon's own class, which cannot be split."""
     return nn.Linear(
         linear.in_features,
         linear.out_features,
@@ -57,12 +57,12 @@ def _forward(
 
 
 def _split(attention: Any, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values `[rows, tokens, heads, dim]` of the projection's output."""
-    if attention.new_decoder_architecture:  # for each KV head its queries, its key, its value
+    """Splits the projection's output to queries, keys and values `[rows, tokens, heads, dim]`."""
+    if attention.new_decoder_architecture:  # per KV head: its queries, key and value
         group = attention.num_heads // attention.num_kv_heads
         in_groups = fused.view(*fused.shape[:2], -1, group + 2, attention.head_dim)
         q, k, v = (x.flatten(2, 3) for x in torch.split(in_groups, [group, 1, 1], dim=-2))
-    elif attention.multi_query:  # all queries, then the key and the value that they share
+    elif attention.multi_query:  # all queries, then the shared key and value
         q, k, v = torch.split(heads(fused, attention.head_dim), [attention.num_heads, 1, 1], dim=-2)
     else:
         q, k, v = fused.view(*fused.shape[:2], -1, 3, attention.head_dim).unbind(-2)

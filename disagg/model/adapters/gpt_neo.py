@@ -1,4 +1,4 @@
-"""GPT-Neo: scores without scaling, a sliding window in the local layers."""
+"""GPT-Neo: unscaled scores, and a sliding window in local layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _adapt(model: Any, step: StepInputs) -> None:
     for layer, block in enumerate(model.transformer.h):
         attention = block.attn.attention
         attention.layer_idx = layer
-        attention.bias = None  # the mask of the whole context, squared, which nothing reads any more
+        attention.bias = None  # frees the unused mask `[context, context]`
         window = model.config.window_size if attention.attention_type == "local" else None
         attention.forward = partial(_forward, attention, step, window)
 

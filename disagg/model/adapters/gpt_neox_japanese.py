@@ -1,4 +1,4 @@
-"""GPT-NeoX Japanese: queries, keys and values of a head side by side, rotary embeddings of a part of it."""
+"""GPT-NeoX Japanese: adjacent queries, keys and values of each head, and rotary embeddings of a part of the head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-J: rotary embeddings of neighbouring elements, from a table of each attention module."""
+"""GPT-J: rotary embeddings of adjacent elements, from a table in each attention module."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from disagg.model.adapters.base import QKV, Adapter, StepInputs, plan_of, projec
 
 
 def rotate(attention: Any, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """`[rows, tokens, heads, dim]` with the first `rotary_dim` elements of each head rotated, in float32."""
+    """Rotates the first `rotary_dim` elements of each head of `x` `[rows, tokens, heads, dim]`, in float32."""
     sin, cos = attention.embed_positions[positions].chunk(2, dim=-1)
     turned, kept = x.tensor_split([attention.rotary_dim], dim=-1)
     return torch.cat([apply_rotary_pos_emb(turned, sin, cos).to(x.dtype), kept], dim=-1)
 
 
 def needs_rotary_dim(config: Any) -> str:
-    """Why a configuration is not covered: transformers fails without rotary elements."""
+    """Returns why a configuration is unsupported: transformers fails without rotary elements. Empty if supported."""
     return "" if config.rotary_dim else "rotary_dim = 0"
 
 

@@ -1,4 +1,4 @@
-"""HRM: two stacks of layers that run several times, each time with K and V of their own."""
+"""HRM: two stacks of layers that run several times, with separate K and V for each run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _forward(own: Any, step: StepInputs, *args: Any, cycle_offset: int = 0, **kw
 
 @dataclass(frozen=True)
 class _Cycle:
-    """The step's attention, in a run of a stack whose first layer is layer `first` of the KV pool."""
+    """The step's attention in one run of a stack, which uses the KV pool's layers from `first` on."""
 
     first: int
     own: AttentionContext

@@ -1,4 +1,4 @@
-"""JetMoe: experts of attention, each with queries for every KV head, one expert behind the other."""
+"""JetMoe: attention experts, each with queries of every KV head, ordered by expert."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 
-from disagg.model.adapters.base import Adapter, StepInputs, hand_context
+from disagg.model.adapters.base import Adapter, StepInputs, pass_context
 from disagg.model.attention.paged import AttentionContext
 from kernels.attention.common import AttentionParams
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
     for layer in model.model.layers:
-        hand_context(layer.self_attention, step, partial(_ByExpert, model.config.num_key_value_heads))
+        pass_context(layer.self_attention, step, partial(_ByExpert, model.config.num_key_value_heads))
 
 
 @dataclass(frozen=True)
 class _ByExpert:
-    """The step's attention: K and V once, not once for each expert, and the queries of a KV head side by side."""
+    """The step's attention with the queries ordered by KV head; K and V are stored once, not per expert."""
 
     kv_heads: int
     own: AttentionContext

@@ -1,4 +1,4 @@
-"""Llama 4: attention in chunks of positions, queries scaled by position where there is no rotary embedding."""
+"""Llama 4: attention within chunks of positions; layers without rotary embeddings scale queries by position."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 import torch
 
-from disagg.model.adapters.base import Adapter, StepInputs, hand_context
+from disagg.model.adapters.base import Adapter, StepInputs, pass_context
 from disagg.model.attention.paged import AttentionContext
 from kernels.attention.common import AttentionParams
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
     config = model.config
-    # The class names its parent's; the plan of how to split it is of this one's parts.
+    # The class inherits its parent's prefix, but its tensor-parallel plan names its own parts.
     model.base_model_prefix = "model"
     for layer, kind in zip(model.model.layers, config.layer_types, strict=True):
         attention = layer.self_attn
         chunk = config.attention_chunk_size if kind == "chunked_attention" else None
         tuned = attention.attn_temperature_tuning and not attention.use_rope
         attention.attn_temperature_tuning = (
-            False  # it would take a token's place in the step for its position
+            False  # the module would use a token's index in the step as its position
         )
-        hand_context(attention, step, partial(_Chunked, step, chunk, attention if tuned else None))
+        pass_context(attention, step, partial(_Chunked, step, chunk, attention if tuned else None))
 
 
 @dataclass(frozen=True)
 class _Chunked:
-    """The step's attention, of a layer with chunks of `chunk` tokens, tuned as the module `tuned` says."""
+    """The step's attention in a layer with chunks of `chunk` tokens; the module `tuned` defines the query factors."""
 
     step: StepInputs
     chunk: int | None
@@ -45,7 +45,7 @@ class _Chunked:
         return self.own.attend(layer, q, k, v, replace(params, chunk_tokens=self.chunk))
 
     def _temperatures(self) -> torch.Tensor:
-        """float32 `[T]`: factors of the queries."""
+        """Returns the factors of the queries, float32 `[T]`."""
         steps = torch.floor((self.step.positions.flatten().float() + 1.0) / self.tuned.floor_scale)
         return torch.log1p(steps).mul(self.tuned.attn_scale).add(1.0)
 

@@ -18,7 +18,7 @@ _COMPUTED = {
     "prefix_lm": False,
     "qk_ln": False,
 }
-"""What transformers computes, whatever a configuration's `attn_config` says."""
+"""Settings of `attn_config` that transformers ignores; it always computes with these values."""
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -31,7 +31,7 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 
 def _decode(decoder: Any, input_ids: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-    """The decoder without the biases and masks that it makes for its whole context in each call."""
+    """Runs the decoder without the biases and masks of the whole context, which its own `forward` builds per call."""
     hidden = decoder.wte(input_ids)
     for block in decoder.blocks:
         hidden, _ = block(hidden, position_bias=None, attention_mask=None)

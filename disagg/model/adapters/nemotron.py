@@ -1,7 +1,7 @@
-"""Nemotron: attention that calls the AttentionInterface, in layers that do not hand it the step's context."""
+"""Nemotron: its attention calls the AttentionInterface, but its layers do not pass the step's context."""
 
 from __future__ import annotations
 
-from disagg.model.adapters.base import Adapter, hand_contexts
+from disagg.model.adapters.base import Adapter, pass_contexts
 
-ADAPTER = Adapter(hand_contexts)
+ADAPTER = Adapter(pass_contexts)

@@ -1,4 +1,4 @@
-"""The first GPT: one projection of all queries, then all keys, then all values; learned positions."""
+"""GPT (2018): one projection of all queries, then all keys, then all values; learned positions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from disagg.model.adapters.base import Adapter, StepInputs
 def _adapt(model: Any, step: StepInputs) -> None:
     for layer, block in enumerate(model.transformer.h):
         block.attn.layer_idx = layer
-        block.attn.bias = None  # the mask of the whole context, squared, which nothing reads any more
+        block.attn.bias = None  # frees the unused mask `[context, context]`
         block.attn.forward = partial(_forward, block.attn, step)
 
 

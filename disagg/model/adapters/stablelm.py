@@ -1,7 +1,7 @@
-"""StableLM: attention that calls the AttentionInterface, in layers that do not hand it the step's context."""
+"""StableLM: its attention calls the AttentionInterface, but its layers do not pass the step's context."""
 
 from __future__ import annotations
 
-from disagg.model.adapters.base import Adapter, hand_contexts, plan_of
+from disagg.model.adapters.base import Adapter, pass_contexts, plan_of
 
-ADAPTER = Adapter(hand_contexts, plan=plan_of("layers.*.mlp", ["gate_proj", "up_proj"], "down_proj"))
+ADAPTER = Adapter(pass_contexts, plan=plan_of("layers.*.mlp", ["gate_proj", "up_proj"], "down_proj"))

@@ -1,4 +1,4 @@
-"""XGLM: attention of its own, with queries that are scaled before the product."""
+"""XGLM: custom attention, which scales queries before the product with the keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of a model whose layers differ in their heads, or share K and V: a context for each class of layers."""
+"""Attention of a model whose layers differ in their heads or share K and V: one context per layer class."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from kernels.attention.common import AttentionParams
 
 @dataclass(frozen=True)
 class AttentionClass:
-    """The rank's part of one class of layers."""
+    """The rank's part of one layer class."""
 
     queries: Span
-    """Its query heads."""
+    """Query heads of the rank."""
     heads: Span
-    """Its KV heads."""
+    """KV heads of the rank."""
     head_map: HeadMap
 
 
 Make = Callable[[AttentionClass, MHATokenToKVPool, LayerHook | None, bool], AttentionContext]
-"""The context of a step for one class of layers; the last argument: whether it writes K and V."""
+"""Creates a step's context for one layer class; the last argument: whether the context writes K and V."""
 
 
 class ClassedStep:
-    """The context of a step: passes each layer on to its class, under its number in that class's pool."""
+    """Context of a step: delegates each layer to the context of its class, with its index in that class's pool."""
 
     def __init__(
         self,
@@ -63,5 +63,5 @@ class ClassedStep:
 
 
 def _behind(on_layer: LayerHook | None, start: int) -> LayerHook | None:
-    """The hook of a class whose first layer is the cache's layer `start`."""
+    """Returns the hook of a class whose first layer is layer `start` of the cache."""
     return None if on_layer is None else lambda layer: on_layer(start + layer)

@@ -1,7 +1,7 @@
-"""How transformers' attention reaches the paged pool.
+"""The attention function that connects transformers' models to the paged pool.
 
 A model built with `attn_implementation=ATTENTION_NAME` calls `paged_attention` in every layer. The step's
-context travels as a keyword argument of the model's call, which transformers hands down to that function.
+context is a keyword argument of the model's call, which transformers passes down to that function.
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from disagg.model.batch import DecodeGroup, PrefillGroup, StepIndex
 from kernels.attention.common import AttentionParams
 
 ATTENTION_NAME = "disagg_paged"
-# They would change the result.
+# Arguments that would change the result.
 _REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask", "block_indices")
 
 
 class AttentionContext(Protocol):
-    """Does one layer's attention for the step under way."""
+    """Computes a layer's attention in one step."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """`q` `[T, query heads, dim]`, `k`, `v` `[T, kv heads, dim]`; returns `[T, query heads, dim]`."""
+        """Attends with `q` `[T, query heads, dim]`, `k` and `v` `[T, kv heads, dim]`.
+
+        Returns `[T, query heads, dim of v]`.
+        """
 
 
 def paged_attention(
@@ -53,7 +56,7 @@ def paged_attention(
     """
     if paged_context is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand the step's context to its attention"
+            f"{type(module).__name__} does not pass the step's context to its attention"
         )
     refused = [name for name in _REFUSED if named.get(name) is not None]
     if attention_mask is not None and attention_mask.numel():
@@ -62,7 +65,7 @@ def paged_attention(
         refused.append("is_causal=False")
     if refused:
         raise UnsupportedModelError(
-            f"{type(module).__name__} asks for other than plain causal attention: {', '.join(refused)}"
+            f"{type(module).__name__} needs more than plain causal attention: {', '.join(refused)}"
         )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = paged_context.attend(module.layer_idx, q, k, v, _params(named, query.shape[-1]))
@@ -70,7 +73,7 @@ def paged_attention(
 
 
 def _params(named: dict[str, Any], dim: int) -> AttentionParams:
-    """The parameters in the keyword arguments of an attention call with heads of `dim` elements."""
+    """Returns the parameters from the keyword arguments of an attention call with heads of `dim` elements."""
     scaling, indices = named.get("scaling"), named.get("indices")
     return AttentionParams(
         dim**-0.5 if scaling is None else scaling,
@@ -84,7 +87,7 @@ def _params(named: dict[str, Any], dim: int) -> AttentionParams:
 
 
 class PagedStep:
-    """The context of a real step: writes K and V to the pool by slot, reads each context back by table."""
+    """Context of a step: writes K and V to the pool by slot, and reads each sequence's KV by its block table."""
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class PagedStep:
         on_layer: LayerHook | None,
         writes: bool = True,
     ) -> None:
-        """`writes`: false where the pool has the step's K and V already, because another layer has written them."""
+        """`writes`: false if another layer has already written the step's K and V to the pool."""
         self._pool, self._writes = pool, writes
         self._head_map = head_map
         self._index = index
@@ -141,12 +144,12 @@ class PagedStep:
 
 
 def _of_tokens(params: AttentionParams, tokens: torch.Tensor | slice) -> AttentionParams:
-    """With what those tokens choose."""
+    """Returns `params` with `chosen` of these tokens only."""
     return params if params.chosen is None else replace(params, chosen=params.chosen[tokens])
 
 
 class SharedHeads:
-    """The context of a rank whose projections are whole: attends with its own heads, then sums over the ranks."""
+    """Context of a rank with unsplit projections: attends with the rank's heads, then sums over the ranks."""
 
     def __init__(self, own: AttentionContext, queries: Span, heads: Span, collective: Collective) -> None:
         self._own = own
@@ -156,7 +159,7 @@ class SharedHeads:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """See `AttentionContext.attend`; all heads go in and come out, on every rank."""
+        """See `AttentionContext.attend`; arguments and results have all heads on every rank."""
         sinks, slopes = (None if x is None else x[self._queries] for x in (params.sinks, params.alibi_slopes))
         own = replace(params, sinks=sinks, alibi_slopes=slopes)
         part = self._own.attend(layer, q[:, self._queries], k[:, self._heads], v[:, self._heads], own)

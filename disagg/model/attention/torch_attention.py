@@ -1,4 +1,4 @@
-"""Attention over the paged pool, in plain torch: runs on CPU and GPU and is the reference of faster kernels.
+"""Attention over the paged pool in plain torch, for CPU and GPU; the reference of the faster kernels.
 
 Scores are computed in the model's dtype, the softmax in float32, as transformers' eager attention does.
 """
@@ -14,10 +14,10 @@ _SCORES_PER_BLOCK = 1 << 26  # elements of one block of scores [heads, queries, 
 
 
 class HeadMap:
-    """Which of the rank's KV heads each of its query heads reads.
+    """The map from a rank's query heads to its KV heads.
 
-    Global query head `q` reads KV head `q * kv_heads // q_heads`. When a rank's groups are all of one size, K
-    and V are used as they lie; else they are expanded, one KV head per query head.
+    Global query head `q` reads KV head `q * kv_heads // q_heads`. If all KV heads of the rank have equally many query
+    heads, K and V are used unchanged; else they are expanded to one KV head per query head.
     """
 
     def __init__(self, queries: Span, heads: Span, q_heads: int, kv_heads: int, device: torch.device) -> None:
@@ -28,16 +28,16 @@ class HeadMap:
         self._local = torch.tensor(local, device=device)
 
     def expand(self, x: torch.Tensor) -> torch.Tensor:
-        """`[..., kv heads, head_dim]` as `[..., query heads // self.group, head_dim]`."""
+        """Expands `[..., kv heads, head_dim]` to `[..., query heads // self.group, head_dim]`."""
         return x if self.uniform else x.index_select(-2, self._local)
 
 
 def attend_decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
-    """One query token per sequence: `q` `[n, heads, group, dim]`, `k`, `v` `[n, keys, heads, dim]`.
+    """Attends with one query token per sequence: `q` `[n, heads, group, dim]`, `k`, `v` `[n, keys, heads, dim]`.
 
-    `positions` int64 `[n]` are the queries' own; keys beyond are padding, and finite. Returns
+    `positions` int64 `[n]` are the queries' positions; later keys are padding and must be finite. Returns
     `[n, heads, group, dim]`.
     """
     keys = torch.arange(k.shape[1], device=k.device)
@@ -51,11 +51,11 @@ def attend_decode(
 def attend_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, params: AttentionParams
 ) -> torch.Tensor:
-    """Tokens at positions `start ..` of one sequence.
+    """Attends with the tokens of one sequence from position `start` on.
 
     `q` is `[heads, group, n, dim]`, `k` and `v` are `[keys, heads, dim]` with `keys == start + n`.
 
-    Goes over blocks of queries, each with just the keys it can see, so that memory stays bounded. Returns
+    Processes blocks of queries with their visible keys only, to bound the memory. Returns
     `[heads, group, n, dim]`.
     """
     heads, group, count, _ = q.shape
@@ -75,16 +75,16 @@ def attend_prefill(
 
 
 def _first_visible(query: int, params: AttentionParams) -> int:
-    """The lowest position that the token at position `query` sees."""
+    """Returns the lowest position visible to the token at position `query`."""
     window = query + 1 - params.window_tokens if params.window_tokens else 0
     chunk = query - query % params.chunk_tokens if params.chunk_tokens else 0
     return max(0, window, chunk)
 
 
 def _chosen(positions: torch.Tensor, keys: int) -> torch.Tensor:
-    """bool `[n, keys]` of `AttentionParams.chosen` `[n, most]`."""
+    """Converts `AttentionParams.chosen` `[n, most]` to bool `[n, keys]`."""
     mask = torch.zeros(len(positions), keys + 1, dtype=torch.bool, device=positions.device)
-    # What is no position of these keys is marked behind them: it is none, or one that the query does not see.
+    # Entries that are no position of these keys (padding, or invisible positions) are set in an extra last column.
     known = torch.where((positions >= 0) & (positions < keys), positions.long(), keys)
     return mask.scatter_(1, known, True)[:, :keys]
 
@@ -106,8 +106,8 @@ def _weights(
     heads_shape: tuple[int, ...],
     chosen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Softmax of `scores`. The positions `queries` and `keys` broadcast to its shape; so do values of query heads
-    in `heads_shape`, and `chosen`, bool, the keys that each query sees at most."""
+    """Returns the softmax of `scores`. The positions `queries` and `keys` broadcast to the shape of `scores`. So do
+    values per query head in `heads_shape`, and `chosen`, bool, which limits the visible keys."""
     dtype = scores.dtype
     if params.alibi_slopes is not None:
         scores = scores.float() + _alibi(

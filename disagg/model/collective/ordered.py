@@ -1,8 +1,8 @@
-"""An all-reduce over `torch.distributed` whose sums have one order, for `model.deterministic`.
+"""An all-reduce over `torch.distributed` with one summation order, for `model.deterministic`.
 
-The libraries' own all-reduces choose their algorithm by the tensor's size and cut it into pieces whose sums begin at
-different ranks: an element's bits depend on where it lies, and so on what else is in the batch. Here each element's
-terms are added from rank 0 on, whatever the size and whichever of two ways they travel.
+The backends' own all-reduces choose an algorithm by the tensor's size, and sum its pieces from different ranks on.
+An element's bits then depend on its position, and so on the rest of the batch. Here each element is summed from
+rank 0 on, for every size and on both paths below.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from kernels.layers.rank_sum import rank_sum
 
 GATHER_BYTES = 512 << 10
-"""Tensors of up to this size go to all ranks whole, in one exchange; larger ones in two, with less to send."""
+"""Tensors up to this size use one all-gather; larger ones use all-to-all and all-gather, which send fewer bytes."""
 
 
 def all_reduce_in_order(group: Any, tensor: torch.Tensor, size: int) -> None:
-    """In-place sum over the `size` ranks of `group`, a backend of `torch.distributed`; see `rank_sum`.
+    """Sums a contiguous `tensor` in place over the `size` ranks of `group`, a backend of `torch.distributed`.
 
-    `tensor` is contiguous. Queued as `allreduce` is: with NCCL on the current stream, and it may be recorded. Raises
-    what the backend raises.
+    `rank_sum` defines the order. Like `allreduce`, the operations are queued on the current stream with NCCL, and a
+    CUDA graph can record them. Raises the backend's errors.
     """
-    assert tensor.is_contiguous(), "what ranks compute for a sum is contiguous"
+    assert tensor.is_contiguous(), "partial results of a rank are contiguous"
     flat = tensor.view(-1)
     if not flat.numel():
         return
@@ -50,5 +50,5 @@ def _gather(group: Any, out: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 `[bytes]`: what is only moved has a type that every backend moves."""
+    """Returns a view uint8 `[bytes]`: every backend can move this type."""
     return tensor.view(-1).view(torch.uint8)

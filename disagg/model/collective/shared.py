@@ -1,8 +1,8 @@
-"""The collective of ranks on one host that have no GPU each: shared memory for the terms, unix sockets for the order.
+"""The collective of ranks of one host without a GPU each: parts in shared memory, synchronized over unix sockets.
 
-Each rank writes its part, waits until every rank has, and adds all parts in rank order. Two halves of the memory
-alternate: a rank writes a half again after the next sum's exchange, which no rank enters before it has read the half.
-So one exchange for each sum suffices.
+Each rank writes its part, waits until every rank has written, and adds all parts in rank order. Two halves of the
+memory alternate. A rank reuses a half only after the next sum's exchange, and each rank enters that exchange after
+reading the half. One exchange per sum is therefore enough.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from disagg.model.collective.local_meeting import meet
 from kernels.layers.rank_sum import rank_sum
 
 PART_BYTES = 1 << 20
-"""A rank's part of one sum. Larger tensors are summed part by part."""
+"""Size of a rank's part in one sum. Larger tensors need several sums."""
 _TOKEN = b"."
 _TOKENS = 64
-"""More than a rank can be ahead of another one, which is one exchange."""
+"""Bytes of one read. A rank is at most one exchange ahead of another, so one read drains the socket."""
 
 
 class SharedCollective:
-    """One engine's ranks on one host: processes or threads of one user, on CPUs or sharing GPUs.
+    """Collective of one group's ranks on one host: processes or threads of one user, on CPUs or on shared GPUs.
 
-    GPU tensors pass through host memory, on the current stream, which is synchronized. Sums are `rank_sum`'s: an
-    element has the same bits on every rank and in a tensor of any size.
+    GPU tensors are copied through host memory on the current stream, which is synchronized. `rank_sum` adds the
+    parts: an element has the same bits on every rank and in a tensor of any size.
     """
 
     recordable = False
 
     def __init__(self, *, rank: int, size: int, directory: Path, timeout_s: float = 60.0) -> None:
-        """Joins the group; returns when all ranks have. `directory` is the same for all, empty, and private to the
-        user (`disagg.core.folders.private_folder`).
+        """Joins the group; returns when all ranks have joined. `directory` is common to the ranks, empty, and private
+        to the user (`disagg.core.folders.private_folder`).
 
-        Raises PeerLostError when the ranks do not meet within `timeout_s`, which also bounds each later exchange.
+        Raises PeerLostError if a rank does not join within `timeout_s`, which also limits each later exchange.
         """
         self.rank, self.size = rank, size
         self._timeout_s = timeout_s
@@ -68,28 +68,28 @@ class SharedCollective:
         self._rounds = dict.fromkeys(self._peers, 0)
         """Exchanges that each other rank has entered."""
         self._busy = threading.Lock()
-        """Held while the sockets are used: `close` of another thread frees them afterwards."""
+        """Held during use of the sockets, which `close` on another thread frees afterwards."""
         self._closed = False
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """In-place sum of a contiguous tensor. Raises PeerLostError when a rank closed or did not come in time."""
-        assert tensor.is_contiguous(), "what ranks compute for a sum is contiguous"
+        """Sums a contiguous tensor over the ranks, in place. Raises PeerLostError when a rank closed or timed out."""
+        assert tensor.is_contiguous(), "partial results of a rank are contiguous"
         flat, elements = tensor.view(-1), PART_BYTES // tensor.itemsize
         for start in range(0, flat.numel(), elements):
             self._sum(flat[start : start + elements])
 
     def barrier(self) -> None:
-        """Returns when every rank is here. Raises PeerLostError when one closed or did not come in time."""
+        """Returns when every rank has entered. Raises PeerLostError when a rank closed or timed out."""
         with self._busy:
             try:
                 self._exchange()
             except OSError as exc:
-                self._hang_up()
+                self._shut_down()
                 raise self._lost() from exc
 
     def close(self) -> None:
-        """Ends this rank's connections, also from another thread; a rank that waits for it gets PeerLostError."""
-        self._hang_up()
+        """Closes this rank's connections; thread-safe. Ranks that wait for this rank raise PeerLostError."""
+        self._shut_down()
         with self._busy:
             for peer in self._peers.values():
                 peer.close()
@@ -108,7 +108,7 @@ class SharedCollective:
             rank_sum(parts, part)
 
     def _exchange(self) -> None:
-        """A token to every other rank, and one from each. Raises `OSError`."""
+        """Sends a byte to every other rank and receives one from each. Raises `OSError`."""
         self._round += 1
         for peer in self._peers.values():
             peer.send(_TOKEN)
@@ -116,7 +116,7 @@ class SharedCollective:
         while any(count < self._round for count in self._rounds.values()):
             ready = self._poll.poll(max(0.0, until_s - time.monotonic()) * 1e3)
             if not ready:
-                raise TimeoutError("a rank did not come in time")
+                raise TimeoutError("a rank timed out")
             for fd, _ in ready:
                 self._take(self._ranks[fd])
 
@@ -125,13 +125,13 @@ class SharedCollective:
         self._rounds[rank] += tokens
         if tokens:
             return
-        # A rank that leaves after it entered this exchange is missed in the next one.
+        # A rank that closes after it entered this exchange fails the next one.
         if self._rounds[rank] < self._round:
             raise ConnectionError(f"rank {rank} is gone")
         self._poll.unregister(self._peers[rank])
 
-    def _hang_up(self) -> None:
-        """Wakes every rank that waits for this one, and this one."""
+    def _shut_down(self) -> None:
+        """Shuts the sockets down, which wakes this rank and every rank that waits for it."""
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)

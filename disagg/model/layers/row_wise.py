@@ -1,9 +1,9 @@
-"""Runs a model so that a token's values have the same bits whatever other tokens are in the step.
+"""Batch-invariant execution: a token's values have the same bits, independent of the other tokens of the step.
 
-Libraries choose the order of a sum by the number of rows: they split a product otherwise, or give a row more threads.
-Here each operation of a model is of one of three kinds. Operations that sum nothing pass. Operations that sum are
-computed row by row, in an order that follows from the summed dimension alone. All others are refused by name. The
-idea is that of the batch-invariant modes of vLLM and SGLang, with a list of what is allowed in place of what failed.
+Libraries choose the summation order by the number of rows, for example by splitting a product or by using more
+threads for a row. This mode sorts a model's operations into three kinds. Operations without sums run unchanged.
+Operations with sums are computed row by row, in an order that depends on the summed dimension only. All others are
+refused by name. vLLM and SGLang have batch-invariant modes too; this one lists allowed operations, not failed ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from disagg.model.layers.row_wise_operations import ON_CPU, REPLACED
 from disagg.model.tensor_parallel import RowParallelLinear
 from kernels.layers.linear import Linear
 
-# They move, select, compare or make values, or sum integers: a token's result has no part of another's rounding.
+# Operations that move, select, compare or create values, or sum integers: a token's result is free of rounding that
+# depends on other tokens.
 _PASSING_NAMES = """
     alias _to_copy to clone copy_ contiguous detach cat stack concat hstack _unsafe_view view reshape _reshape_alias
     flatten unflatten transpose permute t expand expand_as unsqueeze squeeze select slice narrow split
@@ -36,20 +37,20 @@ _PASSING_NAMES = """
 """
 _PASSING = frozenset(_PASSING_NAMES.split())
 _INTO_MEMORY = ("mm", "addmm")
-"""Products into given memory: those of `kernels.layers.linear`, which has checked the library's bits."""
+"""Products with a given output: called by `kernels.layers.linear`, which has verified the library's bits."""
 
 
 class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, operations of this thread run as the module says. Not to be entered by two threads.
+    """Dispatch mode that runs this thread's operations batch-invariantly. One thread may enter it at a time.
 
-    `architecture` is named in the UnsupportedModelError for an operation of which nothing is known.
+    Raises UnsupportedModelError, which names `architecture`, for an operation that is in no list.
     """
 
     def __init__(self, architecture: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._architecture = architecture
         self.replaced: Counter[str] = Counter()
-        """Operations that were computed row by row, by name."""
+        """Number of operations computed row by row, by name."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,13 +72,13 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
             with self:
                 return func.decompose(*args, **kwargs)
         raise UnsupportedModelError(
-            f"{self._architecture} cannot run with model.deterministic = true: how {name} sums is not known; "
-            "leave model.deterministic off"
+            f"{self._architecture} cannot run with model.deterministic = true: the summation order of {name} is "
+            "unknown; set model.deterministic to false"
         )
 
 
 def use_linear_kernels(model: Any) -> None:
-    """Puts `kernels.layers.linear.Linear` into all linear layers of `model`, whose weights are filled."""
+    """Replaces the products of `model`'s linear layers by `kernels.layers.linear.Linear`. Load the weights first."""
     for module in model.modules():
         plain = type(module) is nn.Linear and "forward" not in vars(module)
         if plain and module.weight.is_contiguous():
@@ -87,8 +88,10 @@ def use_linear_kernels(model: Any) -> None:
 
 
 def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:
-    """Whether rounding is at stake. A product of one element each is rounded once, in any order; with an integer
-    `dtype` operands are made whole numbers before they are summed."""
+    """Whether an operation rounds sums.
+
+    A product with one summed element rounds once in any order. An integer `dtype` converts operands before the sum.
+    """
     flat = [one for arg in operands for one in (arg if isinstance(arg, list | tuple) else [arg])]
     if any(isinstance(one, torch.dtype) and not _rounds(one) for one in flat):
         return False

@@ -1,7 +1,7 @@
-"""Operations of torch that sum, row by row: what `disagg.model.layers.row_wise` puts in their places.
+"""Row-by-row versions of torch operations with sums, which `disagg.model.layers.row_wise` substitutes.
 
-Each takes and gives what the operation of its name does. Sums are in float32, in an order that follows from the
-summed dimension alone, and the result is rounded once. Of what they cannot do they raise ValueError.
+Each function has the arguments and results of the torch operation with its name. Sums are in float32, in an order
+that depends on the summed dimension only, and the result is rounded once. Unsupported arguments raise ValueError.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kernels.layers.matmul import DTYPES, grouped_matmul, matmul
 from kernels.layers.row_sum import row_sum
 
 _FEW = 32
-"""Elements that are summed one after the other, where the summed dimension is not the last."""
+"""Largest dimension, other than the last, that is summed element by element."""
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """float32; not of a type that it would round."""
+    """Returns `x` in float32. Raises ValueError for types that float32 would round."""
     if x.dtype not in DTYPES:
-        raise ValueError(f"model.deterministic = true has no sums of {x.dtype}; leave it off")
+        raise ValueError(f"model.deterministic = true does not support sums of {x.dtype}; set it to false")
     return x.float()
 
 
@@ -72,7 +72,7 @@ def _grouped_mm(
 
 
 def _sums(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """float32 sums over `dims`, which stay, with one element each."""
+    """Returns float32 sums over `dims`, which are kept with one element each."""
     wide = _wide(x)
     if not wide.numel():
         return wide.sum(tuple(dims), keepdim=True)
@@ -120,7 +120,7 @@ def _var(
     *,
     correction: float | None = None,
 ) -> torch.Tensor:
-    if isinstance(dim, bool):  # an overload names it first
+    if isinstance(dim, bool):  # the overload whose first argument is `unbiased`
         dim, unbiased = None, dim
     dims, wide = _dims(x, dim), _wide(x)
     count = math.prod(x.shape[one] for one in dims)
@@ -136,21 +136,21 @@ def _std(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def _vector_norm(
     x: torch.Tensor,
-    ord: float = 2,  # noqa: A002 - torch calls it so
+    ord: float = 2,  # noqa: A002 - torch's name
     dim: Any = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     if ord not in (1, 2):
-        raise ValueError(f"model.deterministic = true has no norm of order {ord}; leave it off")
+        raise ValueError(f"model.deterministic = true does not support norms of order {ord}; set it to false")
     wide = _wide(x)
     found = _sum(wide.abs() if ord == 1 else wide * wide, dim, keepdim)
     return (found.sqrt() if ord == 2 else found).to(dtype or x.dtype)
 
 
 def _exponentials(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores less the largest, and their exponentials' sum."""
+    """Returns the scores minus the largest one, and the sum of their exponentials."""
     wide = _wide(x)
     less = wide - wide.amax(dim, keepdim=True)
     return less, _sums(less.exp(), _dims(x, dim))
@@ -196,7 +196,7 @@ def _rms_norm(
 def _topk(
     x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, *unused: bool, **also_unused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of equal values the first, where `torch.topk` takes any."""
+    """Chooses the first of equal values, whereas `torch.topk` chooses any."""
     values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
@@ -210,7 +210,7 @@ def _sort(
 def _index_add_(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
 ) -> torch.Tensor:
-    """In the order of `index`; torch adds in any order on a GPU."""
+    """Adds in the order of `index`; torch has no fixed order on a GPU."""
     x.transpose(0, dim).index_put_((index,), alpha * source.transpose(0, dim), accumulate=True)
     return x
 
@@ -240,7 +240,7 @@ def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.
 
 
 def _log1p(x: torch.Tensor) -> torch.Tensor:
-    """log(1 + x), also of small x: what 1 + x is rounded by is divided out (W. Kahan)."""
+    """Returns log(1 + x), accurate for small x: the division cancels the rounding of 1 + x (W. Kahan)."""
     more = 1 + x
     return torch.where(more == 1, x, more.log() * x / (more - 1))
 
@@ -252,7 +252,7 @@ ON_CPU: dict[str, Callable[..., Any]] = {
     "softplus": _softplus,
     "log1p": _log1p,
 }
-"""On a CPU torch computes these otherwise where a tensor ends than in its middle; the functions here it does not."""
+"""Replaced on a CPU only, where torch rounds the tail of a tensor differently from its middle."""
 
 REPLACED: dict[str, Callable[..., Any]] = {
     "linear": _linear,

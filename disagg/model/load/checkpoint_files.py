@@ -1,6 +1,6 @@
-"""Reads a checkpoint's directory. Any fault of a file is one `ConfigError` that names the file and a remedy.
+"""Reads the files of a checkpoint. A broken file raises one `ConfigError` with the file's name and a remedy.
 
-The checks look at names, sizes and headers, never at weights: a broken checkpoint is refused before anything starts.
+The checks read names, sizes and headers but no weights, so a broken checkpoint is refused before any process starts.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ AGAIN = "download or copy the checkpoint again"
 INDEX = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors library."""
+"""Limit of a header's size in the safetensors library."""
 _REASON_CHARACTERS = 300
 
 
 @contextmanager
 def reading(path: Path, mend: str = AGAIN, error: type[ConfigError] = ConfigError) -> Iterator[None]:
-    """Within the block any error of a library or of the system becomes `error`, with `path` and the remedy `mend`.
+    """Within the block, converts errors of libraries and of the system to `error` with `path` and the remedy `mend`.
 
-    Libraries raise nearly every class for a file that they cannot use. Errors of ours pass as they are.
+    Libraries raise nearly any class for an invalid file. `DisaggError`s pass unchanged.
     """
     try:
         yield
@@ -38,22 +38,22 @@ def reading(path: Path, mend: str = AGAIN, error: type[ConfigError] = ConfigErro
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; `Infinity` and `NaN`, which some checkpoints have, are taken.
+    """Returns the JSON object in a file. Accepts `Infinity` and `NaN`, which some checkpoints contain.
 
-    Raises `ConfigError` for anything else.
+    Raises `ConfigError` for any other content.
     """
     _require_file(path)
     with reading(path):
         found = json.loads(path.read_bytes())
         if not isinstance(found, dict):
-            raise ValueError("the file holds no JSON object")
+            raise ValueError("the file does not contain a JSON object")
         return found
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The checkpoint's weight files, sorted: safetensors, or else torch's. Every one is there and complete.
+    """Returns the checkpoint's complete weight files, sorted: safetensors if present, else torch's.
 
-    Raises `ConfigError` for no weights, a shard of the index that is not there, and a damaged safetensors file.
+    Raises `ConfigError` without weights, for a missing shard of the index, and for a damaged safetensors file.
     """
     _check_index(directory)
     for pattern in ("*.safetensors", "*.bin"):
@@ -73,42 +73,42 @@ def _check_index(directory: Path) -> None:
         return
     shards = read_json_object(path).get("weight_map")
     if not (isinstance(shards, dict) and all(isinstance(name, str) for name in shards.values())):
-        raise ConfigError(f"{path} has no weight_map of weights to files; {AGAIN}")
+        raise ConfigError(f"{path} has no weight_map from weights to files; {AGAIN}")
     missing = sorted(name for name in set(shards.values()) if not (directory / name).exists())
     if missing:
-        raise ConfigError(f"{path} names {missing[0]}, which is not there ({len(missing)} missing); {AGAIN}")
+        raise ConfigError(f"{path} names the missing file {missing[0]} ({len(missing)} missing); {AGAIN}")
 
 
 def _require_file(path: Path) -> None:
-    """Also refuses pipes and devices: to open one may block for ever."""
+    """Raises `ConfigError` unless `path` is a file. Opening a pipe or a device could block forever."""
     if not path.exists():
-        broken = "is a link to nothing" if path.is_symlink() else "is not there"
+        broken = "is a broken link" if path.is_symlink() else "does not exist"
         raise ConfigError(f"{path} {broken}; {AGAIN}")
     if not path.is_file():
         raise ConfigError(f"{path} is not a file; {AGAIN}")
 
 
 def _check_safetensors(path: Path) -> None:
-    """The header is JSON, and the file is exactly as long as the header says."""
+    """Raises `ConfigError` unless the header is JSON and gives exactly the file's size."""
     with reading(path), path.open("rb") as file:
         size_bytes = path.stat().st_size
         header_bytes = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         fits = size_bytes >= _LENGTH_BYTES + header_bytes and header_bytes <= _MAX_HEADER_BYTES
         if not fits or size_bytes <= _LENGTH_BYTES:
             raise ConfigError(
-                f"{path} has no whole safetensors header: the file is cut off, or another format; {AGAIN}"
+                f"{path} has no complete safetensors header: the file is truncated or has another format; {AGAIN}"
             )
         header = msgspec.json.decode(file.read(header_bytes), type=dict[str, dict[str, Any]])
         ends = [one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"]
     expected_bytes = _LENGTH_BYTES + header_bytes + max(ends, default=0)
     if size_bytes != expected_bytes:
         raise ConfigError(
-            f"{path} has {size_bytes} bytes, its header says {expected_bytes}: it is incomplete or damaged; {AGAIN}"
+            f"{path} has {size_bytes} bytes instead of {expected_bytes}: the file is incomplete or damaged; {AGAIN}"
         )
 
 
 def _reason(exc: Exception) -> str:
     text = " ".join(str(exc).split())
-    # The text of a KeyError or a bare assertion says nothing without the class.
+    # The text of a KeyError or of an assertion is useless without the class.
     said = text if isinstance(exc, OSError | ValueError) and text else f"{type(exc).__name__} {text}".strip()
     return said if len(said) <= _REASON_CHARACTERS else said[:_REASON_CHARACTERS] + "..."

@@ -1,4 +1,4 @@
-"""Real architectures by name, for random weights of a real shape (benchmarks, tests without a download)."""
+"""Configurations of real architectures by name, for random weights (benchmarks, and tests without a download)."""
 
 from __future__ import annotations
 
@@ -95,15 +95,15 @@ _MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 NAMES = tuple(_MODELS)
-"""What `named_config` knows."""
+"""Names that `named_config` accepts."""
 
 
 def named_config(name: str) -> Any:
-    """The transformers configuration of a named architecture. Raises ConfigError for an unknown name."""
+    """Returns the transformers configuration of a named architecture. Raises ConfigError for an unknown name."""
     try:
         cls, values = _MODELS[name.lower()]
     except KeyError:
-        raise ConfigError(f"no architecture named {name!r}; known are {', '.join(NAMES)}") from None
+        raise ConfigError(f"unknown architecture {name!r}; choose one of {', '.join(NAMES)}") from None
     config = cls(**values)
     config.architectures = [cls.__name__.replace("Config", "ForCausalLM")]
     return config

@@ -9,14 +9,14 @@ from disagg.model.load.checkpoint_files import read_json_object, reading
 from disagg.model.load.source import ModelSource
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_MEND = "copy the tokenizer's files of this model into the folder again"
+_MEND = "copy the model's tokenizer files to the folder again"
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """The checkpoint's tokenizer; one token per byte for random weights.
+    """Returns the checkpoint's tokenizer; for random weights, a tokenizer with one token per byte.
 
-    Raises `ConfigError` for a missing or damaged one. transformers makes an empty tokenizer of some classes when the
-    vocabulary is missing; that is refused too.
+    Raises `ConfigError` for a missing or damaged tokenizer. Without a vocabulary, some classes of transformers return
+    an empty tokenizer, which is refused too.
     """
     directory = source.directory
     if directory is None:

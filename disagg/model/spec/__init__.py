@@ -1,1 +1,1 @@
-"""What a model's configuration says about its layers, heads and KV cache."""
+"""Layers, heads and KV cache of a model, read from its configuration."""

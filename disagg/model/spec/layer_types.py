@@ -1,4 +1,4 @@
-"""Which layers of a model keep K and V, and which keep a recurrent state, by the types in its configuration."""
+"""Layers of a model with K and V, and layers with a recurrent state, by the types in the configuration."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _NEITHER = {"moe", "mlp"}
 
 
 def layer_config(config: Any, layer: int) -> Any:
-    """The configuration as one layer sees it: any value of it may differ from layer to layer."""
+    """Returns the configuration of one layer; any value may differ between layers."""
     return config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
 
 
 def setting(config: Any, name: str) -> Any:
-    """A value of a configuration, None without it; where layers differ, the largest of theirs."""
+    """Returns a value of the configuration, the largest one if layers differ; None without one."""
     if not getattr(config, "is_heterogeneous", False):
         return getattr(config, name, None)
     each = (getattr(layer_config(config, layer), name, None) for layer in range(config.num_hidden_layers))
@@ -24,17 +24,17 @@ def setting(config: Any, name: str) -> Any:
 
 
 def attention_layers(config: Any) -> tuple[int, ...]:
-    """Layers with K and V, ascending: the layers of the KV pool are these, in this order."""
+    """Returns the layers with K and V, ascending. The KV pool has these layers in this order."""
     return _of_types(config, _ATTENTION | _BOTH)
 
 
 def recurrent_layers(config: Any) -> tuple[int, ...]:
-    """Layers with a recurrent state (of a convolution, a state space model or linear attention), ascending."""
+    """Returns the layers with a recurrent state (convolution, state space or linear attention), ascending."""
     return _of_types(config, _RECURRENT | _BOTH)
 
 
 def unknown_types(config: Any) -> list[str]:
-    """Types of layers that we cannot serve, sorted."""
+    """Returns the unsupported layer types, sorted."""
     return sorted(set(_types(config)) - _ATTENTION - _RECURRENT - _BOTH - _NEITHER)
 
 

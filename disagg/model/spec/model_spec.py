@@ -1,4 +1,4 @@
-"""What the rest of the system must know about a model, read from its configuration alone."""
+"""`ModelSpec`: the properties of a model that schedulers and planners use, read from its configuration alone."""
 
 from __future__ import annotations
 
@@ -11,74 +11,74 @@ from disagg.core.types import QUANTIZED_DTYPES, KVLayout, LayerClass, Shard, Spa
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers, setting, unknown_types
 from disagg.model.spec.shapes import HeadShape, LayerPlace, plan_cache, unknown_indexers
 
-# A model without attention has no KV, but its state moves in a KV pool. Heads of this size hold it in few tokens.
+# A model without attention has no KV, but its state is transferred in a KV pool. Large heads need few tokens for it.
 _STATE_HEADS = 8
 _STATE_HEAD_DIM = 1024
-_NO_LIMIT_TOKENS = (
-    1 << 20
-)  # the context of a model that names none because nothing of it grows with a request
-_BLOOM_TOKENS = 2048  # what BLOOM was trained with
+_NO_LIMIT_TOKENS = 1 << 20
+"""Context of a model without a context length, whose memory does not grow with a request."""
+_BLOOM_TOKENS = 2048
+"""Context length of BLOOM's training."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
-    """A model as the scheduler and the planner see it. Can cross the wire."""
+    """Properties of a model for schedulers and planners. Can be sent in messages."""
 
     architecture: str
     """Class name of the model, such as `LlamaForCausalLM`."""
     fingerprint: str
-    """Hash over configuration and weights: equal on two groups that serve the same model."""
+    """Hash of configuration and weights, equal on groups that serve the same model."""
     layout: KVLayout
     q_heads: int
-    """Of the first class of layers, see `KVLayout`, as are `k_dim` and `v_dim`."""
+    """Query heads of the first layer class, see `KVLayout`; `k_dim` and `v_dim` are of the first class too."""
     k_dim: int
-    """Elements of a head of K; `layout.head_dim` is the larger of it and `v_dim`. 0 without attention."""
+    """Elements of a K head, 0 without attention; `layout.head_dim` is the larger of `k_dim` and `v_dim`."""
     v_dim: int
     vocab_size: int
     context_tokens: int
-    """Longest prompt plus answer that the model was made for."""
+    """Context length: largest sum of prompt and answer."""
     eos_ids: tuple[int, ...]
     """Tokens that end an answer."""
     rope_switch_tokens: int = 0
-    """Requests longer than it use another rotary embedding (`longrope`); 0 when there is only one."""
+    """Length beyond which requests use another rotary embedding (`longrope`); 0: always the same one."""
     state_tokens: int = 0
-    """Tokens of KV that are as large as a request's recurrent state; 0 without one. Known to a runner only."""
+    """Size of a request's recurrent state in tokens of KV; 0 without one. Set only in a runner's spec."""
     whole_prompts: bool = False
-    """A prompt must be computed in one step. Known to a runner only."""
+    """Whether a prompt must be computed in one step. Set only in a runner's spec."""
     more: tuple[HeadShape, ...] = ()
-    """The heads of the other classes of layers."""
+    """Heads of the other layer classes."""
     places: tuple[LayerPlace, ...] = ()
-    """Where the KV cache has each attention layer; empty where it has them all, in their order."""
+    """Place of each attention layer in the KV cache; empty if the cache has all layers in order."""
 
     @property
     def cache_refused(self) -> str:
-        """Why no prompt may begin with the KV of another one's beginning; empty if it may. Of a runner's spec.
+        """Why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
 
-        A recurrent state is known behind a whole prompt only. Which of equally scored tokens a sparse layer reads
-        depends on the length of the prompt, in transformers.
+        A recurrent state exists only after the whole prompt. In transformers, a sparse layer's choice among tokens
+        with equal scores depends on the prompt's length.
         """
         if self.state_tokens or self.whole_prompts:
-            return "its recurrent state is not kept by tokens"
+            return "its recurrent state is not stored per token"
         if not all(one.has_v for one in self.layout.classes):
-            return "which tokens its sparse layers read depends on the prompt's length"
+            return "the choice of its sparse layers depends on the prompt's length"
         return ""
 
     @property
     def has_attention(self) -> bool:
-        """False for a model of recurrent layers alone: its pool holds nothing but states on their way."""
+        """False for a model with recurrent layers only: its pool holds only states in transfer."""
         return self.k_dim > 0
 
     @property
     def attention_layers(self) -> int:
-        """Layers that attend; some of them may read the K and V of others."""
+        """Number of attention layers; some may read the K and V of other layers."""
         return len(self.places) or (self.layout.layers if self.has_attention else 0)
 
     @property
     def shapes(self) -> tuple[HeadShape, ...]:
-        """The heads of each class of layers."""
+        """Heads of each layer class."""
         return (HeadShape(self.q_heads, self.layout.kv_heads, self.k_dim, self.v_dim), *self.more)
 
     def class_of(self, layer: int) -> int:
-        """Number of the class of an attention layer, which is given by its number among them."""
+        """Returns the class index of attention layer `layer`, counted among attention layers only."""
         if not self.more:
             return 0
         place = self.places[layer].layer
@@ -86,25 +86,26 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
 
 def kv_span(rank: int, size: int, kv_heads: int) -> Span:
-    """KV heads of rank `rank` of `size`: all that the rank's query heads touch.
+    """Returns the KV heads of rank `rank` of `size`: all heads that the rank's query heads read.
 
-    Neighbours overlap when `kv_heads` is no multiple of `size`; with more ranks than heads, heads repeat.
+    Spans of neighbouring ranks overlap if `kv_heads` is not a multiple of `size`; with more ranks than heads, several
+    ranks have the same head.
     """
     return Span(rank * kv_heads // size, -(-(rank + 1) * kv_heads // size))
 
 
 def shard_of(layout: KVLayout, rank: int, size: int) -> Shard:
-    """What rank `rank` of a tensor-parallel group of `size` ranks owns: all layers, its KV heads."""
+    """Returns the shard of rank `rank` in a tensor-parallel group of `size`: all layers, and the rank's KV heads."""
     return Shard.of_classes(rank, layout, lambda heads: kv_span(rank, size, heads))
 
 
 def rank_token_bytes(layout: KVLayout, size: int) -> int:
-    """KV of one token on that rank of `size` which has most heads."""
+    """Returns the KV bytes of one token on the rank with most heads."""
     return max(layout.token_bytes_of(shard_of(layout, rank, size)) for rank in range(size))
 
 
 def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
-    """The spec of a transformers configuration. Raises UnsupportedModelError as `require_supported` does."""
+    """Returns the spec of a transformers configuration. Raises UnsupportedModelError as `require_supported` does."""
     require_supported(config)
     if attention_layers(config):
         classes, places = plan_cache(config)
@@ -115,7 +116,7 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
         )
         if kv_dtype in QUANTIZED_DTYPES and not all(one.has_v for one in more):
             raise UnsupportedModelError(
-                f"{architecture_of(config)} has index keys beside its KV, which cannot be in 8 bits: leave "
+                f"{architecture_of(config)} has index keys, which have no 8-bit format: leave "
                 "model.kv_dtype and decode.kv_dtype unset"
             )
         layout = KVLayout(layers, first.kv_heads, max(first.k_dim, first.v_dim), kv_dtype, more)
@@ -139,46 +140,46 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
 
 
 def require_one_rope(spec: ModelSpec, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises PromptTooLongError for a request that would change its rotary embedding in the middle of its answer.
+    """Raises PromptTooLongError for a request that would change its rotary embedding within its answer.
 
-    All its cached keys would have to be computed again.
+    The change would require a recomputation of all cached keys.
     """
     switch = spec.rope_switch_tokens
     if switch and prompt_tokens <= switch < prompt_tokens + max_tokens - 1:
         raise PromptTooLongError(
             f"{prompt_tokens} prompt tokens and an answer of up to {max_tokens} pass {switch} tokens, where "
-            f"{spec.architecture} changes its rotary embedding: ask for at most {switch + 1 - prompt_tokens} tokens, "
-            f"or give a prompt of more than {switch}"
+            f"{spec.architecture} changes its rotary embedding: set max_tokens to at most "
+            f"{switch + 1 - prompt_tokens}, or send a prompt of more than {switch} tokens"
         )
 
 
 def _context_tokens(config: Any) -> int | None:
-    """None when the configuration names no context length."""
+    """Returns the configured context length; None without one."""
     if config.model_type == "mpt":
         return int(config.max_seq_len)
-    if config.model_type == "bloom":  # has no limit of its own
+    if config.model_type == "bloom":  # the model itself has no limit
         return int(getattr(config, "seq_length", _BLOOM_TOKENS))
-    if config.model_type == "doge":  # a longer context leaves out keys
+    if config.model_type == "doge":  # beyond this size the model drops keys
         return min(int(config.max_position_embeddings), int(config.keep_window_size))
     found = setting(config, "max_position_embeddings")
-    return found if found and found > 0 else None  # xlnet says -1
+    return found if found and found > 0 else None  # -1 in xlnet
 
 
 def eos_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` of a configuration, which is a number, a list or absent, as a tuple."""
+    """Returns `eos_token_id` of a configuration (a number, a list or None) as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def architecture_of(config: Any) -> str:
-    """The model class that a configuration names, else its model type."""
+    """Returns the model class named in the configuration, else the model type."""
     names = getattr(config, "architectures", None)
     return str(names[0] if names else config.model_type)
 
 
 def require_supported(config: Any) -> None:
-    """Raises UnsupportedModelError, one line, for what the configuration alone shows to be unsupported."""
+    """Raises a one-line UnsupportedModelError if the configuration alone shows that the model is unsupported."""
     reason = _unsupported(config)
     if reason:
         raise UnsupportedModelError(f"{architecture_of(config)} is not supported: {reason}")
@@ -193,15 +194,15 @@ def _unsupported(config: Any) -> str | None:
         return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
     if getattr(config, "languages", None) and not getattr(config, "default_language", None):
         return "its configuration names no default_language, whose adapters would be used"
-    # With "vision" text never is.
+    # "vision" leaves text causal.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "its attention is bidirectional"
     if getattr(config, "num_hidden_layers", None) is None:
         return "its configuration names no layers"
     if other := unknown_types(config):
-        return f"it has layers of other types than attention and recurrent ones: {', '.join(other)}"
+        return f"it has layers of unsupported types: {', '.join(other)}"
     if unknown_indexers(config):
-        return "its layers choose the tokens that they read by other than one index key for each token"
+        return "its sparse layers do not choose tokens by one index key per token"
     if not attention_layers(config):
         return None
     if setting(config, "num_attention_heads") is None:
@@ -214,7 +215,7 @@ def _unsupported(config: Any) -> str | None:
 
 
 def _rope_switch_tokens(config: Any) -> int:
-    # `dynamic` scaling begins beyond the context that we serve, so it never changes anything here.
+    # `dynamic` scaling begins beyond the served context, so it has no effect.
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]  # one entry per layer type
     switches = {

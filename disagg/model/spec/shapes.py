@@ -1,4 +1,4 @@
-"""The heads of each attention layer, and where the KV cache has its K and V, as a configuration says."""
+"""Heads of each attention layer, and the layer's place in the KV cache, read from a configuration."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from disagg.core.errors import UnsupportedModelError
 from disagg.model.spec.layer_types import attention_layers, layer_config, setting
 
 _INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
-"""Model types whose indexers keep one key for each token."""
+"""Model types whose indexers store one key per token."""
 DOGE_ELEMENTS = 8
-"""Beside each key of Doge, for one score; heads stay multiples of 16 bytes."""
+"""Elements added to each key of Doge for one score, so that heads stay multiples of 16 bytes."""
 
 
 class HeadShape(msgspec.Struct, frozen=True):
@@ -21,33 +21,33 @@ class HeadShape(msgspec.Struct, frozen=True):
     q_heads: int
     kv_heads: int
     k_dim: int
-    """Elements of a head of K."""
+    """Elements of a K head."""
     v_dim: int
-    """0 of index keys, which have neither V nor query heads."""
+    """Elements of a V head; 0 for index keys, which have neither V nor query heads."""
 
 
 class LayerPlace(msgspec.Struct, frozen=True):
-    """Which layer of the KV cache an attention layer reads."""
+    """The layer of the KV cache that an attention layer reads."""
 
     layer: int
-    """In the cache's order, see `KVLayout`."""
+    """Index in the cache's order, see `KVLayout`."""
     shared: bool = False
-    """K and V are those of an earlier layer, which writes them."""
+    """Whether an earlier layer writes the K and V."""
     index: int = -1
-    """Layer of the cache that has its index keys; -1 without an indexer of its own."""
+    """Layer of the cache with its index keys; -1 without its own indexer."""
 
 
 class CachePlan(NamedTuple):
     """The layers of a KV cache."""
 
     classes: tuple[tuple[HeadShape, int], ...]
-    """The heads of each class of layers, and how many layers it has."""
+    """Heads and number of layers of each layer class."""
     places: tuple[LayerPlace, ...]
-    """Of each attention layer; empty where the cache has them all, in their order."""
+    """Place of each attention layer; empty if the cache has all layers in order."""
 
 
 def plan_cache(config: Any) -> CachePlan:
-    """The KV cache of a model that has attention layers. Classes are in the order of their first layers."""
+    """Returns the KV cache of a model with attention layers. Classes are in the order of their first layers."""
     layers = attention_layers(config)
     shapes, sources = [_shape(config, layer) for layer in layers], _sources(config, layers)
     owners: dict[HeadShape, list[int]] = {}
@@ -68,13 +68,14 @@ def plan_cache(config: Any) -> CachePlan:
 
 
 def unknown_indexers(config: Any) -> bool:
-    """Whether layers choose what they read in a way that is not known here."""
+    """Whether sparse layers choose tokens in an unsupported way."""
     types = getattr(config, "layer_types", None) or ()
     return "indexed_attention" in types and config.model_type not in _INDEXED
 
 
 def _indexed(config: Any, layers: tuple[int, ...]) -> list[int]:
-    """Attention layers, by their numbers among them, with an indexer; others use the choice of the one before."""
+    """Returns the attention layers with an indexer, counted among attention layers. The others use the choice of the
+    layer before."""
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     return [
@@ -83,10 +84,10 @@ def _indexed(config: Any, layers: tuple[int, ...]) -> list[int]:
 
 
 def _sources(config: Any, layers: tuple[int, ...]) -> list[int]:
-    """For each attention layer, by its number among them, the one whose K and V it reads."""
+    """Returns for each attention layer the layer whose K and V it reads; both count among attention layers."""
     try:
         modes = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
-    except ValueError as exc:  # there is no layer to share with
+    except ValueError as exc:  # no earlier layer of this type
         raise UnsupportedModelError(f"{config.model_type} is not supported: {exc}") from exc
     stored = {config.layer_types[layer]: n for n, layer in enumerate(layers) if modes[layer] == "store"}
     return [
@@ -98,7 +99,7 @@ def _shape(config: Any, layer: int) -> HeadShape:
     own = layer_config(config, layer)
     each = getattr(own, "num_attention_heads_per_layer", None)
     q_heads = each[layer] if each else own.num_attention_heads
-    if getattr(own, "kv_lora_rank", None):  # latent attention: what it expands for each query head is cached
+    if getattr(own, "kv_lora_rank", None):  # latent attention: the cache has K and V of each query head
         return HeadShape(q_heads, q_heads, own.qk_nope_head_dim + own.qk_rope_head_dim, own.v_head_dim)
     k_dim = getattr(own, "head_dim", None) or own.hidden_size // q_heads
     if own.model_type == "falcon":
@@ -109,7 +110,7 @@ def _shape(config: Any, layer: int) -> HeadShape:
     if own.model_type == "diffllama":  # differential attention reads a KV head's keys with the values of two
         return HeadShape(q_heads, kv_heads, k_dim, 2 * k_dim)
     if own.model_type == "mimo_v2_flash" and own.layer_types[layer] == "sliding_attention":
-        kv_heads *= 2  # the model's code has it so, not its configuration
+        kv_heads *= 2  # defined in the model's code, not in its configuration
     return HeadShape(q_heads, kv_heads, k_dim, getattr(own, "v_head_dim", None) or k_dim)
 
 

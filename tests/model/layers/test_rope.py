@@ -69,6 +69,6 @@ def test_a_request_that_would_change_in_its_answer_is_refused(tmp_path: Path) ->
     [text] = texts((SWITCH_TOKENS - 2,))
     generate_unsplit(runner, [text], SamplingParams(max_tokens=3, ignore_eos=True))
     with pytest.raises(
-        PromptTooLongError, match="ask for at most 3 tokens, or give a prompt of more than 40"
+        PromptTooLongError, match="set max_tokens to at most 3, or send a prompt of more than 40"
     ):
         generate_unsplit(runner, [text], SamplingParams(max_tokens=4))

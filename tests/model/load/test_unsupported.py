@@ -148,7 +148,7 @@ def test_the_probe_sees_what_a_configuration_hides() -> None:
 def test_attention_refuses_what_it_cannot_honour() -> None:
     x, module, context = torch.ones(1, 1, 1, 8), torch.nn.Module(), ShapeProbe()
     module.layer_idx = 0  # type: ignore[assignment]
-    with pytest.raises(UnsupportedModelError, match="does not hand"):
+    with pytest.raises(UnsupportedModelError, match="does not pass"):
         paged_attention(module, x, x, x, None)
     with pytest.raises(UnsupportedModelError, match="attention_mask"):
         paged_attention(module, x, x, x, torch.ones(1), paged_context=context)
