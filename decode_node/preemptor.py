@@ -1,4 +1,4 @@
-"""Preemption: which requests give up their pages when the pool is full, and which come back first.
+"""Preemption: chooses the requests that lose their pages when the pool is full, and the requests that resume first.
 
 Pure: no threads, no clocks, no I/O. A request may take pages only from younger ones (by ticket), the youngest first,
 and from each all or nothing. The pages of a *recomputed* victim are free immediately. The pages of a *swapped* victim
@@ -6,11 +6,11 @@ are copied to host memory; they are free when every rank has reported the end of
 there may be a transfer, which no compute stream orders.
 
 Progress: nothing preempts the oldest running request, and it gets the pages that it lacks. It can take all pages of
-the younger running ones. Requests whose KV is landing, whose pages are copied or that close need no page to finish
-that; then they run (and can be victims) or have freed their pages. Admission refuses a request that does not fit
-alone. The oldest request therefore ends, the next one is the oldest, and so on. A preempted request resumes when the
-running ones leave enough pages, at the latest when no other is resident. While one waits no ticket is made, so the
-preempted requests are finitely many.
+the younger running ones. Requests whose KV is landing, whose pages are copied or that close need no page to leave
+these states; then they run (and can be victims) or have freed their pages. Admission refuses a request that does not
+fit alone. The oldest request therefore ends, the next one is the oldest, and so on. A preempted request resumes when
+the running requests leave enough pages, at the latest when no other request is resident. While a preempted request
+waits, no ticket is created, so the number of preempted requests is finite.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PreemptionCounts:
 
 
 class Preemptor:
-    """Owns the host blocks; `KVManager` owns the pages. `requests` is the scheduler's, only read here."""
+    """Preempts and resumes requests of the scheduler's `requests`. Owns the host blocks; `KVManager` owns the pages."""
 
     def __init__(
         self, kv_manager: KVManager, requests: Mapping[RequestKey, DecodeRequest], options: SchedulerOptions
@@ -58,11 +58,11 @@ class Preemptor:
     # --- for the scheduler
 
     def live(self) -> list[DecodeRequest]:
-        """Requests that do not close."""
+        """Returns the requests that are not closing."""
         return [request for request in self._requests.values() if not request.closing]
 
     def spare_pages(self) -> int | None:
-        """Pages that an admission must leave free; None while a preempted request waits: then none is admitted."""
+        """Returns the pages that an admission must leave free; None (no admission) while a preempted request waits."""
         waits = any(r.residency in (Residency.LEAVING, Residency.OUT) for r in self.live())
         return None if waits else self._spare_pages()
 

@@ -1,4 +1,4 @@
-"""The table of a run's requests. Pure functions; the measurements come from elsewhere."""
+"""The table of a run's requests: pure functions of the given measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TEXT_LIMIT = 60
-"""Most characters of an answer in its line."""
+"""Largest number of characters of an answer in its row."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):

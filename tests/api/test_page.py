@@ -1,4 +1,4 @@
-"""The live page in a real browser: what it shows, what it asks for, what it says when there is nothing to show."""
+"""The live page in a real browser: its content, its requests, and its messages without data."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def texts(tab: Tab, selector: str) -> list[str]:
 
 
 def no_trouble(tab: Tab, server: PageServer) -> None:
-    """Nothing went wrong in the page, and nobody else was asked for anything."""
+    """Checks that the page logged no problem and requested no other server."""
     assert tab.problems == []
     assert {httpx.URL(url).copy_with(raw_path=b"/") for url in tab.requested} == {httpx.URL(server.url)}
     assert {httpx.URL(url).path for url in tab.requested} == {"/", "/status"}
@@ -268,7 +268,7 @@ def test_names_are_text(browser: Browser, server: PageServer) -> None:
     no_trouble(tab, server)
 
 
-def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
+def test_the_page_requests_a_key_and_keeps_it_in_the_tab(browser: Browser) -> None:
     with PageServer("secret") as server:
         tab = browser.tab(server.url)
         tab.until("document.activeElement.id === 'key'")
@@ -286,7 +286,7 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser) -> None:
             "",
             "secret",
         ]
-        assert all("401" in one for one in tab.problems), "which is what the browser says of a 401"
+        assert all("401" in one for one in tab.problems), "the browser logs a 401"
         assert len(tab.problems) == 2
         assert not any("secret" in url for url in tab.requested)
 
@@ -306,11 +306,11 @@ def test_a_server_that_stops_and_one_that_restarts(browser: Browser) -> None:
     assert "cannot be reached since" in tab.text("#notice")
     assert tab.text("#ready") == "unreachable"
     assert tab.value("document.getElementById('main').className") == "stale"
-    assert texts(tab, "#decode h3") == ["decode", "decode-2"], "what was known stays"
-    assert tab.value("timer > 0"), "and it asks again"
+    assert texts(tab, "#decode h3") == ["decode", "decode-2"], "the last status stays"
+    assert tab.value("timer > 0"), "the page retries"
 
 
-def test_hidden_pages_do_not_ask(browser: Browser, server: PageServer) -> None:
+def test_hidden_pages_send_no_requests(browser: Browser, server: PageServer) -> None:
     tab = shown(browser, server)
     tab.value("Object.defineProperty(document, 'hidden', {value: true, configurable: true})")
     looks = server.looks

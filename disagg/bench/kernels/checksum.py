@@ -33,7 +33,7 @@ def run(bench: KernelBench, report_progress: Callable[[str], None] = lambda text
 
 
 class _Sums:
-    """Measurements for one row width."""
+    """Measures copies with rows of one width."""
 
     def __init__(self, bench: KernelBench, case: CopyCase, row_bytes: int, copy: Measurement) -> None:
         self._bench, self._case, self._row_bytes, self._copy = bench, case, row_bytes, copy
@@ -73,7 +73,7 @@ class _Sums:
         return Check(self._summer, _ORIGIN, self._totals[-1])
 
     def _rate(self, work: Callable[[], object], touched: int) -> Measurement:
-        """`touched`: 2 if bytes are read and written."""
+        """Measures the byte rate of `work`. `touched`: accesses per byte, 2 if bytes are read and written."""
         seconds = seconds_of(work, self._bench.device, self._bench.repeats)
         return Measurement("rate", "GB/s", tuple(touched * self._case.nbytes / s / 1e9 for s in seconds))
 
