@@ -40,7 +40,7 @@ class PreemptionCounts:
 
 
 class Preemptor:
-    """Preempts and resumes requests of the scheduler's `requests`. Owns the host blocks; `KVManager` owns the pages."""
+    """Preempts and resumes the scheduler's `requests`. Owns the host blocks; `KVManager` owns the pages."""
 
     def __init__(
         self, kv_manager: KVManager, requests: Mapping[RequestKey, DecodeRequest], options: SchedulerOptions
@@ -62,7 +62,7 @@ class Preemptor:
         return [request for request in self._requests.values() if not request.closing]
 
     def spare_pages(self) -> int | None:
-        """Returns the pages that an admission must leave free; None (no admission) while a preempted request waits."""
+        """Returns the pages that an admission must leave free; None while a preempted request waits: admit none."""
         waits = any(r.residency in (Residency.LEAVING, Residency.OUT) for r in self.live())
         return None if waits else self._spare_pages()
 
