@@ -104,7 +104,7 @@ class InprocTransport(Transport):
         self._wire: list[_Message] = []
         """Messages sent by this transport whose memory may still be read."""
         self._receives: deque[tuple[Operation, _Message]] = deque()
-        self._news = threading.Event()
+        self._wake_up = threading.Event()
         self._closed = False
         with fabric.lock:
             if name_on_fabric in fabric.transports:
@@ -201,11 +201,11 @@ class InprocTransport(Transport):
             return self._tracker.take_ended()
 
     def wait(self, timeout_s: float) -> None:
-        self._news.wait(timeout_s)
-        self._news.clear()
+        self._wake_up.wait(timeout_s)
+        self._wake_up.clear()
 
     def wake(self) -> None:
-        self._news.set()
+        self._wake_up.set()
 
     def statistics(self) -> TransportStatistics:
         with self._fabric.lock:
@@ -230,13 +230,13 @@ class InprocTransport(Transport):
     def accept(self, message: _Message) -> None:
         """Accepts a message delivered by the fabric."""
         self._mailbox.append(message)
-        self._news.set()
+        self._wake_up.set()
 
     def end(self, operation: Operation, error: TransportError | None = None) -> None:
         """Ends an operation of this transport."""
         self._tracker.end(operation, error)
         self._wire = [message for message in self._wire if message.sender is not operation]
-        self._news.set()
+        self._wake_up.set()
 
     def lose(self, name: str, why: str) -> None:
         """Marks the transport `name` as lost: operations with it fail until it is connected again."""
@@ -292,7 +292,7 @@ class InprocTransport(Transport):
             self._fabric.end_send(message, PeerLostError(f"{self._name} does not know {message.source}"))
         else:
             self._receives.append((operation, message))
-            self._news.set()
+            self._wake_up.set()
         return operation
 
     def _unusable(self, operation: Operation) -> bool:

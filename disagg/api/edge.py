@@ -48,7 +48,7 @@ class Edge:
         """`check_capacity` raises `ApiError` or `BusyError` if no request can be admitted now."""
         self._app, self._config, self._keys, self._metrics = app, config, keys, metrics
         self._tracing, self._check_capacity = tracing, check_capacity
-        self._refused, self._said_s = 0, 0.0
+        self._refused, self._logged_s = 0, 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
@@ -102,7 +102,7 @@ class Edge:
         if exchange.trace is not None:
             exchange.trace.end(exchange.ended or status, outcome)
         if outcome == "busy":
-            self._say_refused()
+            self._log_refused()
         refused = outcome == "refused"
         say = log.debug if path in OFTEN or outcome == "busy" else log.info
         say(
@@ -117,13 +117,13 @@ class Edge:
             **exchange.words,
         )
 
-    def _say_refused(self) -> None:
+    def _log_refused(self) -> None:
         """Logs the number of rejected requests, at most once per `REFUSALS_S`."""
         self._refused += 1
         now_s = time.monotonic()
-        if now_s - self._said_s >= REFUSALS_S:
+        if now_s - self._logged_s >= REFUSALS_S:
             log.warning("busy", refused=self._refused)
-            self._refused, self._said_s = 0, now_s
+            self._refused, self._logged_s = 0, now_s
 
 
 def _client(scope: Scope) -> str:

@@ -37,7 +37,7 @@ async def whole_reply(answers: Answers, writer: Writer, exchange: Exchange, rece
         raise ApiError(CLIENT_GONE, "the client went away", code="client_gone") from exc
     finally:
         answers.abort()
-        _say_tokens(exchange, writer)
+        _record_tokens(exchange, writer)
     return Response(writer.whole(), media_type="application/json")
 
 
@@ -65,7 +65,7 @@ class EventStream(Response):
             self._exchange.ended = CLIENT_GONE
         finally:
             self._answers.abort()
-            _say_tokens(self._exchange, self._writer)
+            _record_tokens(self._exchange, self._writer)
 
     async def _events(self, first: tuple[int, Output]) -> AsyncIterator[bytes]:
         try:
@@ -75,9 +75,9 @@ class EventStream(Response):
                     yield data
             yield b"".join(self._writer.tail())
         except DisaggError as error:
-            said = api_error(error)
-            self._exchange.ended = said.status
-            yield b"data: " + said.body() + b"\n\n"
+            failed = api_error(error)
+            self._exchange.ended = failed.status
+            yield b"data: " + failed.body() + b"\n\n"
 
 
 @asynccontextmanager
@@ -97,5 +97,5 @@ async def _aborted_when_gone(answers: Answers, receive: Receive) -> AsyncIterato
         await asyncio.wait([watcher])
 
 
-def _say_tokens(exchange: Exchange, writer: Writer) -> None:
+def _record_tokens(exchange: Exchange, writer: Writer) -> None:
     exchange.words |= {"prompt_tokens": writer.prompt_tokens, "tokens": writer.completion_tokens}

@@ -84,21 +84,21 @@ class StepGraphs(ABC):
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them."""
         size = self._sizes[bisect_left(self._sizes, batch.tokens)]
-        host = torch.tensor(self._told(size, batch.sequences), dtype=torch.int64).pin_memory()
+        host = torch.tensor(self._step_numbers(size, batch.sequences), dtype=torch.int64).pin_memory()
         self._numbers[size].copy_(host, non_blocking=True)
         self._graphs[size].replay()
         return self._logits[: len(batch.sequences)]
 
     @abstractmethod
     def _rows(self, size: int) -> int:
-        """Number of rows of a graph's logits."""
+        """Returns the number of rows of a graph's logits."""
 
     @abstractmethod
-    def _told(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """The numbers of a step, padded to its bucket."""
+    def _step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
+        """Returns the numbers of a step, padded to its bucket."""
 
     def _tokens(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """All tokens, then the position of each token, then the row of each token."""
+        """Returns all tokens, then the position of each token, then the row of each token."""
         fill = size - sum(len(one.tokens) for one in sequences)
         return [
             *(token for one in sequences for token in one.tokens),
@@ -115,7 +115,7 @@ class StepGraphs(ABC):
             torch.zeros(1, device=self._device)
 
     def _record(self, size: int, pool: Any, stream: Any) -> Any:
-        numbers = torch.tensor(self._told(size, ()), dtype=torch.int64, device=self._device)
+        numbers = torch.tensor(self._step_numbers(size, ()), dtype=torch.int64, device=self._device)
         self._numbers[size], rows = numbers, self._rows(size)
         stream.wait_stream(cuda.current_stream(self._device))
         with cuda.stream(stream):  # kernels compile and libraries load before the recording
@@ -139,7 +139,7 @@ class DecodeGraphs(StepGraphs):
     def _rows(self, size: int) -> int:
         return size
 
-    def _told(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
+    def _step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
         return self._tokens(size, sequences)
 
 
@@ -156,7 +156,7 @@ class ChunkGraphs(StepGraphs):
     def _rows(self, size: int) -> int:
         return self.SEQUENCES
 
-    def _told(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
+    def _step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
         """Appends for each sequence: row, first token, its position, number of tokens, last token."""
         fill = self.SEQUENCES - len(sequences)
         ends, end = [], 0

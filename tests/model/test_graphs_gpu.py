@@ -29,10 +29,12 @@ def test_chunk_sizes() -> None:
     assert chunk_sizes(2048) == (16, 32, 64, 128, 256)
 
 
-def test_what_a_short_step_is_told() -> None:
+def test_the_numbers_of_a_step_smaller_than_its_bucket() -> None:
     graphs = ChunkGraphs(lambda numbers: numbers, (16,), 9, 5, torch.device("cpu"))
-    told = torch.tensor(graphs._told(16, (SequenceSlice(3, 7, (50, 51)), SequenceSlice(1, 0, (60,)))))
-    tokens, sequences = told[:48].view(3, 16), told[48:].view(5, ChunkGraphs.SEQUENCES)
+    numbers = torch.tensor(
+        graphs._step_numbers(16, (SequenceSlice(3, 7, (50, 51)), SequenceSlice(1, 0, (60,))))
+    )
+    tokens, sequences = numbers[:48].view(3, 16), numbers[48:].view(5, ChunkGraphs.SEQUENCES)
     assert tokens[:, :4].tolist() == [[50, 51, 60, 0], [7, 8, 0, 0], [3, 3, 1, 9]]
     assert tokens[:, 4:].unique(dim=1).tolist() == [[0], [0], [9]]
     assert sequences[:, :3].tolist() == [[3, 1, 9], [0, 2, 0], [7, 0, 0], [2, 1, 0], [1, 2, 0]]
@@ -129,7 +131,7 @@ def test_recorded_chunks_equal_launched_ones(name: str, checkpoint: Callable[[st
 
 
 @pytest.mark.gpu
-def test_a_model_that_asks_the_device_is_launched(
+def test_a_model_that_synchronizes_with_the_device_is_launched(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], Path]
 ) -> None:
     runner = make_runner(checkpoint("llama"), device="cuda", pages=40)

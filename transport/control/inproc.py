@@ -143,13 +143,13 @@ class InprocControl(ThreadedControl):
         super().__init__(name, options or ReliableOptions(), max_message_bytes)
         self._hub = hub
         self._arrived: deque[bytes] = deque()
-        self._news = threading.Event()
+        self._wake_up = threading.Event()
         hub.join(self)
 
     def accept(self, frame: bytes) -> None:
         """Accepts a received frame; any thread may call it."""
         self._arrived.append(frame)
-        self._news.set()
+        self._wake_up.set()
 
     def close(self, linger_s: float = 0.0) -> None:
         super().close(linger_s)
@@ -163,8 +163,8 @@ class InprocControl(ThreadedControl):
             yield self._arrived.popleft()
 
     def _wait(self, timeout_s: float) -> None:
-        self._news.wait(timeout_s)
-        self._news.clear()
+        self._wake_up.wait(timeout_s)
+        self._wake_up.clear()
 
     def _wake(self) -> None:
-        self._news.set()
+        self._wake_up.set()

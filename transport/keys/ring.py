@@ -54,7 +54,7 @@ class KeyRing:
         self._seen = _signature(file)
         self._look_at_s = time.monotonic() + poll_s
         self._complaint = ""
-        self._said = self._state_now()
+        self._reported = self._state_now()
 
     @classmethod
     def follow(
@@ -95,7 +95,7 @@ class KeyRing:
 
     def __repr__(self) -> str:
         """Names only."""
-        return f"KeyRing({', '.join(self._said.accepted)})"
+        return f"KeyRing({', '.join(self._reported.accepted)})"
 
     # --- with the lock held
 
@@ -130,8 +130,8 @@ class KeyRing:
 
     def _say(self) -> None:
         state = self._state_now()
-        if state != self._said:
-            self._said = state
+        if state != self._reported:
+            self._reported = state
             log.info(
                 "control_keys",
                 presented=state.presented,

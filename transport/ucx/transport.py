@@ -205,7 +205,7 @@ class UcxTransport(Transport):
 
     def wait(self, timeout_s: float) -> None:
         self._ensure_open()
-        if self._has_news():
+        if self._has_events():
             return
         if not self._worker.progress_once():
             self._sleep(max(0.0, timeout_s))
@@ -342,7 +342,7 @@ class UcxTransport(Transport):
                     f"ucx: {what}: operations still pending after {FENCE_TIMEOUT_S} s; no fence"
                 )
 
-    def _has_news(self) -> bool:
+    def _has_events(self) -> bool:
         return self._tracker.has_ended() or self._worker.tag_probe(*self._any_tag, remove=False).matched
 
     def _ensure_open(self) -> None:
