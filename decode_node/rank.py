@@ -19,7 +19,7 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import record_event
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Swap
-from disagg.node.rank import RankNode, aligned
+from disagg.node.rank import RankNode
 from disagg.node.swap import Swapper, block_pages, page_bytes, swap_bytes
 from transport.base import Transport
 from transport.control import messages as m
@@ -88,7 +88,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         return link.sources_of(self.rank)
 
     def _ring_bytes(self) -> int:
-        return aligned(self.config.transfer.ring_bytes)
+        return self._agent.ring_bytes
 
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         match message:

@@ -92,6 +92,8 @@ class SegmentReceiver:
 
     def __init__(self, options: ReceiverOptions, context: ReceiverContext, parts: ReceiverParts) -> None:
         self._options, self._context = options, context
+        self.ring_bytes = options.ring_bytes
+        """Size of the receive ring."""
         self._rank, self._shard, self._pool = context.rank, context.shard, context.pool
         self._transport, self._send = context.transport, context.send
         self._queue, self._sums, self._messages = parts.queue, parts.sums, parts.messages

@@ -28,7 +28,7 @@ from disagg.kv.pool import MHATokenToKVPool
 from disagg.node.device import DeviceEvent, memory_bytes, record_event
 from disagg.node.host import freeze_objects
 from disagg.node.links import make_link
-from disagg.node.rank import SWITCH_INTERVAL_S, aligned
+from disagg.node.rank import SWITCH_INTERVAL_S
 from disagg.node.transfer_loop import TransferLoop
 from prefill_node.chunks import Part, StepPart
 from prefill_node.flows import SenderStatistics
@@ -166,7 +166,7 @@ class BenchRank(ABC):
         if self._options.cuda:
             self._loop.call(partial(torch.cuda.set_device, self._device))
             self._loop.call(self._agent.adopt_thread)
-        ring_bytes = aligned(self._transfer.ring_bytes) if self.role == "decode" else 0
+        ring_bytes = self._agent.ring_bytes if self.role == "decode" else 0
         address = self._transport.address
         return RankInfo(self._options.rank, self._shard, self._control.address, address, ring_bytes)
 
