@@ -31,9 +31,12 @@ class Admission:
         clock: Clock = time.monotonic,
     ) -> None:
         """`pace` may lower the limit."""
-        self._limit, self._pace, self._clock = max_running + max_queued, pace, clock
+        self._max_running, self._max_queued = max_running, max_queued
+        self._pace, self._clock = pace, clock
         self._inside = 0
         self._turns = asyncio.Semaphore(max_running)
+        self._surplus = 0
+        """Slots above a lowered `max_running`; each vanishes when its request ends or another one takes it."""
         self._waiting: set[asyncio.Timeout] = set()
         """Timeouts of queued requests that an overload may reject."""
         self._metrics = metrics
@@ -41,7 +44,21 @@ class Admission:
     @property
     def limit(self) -> int:
         """Largest number of running and queued answers."""
-        return self._limit
+        return self._max_running + self._max_queued
+
+    @property
+    def max_running(self) -> int:
+        """Largest number of running requests."""
+        return self._max_running
+
+    def resize(self, max_running: int) -> None:
+        """Changes the number of running requests. A lower limit ends none of them."""
+        added, self._max_running = max_running - self._max_running, max_running
+        self._surplus += max(0, -added)
+        for _ in range(added):
+            self._release()
+        if self._pace is not None:
+            self._pace.resize(max_running)
 
     def check_capacity(self) -> None:
         """Counts an arriving request. Raises `BusyError` if not even one answer would be admitted.
@@ -77,7 +94,7 @@ class Admission:
     def _check(self, answers: int) -> None:
         pace = self._pace.limit(self._clock()) if self._pace is not None else None
         # An empty server admits a request of many answers at any pace; otherwise it would never run.
-        limit = self._limit if pace is None else min(self._limit, max(pace, answers))
+        limit = self.limit if pace is None else min(self.limit, max(pace, answers))
         if self._inside + answers > limit:
             raise self._busy(limit)
 
@@ -110,6 +127,12 @@ class Admission:
             with self._metrics.running.track_inprogress():
                 yield
         finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._surplus:
+            self._surplus -= 1
+        else:
             self._turns.release()
 
     async def _acquire(self, deadline_s: float, alone: bool) -> None:
@@ -119,6 +142,9 @@ class Admission:
                     self._waiting.add(waiting)
                 try:
                     await self._turns.acquire()
+                    while self._surplus:
+                        self._surplus -= 1
+                        await self._turns.acquire()
                 finally:
                     rejected = alone and waiting not in self._waiting
                     self._waiting.discard(waiting)

@@ -93,6 +93,10 @@ class Pace:
         self._bound = float(CALM)
         """Limit of admitted answers under overload."""
 
+    def resize(self, max_running: int) -> None:
+        """Changes the number of running requests."""
+        self._max_running = max_running
+
     @property
     def overload(self) -> bool:
         """Whether the server is overloaded."""

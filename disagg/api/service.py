@@ -27,7 +27,7 @@ from disagg.api.tracing import RequestTrace
 from disagg.core.config.read import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
 from disagg.core.status import GroupStatus, ServiceStatus
-from disagg.core.types import SamplingParams
+from disagg.core.types import GroupInfo, SamplingParams
 from disagg.router.answers import Output, SessionReport
 from disagg.router.session_driver import RELEASE_TIMEOUT_S
 from disagg.router.text import Decode
@@ -74,8 +74,8 @@ class Service:
     def __init__(self, generator: Generator, model: ServedModel, config: ApiConfig) -> None:
         self.model, self.config, self.metrics = model, config, Metrics()
         self._generator = generator
-        pace = Pace(config.running_limit, config.max_queue_s, config.max_slowdown)
-        self._admission = Admission(config.running_limit, config.max_queued, self.metrics, pace)
+        pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
+        self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
         self.metrics.registry.register(GroupCollector(generator.groups))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
@@ -84,6 +84,18 @@ class Service:
         self._idle.set()
         self.stopping = False
         """True during shutdown: new requests are refused, running ones continue."""
+
+    def follow_groups(self, groups: Sequence[GroupInfo]) -> None:
+        """Bounds admission and context by the groups that take requests.
+
+        A limit of absent groups stays: without a group of each role the server refuses requests anyway.
+        """
+        max_running = self.config.running_limit(groups) or self._admission.max_running
+        context_tokens = min((group.context_tokens for group in groups), default=self.model.context_tokens)
+        if (max_running, context_tokens) != (self._admission.max_running, self.model.context_tokens):
+            log.info("limits", max_running=max_running, context_tokens=context_tokens)
+            self._admission.resize(max_running)
+            self.model.context_tokens = context_tokens
 
     def why_not_ready(self) -> str | None:
         """Returns why requests are refused now; None if they are served."""
@@ -113,7 +125,7 @@ class Service:
             ready=self.why_not_ready() or "ready",
             requests_running=int(total(metrics.running)),
             requests_queued=int(total(metrics.queued)),
-            max_running=self.config.running_limit,
+            max_running=self._admission.max_running,
             max_queued=self.config.max_queued,
             prompt_tokens_total=int(total(metrics.prompt_tokens)),
             generated_tokens_total=int(total(metrics.generated_tokens)),

@@ -63,18 +63,20 @@ def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
 def group_info(group: Group, config: Config) -> GroupInfo:
     """Returns the description for peers and routers. Raises `ConfigError` when ranks chose different transports."""
     transport = _transport_of(group)
+    section: GroupConfig = getattr(config, group.role)
     return GroupInfo(
         name=group.name,
         role=group.role,
         protocol_version=PROTOCOL_VERSION,
         fingerprint=group.spec.fingerprint,
         layout=group.spec.layout,
-        page_size=getattr(config, group.role).page_size,
+        page_size=section.page_size,
         transport=transport,
         ranks=tuple(started.info for started in group.started),
         deterministic=config.model.deterministic,
         checksum=config.transfer.checks(transport),
-        context_tokens=_context_tokens(group, getattr(config, group.role)),
+        context_tokens=_context_tokens(group, section),
+        max_requests=section.max_requests,
     )
 
 

@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
-import msgspec
 import structlog
 import torch
 import uvloop
@@ -74,8 +73,8 @@ def run_serve(config: Config) -> None:
                 status.stop()
                 sys.setswitchinterval(SWITCH_INTERVAL_S)  # the tokenizer's thread shares the GIL
                 ranks = [rank for info in cluster.infos() for rank in info.ranks]
-                served = _with_groups(config, cluster, model, console)
-                _run(_serve(_own_router(cluster), served, model, keys, tracing, listener, ranks))
+                _print_choices(config, cluster, console)
+                _run(_serve(_own_router(cluster), cluster.config, model, keys, tracing, listener, ranks))
                 ignore_signals()  # the shutdown takes seconds
         finally:
             model.close()
@@ -98,14 +97,9 @@ def run_serve_joined(config: Config, directory: str) -> None:
             model.close()
 
 
-def _with_groups(given: Config, cluster: Cluster, model: ServedModel, console: Console) -> Config:
-    """Bounds context and admission by the groups and prints every choice. Returns the configuration of the server."""
+def _print_choices(given: Config, cluster: Cluster, console: Console) -> None:
     infos, config = cluster.infos(), cluster.config
-    model.context_tokens = min(info.context_tokens for info in infos)
-    decoding = [getattr(config, info.role).max_requests for info in infos if info.role != "prefill"]
-    api = msgspec.structs.replace(config.api, max_running=config.api.max_running or sum(decoding))
-    console.print(choices_table(choices(given, config, infos, api.max_running)))
-    return msgspec.structs.replace(config, api=api)
+    console.print(choices_table(choices(given, config, infos, config.api.running_limit(infos))))
 
 
 def _api_keys(config: ApiConfig) -> tuple[bytes, ...]:
@@ -192,4 +186,5 @@ async def _serve(
 
     async with made as router, watching(router.statuses, config.metrics.interval_s):
         service = Service(router, model, config.api)
+        router.on_groups_changed(service.follow_groups)
         await serve(make_app(service, keys, tracing), service, listener, stop, stop_now, on_listening)

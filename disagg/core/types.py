@@ -291,6 +291,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     """Resolved value of `TransferConfig.checksum`."""
     context_tokens: int = 0
     """Longest prompt plus answer that the group accepts. Groups may differ."""
+    max_requests: int = 0
+    """Value of `GroupConfig.max_requests`: with all groups that decode, the bound of a router's admission."""
 
     @property
     def leader(self) -> RankInfo:

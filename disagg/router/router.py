@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 
 from disagg.core.clock import Clock
@@ -28,6 +28,9 @@ from disagg.router.text import Decode
 DEFAULTS = RouterConfig()
 SHUNNED_S = 5.0
 """Time for which a pair with a failed transfer is avoided if another pair exists."""
+
+GroupsChanged = Callable[[Sequence[GroupInfo]], None]
+"""Receives the groups that take requests."""
 
 
 class Router:
@@ -58,6 +61,7 @@ class Router:
         """Statuses of the groups, updated within `disagg.router.status.watching`."""
         self._roles: tuple[str, ...] = ("prefill", "decode")
         """Roles of the groups that each request needs."""
+        self._changed: GroupsChanged = lambda groups: None
         for group in groups:
             self.add(group)
 
@@ -65,6 +69,14 @@ class Router:
     def engines(self) -> tuple[RoutedGroup, ...]:
         """All groups with their load."""
         return tuple(self._engines.values())
+
+    def on_groups_changed(self, changed: GroupsChanged) -> None:
+        """Calls `changed` now, and on every change of the groups."""
+        self._changed = changed
+        self._report_groups()
+
+    def _report_groups(self) -> None:
+        self._changed([engine.group for engine in self._engines.values() if not engine.draining])
 
     def add(self, group: GroupInfo) -> None:
         """Adds a group; no effect if the group is known.
@@ -78,6 +90,7 @@ class Router:
             self._engines[group.name] = RoutedGroup(group)
             self._dispatcher.revive(rank.control_address for rank in group.ranks)
             self._dispatcher.watch(group.leader.control_address)
+            self._report_groups()
 
     async def drain(self, name: str) -> None:
         """Stops new requests to the group, waits for its running ones, then removes the group."""
@@ -85,6 +98,7 @@ class Router:
         if engine is None:
             return
         engine.draining = True
+        self._report_groups()
         while engine.requests and not self._lost(engine):
             await asyncio.sleep(self._reserve_retry_s)
         if self._engines.get(name) is engine:
@@ -96,6 +110,7 @@ class Router:
         engine = self._engines.pop(name, None)
         for rank in engine.group.ranks if engine is not None else ():
             self._dispatcher.lose(rank.control_address)
+        self._report_groups()
 
     def _living(self) -> list[RoutedGroup]:
         return [engine for engine in self._engines.values() if not self._lost(engine)]

@@ -170,6 +170,12 @@ def test_groups_come_up_in_order(cluster: Cluster, ranks: FakeRanks) -> None:
     assert [info.name for info in cluster.infos()] == ["prefill", "decode"]
 
 
+def test_groups_announce_their_limits(cluster: Cluster) -> None:
+    sections = [cluster.config.prefill, cluster.config.decode]
+    assert [info.max_requests for info in cluster.infos()] == [one.max_requests for one in sections]
+    assert all(info.max_requests > 0 and info.context_tokens > 0 for info in cluster.infos())
+
+
 def test_a_group_more_is_linked_with_the_other_kind_only(cluster: Cluster, ranks: FakeRanks) -> None:
     ranks.calls.clear()
     assert cluster.add_group("decode", lambda text: None).up

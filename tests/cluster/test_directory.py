@@ -7,13 +7,16 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
+from disagg.api.service import Service
 from disagg.cluster.directory import Directory, directory_host
 from disagg.commands.scale import scale
-from disagg.core.config.read import ControlConfig, RouterConfig
+from disagg.core.config.read import ApiConfig, ControlConfig, RouterConfig
 from disagg.core.errors import ConfigError, DisaggError, PeerLostError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
 from disagg.router.follow import joined
@@ -27,13 +30,13 @@ SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.4)
 TIMEOUT_S = 10.0
 
 
-def group(name: str, ranks: int = 1, addresses: str = "") -> GroupInfo:
+def group(name: str, ranks: int = 1, addresses: str = "", **limits: int) -> GroupInfo:
     infos = tuple(
         RankInfo(rank, Shard(rank, Span(0, 1), Span(0, 1)), f"{addresses or name}/{rank}", b"")
         for rank in range(ranks)
     )
     role = name.partition("-")[0]
-    return GroupInfo(name, role, 1, "model", KVLayout(1, 1, 8, "float32"), 16, "inproc", infos)
+    return GroupInfo(name, role, 1, "model", KVLayout(1, 1, 8, "float32"), 16, "inproc", infos, **limits)
 
 
 class Place:
@@ -106,6 +109,48 @@ def test_a_router_hears_of_groups_at_once_and_when_they_change(place: Place) -> 
             assert router.missing() == []
             async with place.router("second") as (second, _):
                 await until(lambda: names(second) == names(router))
+
+    run(main())
+
+
+def limits_of(service: Service) -> tuple[int, int]:
+    return service.status().max_running, service.model.context_tokens
+
+
+def service_of(router: Router, **settings: int) -> Service:
+    """A server's service over the router, with limits that follow the groups."""
+    model: Any = SimpleNamespace(name="tiny", context_tokens=100_000)
+    service = Service(router, model, ApiConfig(**settings))
+    router.on_groups_changed(service.follow_groups)
+    return service
+
+
+def test_a_server_that_joins_has_the_limits_of_a_server_of_the_same_groups(place: Place) -> None:
+    prefill = group("prefill", max_requests=256, context_tokens=4096)
+    first = group("decode", max_requests=7, context_tokens=2048)
+    second = group("decode-2", max_requests=9, context_tokens=1024)
+
+    async def main() -> None:
+        async with place.router() as (router, mail):
+            joining, given = service_of(router), service_of(router, max_running=3)
+            router.on_groups_changed(lambda groups: [one.follow_groups(groups) for one in (joining, given)])
+            assert limits_of(joining) == (0, 100_000), "no group is known"
+            for groups, draining in (
+                ([prefill, first], []),
+                ([prefill, first, second], []),
+                ([prefill, first, second], ["decode"]),
+                ([prefill, second, first], []),
+                ([prefill, second], []),
+            ):
+                place.tell(groups, draining)
+                owned = service_of(Router(mail, [one for one in groups if one.name not in draining]))
+                await until(lambda owned=owned: limits_of(joining) == limits_of(owned))
+                assert limits_of(given) == (3, limits_of(owned)[1])
+            place.tell([prefill], [])
+            await until(lambda: names(router) == ["prefill"])
+            assert limits_of(joining) == (9, 4096), (
+                "nothing decodes: the server refuses requests, its limit stays"
+            )
 
     run(main())
 

@@ -21,6 +21,7 @@ from disagg.core.config.read import (
     parse_bytes,
 )
 from disagg.core.errors import ConfigError
+from disagg.core.types import GroupInfo, KVLayout
 
 TOML = """
 [prefill]
@@ -330,5 +331,12 @@ def test_a_setting_of_another_role_names_the_roles_that_have_it(setting: str, ro
 
 
 def test_admission_follows_the_groups_unless_set() -> None:
-    assert (ApiConfig().max_running, ApiConfig().running_limit) == (0, 256)
-    assert ApiConfig(max_running=3).running_limit == 3
+    def group(role: str, max_requests: int) -> GroupInfo:
+        layout = KVLayout(1, 1, 8, "float32")
+        return GroupInfo(role, role, 1, "model", layout, 16, "inproc", (), max_requests=max_requests)
+
+    split = [group("prefill", 100), group("decode", 7), group("decode", 8)]
+    assert ApiConfig().running_limit(split) == 15
+    assert ApiConfig().running_limit([group("colocated", 9)]) == 9
+    assert ApiConfig().running_limit(split[:1]) == 0, "nothing decodes"
+    assert ApiConfig(max_running=3).running_limit(split) == 3

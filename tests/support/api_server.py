@@ -57,7 +57,7 @@ class ApiServer:
         self._tracing = tracing
         self._send_buffer_bytes = send_buffer_bytes
         self._keys = tuple(key.encode() for key in keys)
-        self._config = ApiConfig(port=0, **settings)
+        self._config = ApiConfig(port=0, **{"max_running": 256, **settings})
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = template
         self.model = ServedModel("tiny", tokenizer, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE)

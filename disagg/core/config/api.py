@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from disagg.core.config.section import Section
+from disagg.core.types import GroupInfo
 
 KIB = 1 << 10
-UNKNOWN_GROUPS_RUNNING = 256
-"""`api.max_running` of a server that joins groups of others."""
 
 
 class ApiConfig(Section, frozen=True):
@@ -25,7 +26,7 @@ class ApiConfig(Section, frozen=True):
     """Allow a `host` other than loopback without API keys."""
     max_running: int = 0
     """Largest number of running requests; answers to one prompt that are computed together count as one. 0: the
-    sum of `max_requests` of the groups that decode; 256 with `--join`."""
+    sum of `max_requests` of the groups that decode, also while their number changes."""
     max_queued: int = 256
     """Queue limit in answers; further requests are rejected at once (429)."""
     max_queue_s: float = 10.0
@@ -64,10 +65,9 @@ class ApiConfig(Section, frozen=True):
     max_stop: int = 16
     """Largest number of stop strings, and of stop tokens, in one request."""
 
-    @property
-    def running_limit(self) -> int:
-        """`max_running`, or what it is where no group is known when the server starts."""
-        return self.max_running or UNKNOWN_GROUPS_RUNNING
+    def running_limit(self, groups: Sequence[GroupInfo]) -> int:
+        """Returns `max_running`, or the limit that follows from `groups`; 0 if none of them decodes."""
+        return self.max_running or sum(group.max_requests for group in groups if group.role != "prefill")
 
     def __post_init__(self) -> None:
         self._needs(bool(self.host), "host", "an address or a host name")
