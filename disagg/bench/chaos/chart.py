@@ -30,8 +30,7 @@ def write_chaos_chart(path: Path, report: ChaosReport) -> None:
     for axis in areas.values():
         _faults(axis, report.faults, report.figures.seconds)
         axis.spines[["top", "right"]].set_visible(False)
-    _legend(areas["ends"], "upper right")
-    _legend(areas["streams"], "lower right")
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     areas["streams"].set_xlim(0, max(report.figures.seconds, 1e-3))
     found = report.figures
     figure.suptitle(
@@ -94,7 +93,3 @@ def _faults(axis: Any, faults: Sequence[FaultLine], end_s: float) -> None:
         label = {} if one.kind in shown else {"label": one.kind}
         axis.axvline(one.at_s, color=_FAULTS[one.kind], lw=1, **label)
         shown.add(one.kind)
-
-
-def _legend(axis: Any, place: str) -> None:
-    axis.legend(loc=place, fontsize=8, edgecolor="none", framealpha=0.9)

@@ -45,9 +45,9 @@ class FaultLine(msgspec.Struct, frozen=True):
     touched: int
     """Requests that ran in the group; a prefill group's may have their prompts computed."""
     failed: int
-    """Those of them that failed."""
+    """Those of them that failed, before a later fault touched them."""
     pauses_s: list[float]
-    """Of each touched request that was answered: the longest time without an output at the fault."""
+    """Of each touched request that did not fail then: the longest time without an output at the fault."""
 
 
 class RequestLine(msgspec.Struct, frozen=True):
@@ -132,7 +132,8 @@ def chaos_report(
     """Returns the report of a run."""
     expected = [record.answers for record in result.quiet]
     requests = [_request_line(record, expected[record.request.index], result) for record in result.requests]
-    faults = [_fault_line(fault, result) for fault in result.faults]
+    last = {record.serial: fault.plan.number for fault in result.faults for record in fault.touched}
+    faults = [_fault_line(fault, result, last) for fault in result.faults]
     distance = max(
         (logprob_distance(expected[one.request.index], one.answers) for one in result.requests), default=0.0
     )
@@ -241,7 +242,9 @@ def _request_line(
     )
 
 
-def _fault_line(fault: FaultRecord, result: ChaosResult) -> FaultLine:
+def _fault_line(fault: FaultRecord, result: ChaosResult, last: Mapping[int, int]) -> FaultLine:
+    """`last`: the last fault that touched a request, by its serial; an error belongs to that fault."""
+    failed = [one for one in fault.touched if one.error and last[one.serial] == fault.plan.number]
     until_s = result.ended_s if fault.full_s is None else fault.full_s
     return FaultLine(
         fault.plan.number,
@@ -255,8 +258,8 @@ def _fault_line(fault: FaultRecord, result: ChaosResult) -> FaultLine:
         None if fault.full_s is None else _ms(fault.full_s - fault.at_s),
         fault.forced,
         len(fault.touched),
-        sum(bool(record.error) for record in fault.touched),
-        [_ms(record.longest_gap_s(fault.at_s, until_s)) for record in fault.touched if not record.error],
+        len(failed),
+        [_ms(record.longest_gap_s(fault.at_s, until_s)) for record in fault.touched if record not in failed],
     )
 
 

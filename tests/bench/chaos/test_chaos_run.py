@@ -79,6 +79,17 @@ def test_failed_requests_are_reported_with_their_codes() -> None:
     assert "peer_lost: the first is request chaos-" in text
 
 
+def test_a_failure_belongs_to_the_last_fault_before_it() -> None:
+    result = ran(FakeChaosSystem(), bench(count=2))
+    record = result.requests[0]
+    record.error = "peer_lost"
+    for fault in result.faults:
+        fault.touched = [record]
+    first, second = chaos_report(result, {}).faults
+    assert (first.failed, second.failed) == (0, 1)
+    assert (len(first.pauses_s), len(second.pauses_s)) == (1, 0)
+
+
 def test_an_unforeseen_error_is_a_failure_too() -> None:
     system = FakeChaosSystem()
 
