@@ -10,7 +10,7 @@ import psutil
 from disagg.bench.chaos.faults import TargetRank
 from disagg.bench.chaos.workload import ChaosRequest
 from disagg.core.errors import DisaggError, PeerLostError
-from disagg.router.session import Output, SessionReport
+from disagg.router.answers import Output, SessionReport
 
 Damage = Callable[[Output], list[Output]]
 
@@ -87,6 +87,7 @@ class FakeChaosSystem:
             if report.decode not in self.up:
                 if not self.recovers:
                     raise PeerLostError(f"lost {report.decode}")
+                report.recoveries.append("decode_lost")
                 await self._choose(report)
             finish = "length" if position + 1 == request.sampling.max_tokens else None
             for answer in range(request.sampling.n):

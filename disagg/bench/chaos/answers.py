@@ -9,7 +9,7 @@ from itertools import zip_longest
 import msgspec
 
 from disagg.core.types import TokenLogprobs
-from disagg.router.session import Output
+from disagg.router.answers import Output
 
 
 @dataclass(slots=True)

@@ -68,7 +68,8 @@ class RequestLine(msgspec.Struct, frozen=True):
     prefill: str
     decode: str
     """Groups of the last try."""
-    recoveries: Mapping[str, int]
+    recoveries: list[str]
+    """The cause of each recovery."""
     error: str
     message: str
     faults: AnswerFaults
@@ -103,7 +104,7 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     not_recovered: int
     """Faults without full strength within the limit, or after a forced kill only."""
     recoveries: dict[str, int]
-    """Recoveries by cause; empty if sessions do not report them."""
+    """Recoveries by cause."""
     faults: dict[str, int]
     """Faults by kind."""
     seconds: float
@@ -235,7 +236,7 @@ def _request_line(
         [(_ms(a - zero_s), _ms(b - zero_s)) for a, b in pairwise(record.outputs_s) if b - a >= PAUSE_S],
         record.session.prefill,
         record.session.decode,
-        record.recoveries,
+        record.session.recoveries,
         record.error,
         record.message,
         compare_received(expected, record.answers, bool(record.error)),
@@ -267,9 +268,7 @@ def _figures(
     requests: Sequence[RequestLine], faults: Sequence[FaultLine], distance: float, seconds: float
 ) -> ChaosFigures:
     errors = Counter(one.error for one in requests if one.error)
-    causes: Counter[str] = Counter()
-    for one in requests:
-        causes.update(one.recoveries)
+    causes = Counter(cause for one in requests for cause in one.recoveries)
     return ChaosFigures(
         requests=len(requests),
         equal=sum(not one.error and not one.faults.any for one in requests),

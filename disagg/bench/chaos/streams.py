@@ -6,16 +6,15 @@ import asyncio
 import random
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from disagg.bench.chaos.answers import ReceivedAnswer
 from disagg.bench.chaos.workload import ChaosRequest
 from disagg.core.clock import Clock
 from disagg.core.errors import DisaggError
-from disagg.router.session import Output, SessionReport
+from disagg.router.answers import Output, SessionReport
 
 FAILURE_PAUSE_S = 0.2
 """Pause of a stream after a failed request; without it, a system that refuses at once would fail thousands."""
@@ -47,12 +46,6 @@ class RequestRecord:
     def groups(self) -> tuple[str, str]:
         """Prefill and decode group of the latest try."""
         return self.session.prefill, self.session.decode
-
-    @property
-    def recoveries(self) -> Mapping[str, int]:
-        """Recoveries of the request by cause, if the session reports them."""
-        found: Any = getattr(self.session, "recoveries", None) or {}
-        return found if isinstance(found, Mapping) else {"any": int(found)}
 
     def gaps(self) -> Iterator[tuple[float, float]]:
         """Yields begin and end of each time without an output: the first one begins with the request."""

@@ -15,8 +15,8 @@ from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.supervisor import supervised
 from disagg.commands.local import follow_cluster, local_router
 from disagg.core.errors import ConfigError
+from disagg.router.answers import Output, SessionReport
 from disagg.router.router import Router
-from disagg.router.session import Output, SessionReport
 from disagg.router.status import watching
 
 

@@ -19,7 +19,7 @@ from disagg.bench.serve.lengths import parse_lengths
 from disagg.core.errors import ConfigError
 from disagg.core.sampling import check_sampling
 from disagg.core.types import TokenLogprobs
-from disagg.router.session import Output
+from disagg.router.answers import Output
 
 
 def test_a_schedule_is_a_function_of_its_seed() -> None:

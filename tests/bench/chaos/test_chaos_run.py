@@ -6,7 +6,6 @@ import asyncio
 import json
 from io import StringIO
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -29,7 +28,7 @@ from disagg.bench.chaos.streams import RequestRecord
 from disagg.bench.chaos.workload import ChaosRequest
 from disagg.core.errors import BusyError, DisaggError, InvariantError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Output
+from disagg.router.answers import Output
 
 TOKENS = 30
 
@@ -220,17 +219,12 @@ def test_pauses_of_a_request() -> None:
     assert record.longest_gap_s(7.0, 9.0) == 0.0
 
 
-def test_recoveries_by_cause_where_sessions_report_them() -> None:
-    class WithRecoveries:
-        prefill = decode = "x"
-        recoveries = MappingProxyType({"decode": 2})
-
-    result = ran(FakeChaosSystem(), bench(count=1))
-    assert chaos_report(result, {}).figures.recoveries == {}
-    result.requests[0].session = WithRecoveries()  # type: ignore[assignment]
-    report = chaos_report(result, {})
-    assert report.figures.recoveries == {"decode": 2}
-    assert "recoveries: decode 2" in list(figure_lines(report))
+def test_recoveries_by_cause() -> None:
+    report = reported(FakeChaosSystem(), bench(count=4))
+    causes = [cause for one in report.requests for cause in one.recoveries]
+    assert causes
+    assert report.figures.recoveries == {"decode_lost": len(causes)}
+    assert f"recoveries: decode_lost {len(causes)}" in list(figure_lines(report))
 
 
 def test_table_json_and_chart(tmp_path: Path) -> None:
