@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from disagg.core.clock import Clock
-from disagg.core.errors import BusyError, DisaggError
+from disagg.core.errors import BusyError, DisaggError, PeerLostError
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey
 from disagg.router.answers import Output, SessionReport
@@ -90,13 +90,17 @@ class RequestRun:
 
     async def _branch(self, branch: Branch, failed: SessionDriver | None) -> AsyncGenerator[Output, None]:
         """Streams the answers of `branch`. `failed` ran its last session, whose pages the next one may take over."""
+        lost: DisaggError | None = None
         while True:
             try:
                 session, load = await self._next_session(branch, failed)
                 driver = SessionDriver(self.context.dispatcher, session, load, self.context.clock)
-            except BaseException:
+            except BaseException as error:
                 if failed is not None:
                     await failed.release()
+                if lost is not None and isinstance(error, BusyError):
+                    wait_s = self.context.options.group_wait_s
+                    raise PeerLostError(f"{lost}; {error}, and none came within {wait_s:g} s") from error
                 raise
             if failed is not None:
                 self._in_background(failed.release_after(driver.reserving))
@@ -107,7 +111,7 @@ class RequestRun:
                             yield output
                     branches = []
                 except DisaggError as error:
-                    branches = await self._recover(branch, session, load, error)
+                    branches, lost = await self._recover(branch, session, load, error), error
             except BaseException:
                 await driver.release()
                 raise

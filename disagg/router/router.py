@@ -176,15 +176,16 @@ class Router:
     def _pair(self, request: RoutingRequest, keep: str = "") -> Pair:
         """Returns the prefill and the decode group, the same one if colocated.
 
-        `keep`: name of the decode group to choose if it is usable. Raises `BusyError` if no group is usable.
+        `keep`: name of the decode group to choose if it has a usable pair. Raises `BusyError` if no group is usable.
         """
         if len(self._roles) == 1:
             both = self._choose(self._of(self._roles[0]), request)
             return both, both
         prefills, decodes = (self._of(role) for role in self._roles)
-        decodes = [
-            one for one in decodes if one.group.name == keep and not (one.lost or one.draining)
-        ] or decodes
+        kept = [
+            one for one in decodes if one.group.name == keep and any(self._meet(p, one) for p in prefills)
+        ]
+        decodes = kept or decodes
         met = [one for one in prefills if any(self._meet(one, other) for other in decodes)]
         prefill = self._choose(met or prefills, request)
         met = [other for other in decodes if self._meet(prefill, other)]
