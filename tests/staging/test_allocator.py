@@ -29,7 +29,7 @@ def test_a_lease_skips_rather_than_wraps_and_positions_keep_growing() -> None:
     assert not ring.writable(second), "its bytes are still the first lease's"
     assert ring.statistics().skipped_bytes == 384
     ring.free(first.id)
-    assert ring.watermark == 1024, "the skipped bytes belong to nobody"
+    assert ring.watermark == 1024, "the skipped bytes belong to no lease"
     assert ring.writable(second)
     ring.free(second.id)
     assert ring.watermark == 1472

@@ -15,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from staging.allocator import Lease, StagingAllocator, is_writable
 
 SENDERS = st.integers(0, 3)
-NOBODY = -1
+NO_LEASE = -1
 
 
 class Ring(RuleBasedStateMachine):
@@ -25,7 +25,7 @@ class Ring(RuleBasedStateMachine):
     def start(self, alignment_bytes: int, units: int) -> None:
         self.ring = StagingAllocator(alignment_bytes * units, alignment_bytes)
         self.size_bytes = alignment_bytes * units
-        self.memory = np.full(self.size_bytes, NOBODY)
+        self.memory = np.full(self.size_bytes, NO_LEASE)
         self.known_watermark = dict.fromkeys(range(4), 0)
         self.last_watermark = 0
         self.leases: dict[int, Lease] = {}
@@ -48,7 +48,7 @@ class Ring(RuleBasedStateMachine):
 
     @rule(sender=SENDERS)
     def publish(self, sender: int) -> None:
-        """The sender hears of the watermark; until then it goes by an old one."""
+        """Updates the sender's watermark; until then the sender uses an old one."""
         self.known_watermark[sender] = self.ring.watermark
 
     @rule(lease=held)
@@ -59,7 +59,7 @@ class Ring(RuleBasedStateMachine):
         ):
             return
         assert self.ring.writable(lease), "a stale watermark said yes too early"
-        there = set(self.memory[self.region(lease)].tolist()) - {NOBODY, lease.id}
+        there = set(self.memory[self.region(lease)].tolist()) - {NO_LEASE, lease.id}
         assert not there & self.leases.keys(), f"{lease} overwrites leases {there} that are still held"
         self.memory[self.region(lease)] = lease.id
         self.written.add(lease.id)

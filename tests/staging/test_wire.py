@@ -66,7 +66,7 @@ def test_more_for_less_time_has_the_rate_of_the_largest() -> None:
 
 
 @pytest.mark.parametrize("samples", [{}, {MIB: [1e-3]}, {MIB: [1e-3], 16 * MIB: []}])
-def test_one_size_tells_nothing(samples: dict[int, list[float]]) -> None:
+def test_one_size_is_not_enough_for_a_fit(samples: dict[int, list[float]]) -> None:
     assert fit_wire(samples) is None
 
 

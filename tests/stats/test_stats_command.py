@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def told() -> Iterator[ScriptedServer]:
+def status_server() -> Iterator[ScriptedServer]:
     """Answers each GET with a status."""
     with ScriptedServer() as server:
         server.models = msgspec.to_builtins(service(10.0))
@@ -29,13 +29,13 @@ def told() -> Iterator[ScriptedServer]:
 
 
 @pytest.fixture
-def waits(told: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+def waits(status_server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What recordings waited for. Nothing waits: the next status is one of a second later. The fourth is Ctrl-C."""
     waited: list[float] = []
 
     def wait(seconds: float) -> None:
         waited.append(seconds)
-        told.models = msgspec.to_builtins(service(10.0 + len(waited)))
+        status_server.models = msgspec.to_builtins(service(10.0 + len(waited)))
         if len(waited) == 4:
             raise KeyboardInterrupt
 
@@ -45,7 +45,7 @@ def waits(told: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 class Time:
-    """Passes only when somebody waits; `then` is called after each wait."""
+    """A clock that advances only in `wait`, and calls `then` after each wait."""
 
     def __init__(self) -> None:
         self.now_s, self.waits = 0.0, list[float]()
@@ -60,15 +60,17 @@ class Time:
         self.then()
 
 
-def test_looks_keep_their_pace_and_go_on_after_trouble(told: ScriptedServer) -> None:
+def test_samples_keep_their_interval_and_continue_after_errors(status_server: ScriptedServer) -> None:
     time, seen = Time(), list[tuple[float, str]]()
 
     def then() -> None:
-        told.models = ["nothing"] if len(time.waits) == 2 else msgspec.to_builtins(service(10 + time.now_s))
+        status_server.models = (
+            ["nothing"] if len(time.waits) == 2 else msgspec.to_builtins(service(10 + time.now_s))
+        )
         time.now_s += 0.25  # the look takes time
 
     time.then = then
-    with StatusClient(told.url, None) as client:
+    with StatusClient(status_server.url, None) as client:
         found = record(client, 4.0, 1.0, lambda *at: seen.append(at), clock=time.clock, wait=time.wait)
     assert [one.uptime_s for one in found.pictures] == [10, 11, 13, 14]
     assert not any(one.recent for one in found.pictures)
@@ -84,10 +86,10 @@ def test_looks_keep_their_pace_and_go_on_after_trouble(told: ScriptedServer) -> 
 
 
 def test_ctrl_c_ends_it_and_it_is_drawn(
-    told: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    status_server: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "memory.png"
-    assert cli.run(["stats", "--url", told.url, "--plot", str(out)]) == 0
+    assert cli.run(["stats", "--url", status_server.url, "--plot", str(out)]) == 0
     said = capsys.readouterr()
     assert len(waits) == 4
     assert f"{out}: 4 samples in 3 s\n" in said.out
@@ -98,7 +100,7 @@ def test_ctrl_c_ends_it_and_it_is_drawn(
 @pytest.mark.parametrize("more", [[], ["--interval-s", "0.5"], ["--json"]], ids=lambda more: " ".join(more))
 def test_a_plot_without_a_name_has_one_and_says_it(
     more: list[str],
-    told: ScriptedServer,
+    status_server: ScriptedServer,
     waits: list[float],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,7 +108,7 @@ def test_a_plot_without_a_name_has_one_and_says_it(
 ) -> None:
     """At the end of the line and before another flag; JSON on stdout stays JSON."""
     monkeypatch.chdir(tmp_path)
-    assert cli.run(["stats", "--url", told.url, "--plot", *more]) == 0
+    assert cli.run(["stats", "--url", status_server.url, "--plot", *more]) == 0
     said = capsys.readouterr()
     assert f"{tmp_path / 'memory.png'}: 4 samples in 3 s\n" in (said.err if more == ["--json"] else said.out)
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
@@ -115,22 +117,22 @@ def test_a_plot_without_a_name_has_one_and_says_it(
 
 
 def test_json_has_what_is_and_what_was(
-    told: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    status_server: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "memory.png"
-    assert cli.run(["stats", "--url", told.url, "--json"]) == 0
+    assert cli.run(["stats", "--url", status_server.url, "--json"]) == 0
     once = json.loads(capsys.readouterr().out)
     assert [group["name"] for group in once["now"]] == ["prefill", "decode", "decode-2"]
     assert once["now"][1]["ranks"][0]["kinds"]["weights"] == 768 * MIB
     assert once["series"][1]["kinds"]["kv_cached"] == [0]
     flags = ["--json", "--plot", str(out), "--seconds", "0.2", "--interval-s", "0.1"]
-    assert cli.run(["stats", "--url", told.url, *flags]) == 0
+    assert cli.run(["stats", "--url", status_server.url, *flags]) == 0
     assert len(json.loads(capsys.readouterr().out)["series"][0]["at_s"]) == 3 == 1 + len(waits)
     assert out.exists()
 
 
 def test_what_cannot_be_recorded_is_one_line(
-    told: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    status_server: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     png = str(tmp_path / "memory.png")
     (tmp_path / "folder.png").mkdir()
@@ -145,22 +147,22 @@ def test_what_cannot_be_recorded_is_one_line(
         (["--url", "ftp://x"], "give the base URL of the server, such as http://", 2),
         (["--url", "http://127.0.0.1:1"], "http://127.0.0.1:1/status cannot be reached", 1),
     ]:
-        assert cli.run(["stats", "--url", told.url, *flags]) == code, flags
+        assert cli.run(["stats", "--url", status_server.url, *flags]) == code, flags
         error = capsys.readouterr().err
         assert said in error
         assert error.strip().count("\n") == 0
     assert len(waits) == 1
 
 
-def test_nothing_to_draw_is_said(
-    told: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_server_without_groups_to_draw_is_an_error(
+    status_server: ScriptedServer, waits: list[float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     waits[:] = [0.0] * 3  # the next one is Ctrl-C
-    assert cli.run(["stats", "--url", told.url, "--plot", str(tmp_path / "memory.png")]) == 1
+    assert cli.run(["stats", "--url", status_server.url, "--plot", str(tmp_path / "memory.png")]) == 1
     assert "the recording has one sample, and a plot needs two; record for longer" in capsys.readouterr().err
     waits[:] = [0.0] * 3
-    told.models = msgspec.to_builtins(service(10.0, (), ()))
-    assert cli.run(["stats", "--url", told.url, "--plot", str(tmp_path / "memory.png")]) == 1
+    status_server.models = msgspec.to_builtins(service(10.0, (), ()))
+    assert cli.run(["stats", "--url", status_server.url, "--plot", str(tmp_path / "memory.png")]) == 1
     assert "no group has reported its memory, so there is nothing to draw" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 

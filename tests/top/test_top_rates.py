@@ -72,7 +72,7 @@ def test_a_group_that_comes_grows_from_its_first_picture() -> None:
     )
 
 
-def test_a_group_that_went_is_not_told_of() -> None:
+def test_a_removed_group_has_no_rates() -> None:
     found = rates([service(10.0), service(11.0, decode=(1,))])
     assert set(found.groups) == {"prefill", "decode"}
     assert {one.target for one in found.flows} == {"decode r0"}
@@ -97,7 +97,7 @@ def test_a_report_each_second_seen_each_second_keeps_near_the_truth(phase: float
     """The group's totals stand still between its reports, which come at any phase and a little late."""
     pictures: list[ServiceStatus] = []
     for look in range(looks):
-        told = service(100 + (look * 1.02 + phase) // 1)
-        pictures = append(pictures, replace(service(100 + look * 1.02), groups=told.groups))
+        status = service(100 + (look * 1.02 + phase) // 1)
+        pictures = append(pictures, replace(service(100 + look * 1.02), groups=status.groups))
     found = rates(pictures).groups["decode"].tokens_per_s
     assert DECODE_TOKENS_PER_S * 0.7 < found < DECODE_TOKENS_PER_S * 1.3

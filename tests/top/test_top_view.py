@@ -127,32 +127,32 @@ def test_counts_and_times_in_words() -> None:
 
 
 @pytest.fixture
-def told() -> Iterator[ScriptedServer]:
+def status_server() -> Iterator[ScriptedServer]:
     """Answers each GET with a status."""
     with ScriptedServer() as server:
         server.models = msgspec.to_builtins(service(10.0))
         yield server
 
 
-def test_once_and_json(told: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["top", "--url", told.url, "--once", "--interval-s", "0.1"]) == 0
+def test_once_and_json(status_server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["top", "--url", status_server.url, "--once", "--interval-s", "0.1"]) == 0
     assert "decode-2" in capsys.readouterr().out
-    assert cli.run(["top", "--url", told.url, "--json"]) == 0
+    assert cli.run(["top", "--url", status_server.url, "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out, type=ServiceStatus) == service(10.0)
 
 
-def test_looking_goes_on_after_trouble(told: ScriptedServer) -> None:
-    with StatusClient(told.url, None) as client:
+def test_the_view_continues_after_errors(status_server: ScriptedServer) -> None:
+    with StatusClient(status_server.url, None) as client:
         seen = looks(client, [client.status()], lambda: None)
-        told.models = msgspec.to_builtins(service(11.0))
+        status_server.models = msgspec.to_builtins(service(11.0))
         pictures, trouble = next(seen)
         assert ([one.uptime_s for one in pictures], trouble) == ([10, 11], "")
-        told.models = ["nothing"]
+        status_server.models = ["nothing"]
         pictures, trouble = next(seen)
         assert len(pictures) == 2, "the last picture stays"
         assert "not the status of a disagg server" in trouble
         assert trouble in lines(*pictures, trouble=trouble)[0]
-        told.models = msgspec.to_builtins(service(12.0))
+        status_server.models = msgspec.to_builtins(service(12.0))
         assert next(seen)[1] == ""
 
 
@@ -176,9 +176,11 @@ def test_what_cannot_be_watched_is_one_line(tmp_path: Path, capsys: pytest.Captu
     assert re.fullmatch(rf"disagg: {gone}/status cannot be reached: .+\n", capsys.readouterr().err)
 
 
-def test_another_server_is_named_as_such(told: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
-    told.models = {"object": "list"}
-    assert cli.run(["top", "--url", told.url]) == 1
+def test_another_server_is_an_error(
+    status_server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status_server.models = {"object": "list"}
+    assert cli.run(["top", "--url", status_server.url]) == 1
     assert "is not the status of a disagg server" in capsys.readouterr().err
     with ApiServer() as server:
         assert httpx.get(f"{server.url}/nowhere/status", trust_env=False).status_code == 404

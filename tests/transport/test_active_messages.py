@@ -1,4 +1,4 @@
-"""Letters: messages of transfer threads over the data plane."""
+"""Active messages: messages of transfer threads over the data plane."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEGMENT = Segment(0, 1, 2, Span(0, 2), Span(0, 1), Span(0, 9), 4096)
 
 
 class Box:
-    """One rank: what came, and what could not be sent."""
+    """One rank: its received messages, and the messages that could not be sent."""
 
     def __init__(self, fabric: InprocFabric, name: str) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class Box:
         self.came.append((peer, message))
 
     def turn(self) -> list[Arrival]:
-        """One look; arrivals that are no letters."""
+        """Drives the transport once; returns arrivals that are no active messages."""
         for operation in self.transport.progress():
             assert self.active_messages.ended(operation) or operation.kind == "discard"
         return [a for a in self.transport.arrivals() if not self.active_messages.arrived(a)]
@@ -63,7 +63,7 @@ def settle(*boxes: Box) -> None:
             assert not box.turn()
 
 
-def test_letters_come_whole_in_order_and_their_memory_is_used_again(
+def test_messages_arrive_whole_in_order_and_their_memory_is_reused(
     boxes: tuple[InprocFabric, Box, Box],
 ) -> None:
     _, a, b = boxes
@@ -78,12 +78,12 @@ def test_letters_come_whole_in_order_and_their_memory_is_used_again(
     assert b.came == [("a", message) for message in sent]
     assert len(m.encode(sent[2])) > SLOT_BYTES
     registered = [box.transport.statistics().registered_bytes for box in (a, b)]
-    assert registered == [64 * SLOT_BYTES] * 2, "larger ones are given back"
+    assert registered == [64 * SLOT_BYTES] * 2, "memory of larger messages is freed"
     assert not a.lost
     a.transport.check()
 
 
-def test_what_cannot_be_delivered_is_told(boxes: tuple[InprocFabric, Box, Box]) -> None:
+def test_undelivered_messages_are_reported(boxes: tuple[InprocFabric, Box, Box]) -> None:
     fabric, a, b = boxes
     fabric.faults.fail_send(1)
     messages = [m.Watermark(0, position, 1 << 20) for position in range(3)]
@@ -100,7 +100,7 @@ def test_what_cannot_be_delivered_is_told(boxes: tuple[InprocFabric, Box, Box]) 
 
 
 class Fetching(InprocTransport):
-    """Ends the receive of a large message one look later, as UCX does, which has to fetch it."""
+    """Ends the receive of a large message one poll later, as UCX does for a rendezvous."""
 
     late: tuple[Operation, ...] = ()
 
@@ -111,8 +111,8 @@ class Fetching(InprocTransport):
 
 
 @pytest.mark.parametrize("backend", ["inproc", "ucx"])
-def test_a_large_letter_is_not_overtaken_by_those_behind_it(backend: str) -> None:
-    """A chunk's lease request may take tens of KiB; the next chunk's, out of turn, would leave a gap."""
+def test_later_messages_do_not_overtake_a_large_one(backend: str) -> None:
+    """A chunk's lease request may have tens of KiB; an earlier arrival of the next chunk's would leave a gap."""
     fabric = InprocFabric()
     a, b = Box(fabric, "a"), Box(fabric, "b")
     for box in (a, b):
@@ -150,7 +150,7 @@ def spoil_bytes(a: Box) -> None:
 
 
 def spoil_length(a: Box) -> None:
-    """No transport of ours sends it; UCX, whoever uses it, can."""
+    """Our transports never send this message, but other users of UCX can."""
     memory = torch.ones(9, dtype=torch.uint8)
     a.transport.register(memory)
     operation = a.transport.send("b", module._tag("a"), memory)

@@ -33,7 +33,7 @@ def test_it_is_up_from_wake_to_clear(alarm: Alarm) -> None:
         alarm.clear()
         assert not is_up(alarm)
     alarm.clear()
-    assert not is_up(alarm), "clearing one that is not up blocks nobody"
+    assert not is_up(alarm), "clearing an alarm that is not up does not block"
 
 
 def test_only_the_first_wake_costs_a_system_call(alarm: Alarm, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The in-process transport breaks exactly what it is asked to break."""
+"""The in-process transport injects exactly the faults of its rules."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_flipped_bit_changes_nothing_else(two: Two) -> None:
     two.check()
 
 
-def test_a_rule_counts_only_what_it_is_told_to(two: Two) -> None:
+def test_a_rule_counts_only_matching_sends(two: Two) -> None:
     two.fabric.faults.fail_send(nth=0, when=lambda source, destination, tag: tag == 7 and destination == "b")
     assert two.a.send("b", 6, two.source[:1]).error is None
     assert two.a.send("b", 7, two.source[:1]).error is not None

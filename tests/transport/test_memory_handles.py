@@ -1,4 +1,4 @@
-"""Names of memory: opened within the process that owns it, refused with a reason elsewhere; and notices."""
+"""Memory handles: opened by the owning process, refused with a reason elsewhere; and completion notifications."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEGMENT = Segment(5, 1, 2, Span(0, 1 << 20), Span(3, 1 << 16), Span(7, 1 << 40),
 WRITTEN = Written(SEGMENT, (1 << 63) - 1, again=True)
 
 
-def test_the_owner_s_process_gets_the_memory_itself() -> None:
+def test_the_owning_process_gets_the_memory() -> None:
     memory = torch.arange(24, dtype=torch.int64).view(2, 3, 4)
     handle = msgspec.msgpack.decode(msgspec.msgpack.encode(offer(memory)), type=MemoryHandle)
     opened = open_memory(handle, CPU)
@@ -35,13 +35,13 @@ def test_the_owner_s_process_gets_the_memory_itself() -> None:
     ("change", "message"),
     [({"host": "elsewhere"}, "another host"), ({"process": 1}, "cannot be opened from another process")],
 )
-def test_what_cannot_be_opened_says_why(change: dict[str, object], message: str) -> None:
+def test_the_error_of_a_refused_handle_has_the_reason(change: dict[str, object], message: str) -> None:
     memory = torch.zeros(4)
     with pytest.raises(TransportError, match=message):
         open_memory(msgspec.structs.replace(offer(memory), **change), CPU)
 
 
-def test_memory_that_is_gone_is_not_opened() -> None:
+def test_freed_memory_is_not_opened() -> None:
     memory = torch.zeros(1000)
     handle = offer(memory)
     del memory
@@ -61,7 +61,7 @@ def pair() -> tuple[InprocTransport, InprocTransport]:
 def received(
     transport: InprocTransport, notifications: CompletionNotifications, context: object
 ) -> Operation:
-    """The operation of the one notice that has come."""
+    """Returns the operation of the only completion notification."""
     [arrival] = transport.arrivals()
     notifications.receive("a", arrival, context)
     while not (ended := transport.progress()):
@@ -69,7 +69,7 @@ def received(
     return ended[0]
 
 
-def test_a_notice_tells_of_its_segment_and_slots_come_back() -> None:
+def test_a_notification_contains_its_segment_and_slots_are_reused() -> None:
     a, b = pair()
     sender, receiver = CompletionNotifications(a), CompletionNotifications(b)
     for turn in range(200):  # more than there are slots at first
@@ -86,7 +86,7 @@ def test_a_notice_tells_of_its_segment_and_slots_come_back() -> None:
     b.close()
 
 
-def test_a_notice_that_cannot_be_read_is_a_protocol_error() -> None:
+def test_a_malformed_notification_is_a_protocol_error() -> None:
     a, b = pair()
     memory = torch.full((16,), 0xC1, dtype=torch.uint8)
     a.register(memory)

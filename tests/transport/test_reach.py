@@ -110,11 +110,11 @@ def test_inproc_ignores_reach() -> None:
 
 
 def test_rdma_needs_a_device_and_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    queried: list[str] = []
 
     def offers(transport: str) -> bool:
-        asked.append(transport)
-        return len(asked) > 1
+        queried.append(transport)
+        return len(queried) > 1
 
     monkeypatch.setattr(ucx_library, "offers", offers)
     monkeypatch.setattr(reach, "_RDMA_DEVICES", tmp_path / "none")
@@ -123,7 +123,7 @@ def test_rdma_needs_a_device_and_a_library(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "mlx5_0").mkdir()
     assert "mlx5_0" in reach.why_no_rdma()
     assert reach.why_no_rdma() == ""
-    assert asked == ["ib", "ib"]
+    assert queried == ["ib", "ib"]
 
 
 def test_ucx_offers_what_it_has() -> None:

@@ -83,7 +83,7 @@ def test_disconnect_ends_a_send(pair: Pair) -> None:
 
 
 def test_disconnect_twice_and_unknown(pair: Pair) -> None:
-    pair.a.transport.disconnect("nobody")
+    pair.a.transport.disconnect("unknown")
     pair.a.transport.disconnect("b")
     pair.a.transport.disconnect("b")
     pair.a.transport.check()
@@ -138,7 +138,7 @@ def test_close_with_everything_pending(pair: Pair) -> None:
 
 
 def test_one_side_closes_and_then_the_other(pair: Pair) -> None:
-    """The second to close may not have noticed: nobody told it."""
+    """The second side closes without a notification of the first close."""
     send = pair.a.transport.send("b", 1, pair.a.random(2 << 20))
     pair.until(lambda: pair.b.has(1))
     pair.b.transport.close()
@@ -180,7 +180,7 @@ def test_wait_returns_when_a_message_came(pair: Pair) -> None:
 
 
 def waits_in(pair: Pair, seconds: float) -> int:
-    """How often `wait(0.1)` returns in that time, with nobody driving the other side."""
+    """Returns how often `wait(0.1)` returns in `seconds` while the other side is not driven."""
     waits = 0
     started_s = time.monotonic()
     while time.monotonic() - started_s < seconds:
@@ -203,6 +203,6 @@ def test_wait_sleeps_when_there_is_nothing(pair: Pair) -> None:
 
 
 def test_wait_does_not_spin_while_a_peer_does_not_answer(pair: Pair) -> None:
-    """The connection is asked for, and the other side never drives its transport."""
+    """A connection request is pending, and the other side never drives its transport."""
     pair.a.pump()
     assert waits_in(pair, 0.5) < 1000

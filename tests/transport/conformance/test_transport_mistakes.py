@@ -1,4 +1,4 @@
-"""The caller's mistakes are told at once; a peer's are not the caller's."""
+"""Errors of the caller raise at once; errors of a peer do not fail the caller."""
 
 from __future__ import annotations
 

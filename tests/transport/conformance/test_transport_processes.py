@@ -28,7 +28,7 @@ KINDS = [
 
 
 def serve(pipe: Connection, backend: str, device: str) -> None:
-    """The child: does what it is told, and sends every message it receives back with its tag + 1000."""
+    """The child: runs commands of its parent, and echoes every message with its tag + 1000."""
     node = make_node(backend, "child", None, torch.device(device), 160 * MIB)
     pipe.send(node.transport.address)
     node.transport.connect("parent", pipe.recv())
@@ -81,7 +81,7 @@ class Child:
         self.pipe.send(self.node.transport.address)
         self.node.transport.connect("child", address)
 
-    def tell(self, *command: Any) -> None:
+    def command(self, *command: Any) -> None:
         self.pipe.send(command)
 
     def signal(self, number: signal.Signals) -> None:
@@ -89,7 +89,7 @@ class Child:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL. Until its parent has waited for it, a dead process looks alive to others."""
+        """Sends SIGKILL and joins the process, which would otherwise remain a zombie."""
         self.signal(signal.SIGKILL)
         self.process.join()
 
@@ -102,7 +102,7 @@ class Child:
     def stop(self) -> None:
         """Ends both sides; the child gently unless it is dead already."""
         with contextlib.suppress(BrokenPipeError):
-            self.tell("close")
+            self.command("close")
         self.process.join(20)
         if self.process.is_alive():
             self.process.kill()
@@ -131,18 +131,18 @@ def test_sizes_there_and_back(child: Child) -> None:
         child.until(lambda receive=receive: receive.ended)
         settle(got)
         assert torch.equal(sent, got)
-    child.tell("close")
+    child.command("close")
     child.process.join(20)
     assert child.process.exitcode == 0
 
 
 def test_a_killed_peer_ends_everything(child: Child) -> None:
-    """SIGKILL with receives under way, a send under way, and a message announced but not asked for."""
+    """SIGKILL with receives under way, a send under way, and a message announced but not received."""
     node = child.node
-    child.tell("send", [1, 2, 3], 16 * MIB)
+    child.command("send", [1, 2, 3], 16 * MIB)
     child.until(lambda: node.has(1, 2, 3))
     receives = [node.transport.receive("child", node.arrival(tag), node.take(16 * MIB)) for tag in (1, 2)]
-    child.tell("stall")
+    child.command("stall")
     send = node.transport.send("child", 9, node.random(16 * MIB))
     child.kill()
     child.until(lambda: all(op.ended for op in [*receives, send]))
@@ -179,7 +179,7 @@ def test_a_peer_killed_in_a_transfer_leaves_the_others_alone(child: Child) -> No
         assert torch.equal(sent, got)
 
     exchange(1)
-    child.tell("send", [5], 64 * MIB)
+    child.command("send", [5], 64 * MIB)
     child.until(lambda: node.has(5))
     into = node.take(64 * MIB)
     receive = node.transport.receive("child", node.arrival(5), into)
@@ -197,9 +197,9 @@ def test_a_peer_killed_in_a_transfer_leaves_the_others_alone(child: Child) -> No
 
 
 def test_a_silent_peer_can_be_fenced(child: Child) -> None:
-    """SIGSTOP: the connection stands, nobody answers. The fence must not depend on the other side."""
+    """SIGSTOP: the connection stays open without answers. The fence must not depend on the other side."""
     node = child.node
-    child.tell("send", [1], 32 * MIB)
+    child.command("send", [1], 32 * MIB)
     child.until(lambda: node.has(1))
     child.signal(signal.SIGSTOP)
     receive = node.transport.receive("child", node.arrival(1), node.take(32 * MIB))
@@ -219,9 +219,9 @@ def test_a_silent_peer_can_be_fenced(child: Child) -> None:
 
 def test_a_peer_that_closes_ends_everything(child: Child) -> None:
     node = child.node
-    child.tell("send", [1, 2], 16 * MIB)
+    child.command("send", [1, 2], 16 * MIB)
     child.until(lambda: node.has(1, 2))
-    child.tell("close")
+    child.command("close")
     receive = node.transport.receive("child", node.arrival(1), node.take(16 * MIB))
     child.process.join(20)
     child.until(lambda: receive.ended)

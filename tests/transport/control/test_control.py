@@ -24,10 +24,10 @@ OPTIONS = ReliableOptions(peer_timeout_s=1.0, heartbeat_s=0.1)
 
 @dataclass
 class Station:
-    """A channel and what it heard."""
+    """A channel and its received messages."""
 
     channel: ControlChannel
-    heard: queue.Queue[tuple[str, Message]] = field(default_factory=queue.Queue)
+    received: queue.Queue[tuple[str, Message]] = field(default_factory=queue.Queue)
     lost: queue.Queue[str] = field(default_factory=queue.Queue)
 
     @property
@@ -35,11 +35,13 @@ class Station:
         return self.channel.address
 
     def start(self, handler: Callable[[str, Message], None] | None = None) -> Station:
-        self.channel.start(handler or (lambda peer, message: self.heard.put((peer, message))), self.lost.put)
+        self.channel.start(
+            handler or (lambda peer, message: self.received.put((peer, message))), self.lost.put
+        )
         return self
 
     def next(self) -> tuple[str, Message]:
-        return self.heard.get(timeout=20)
+        return self.received.get(timeout=20)
 
 
 class Net:
@@ -105,13 +107,13 @@ def test_many_messages_from_many_threads_keep_their_order(net: Net) -> None:
     threads = [threading.Thread(target=send, args=(ticket,)) for ticket in range(senders)]
     for thread in threads:
         thread.start()
-    heard = [b.next()[1] for _ in range(count * senders)]
+    received = [b.next()[1] for _ in range(count * senders)]
     for thread in threads:
         thread.join()
     for ticket in range(senders):
-        numbers = [m.tokens[0] for m in heard if isinstance(m, FirstTokens) and m.ticket == ticket]
+        numbers = [m.tokens[0] for m in received if isinstance(m, FirstTokens) and m.ticket == ticket]
         assert numbers == list(range(count))
-    assert b.heard.empty()
+    assert b.received.empty()
 
 
 def test_a_large_message(net: Net) -> None:
@@ -175,7 +177,7 @@ def test_a_peer_that_is_not_there_is_lost(net: Net) -> None:
     assert "silent for 1 s" in a.channel.statistics().last_lost
 
 
-def test_a_watched_peer_that_dies_is_lost_and_nobody_else(net: Net) -> None:
+def test_a_watched_peer_that_dies_is_lost_and_no_other_peer(net: Net) -> None:
     a, b, c = (net.station().start() for _ in range(3))
     for other in (b, c):
         a.channel.watch(other.address)
@@ -235,7 +237,7 @@ def test_forget_is_silent_here_and_a_loss_there(net: Net) -> None:
     assert a.lost.empty()
 
 
-def test_close_waits_for_acknowledgements_when_asked(net: Net) -> None:
+def test_close_with_a_linger_time_waits_for_acknowledgements(net: Net) -> None:
     a, b = net.station().start(), net.station().start()
     for number in range(50):
         a.channel.send(b.address, token(number))
@@ -253,7 +255,7 @@ def test_no_callback_after_close(net: Net) -> None:
     b.channel.close()
     a.channel.send(b.address, token(2))
     assert a.lost.get(timeout=20) == b.address
-    assert b.heard.empty()
+    assert b.received.empty()
 
 
 def test_close_without_start(net: Net) -> None:
@@ -288,7 +290,7 @@ def test_a_fault_at_an_exact_message_is_mended(hub_net: Net, fault: str) -> None
         assert statistics[0]().retransmitted >= 1
     if fault != "drop":
         until(lambda: statistics[1]().duplicates >= 1)
-    assert b.heard.empty()
+    assert b.received.empty()
 
 
 def test_a_cut_peer_is_lost_and_can_come_back(hub_net: Net) -> None:

@@ -25,10 +25,10 @@ MESSAGES = 300
 
 @dataclass
 class Station:
-    """A channel on one of the machines, with the thread that made it, and what it heard."""
+    """A channel on one of the machines, with its thread and its received messages."""
 
     channel: ZmqControl
-    heard: queue.Queue[Message] = field(default_factory=queue.Queue)
+    received: queue.Queue[Message] = field(default_factory=queue.Queue)
     lost: list[str] = field(default_factory=list)
     met: list[str] = field(default_factory=list)
 
@@ -56,7 +56,7 @@ def _make(address: str, keys: ControlKeys) -> Station:
     """All sockets and threads of a channel belong to the machine of the thread that makes it."""
     station = Station(ZmqControl(address, keys=keys, options=OPTIONS))
     station.channel.start(
-        lambda peer, message: station.heard.put(message), station.lost.append, station.met.append
+        lambda peer, message: station.received.put(message), station.lost.append, station.met.append
     )
     return station
 
@@ -70,7 +70,7 @@ def _exchange(a: Station, b: Station) -> None:
         a.channel.send(b.channel.address, token)
         b.channel.send(a.channel.address, token)
     for station in (a, b):
-        assert [station.heard.get(timeout=20) for _ in range(MESSAGES)] == _tokens(MESSAGES)
+        assert [station.received.get(timeout=20) for _ in range(MESSAGES)] == _tokens(MESSAGES)
 
 
 def test_everything_arrives_once_and_in_order(hosts: TwoHosts, stations: list[Station]) -> None:
@@ -80,7 +80,7 @@ def test_everything_arrives_once_and_in_order(hosts: TwoHosts, stations: list[St
     assert [station.lost for station in stations] == [[], []]
 
 
-def test_who_was_cut_off_is_met_again(hosts: TwoHosts, stations: list[Station]) -> None:
+def test_a_peer_that_was_cut_off_is_met_again(hosts: TwoHosts, stations: list[Station]) -> None:
     a, b = stations
     for one, other in ((a, b), (b, a)):
         one.channel.watch(other.channel.address)

@@ -38,12 +38,12 @@ HELLO = Released(RequestKey("r"))
 
 @contextmanager
 def listening(keys: AnyKeys) -> Iterator[tuple[ZmqControl, queue.Queue[tuple[str, Message]]]]:
-    """A started channel and what it hears."""
+    """Yields a started channel and the queue of its received messages."""
     channel = ZmqControl("127.0.0.1", keys=keys, options=OPTIONS, max_message_bytes=LIMIT_BYTES)
-    heard: queue.Queue[tuple[str, Message]] = queue.Queue()
-    channel.start(lambda peer, message: heard.put((peer, message)), lambda peer: None)
+    received: queue.Queue[tuple[str, Message]] = queue.Queue()
+    channel.start(lambda peer, message: received.put((peer, message)), lambda peer: None)
     try:
-        yield channel, heard
+        yield channel, received
     finally:
         channel.close()
 
@@ -75,13 +75,13 @@ def speak(source: str) -> bytes:
 
 def test_the_shared_keys_let_in() -> None:
     keys = make_keys()
-    with listening(keys) as (channel, heard), raw(channel.address, keys) as socket:
+    with listening(keys) as (channel, received), raw(channel.address, keys) as socket:
         socket.send(speak("tcp://127.0.0.1:9"))
-        assert heard.get(timeout=20) == ("tcp://127.0.0.1:9", HELLO)
+        assert received.get(timeout=20) == ("tcp://127.0.0.1:9", HELLO)
 
 
 @pytest.mark.parametrize("stranger", ["no keys", "own client key", "own server key"])
-def test_nobody_else_gets_in(stranger: str) -> None:
+def test_clients_with_other_keys_are_refused(stranger: str) -> None:
     keys, other = make_keys(), make_keys()
     wrong: ControlKeys | None = None
     if stranger == "own client key":
@@ -91,7 +91,7 @@ def test_nobody_else_gets_in(stranger: str) -> None:
     if stranger == "own server key":
         wrong = msgspec.structs.replace(keys, server_public=other.server_public)
     with (
-        listening(keys) as (channel, heard),
+        listening(keys) as (channel, received),
         raw(None, wrong) as outside,
         raw(channel.address, keys) as inside,
     ):
@@ -108,8 +108,8 @@ def test_nobody_else_gets_in(stranger: str) -> None:
         monitor.close()
         # The door works, and the stranger's message did not come through it before.
         inside.send(speak("tcp://127.0.0.1:9"))
-        assert heard.get(timeout=20)[0] == "tcp://127.0.0.1:9"
-        assert heard.empty()
+        assert received.get(timeout=20)[0] == "tcp://127.0.0.1:9"
+        assert received.empty()
         assert channel.statistics().peers == 1
 
 
@@ -123,25 +123,25 @@ def test_bytes_of_anybody_are_counted_and_dropped() -> None:
         [encode_envelope(Envelope("tcp://127.0.0.1:9", 1, 1, 1, 0, 0, 0, b"no message"))],
     ]
     keys = make_keys()
-    with listening(keys) as (channel, heard), raw(channel.address, keys) as socket:
+    with listening(keys) as (channel, received), raw(channel.address, keys) as socket:
         for frame in frames:
             socket.send_multipart(frame)
         until(lambda: channel.statistics().bad_frames >= len(frames))
         socket.send(encode_envelope(Envelope("tcp://127.0.0.1:9", 1, 2, 1, 0, 0, 0, encode(HELLO))))
-        assert heard.get(timeout=20)[1] == HELLO
+        assert received.get(timeout=20)[1] == HELLO
 
 
 def test_a_frame_that_is_too_large_ends_only_its_connection() -> None:
     keys = make_keys()
     with (
-        listening(keys) as (channel, heard),
+        listening(keys) as (channel, received),
         raw(channel.address, keys) as big,
         raw(channel.address, keys) as small,
     ):
         big.send(bytes(1 << 20))
         small.send(speak("tcp://127.0.0.1:9"))
-        assert heard.get(timeout=20)[1] == HELLO
-        assert heard.empty()
+        assert received.get(timeout=20)[1] == HELLO
+        assert received.empty()
 
 
 def test_only_addresses_are_connected_to() -> None:
@@ -156,11 +156,11 @@ def test_only_addresses_are_connected_to() -> None:
         "x" * 5000,
     ]
     keys = make_keys()
-    with listening(keys) as (channel, heard), raw(channel.address, keys) as socket:
+    with listening(keys) as (channel, received), raw(channel.address, keys) as socket:
         for source in sources:
             socket.send(speak(source))
         for _ in sources:
-            heard.get(timeout=20)
+            received.get(timeout=20)
         until(lambda: channel.statistics().bad_frames >= len(sources) - 1)
         assert not [peer for peer in channel._links.peers if not peer.startswith("tcp://")]
 
@@ -181,22 +181,22 @@ def test_answers_to_strangers_do_not_pile_up() -> None:
 def test_numbers_out_of_range_are_bad_frames() -> None:
     """A reset could else make us go on from a number that no envelope can hold."""
     keys = make_keys()
-    with listening(keys) as (channel, heard), raw(channel.address, keys) as socket:
+    with listening(keys) as (channel, received), raw(channel.address, keys) as socket:
         for stream, seq in ((1 << 62, 1), (-1, 1), (1, -1), (1, 1 << 63)):
             socket.send(
                 encode_envelope(Envelope("tcp://127.0.0.1:9", stream, seq, 1, 0, 0, 0, encode(HELLO)))
             )
         until(lambda: channel.statistics().bad_frames == 4)
         socket.send(speak("tcp://127.0.0.1:9"))
-        assert heard.get(timeout=20)[1] == HELLO
+        assert received.get(timeout=20)[1] == HELLO
 
 
 def test_a_killed_process_is_lost_in_time(tmp_path: Path) -> None:
     keys, lost = make_keys(), queue.Queue[str]()
     save_keys(keys, tmp_path / "keys")
     channel = ZmqControl("127.0.0.1", keys=keys, options=OPTIONS)
-    heard: queue.Queue[tuple[str, Message]] = queue.Queue()
-    channel.start(lambda peer, message: heard.put((peer, message)), lost.put)
+    received: queue.Queue[tuple[str, Message]] = queue.Queue()
+    channel.start(lambda peer, message: received.put((peer, message)), lost.put)
     code = (
         "import sys; from test_control_zmq import *;"
         "child = ZmqControl('127.0.0.1', keys=load_keys(sys.argv[1]), options=OPTIONS);"
@@ -208,11 +208,11 @@ def test_a_killed_process_is_lost_in_time(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])},
     )
     try:
-        peer, message = heard.get(timeout=30)
+        peer, message = received.get(timeout=30)
         assert message == HELLO
         channel.watch(peer)
         channel.send(peer, HELLO)
-        assert heard.get(timeout=20) == (peer, HELLO)
+        assert received.get(timeout=20) == (peer, HELLO)
         process.kill()
         killed_s = time.monotonic()
         assert lost.get(timeout=20) == peer
@@ -227,9 +227,9 @@ def test_nothing_is_leaked() -> None:
     keys = make_keys()
 
     def use() -> None:
-        with listening(keys) as (a, _), listening(keys) as (b, heard):
+        with listening(keys) as (a, _), listening(keys) as (b, received):
             a.send(b.address, HELLO)
-            assert heard.get(timeout=20)[1] == HELLO
+            assert received.get(timeout=20)[1] == HELLO
             port = int(a.address.rsplit(":", 1)[1])
             with pytest.raises(ConfigError):
                 ZmqControl("127.0.0.1", port, keys=keys)
@@ -253,7 +253,7 @@ def test_a_port_in_use() -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "*", "", "0", "0.0", "0x0"])
-def test_an_address_that_nobody_can_reach(host: str) -> None:
+def test_an_address_that_peers_cannot_reach(host: str) -> None:
     with pytest.raises(ConfigError, match="cannot be reached by peers"):
         ZmqControl(host, keys=make_keys())
 
@@ -280,14 +280,14 @@ def test_keys_are_kept_to_their_owner(tmp_path: Path) -> None:
 
 def test_a_message_that_peers_would_drop_is_refused_at_once() -> None:
     keys = make_keys()
-    with listening(keys) as (a, _), listening(keys) as (b, heard):
+    with listening(keys) as (a, _), listening(keys) as (b, received):
         room = LIMIT_BYTES - len(encode(Plan(1, b""))) - 4  # what the length of so many bytes takes more
         with pytest.raises(ProtocolError, match=rf"may take {LIMIT_BYTES} bytes \(control.max_message_bytes"):
             a.send(b.address, Plan(1, bytes(LIMIT_BYTES)))
         largest = Plan(1, bytes(room))
         assert LIMIT_BYTES - 4 <= len(encode(largest)) <= LIMIT_BYTES
         a.send(b.address, largest)
-        assert heard.get(timeout=20) == (a.address, largest)
+        assert received.get(timeout=20) == (a.address, largest)
 
 
 def test_one_forged_frame_does_nothing() -> None:
@@ -299,9 +299,9 @@ def test_one_forged_frame_does_nothing() -> None:
         "the right server key": msgspec.structs.replace(other, server_public=keys.server_public),
         "the right client key": msgspec.structs.replace(keys, server_public=other.server_public),
     }
-    with listening(keys) as (rank, heard), listening(keys) as (leader, _):
+    with listening(keys) as (rank, received), listening(keys) as (leader, _):
         leader.send(rank.address, HELLO)
-        assert heard.get(timeout=20) == (leader.address, HELLO)
+        assert received.get(timeout=20) == (leader.address, HELLO)
         with ExitStack() as stack:
             for theirs in strangers.values():
                 socket = stack.enter_context(raw(rank.address, theirs))
@@ -321,7 +321,7 @@ def test_one_forged_frame_does_nothing() -> None:
             for number in range(20):
                 message = Plan(number, b"real")
                 leader.send(rank.address, message)
-                assert heard.get(timeout=20) == (leader.address, message)
+                assert received.get(timeout=20) == (leader.address, message)
         assert rank.statistics().peers == 1
         assert rank.statistics().peers_lost == rank.statistics().bad_frames == 0
         rank.check()

@@ -18,7 +18,7 @@ OPTIONS = ReliableOptions(peer_timeout_s=10.0, heartbeat_s=1.0)
 
 @dataclass
 class End:
-    """One process: its streams, what it was told, and what it sent."""
+    """One process: its streams, its events, and its sent messages."""
 
     name: str
     streams: Reliable
@@ -26,11 +26,11 @@ class End:
     losses: int = 0
     meetings: int = 0
     sent: dict[int, int] = field(default_factory=dict)
-    """Message -> how often the other side had been lost when it was sent."""
+    """Message -> number of losses of the other side before the send."""
 
 
 class World:
-    """Two ends, a network that does what it is told, and the promises checked after every step."""
+    """Two ends and a scripted network; the guarantees are checked after every step."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -73,12 +73,12 @@ class World:
             self.collect(end)
 
     def silence(self) -> None:
-        """Longer than peers wait, while both sides are awake."""
+        """Drops all traffic for longer than the peer timeout, while both processes run."""
         for _ in range(11):
             self.tick(1.0)
 
     def stall(self) -> None:
-        """Both processes stand still, for longer than peers wait: nobody is to blame."""
+        """Stops both processes for longer than the peer timeout, which must cause no loss."""
         losses = [end.losses for end in self.ends.values()]
         self.tick(30.0)
         assert [end.losses for end in self.ends.values()] == losses
@@ -98,7 +98,7 @@ class World:
         assert end.got == sorted(set(end.got)), "twice, or out of order"
 
     def settle(self) -> None:
-        """A good network from now on, for long enough."""
+        """Delivers all messages until none is unacknowledged."""
         for _ in range(400):
             while self.wire:
                 self.arrive(0)
@@ -108,7 +108,7 @@ class World:
         assert not any(end.streams.unacknowledged for end in self.ends.values())
 
     def check_promises(self) -> None:
-        """Whatever was sent has been delivered, or its sender was told of a loss since."""
+        """Checks that each message was delivered, or that its sender reported a loss since."""
         for name, end in self.ends.items():
             there = self.other(end)
             delivered = {n for e in [*self.gone, *self.ends.values()] if e.name == there for n in e.got}
@@ -294,14 +294,16 @@ def test_silence_is_a_loss_only_while_something_is_owed() -> None:
     world.send("a")
     world.tick(5.0)
     world.wire.clear()
-    assert [end.losses for end in world.ends.values()] == [0, 0], "before it was asked anything"
+    assert [end.losses for end in world.ends.values()] == [0, 0], (
+        "the peer timeout starts with an unanswered message"
+    )
     for _ in range(30):
         world.tick(0.5)
         world.wire.clear()
     assert [end.losses for end in world.ends.values()] == [1, 0]
 
 
-def test_a_watched_peer_is_asked_and_its_silence_noticed() -> None:
+def test_a_watched_peer_gets_heartbeats_and_its_silence_is_a_loss() -> None:
     world = pair()
     world.ends["a"].streams.watch("b", world.now_s)
     for _ in range(100):
@@ -315,42 +317,42 @@ def test_a_watched_peer_is_asked_and_its_silence_noticed() -> None:
     assert world.ends["a"].losses == 1
 
 
-@pytest.mark.parametrize("both_notice", [True, False])
-def test_a_peer_that_was_cut_off_is_met_again_by_who_keeps_watching(both_notice: bool) -> None:
-    """Whether the other side noticed the cut itself or learns of it by the new stream."""
+@pytest.mark.parametrize("both_watch", [True, False])
+def test_a_peer_that_was_cut_off_is_met_again_by_its_watcher(both_watch: bool) -> None:
+    """The other side detects the cut by its own watch, or by the new stream."""
     world = pair()
     a, b = world.ends.values()
     a.streams.watch("b", world.now_s)
     world.collect(a)
     before = a.meetings
-    if both_notice:
+    if both_watch:
         b.streams.watch("a", world.now_s)
     for _ in range(12):
         world.tick(1.0)
         world.wire.clear()
-    assert (a.losses, b.losses) == (1, int(both_notice))
+    assert (a.losses, b.losses) == (1, int(both_watch))
     a.streams.watch("b", world.now_s)
-    if both_notice:
+    if both_watch:
         b.streams.watch("a", world.now_s)
     for _ in range(3):
         world.tick(1.0)
         world.settle()
     assert (a.meetings - before, a.losses, b.losses) == (1, 1, 1)
-    assert b.meetings >= int(both_notice)
+    assert b.meetings >= int(both_watch)
 
 
-def test_who_watches_a_peer_that_began_anew_meets_it_at_once() -> None:
+def test_a_watch_on_a_restarted_peer_reports_the_meeting_at_once() -> None:
     world = pair()
     a, b = world.ends.values()
     world.settle()
     before = a.meetings
     a.streams.watch("b", world.now_s)
     world.collect(a)
-    assert a.meetings == before + 1, "it is there already"
-    assert b.meetings == 0, "which does not watch"
+    assert a.meetings == before + 1, "the peer is connected already"
+    assert b.meetings == 0, "b does not watch"
 
 
-def test_our_own_standstill_is_no_silence_of_others() -> None:
+def test_a_stall_of_this_process_is_no_silence_of_peers() -> None:
     world = pair()
     a = world.ends["a"]
     a.streams.watch("b", world.now_s)
@@ -360,7 +362,7 @@ def test_our_own_standstill_is_no_silence_of_others() -> None:
         world.stall()
         world.settle()
         assert a.losses == 0
-    for _ in range(12):  # but whoever stays silent while we are awake is lost, also right after it
+    for _ in range(12):  # a peer that is silent while this process runs is lost, also right after a stall
         world.tick(1.0)
         world.wire.clear()
     assert a.losses == 1
@@ -378,8 +380,8 @@ def test_a_watched_peer_that_was_never_there_is_lost() -> None:
     assert a.streams.peers == 0
 
 
-@pytest.mark.parametrize("who", ["watcher", "watched"])
-def test_forgetting_in_a_relation_of_heartbeats_only(who: str) -> None:
+@pytest.mark.parametrize("side", ["watcher", "watched"])
+def test_forgetting_in_a_relation_of_heartbeats_only(side: str) -> None:
     world = World()
     a, b = world.ends["a"], world.ends["b"]
     a.streams.watch("b", world.now_s)
@@ -391,9 +393,9 @@ def test_forgetting_in_a_relation_of_heartbeats_only(who: str) -> None:
                 world.arrive(0)
 
     seconds(3)
-    (a if who == "watcher" else b).streams.forget("b" if who == "watcher" else "a")
+    (a if side == "watcher" else b).streams.forget("b" if side == "watcher" else "a")
     seconds(3)
-    assert (a.losses, b.losses) == ((0, 0) if who == "watcher" else (1, 0))
+    assert (a.losses, b.losses) == ((0, 0) if side == "watcher" else (1, 0))
     for name in "ab":
         world.send(name)
         world.settle()
@@ -447,7 +449,7 @@ def test_no_reset_answers_a_reset() -> None:
         assert world.wire == []
 
 
-def test_a_restart_is_noticed_from_either_side() -> None:
+def test_a_restart_is_detected_from_either_side() -> None:
     world = pair()
     world.restart("b")
     world.send("b")
@@ -517,7 +519,7 @@ def test_strangers_cannot_fill_the_table(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_peers_that_went_away_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody says good-bye: a server that is called by ever new clients must not fill up."""
+    """Clients leave without a message: a server with ever new clients must not fill up."""
     monkeypatch.setattr(reliable, "MAX_PEERS", 3)
     streams = Reliable("a", OPTIONS, first_stream=1)
     streams.watch("watched", 0.0)

@@ -48,7 +48,7 @@ class Station:
 
     def __init__(self, keys: AnyKeys) -> None:
         self.channel = ZmqControl("127.0.0.1", keys=keys, options=OPTIONS)
-        self.heard: dict[str, list[str]] = {}
+        self.texts: dict[str, list[str]] = {}
         self.lost: queue.Queue[str] = queue.Queue()
         self.channel.start(self._on_message, self.lost.put)
 
@@ -60,11 +60,11 @@ class Station:
         self.channel.send(peer.address, Released(RequestKey(text)))
 
     def has_heard(self, peer: Station, texts: list[str]) -> bool:
-        return self.heard.get(peer.address, []) == texts
+        return self.texts.get(peer.address, []) == texts
 
     def _on_message(self, peer: str, message: Message) -> None:
         assert isinstance(message, Released)
-        self.heard.setdefault(peer, []).append(message.key.request_id)
+        self.texts.setdefault(peer, []).append(message.key.request_id)
 
 
 @pytest.fixture
@@ -106,17 +106,17 @@ class Traffic:
     def goes_on(self) -> None:
         """Waits until messages that are sent from now on have arrived."""
         count = len(self.sent)
-        until(lambda: all(len(heard) > count for heard in self._received()))
+        until(lambda: all(len(texts) > count for texts in self._received()))
 
     def stop(self) -> None:
         """Ends it; raises unless everything arrived once and in order."""
         self.__exit__()
-        until(lambda: all(len(heard) >= len(self.sent) for heard in self._received()))
-        assert all(heard == self.sent for heard in self._received())
+        until(lambda: all(len(texts) >= len(self.sent) for texts in self._received()))
+        assert all(texts == self.sent for texts in self._received())
 
     def _received(self) -> tuple[list[str], list[str]]:
         a, b = self._a, self._b
-        return a.heard.get(b.address, []), b.heard.get(a.address, [])
+        return a.texts.get(b.address, []), b.texts.get(a.address, [])
 
 
 Place = Callable[[AnyKeys], Station]
@@ -199,7 +199,7 @@ def test_keys_rotate_under_traffic(tmp_path: Path, place: Place, flow: Flow) -> 
     d = place(old)
     d.send(a, "too late")
     until(lambda: d.channel.statistics().handshakes_failed > 2)
-    assert d.address not in a.heard
+    assert d.address not in a.texts
     for station in (a, b, c):
         station.channel.check()
 
@@ -236,7 +236,7 @@ def test_a_peer_that_retires_first_loses_nothing(place: Place, flow: Flow) -> No
 
 
 def test_keys_that_are_replaced_as_a_whole(place: Place, flow: Flow) -> None:
-    """By a file that shares no generation with the one before, as seen by whoever looks rarely."""
+    """By a file that shares no generation with the one before, as seen by a process that reads the file rarely."""
     ring = KeyRing(make_keys())
     a, b = place(ring), place(ring)
     traffic = flow(a, b)
@@ -401,7 +401,7 @@ def test_a_file_of_one_generation_is_as_before(tmp_path: Path) -> None:
         (0, 0, 0o400, True),
     ],
 )
-def test_who_may_read_a_key_file(
+def test_owner_and_mode_of_a_key_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: int, owner: int, mode: int, sound: bool
 ) -> None:
     file = tmp_path / "keys.json"

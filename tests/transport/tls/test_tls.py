@@ -129,7 +129,7 @@ def test_a_receiver_that_takes_nothing_holds_a_window_and_no_more(size: int) -> 
         pump_until(lambda: len(a.ended) == count, a)
 
 
-def test_small_messages_pass_large_ones_that_nobody_receives() -> None:
+def test_small_messages_pass_large_ones_without_a_receive() -> None:
     with stations(2) as [a, b]:
         link(a, b)
         for tag in range(100, 104):

@@ -129,7 +129,7 @@ def test_older_versions_of_tls_are_refused() -> None:
 @pytest.mark.parametrize("certificate", [None, Contexts([keys("theirs")])], ids=["none", "another's"])
 def test_a_server_without_our_certificate_gets_nothing(certificate: Contexts | None) -> None:
     """Who takes over a peer's port learns nothing, and no send hangs."""
-    heard: list[bytes] = []
+    received: list[bytes] = []
     with socket.create_server((HOST, 0)) as server, stations(1) as [a]:
 
         def serve() -> None:
@@ -144,7 +144,7 @@ def test_a_server_without_our_certificate_gets_nothing(certificate: Contexts | N
                 context.verify_mode = ssl.CERT_NONE
                 try:
                     with context.wrap_socket(raw, server_side=True) as secured:
-                        heard.append(secured.recv(1 << 16))
+                        received.append(secured.recv(1 << 16))
                 except OSError:
                     return
 
@@ -156,10 +156,10 @@ def test_a_server_without_our_certificate_gets_nothing(certificate: Contexts | N
         pump_until(lambda: all(send.ended for send in sends), a)
         thread.join(20)
         assert all(isinstance(send.error, PeerLostError) for send in sends)
-        assert heard in ([], [b""])
+        assert received in ([], [b""])
 
 
-def test_silent_connections_keep_nobody_out_and_do_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_block_no_peer_and_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport.tls.listener, "MAX_HANDSHAKES_PER_ADDRESS", 8)
     monkeypatch.setattr(transport.tls.listener, "HANDSHAKE_TIMEOUT_S", 1.0)
     with stations(2) as [a, b]:
@@ -509,7 +509,7 @@ def read_or_end(stream: TlsStream) -> int:
 
 
 def test_a_peer_that_stops_reading_can_be_fenced() -> None:
-    """It accepts the channel and asks for a large message, then takes no byte: others go on, the fence holds."""
+    """A peer accepts the channel, starts a large receive and reads no byte: other channels and the fence work."""
     with guarded() as [a, b], socket.create_server((HOST, 0)) as server:
         streams: list[TlsStream] = []
         address = Address(HOST, server.getsockname()[1], bytes(16)).pack()
