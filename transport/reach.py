@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from disagg.core.config.tree import TransportConfig
+from disagg.core.config.transfer import TransportConfig
 from disagg.core.errors import ConfigError
 from transport.hosts import interface_of, is_loopback
 from transport.ucx.reach import Reach

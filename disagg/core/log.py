@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 import structlog
 
-from disagg.core.config.tree import LogConfig
+from disagg.core.config.observability import LogConfig
 from disagg.core.log_libraries import forward_libraries
 from disagg.core.log_limits import LogLimits
 

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging
 
-from disagg.core.config.tree import LogConfig
+from disagg.core.config.observability import LogConfig
 from disagg.core.errors import ConfigError, InvariantError, UnsupportedModelError
 from disagg.core.log import configure
 from disagg.coverage.checkpoint import save_checkpoint

@@ -12,7 +12,7 @@ import enum
 import struct
 from typing import NamedTuple, Protocol
 
-from disagg.core.config.tree import MAX_TLS_LANES
+from disagg.core.config.transfer import MAX_TLS_LANES
 from disagg.core.errors import ProtocolError
 from transport.tls.address import MAX_ADDRESS_BYTES
 

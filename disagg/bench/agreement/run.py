@@ -24,7 +24,7 @@ from disagg.bench.agreement.figures import (
     tokens_equal,
     tokens_until,
 )
-from disagg.core.config.tree import KVDTypeName
+from disagg.core.config.model import KVDTypeName
 from disagg.core.errors import ConfigError
 from disagg.core.types import KVLayout, SamplingParams
 from disagg.kv.pages import pages_for

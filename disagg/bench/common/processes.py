@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-from disagg.core.config.tree import LogConfig
+from disagg.core.config.observability import LogConfig
 from disagg.core.errors import DisaggError, TransportError
 from disagg.core.log import configure
 

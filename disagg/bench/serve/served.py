@@ -16,8 +16,8 @@ import msgspec
 import yaml
 
 import disagg
+from disagg.core.config.observability import LogConfig
 from disagg.core.config.read import Config
-from disagg.core.config.tree import LogConfig
 from disagg.core.errors import ConfigError, DisaggError
 
 LOOK_S = 0.05

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from disagg.core.config.section import Section
+from disagg.core.config.section import KIB, Section
 from disagg.core.types import GroupInfo
-
-KIB = 1 << 10
 
 
 class ApiConfig(Section, frozen=True):

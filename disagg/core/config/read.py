@@ -2,8 +2,8 @@
 
 Sources, the last one wins: defaults < file (TOML, YAML) < environment (`DISAGG_PREFILL__TP=2`) < flags (dotted).
 Each source becomes `Setting`s (section, key, value, origin), checked against the field's type, so an error names the
-file, variable or flag. The sections check ranges and relations of fields (`disagg.core.config.tree`); `load_config`
-adds the origin to their errors.
+file, variable or flag. The sections check ranges and relations of fields; `load_config` adds the
+origin to their errors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, NoReturn, get_args
 import msgspec
 
 from disagg.core.config.api import ApiConfig
+from disagg.core.config.cluster import ClusterConfig, ControlConfig, Mode, PolicyName, RouterConfig
 from disagg.core.config.groups import (
     BatchingConfig,
     ColocatedConfig,
@@ -28,21 +29,11 @@ from disagg.core.config.groups import (
     PrefillConfig,
     Role,
 )
+from disagg.core.config.model import AttentionName, ModelConfig
+from disagg.core.config.observability import LogConfig, MetricsConfig
 from disagg.core.config.section import FieldError
-from disagg.core.config.tree import (
-    AttentionName,
-    ClusterConfig,
-    Config,
-    ControlConfig,
-    LogConfig,
-    MetricsConfig,
-    Mode,
-    ModelConfig,
-    PolicyName,
-    RouterConfig,
-    TransferConfig,
-    TransportConfig,
-)
+from disagg.core.config.transfer import TransferConfig, TransportConfig
+from disagg.core.config.tree import Config
 from disagg.core.errors import ConfigError
 
 __all__ = [

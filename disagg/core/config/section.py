@@ -9,6 +9,8 @@ import msgspec
 
 from disagg.core.errors import ConfigError
 
+KIB, MIB = 1 << 10, 1 << 20
+
 
 class FieldError(ConfigError):
     """The value of one field is not allowed. `load_config` adds the section and the origin of the value."""

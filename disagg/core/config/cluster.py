@@ -1,0 +1,95 @@
+"""The sections `control`, `cluster` and `router`: messages, groups and requests of a running system."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from disagg.core.config.section import MIB, Section
+
+Mode = Literal["split", "colocated"]
+PolicyName = Literal["prefix_aware", "least_loaded", "round_robin"]
+
+
+class ControlConfig(Section, frozen=True):
+    """The control channel (ZMQ)."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on and to announce; `auto`: the address of each process's host."""
+    router_port: int = 0
+    """Port of a router; 0 takes a free one, as ranks always do."""
+    directory_port: int = 5570
+    """Port of the directory of groups in `disagg launch`; 0 takes a free one."""
+    key_file: str | None = None
+    """File of CURVE keys (`disagg keys`), reloaded on change; None: new keys for each run."""
+    peer_timeout_s: float = 10.0
+    """Silence after which a peer counts as lost."""
+    heartbeat_s: float = 1.0
+    max_message_bytes: int = 16 * MIB
+    """Largest control message; a request that needs a larger one fails. Only messages with a prompt's tokens and
+    pages can exceed the smallest allowed value."""
+
+    def __post_init__(self) -> None:
+        self._needs(bool(self.host), "host", "an address or a host name")
+        self._positive("peer_timeout_s")
+        self._at_least(0.01, "heartbeat_s")  # a shorter interval would occupy the peers
+        for port in ("router_port", "directory_port"):
+            self._needs(0 <= getattr(self, port) < 1 << 16, port, "from 0 to 65535")
+        self._needs(
+            MIB <= self.max_message_bytes <= 16 * MIB, "max_message_bytes", f"from {MIB} to {16 * MIB}"
+        )
+        self._needs(
+            self.heartbeat_s * 2 <= self.peer_timeout_s,
+            "heartbeat_s",
+            f"at most half of peer_timeout_s ({self.peer_timeout_s:g}), so that one lost heartbeat is tolerated",
+        )
+
+
+class ClusterConfig(Section, frozen=True):
+    """Placement of groups, and replacement of dead ones (not in `demo` and `generate`)."""
+
+    mode: Mode = "split"
+    """split: prefill and decode groups; colocated: groups of both roles, as a baseline."""
+    ray: str = "local"
+    """`local`: start Ray on this machine; `auto` or `host:port`: use a running cluster."""
+    restart: bool = True
+    """Whether `launch` and `serve` replace a dead group."""
+    restart_backoff_s: float = 1.0
+    """Pause before a replacement; doubles after each failure, up to a minute."""
+    restart_tries: int = 5
+    """Consecutive failed replacements after which the group stays down."""
+    step_timeout_s: float = 0.0
+    """Least limit of one step. A step that takes longer, and ten times longer than the longest step before, breaks
+    its group, which is replaced. 0: 30 s on a GPU, 300 s on a CPU."""
+
+    def __post_init__(self) -> None:
+        self._one_of("mode", Mode)
+        self._needs(bool(self.ray), "ray", "local, auto or the address of a Ray cluster")
+        self._at_least(0, "restart_backoff_s", "step_timeout_s")
+        self._at_least(1, "restart_tries")
+
+    def step_floor_s(self, device: str) -> float:
+        """Returns `step_timeout_s`, or its default for `device`, `cpu` or `cuda`."""
+        return self.step_timeout_s or (30.0 if device == "cuda" else 300.0)
+
+
+class RouterConfig(Section, frozen=True):
+    """Choice of groups and life of a request."""
+
+    policy: PolicyName = "prefix_aware"
+    """Choice of a request's groups among several of a role. prefix_aware: by queued tokens and prefix cache hits, the
+    decode group of a session by its name; least_loaded: by load; round_robin: in turn. Routers receive KV events
+    every `metrics.interval_s`."""
+    request_timeout_s: float = 120.0
+    reserve_retry_s: float = 0.05
+    """Pause before the next `Reserve` to a full decode group."""
+    max_recoveries: int = 3
+    """How often a request whose groups are lost may continue on others, within its time limit. 0: it fails."""
+    recoveries_per_s: float = 100.0
+    """Recoveries that a router starts per second, and at once after a quiet second; others wait."""
+    group_wait_s: float = 60.0
+    """How long a request waits for a group where no group of a role is up, within its time limit."""
+
+    def __post_init__(self) -> None:
+        self._one_of("policy", PolicyName)
+        self._positive("request_timeout_s", "reserve_retry_s", "recoveries_per_s")
+        self._at_least(0, "max_recoveries", "group_wait_s")

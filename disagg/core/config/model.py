@@ -1,0 +1,44 @@
+"""The section `model` of the configuration tree."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from disagg.core.config.section import Section
+
+DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+AttentionName = Literal["auto", "torch", "triton"]
+KVDTypeName = Literal["auto", "int8", "float8_e4m3fn", "float8_e5m2"]
+
+
+class ModelConfig(Section, frozen=True):
+    """The model: `path` or `random_init`, not both."""
+
+    path: str | None = None
+    """Folder of a Hugging Face checkpoint."""
+    random_init: str | None = None
+    """Name of a small architecture with random weights, for demos and tests without a checkpoint."""
+    dtype: DTypeName = "auto"
+    seed: int = 0
+    """Seed of the random weights; prefill and decode groups must use the same."""
+    attention: AttentionName = "auto"
+    """Attention backend. auto: Triton kernels on a GPU for supported models, else torch."""
+    kv_dtype: KVDTypeName = "auto"
+    """Type of stored and transferred KV. auto: the model's type. The 8-bit types have a scale per head and token:
+    half of the memory and the traffic, with slightly different answers."""
+    fused: bool = True
+    """On a GPU: use Triton kernels for the norms, rotary embeddings and gated MLPs that their registries name."""
+    deterministic: bool = False
+    """Makes a request's logits bitwise independent of the batch and the group: fixed tile and split sizes, one
+    order of sums. Some per cent slower. Linked groups must have the same value."""
+
+    def __post_init__(self) -> None:
+        self._one_of("dtype", DTypeName)
+        self._one_of("attention", AttentionName)
+        self._one_of("kv_dtype", KVDTypeName)
+        self._at_least(0, "seed")
+        self._needs(
+            not (self.path and self.random_init),
+            "random_init",
+            "left out when model.path is given (one model)",
+        )

@@ -1,0 +1,39 @@
+"""The sections `metrics` and `log`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from disagg.core.config.section import Section
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["plain", "json"]
+
+
+class MetricsConfig(Section, frozen=True):
+    """Metrics of ranks, groups and routers."""
+
+    interval_s: float = 1.0
+    """Interval of reports from ranks to leaders and from leaders to routers; 0: no reports, no groups in
+    `/metrics`."""
+    otlp_endpoint: str | None = None
+    """Collector for a trace span per request of `serve` (OTLP over HTTP), such as http://localhost:4318."""
+
+    def __post_init__(self) -> None:
+        # A shorter interval would occupy ranks and leaders.
+        self._needs(
+            self.interval_s == 0 or 0.01 <= self.interval_s <= 3600, "interval_s", "0, or from 0.01 to 3600"
+        )
+        http = self.otlp_endpoint is None or self.otlp_endpoint.startswith(("http://", "https://"))
+        self._needs(http, "otlp_endpoint", "a URL that begins with http:// or https://")
+
+
+class LogConfig(Section, frozen=True):
+    """Log level and format."""
+
+    level: LogLevel = "info"
+    format: LogFormat = "plain"
+
+    def __post_init__(self) -> None:
+        self._one_of("level", LogLevel)
+        self._one_of("format", LogFormat)

@@ -1,0 +1,121 @@
+"""The sections `transfer` and `transport`: KV between prefill and decode ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from disagg.core.config.section import MIB, Section
+from disagg.core.types import CHECKSUM_BYTES
+
+MAX_TLS_LANES = 16
+Calibrate = Literal["auto", "always", "off"]
+TransportName = Literal["auto", "ucx", "tls", "inproc"]
+_WITHIN_A_HOST = ("inproc", "ucx-shm")
+"""Transports within one host, by their names in the handshake."""
+
+
+class TransferConfig(Section, frozen=True):
+    """Transfer of KV from prefill to decode ranks."""
+
+    ring_bytes: int = 0
+    """Size of each decode rank's receive ring; 0: by the device, see `sized`."""
+    staging_bytes: int = 0
+    """Size of each prefill rank's staging buffer; 0: by the device, see `sized`."""
+    layer_groups: int = 4
+    """Largest number of layer groups: each is sent while the next one computes."""
+    calibrate: Calibrate = "auto"
+    """Whether prefill ranks measure their wires at linking, for the unset ones of `segment_overhead_s`,
+    `wire_bytes_per_s`, `max_segment_bytes`. auto: on a GPU, for pairs of ranks not in the cache
+    (`disagg.node.wire_cache`); always: at every start, also on a CPU; off: never."""
+    segment_overhead_s: float | None = None
+    """Cost of a further segment, used to choose the number of layer groups (`staging.planner.group_count`). None:
+    measured, else 100 us on a GPU (NVLink, with both copies), 0 on a CPU."""
+    wire_bytes_per_s: float = 0.0
+    """Bandwidth between two ranks, for the same choice. 0: measured, else 350e9 (NVLink 4)."""
+    lease_timeout_s: float = 30.0
+    """Time limit of a ring lease to be granted and written; then the request fails, and the fenced lease is freed."""
+    watermark_interval_s: float = 0.25
+    """Interval of repeated watermarks."""
+    max_segment_bytes: int = 0
+    """Largest segment; 0: by the measured wire, at most the default of `segment_limit_bytes`."""
+    checksum: bool | None = None
+    """Whether each segment carries a 64-bit checksum. The decode rank checks the bytes copied from its ring, or its
+    pages after direct writes, before the prompt counts as landed. A damaged segment is sent once more; a second
+    mismatch fails the request. All groups must have the same value. None: only if KV crosses a network; within one
+    host checksums cost small prompts more than 2 % of the transfer rate."""
+    spin_s: float = 0.005
+    """Time that a rank on a GPU polls after the last traffic before it sleeps; a wake-up takes up to 1 ms."""
+    drain_timeout_s: float = 10.0
+    """Time that running transfers have to finish before a shutdown aborts them."""
+
+    def __post_init__(self) -> None:
+        for name in ("ring_bytes", "staging_bytes"):
+            if getattr(self, name) != 0:
+                self._at_least(4096, name)
+        self._one_of("calibrate", Calibrate)
+        self._at_least(1, "layer_groups")
+        self._at_least(0, "max_segment_bytes", "spin_s", "wire_bytes_per_s")
+        if self.segment_overhead_s is not None:
+            self._at_least(0, "segment_overhead_s")
+        self._positive("lease_timeout_s", "drain_timeout_s")
+        self._at_least(0.001, "watermark_interval_s")  # a shorter interval would occupy the transfer thread
+        smaller = min((n for n in (self.ring_bytes, self.staging_bytes) if n), default=0)  # 0: resolved later
+        self._needs(
+            self.max_segment_bytes <= smaller or smaller == 0,
+            "max_segment_bytes",
+            f"at most the smaller of ring_bytes and staging_bytes ({smaller})",
+        )
+        self._needs(
+            self.watermark_interval_s < self.lease_timeout_s,
+            "watermark_interval_s",
+            f"less than lease_timeout_s ({self.lease_timeout_s:g})",
+        )
+
+    def sized(self, gpu_memory_bytes: int) -> TransferConfig:
+        """Returns the section with device-dependent defaults resolved; `gpu_memory_bytes` is 0 on a CPU.
+
+        Ring and staging buffer have 1/128 of a GPU's memory each, from 64 MiB to 1 GiB; 32 MiB on a CPU.
+        """
+        automatic = max(64 * MIB, min(gpu_memory_bytes // 128, 1024 * MIB)) if gpu_memory_bytes else 32 * MIB
+        overhead_s = self.segment_overhead_s
+        return msgspec.structs.replace(
+            self,
+            ring_bytes=self.ring_bytes or automatic,
+            staging_bytes=self.staging_bytes or automatic,
+            segment_overhead_s=(1e-4 if gpu_memory_bytes else 0.0) if overhead_s is None else overhead_s,
+            wire_bytes_per_s=self.wire_bytes_per_s or 350e9,
+        )
+
+    def checks(self, transport: str) -> bool:
+        """Returns whether segments carry checksums over the transport of this handshake name."""
+        return transport not in _WITHIN_A_HOST if self.checksum is None else self.checksum
+
+    @property
+    def segment_limit_bytes(self) -> int:
+        """Largest planned segment: `max_segment_bytes`, or a quarter of the smaller of ring and staging buffer, so
+        four segments with checksums can be in flight."""
+        quarter = min(self.ring_bytes, self.staging_bytes) // 4
+        return self.max_segment_bytes or (quarter if self.checksum is False else quarter - CHECKSUM_BYTES)
+
+
+class TransportConfig(Section, frozen=True):
+    """Backend of the data path."""
+
+    backend: TransportName = "auto"
+    """auto: UCX over shared memory on one host (a loopback `control.host`). Between hosts: UCX over RDMA, else UCX
+    over TCP on a trusted network, else tls. ucx: the same without tls. tls: always TLS over TCP."""
+    tls_lanes: int = 0
+    """Connections per peer over which the TLS transport spreads a large message; each uses a core while sending. 0:
+    half of the process's cores, from 1 to 2."""
+    trusted_network: bool = False
+    """Allows UCX over TCP between hosts. UCX's TCP is neither authenticated nor encrypted: a machine that reaches
+    its port can read and write the memory of the rank."""
+    peer_memory: bool = True
+    """Let prefill ranks write directly to a decode rank's pool if they can map it; otherwise KV goes through
+    staging."""
+
+    def __post_init__(self) -> None:
+        self._one_of("backend", TransportName)
+        self._needs(0 <= self.tls_lanes <= MAX_TLS_LANES, "tls_lanes", f"from 0 to {MAX_TLS_LANES}")
