@@ -29,7 +29,7 @@ from transport.keys.ring import AnyKeys, as_ring
 log = structlog.get_logger(__name__)
 
 START_TIMEOUT_S = 900.0
-"""Loading a large model takes minutes."""
+"""Starting a process and loading a large model take minutes."""
 CALL_TIMEOUT_S = 60.0
 WATCH_S = 0.2
 
@@ -249,7 +249,10 @@ class Cluster:
                 raise
 
     def _start_ranks(self, group: Group) -> list[Call]:
-        rendezvous = self._call(group.actors[0].rendezvous.remote(group.placement.backend))
+        # The first call waits for the process, whose imports take minutes on a busy host.
+        [rendezvous] = self._ranks.results(
+            [group.actors[0].rendezvous.remote(group.placement.backend)], START_TIMEOUT_S
+        )
         return [actor.start.remote(rendezvous) for actor in group.actors]
 
     def _calibrate(self, prefill: Group, decode: Group) -> None:

@@ -14,7 +14,7 @@ import pytest
 from api_server import until
 
 from disagg.cluster.group import Group
-from disagg.cluster.lifecycle import Cluster
+from disagg.cluster.lifecycle import START_TIMEOUT_S, Cluster
 from disagg.cluster.placement import GroupPlacement, choose_placement
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
@@ -245,6 +245,22 @@ def test_a_broken_group_is_reported_with_its_reason(
     cluster.decode.actors[0].die(result)
     group = groups.get(timeout=TIMEOUT_S)
     assert (group.name, group.why_lost) == ("decode", why)
+
+
+def test_the_first_call_of_a_rank_has_the_time_that_its_process_needs(
+    cluster: Cluster, ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits_s: dict[str, float] = {}
+    results = ranks.results
+
+    def note(calls: Sequence[FakeCall], timeout_s: float) -> list[Any]:
+        limits_s.update((call.name, timeout_s) for call in calls)
+        return results(calls, timeout_s)
+
+    monkeypatch.setattr(ranks, "results", note)
+    cluster.add_group("decode", lambda text: None)
+    assert limits_s["decode-2/0 rendezvous"] == limits_s["decode-2/0 start"] == START_TIMEOUT_S
+    assert limits_s["decode-2/0 join"] < START_TIMEOUT_S
 
 
 def test_a_group_that_loses_a_rank_while_it_is_linked_does_not_come_up(
