@@ -1,4 +1,4 @@
-"""Runs a chaos bench on a cluster that it starts, and stops at the end."""
+"""Runs a chaos bench on a cluster that it starts, or on the groups of a `disagg launch`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import msgspec
 import structlog
 import uvloop
 
+from disagg.bench.chaos.joined import joined_system
 from disagg.bench.chaos.report import ChaosReport, chaos_report
 from disagg.bench.chaos.run import ChaosBench, ChaosResult, ReportLine, run_chaos
 from disagg.bench.chaos.system import supervised_system
@@ -77,6 +78,27 @@ def run_bench(
             return report
     except _NotPassed as found:
         return found.report
+
+
+def run_joined_bench(
+    config: Config,
+    directory: str,
+    bench: ChaosBench,
+    settings: Mapping[str, Label | None],
+    report_line: ReportLine,
+) -> ChaosReport:
+    """Runs the bench on the groups of a `disagg launch`, whose directory is at `directory`; returns the report.
+
+    Raises as `disagg.bench.chaos.joined.joined_system`. The ranks' own checks are out of reach.
+    """
+    configure(config.log)
+
+    async def run() -> ChaosResult:
+        async with joined_system(config, directory) as system:
+            return await run_chaos(bench, system, report_line)
+
+    with handlers_restored(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return chaos_report(runner.run(run()), {"join": directory} | dict(settings))
 
 
 async def _run(cluster: Cluster, bench: ChaosBench, report_line: ReportLine) -> ChaosResult:

@@ -40,11 +40,12 @@ def strength(system: ChaosSystem, without: Collection[str] = ()) -> Counter[str]
     return Counter(role for name, role in system.groups().items() if name not in without)
 
 
-class SupervisedSystem:
-    """A cluster that this process started, with its router."""
+class RoutedSystem:
+    """Sends requests with a router of this process. Subclasses find the rank processes."""
 
-    def __init__(self, cluster: Cluster, router: Router) -> None:
-        self._cluster, self._router = cluster, router
+    def __init__(self, router: Router, timeout_s: float) -> None:
+        """`timeout_s`: time limit of each request."""
+        self._router, self._timeout_s = router, timeout_s
 
     def generate(
         self, request_id: str, request: ChaosRequest, cache_salt: str, report: SessionReport
@@ -54,10 +55,23 @@ class SupervisedSystem:
             request_id,
             request.prompt,
             request.sampling,
-            timeout_s=self._cluster.config.router.request_timeout_s,
+            timeout_s=self._timeout_s,
             report=report,
             cache_salt=cache_salt,
         )
+
+    def groups(self) -> dict[str, str]:
+        """Returns the role of each living group, without draining ones."""
+        draining = self._router.draining()
+        return {one.name: one.role for one in self._router.groups() if one.name not in draining}
+
+
+class SupervisedSystem(RoutedSystem):
+    """A cluster that this process started, with its router."""
+
+    def __init__(self, cluster: Cluster, router: Router) -> None:
+        super().__init__(router, cluster.config.router.request_timeout_s)
+        self._cluster = cluster
 
     def ranks(self) -> list[TargetRank]:
         """Returns the rank processes on this host of the groups that serve."""
@@ -73,10 +87,7 @@ class SupervisedSystem:
     def groups(self) -> dict[str, str]:
         """Returns the role of each group that the router uses and the cluster has not lost."""
         up = {info.name for info in self._cluster.infos()}
-        draining = self._router.draining()
-        return {
-            one.name: one.role for one in self._router.groups() if one.name in up and one.name not in draining
-        }
+        return {name: role for name, role in super().groups().items() if name in up}
 
 
 @contextlib.asynccontextmanager

@@ -12,9 +12,10 @@ import typer
 
 from disagg.cli.bench.common import OutputFlags, Shown, show
 from disagg.cli.bench.load import check_positive
-from disagg.cli.flags import ClusterFlags, Sets
-from disagg.cli.options import with_options
+from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
+from disagg.cli.options import flag_values, with_options
 from disagg.cli.settings import configuration
+from disagg.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from disagg.bench.chaos.run import ChaosBench
@@ -93,6 +94,7 @@ class ChaosOptions:
         typer.Option("--output-tokens", metavar="SPEC", help="Most tokens of an answer; as --input-tokens."),
     ] = "64-256"
     faults: FaultFlags
+    join: JoinFlag = None
     output: OutputFlags
 
 
@@ -104,13 +106,18 @@ def chaos(options: ChaosOptions) -> None:
     """
     schedule = options.faults.schedule()
     config = configuration(options.cluster.source, options)
-    from disagg.bench.chaos.bench import chaos_config, run_bench
+    _check_join(options)
+    from disagg.bench.chaos.bench import chaos_config, run_bench, run_joined_bench
     from disagg.bench.chaos.chart import write_chaos_chart
     from disagg.bench.chaos.report import chaos_json, figure_lines, figures_table
 
     bench = _bench(options, schedule)
-    config = chaos_config(config, options.cluster.deterministic, schedule.count)
-    report = run_bench(config, bench, _settings(options), _progress_lines())
+    settings, report_line = _settings(options), _progress_lines()
+    if options.join is not None:
+        report = run_joined_bench(config, options.join, bench, settings, report_line)
+    else:
+        config = chaos_config(config, options.cluster.deterministic, schedule.count)
+        report = run_bench(config, bench, settings, report_line)
     shown = Shown(
         lambda: chaos_json(report),
         lambda: figures_table(report),
@@ -120,6 +127,17 @@ def chaos(options: ChaosOptions) -> None:
     show("chaos", shown, options.output)
     if not report.passed:
         raise typer.Exit(1)
+
+
+def _check_join(options: ChaosOptions) -> None:
+    """Raises `ConfigError` for flags of groups beside `--join`: `disagg launch` has its own."""
+    if options.join is None:
+        return
+    for one in flag_values(options):
+        if not one.is_default and any(isinstance(item, Sets) for item in one.metadata):
+            raise ConfigError(
+                f"{one.flag} and --join: `disagg launch` has started the groups, omit {one.flag}"
+            )
 
 
 def _bench(options: ChaosOptions, schedule: Schedule) -> ChaosBench:

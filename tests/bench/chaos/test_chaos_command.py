@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from disagg.bench.chaos import joined
 from disagg.bench.chaos.bench import chaos_config
+from disagg.bench.chaos.faults import TargetRank
 from disagg.cli.app import run
 from disagg.core.config.read import ClusterConfig, Config, GroupConfig, ModelConfig
 
@@ -35,6 +40,12 @@ def test_the_small_model_runs_on_the_cpu() -> None:
         (["--faults", "burn"], "--faults burn: give one or more of kill,stop,hang, each once"),
         (["--stop-s", "0"], "--stop-s 0: give seconds above 0"),
         (["--gap-s", "-1"], "--gap-s -1: give a number above 0"),
+        (
+            ["--join", "tcp://h:1", "--prefill-groups", "1"],
+            "--prefill-groups and --join: `disagg launch` has",
+        ),
+        (["--join", "tcp://h"], "--join tcp://h: write tcp://HOST:PORT"),
+        (["--join", "tcp://127.0.0.1:1"], "there are no keys for tcp://127.0.0.1:1"),
         (["--output-tokens", "x"], "--output-tokens x: give a number of tokens"),
     ],
 )
@@ -52,6 +63,30 @@ def chaos(out: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     report = json.loads((out / "bench_chaos.json").read_text())
     assert (out / "bench_chaos.png").read_bytes().startswith(b"\x89PNG")
     return done.returncode, report, done.stderr
+
+
+def test_ranks_of_a_joined_cluster_are_found_by_their_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = "tcp://{}:{}".format(*listening.getsockname())
+        assert address not in joined.ray_addresses()
+        monkeypatch.setattr(joined, "_is_actor", lambda command: True)
+        assert joined.ray_addresses()[address] == os.getpid()
+
+
+def test_the_target_ranks_of_a_joined_cluster() -> None:
+    group = SimpleNamespace(
+        name="decode-2",
+        role="decode",
+        ranks=[SimpleNamespace(rank=n, control_address=f"tcp://h:{n}") for n in (0, 1)],
+    )
+    router: Any = SimpleNamespace(
+        engines=[SimpleNamespace(group=group)], groups=lambda: [group], draining=lambda: ()
+    )
+    system = joined.JoinedSystem(router, 1.0, lambda: {"tcp://h:1": 77})
+    assert system.groups() == {"decode-2": "decode"}
+    assert system.ranks() == [TargetRank("decode-2", "decode", 1, 77)], "rank 0 is not on this host"
+    router.draining = lambda: ("decode-2",)
+    assert system.ranks() == []
 
 
 @pytest.mark.slow
