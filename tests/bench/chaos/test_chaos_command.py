@@ -55,8 +55,10 @@ def test_bad_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[s
 
 
 def chaos(out: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
-    """Returns exit code, report and progress of a run with small groups."""
+    """Returns exit code, report and progress of a run with small groups. A replacement may start slowly."""
     command = [sys.executable, "-m", "disagg", "bench", "chaos", "--prefill-tp", "1", "--decode-tp", "1"]
+    for setting in ("group_wait_s=300", "request_timeout_s=300"):
+        command += ["--set", f"router.{setting}"]
     done = subprocess.run(
         [*command, "--requests", "8", "--out", str(out), *flags], capture_output=True, text=True, check=False
     )
@@ -103,6 +105,5 @@ def test_killed_processes_are_replaced(tmp_path: Path, groups: str, faults: int)
     assert [fault["kind"] for fault in report["faults"]] == ["kill"] * faults
     assert all(fault["full_strength_s"] is not None for fault in report["faults"])
     assert f"fault {faults}: full strength after" in progress
-    found = report["figures"]
-    assert found["different"] == 0, "what was streamed was right"
-    assert (code == 0) == report["passed"] == (found["equal"] == found["requests"])
+    assert report["figures"]["recoveries"], "requests ran in the killed groups"
+    assert (code, report["passed"], report["figures"]["failed"]) == (0, True, {})
