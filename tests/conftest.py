@@ -53,7 +53,14 @@ def _no_leaked_threads() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _logs_unconfigured() -> Iterator[None]:
-    """A command that ran in a test has pointed the logs at that test's stderr, which is closed after it."""
+    """A command that ran in a test has pointed the logs at that test's stderr, which is closed after it.
+
+    Tracebacks are plain, as `disagg` configures them: structlog's default prints each frame's source and variables,
+    tensors too, and takes seconds for an error of a step.
+    """
+    structlog = sys.modules.get("structlog")
+    if structlog is not None:
+        structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
     yield
     structlog = sys.modules.get("structlog")
     if structlog is not None:
