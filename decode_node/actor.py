@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ray
 
-from decode_node.rank import DecodeRank
-from disagg.node.host import RankHost
+from disagg.core.collection import collection_paused
+
+with collection_paused():  # as in prefill_node.actor
+    from decode_node.rank import DecodeRank
+    from disagg.node.host import RankHost
 
 
 # As in prefill_node.actor: no restarts, and `park` in a thread of its own.

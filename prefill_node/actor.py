@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ray
 
+from disagg.core.collection import collection_paused
 from disagg.core.types import GroupInfo
-from disagg.node.host import RankHost
-from prefill_node.calibration import Calibration
-from prefill_node.rank import PrefillRank
+
+with collection_paused():  # a rank's process imports torch and transformers here
+    from disagg.node.host import RankHost
+    from prefill_node.calibration import Calibration
+    from prefill_node.rank import PrefillRank
 
 
 # No restarts: a restarted rank cannot rejoin its group, and with restarts Ray reports a death only when the

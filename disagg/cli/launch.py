@@ -11,6 +11,7 @@ import typer
 from disagg.cli.flags import ClusterFlags, ConfigFlags, JoinFlag
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
+from disagg.core.collection import collection_paused
 from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 
@@ -33,7 +34,8 @@ class ScaleOptions:
 def launch(options: ClusterFlags) -> None:
     """Start groups for `disagg serve --join`, until SIGINT or SIGTERM."""
     config = configuration(options.source, options)
-    from disagg.commands.launch import run_launch  # imports torch, Ray and transformers
+    with collection_paused():
+        from disagg.commands.launch import run_launch  # imports torch, Ray and transformers
 
     run_launch(config)
 

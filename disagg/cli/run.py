@@ -23,6 +23,7 @@ from disagg.cli.flags import (
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
 from disagg.commands.run_options import RunOptions, demo_prompts
+from disagg.core.collection import collection_paused
 from disagg.core.errors import DisaggError
 from disagg.core.types import SamplingParams
 
@@ -119,7 +120,8 @@ def generate(options: GenerateOptions) -> None:
 def _runner() -> ModuleType:
     """Imports `disagg.commands.demo` only now: the module imports torch, Ray and transformers."""
     try:
-        return importlib.import_module("disagg.commands.demo")
+        with collection_paused():
+            return importlib.import_module("disagg.commands.demo")
     except ModuleNotFoundError as exc:
         if exc.name != "disagg.commands.demo":
             raise

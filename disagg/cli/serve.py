@@ -10,6 +10,7 @@ import typer
 from disagg.cli.flags import ClusterFlags, JoinFlag, Sets
 from disagg.cli.options import with_options
 from disagg.cli.settings import configuration
+from disagg.core.collection import collection_paused
 from disagg.core.errors import ConfigError
 
 
@@ -55,10 +56,12 @@ def serve(options: ServeOptions) -> None:
         )
     # The module imports torch and transformers.
     if options.join is None:
-        from disagg.commands.serve import run_serve
+        with collection_paused():
+            from disagg.commands.serve import run_serve
 
         run_serve(config)
     else:
-        from disagg.commands.serve import run_serve_joined
+        with collection_paused():
+            from disagg.commands.serve import run_serve_joined
 
         run_serve_joined(config, options.join)
