@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from forked_processes import ForkedContext
 
 from disagg.core.config.read import TransportConfig
 from transport.base import Transport
@@ -31,7 +31,7 @@ class RankProcess:
     """A transport in a process that drives it all the time."""
 
     def __init__(self, choice: Choice) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = ForkedContext()
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_serve, args=(theirs, choice), daemon=True)
         self.process.start()

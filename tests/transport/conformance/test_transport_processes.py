@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked_processes import ForkedContext
 from transport_harness import POISON, Node, Pair, make_node, settle
 
 from disagg.core.errors import PeerLostError
@@ -67,7 +68,7 @@ class Child:
     """A process on the other end of a pipe, and a node here that is connected to it."""
 
     def __init__(self, backend: str, device: str) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = ForkedContext() if device == "cpu" else multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, backend, device), daemon=True)
         self.process.start()
