@@ -171,7 +171,7 @@ class OutgoingTickets:
                 case TransferAction.STOP_SEGMENTS:
                     self._stop_segments(outgoing)
                 case TransferAction.NOTIFY_PEERS:
-                    for peer in outgoing.expecting:
+                    for peer in sorted(outgoing.expecting):
                         self.send_end(outgoing, peer, reason)
                 case TransferAction.REPORT_CLOSED:
                     self._report_closed(outgoing)

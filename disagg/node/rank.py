@@ -205,7 +205,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self._loop.call(connect)
         if self._leader is not None:
             self._leader.link(other)
-        for peer in peers:
+        for peer in sorted(peers):
             self.control.watch(peer)
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:

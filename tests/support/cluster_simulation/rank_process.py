@@ -1,0 +1,149 @@
+"""The process of one rank: the real rank, whose threads are callbacks of the event loop."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from fake_model import FakeRunner
+from simulated_memory import Device, poison_ring
+
+from cluster_simulation.fabric import SimulatedTransport
+from cluster_simulation.network import SimulatedControl
+from cluster_simulation.processes import Process
+from decode_node.rank import DecodeRank
+from disagg.core.config.read import Config
+from prefill_node.rank import PrefillRank
+
+if TYPE_CHECKING:
+    from cluster_simulation.group_process import GroupProcess
+    from cluster_simulation.world import World
+
+KERNEL_S = (1e-5, 3e-4)
+POLL_S = 3e-4
+"""How often a rank polls its device, whose poll interval is 0 in the product."""
+SWAP_S = (1e-4, 5e-3)
+RANKS: dict[str, type[Any]] = {"prefill": PrefillRank, "decode": DecodeRank}
+
+
+class RankProcess(Process):
+    """One rank with its control thread, transfer thread, compute thread and device."""
+
+    def __init__(self, world: World, group: GroupProcess, number: int, config: Config) -> None:
+        super().__init__(world, f"{group.name}-{number}")
+        self.number, self.group = number, group
+        section = getattr(config, group.role)
+        runner: Any = FakeRunner(
+            world.spec_of(group.role),
+            number,
+            section.ranks,
+            section.page_size,
+            section.pool_tokens,
+            section.max_requests,
+        )
+        self.device = _Device(self)
+        self._turn_at_s = float("inf")
+        self.control = SimulatedControl(self, world.network, world.options)
+        transport = SimulatedTransport(world.fabric, self, self._wake_transfer)
+        self.rank: Any = RANKS[group.role](
+            rank=number,
+            config=config,
+            group_config=section,
+            name=group.name,
+            runner=runner,
+            control=self.control,
+            transport=transport,
+            clock=world.loop.time,
+        )
+        for part in runner.pool.parts:
+            world.devices[part.buffer.data_ptr()] = self.device
+        self._replace_threads()
+
+    def _replace_threads(self) -> None:
+        rank = self.rank
+        rank._loop.call = lambda work, timeout_s=0.0: work()
+        rank._loop.start = self._wake_transfer
+        rank._loop._guarded = lambda work, otherwise: work()  # an exception is a bug, and ends the simulation
+        rank._compute = SimpleNamespace(start=lambda: None, busy=False)
+        rank._agent._queue.record_event = self.device.record_event
+        memory = rank._agent._ring if self.group.role == "decode" else rank._agent._space
+        poison_ring(memory.allocator, memory.buffer.memory)
+        if self.group.role == "decode":
+            rank._swapper.order = self._order_swap
+            rank._swapper._done = lambda swap, seconds, error: rank._swapped(swap, SWAP_S[0], error)
+        plans, put = rank._plans, rank._plans.put
+
+        def plan_arrived(plan: Any) -> None:
+            put(plan)
+            self.group.plan_arrived(self)
+
+        plans.put = plan_arrived
+
+    def die(self) -> None:
+        super().die()
+        self.world.network.leave(self.name)
+        self.world.fabric.kill(self.name)
+
+    def _order_swap(self, swap: Any, after: Any) -> None:
+        self.later(partial(self.rank._swapper.copy, swap, after), self.choose.uniform(*SWAP_S))
+
+    # --- the transfer thread
+
+    def _wake_transfer(self) -> None:
+        self._turn_in(0.0)
+
+    def _turn_in(self, delay_s: float) -> None:
+        due_s = self.loop.time() + delay_s
+        if self._turn_at_s <= due_s + 1e-4:
+            return
+        self._turn_at_s = due_s
+        self.later(partial(self._turn, due_s), delay_s or None)
+
+    def _turn(self, due_s: float) -> None:
+        if due_s != self._turn_at_s:
+            return  # an earlier one was asked for
+        self._turn_at_s = float("inf")
+        loop, now_s = self.rank._loop, self.loop.time()
+        loop._turn()
+        wait_s = loop._timers(now_s)
+        due_s = min(loop._next_tick_s, loop._next_look_s) - now_s
+        self._turn_in(max(POLL_S, min(wait_s, due_s)))
+
+
+class _Device(Device):
+    """Kernels run one after the other, each some time after it was launched."""
+
+    def __init__(self, process: Process) -> None:
+        super().__init__()
+        self._process = process
+        self.work = _Work(self._launched)
+        self._running = False
+
+    def _launched(self) -> None:
+        if not self._running and self.work:
+            self._running = True
+            self._process.later(self._run, self._process.choose.uniform(*KERNEL_S))
+
+    def _run(self) -> None:
+        self._running = False
+        self.step()
+        self._launched()
+
+
+class _Work(deque[Callable[[], None]]):
+    """A queue that reports each addition."""
+
+    def __init__(self, added: Callable[[], None]) -> None:
+        super().__init__()
+        self._added = added
+
+    def append(self, work: Callable[[], None]) -> None:
+        super().append(work)
+        self._added()
+
+    def extend(self, works: Any) -> None:
+        super().extend(works)
+        self._added()

@@ -1,0 +1,150 @@
+"""One seed: requests and faults begin, everything settles, and all that must hold is checked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+import structlog
+
+from cluster_simulation import books
+from cluster_simulation.faults import Faults
+from cluster_simulation.policy import ErrorPolicy, any_fault_error
+from cluster_simulation.requests import ClientRequest, RequestSource
+from cluster_simulation.scale import Scale, weather_of
+from cluster_simulation.virtual_time import VirtualTimeLoop
+from cluster_simulation.virtual_time import run as run_loop
+from cluster_simulation.world import World
+from disagg.core.types import SamplingParams
+from disagg.router.session_driver import RELEASE_TIMEOUT_S
+
+CHECK_S = 1.0
+END_SLACK_S = 2.0
+"""A request ends within its deadline, the time of its release and this."""
+QUIET_S = 120.0
+"""Within this time after the last request every fault has ended and every book is empty."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A simulation and what came of it."""
+
+    seed: int
+    world: World
+    faults: Faults
+    requests: list[ClientRequest] = field(default_factory=list)
+    virtual_s: float = 0.0
+
+    @property
+    def outcomes(self) -> list[str]:
+        """The outcome of each request."""
+        return [request.outcome for request in self.requests]
+
+
+def simulate(
+    seed: int, scale: Scale | None = None, policy: ErrorPolicy = any_fault_error, faults: int | None = None
+) -> Run:
+    """Runs one seed. Raises the first error, with the seed and the last events as its note."""
+    loop = VirtualTimeLoop()
+    scale = scale or Scale()
+    with pytest.MonkeyPatch.context() as patch:
+        choose = random.Random(f"{seed} run")
+        world = World(loop, seed, scale, weather_of(choose), patch)
+        structlog.configure(processors=[world.journal.log])
+        count = choose.randint(0, scale.faults) if faults is None else faults
+        run = Run(seed, world, Faults(world, choose, count, scale.spread_s))
+        try:
+            run_loop(loop, _main(run, choose, policy))
+        except BaseException as error:
+            error.add_note(f"{world.journal}\ncluster_simulation.run.simulate({seed}, {scale})")
+            raise
+        finally:
+            structlog.reset_defaults()
+    return run
+
+
+async def _main(run: Run, choose: random.Random, policy: ErrorPolicy) -> None:
+    world, loop = run.world, run.world.loop
+    await world.start()
+    source = RequestSource(choose, world.scale.longest_answer)
+    for _ in range(world.scale.draw(choose, world.scale.requests)):
+        request = source.next()
+        run.requests.append(request)
+        loop.call_later(choose.uniform(0.0, world.scale.spread_s), _submit, run, choose, request)
+    await _requests_end(run)
+    run.faults.end()
+    _check_requests(run, policy)
+    await asyncio.sleep(max(0.0, run.faults.last_s - loop.time()))
+    await _settle(world)
+    await _every_pair_works(run)
+    run.virtual_s = loop.time()
+
+
+def _submit(run: Run, choose: random.Random, request: ClientRequest) -> None:
+    routers = run.world.living_routers()
+    if not routers:  # all died: the new one is starting
+        run.world.loop.call_later(0.1, _submit, run, choose, request)
+        return
+    router = choose.choice(routers)
+    run.world.journal.add("submit", router.name, request.id, len(request.prompt), request.sampling)
+    router.submit(request)
+    if choose.random() < 0.1:
+        run.world.loop.call_later(choose.uniform(0.0, 1.0), router.abort, request)
+
+
+async def _requests_end(run: Run) -> None:
+    """Returns when every request has ended; checks the books meanwhile."""
+    while any(request.ended_s < 0 for request in run.requests):
+        now_s = run.world.loop.time()
+        for request in run.requests:
+            limit_s = request.began_s + request.timeout_s + RELEASE_TIMEOUT_S + END_SLACK_S
+            assert request.began_s < 0 or request.ended_s >= 0 or now_s < limit_s, f"never ends: {request}"
+        books.check(run.world)
+        await asyncio.sleep(CHECK_S)
+
+
+def _check_requests(run: Run, policy: ErrorPolicy) -> None:
+    for request in run.requests:
+        request.check_end()
+        if request.error is not None:
+            why = policy(run, request)
+            assert not why, f"{request}: {why}"
+
+
+async def _settle(world: World) -> None:
+    """Returns when nothing of any request is left, and every group is back."""
+    until_s = world.loop.time() + QUIET_S
+    while True:
+        try:
+            books.check_empty(world)
+        except AssertionError:
+            if world.loop.time() > until_s:
+                raise
+            await asyncio.sleep(CHECK_S)
+        else:
+            return
+
+
+async def _every_pair_works(run: Run) -> None:
+    """After all faults, a request of each pair of groups is answered."""
+    world = run.world
+    wanted: list[str] = []
+
+    def choose(engines: object, request: object) -> object:
+        return next(engine for engine in engines if engine.group.name in wanted)  # type: ignore[attr-defined]
+
+    router = await world.add_router(choose)
+    while len(router.router.engines) < len(world.groups):
+        await asyncio.sleep(0.1)
+    prefills, decodes = world.directory.of("prefill"), world.directory.of("decode")
+    for number, (prefill, decode) in enumerate((one, other) for one in prefills for other in decodes):
+        wanted[:] = [prefill.name, decode.name]
+        request = ClientRequest(f"pair-{number}", [number + 1, 2, 3], SamplingParams(max_tokens=2), 30.0)
+        router.submit(request)
+        while request.ended_s < 0:
+            await asyncio.sleep(0.1)
+        assert request.outcome == "done", f"{wanted} cannot serve any more: {request}"
+        request.check_end()
+    await _settle(world)

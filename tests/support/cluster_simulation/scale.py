@@ -1,0 +1,75 @@
+"""Sizes of a simulation, and the settings of its groups."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import msgspec
+from local_groups import small_config
+
+from cluster_simulation.network import Weather
+from disagg.core.config.read import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How much a simulation holds; each seed draws up to these numbers."""
+
+    prefills: int = 2
+    decodes: int = 2
+    routers: int = 2
+    most_ranks: int = 2
+    """Of one group."""
+    requests: int = 8
+    longest_answer: int = 8
+    spread_s: float = 10.0
+    """Requests and faults begin within this time."""
+    faults: int = 3
+    least: float = 0.0
+    """Share of these numbers that each seed has at least."""
+
+    def draw(self, choose: random.Random, most: int) -> int:
+        """Returns a number up to `most`, which is one of the numbers above."""
+        return choose.randint(max(1, int(self.least * most)), most)
+
+
+CLEAR = Weather()
+
+
+def weather_of(choose: random.Random) -> Weather:
+    """Half of the seeds have a good network; the worst loses and repeats a tenth of all packets."""
+    bad = choose.choice([0.0, 0.0, 0.02, 0.1])
+    return Weather(
+        lost=bad * choose.random(),
+        repeated=bad * choose.random(),
+        late=choose.choice([0.0, 0.02]),
+        delay_s=choose.choice([1e-4, 2e-4, 2e-3]),
+    )
+
+
+def draw_config(choose: random.Random) -> Config:
+    """Small in every way; leases expire within the simulation."""
+    config = small_config(
+        prefill_page=choose.choice([4, 16]),
+        decode_page=choose.choice([4, 16]),
+        chunk_tokens=choose.choice([16, 64]),
+        pool_tokens=choose.choice([128, 256]),
+        ring_bytes=choose.choice([4096, 16384]),
+        layer_groups=choose.choice([1, 3]),
+        max_requests=choose.choice([3, 6]),
+        lease_timeout_s=5.0,
+        peer_memory=choose.random() < 0.5,
+        metrics_interval_s=5.0,
+        checksum=choose.random() < 0.5,
+    )
+    decode = msgspec.structs.replace(
+        config.decode, preemption=choose.choice(["recompute", "swap"]), swap_bytes=choose.choice([0, 1 << 16])
+    )
+    return msgspec.structs.replace(config, decode=decode)
+
+
+def with_ranks(config: Config, role: str, ranks: int) -> Config:
+    """The settings of one group."""
+    section = msgspec.structs.replace(getattr(config, role), tp=ranks)
+    return msgspec.structs.replace(config, **{role: section})

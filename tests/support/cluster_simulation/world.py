@@ -1,0 +1,156 @@
+"""The simulated cluster as a whole: its clock, network, processes, and what may be done to them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fake_model import fake_spec
+from simulated_memory import Device, late_kernels
+
+from cluster_simulation.fabric import SimulatedFabric
+from cluster_simulation.journal import Journal
+from cluster_simulation.launcher import Launcher
+from cluster_simulation.network import Network, Weather
+from cluster_simulation.processes import Process
+from cluster_simulation.rank_process import RankProcess
+from cluster_simulation.router_process import RouterProcess
+from cluster_simulation.scale import Scale, draw_config, with_ranks
+from cluster_simulation.virtual_time import VirtualTimeLoop
+from disagg.core.config.read import Config
+from disagg.model.spec.model_spec import ModelSpec
+from transport.control import messages as m
+from transport.control.reliable import ReliableOptions
+
+PEER_TIMEOUT_S = 4.0
+LAYERS, KV_HEADS = 3, 3
+
+
+class World:
+    """Everything of one seed. `start` brings the cluster up; the event loop does the rest."""
+
+    def __init__(
+        self, loop: VirtualTimeLoop, seed: int, scale: Scale, weather: Weather, patch: pytest.MonkeyPatch
+    ) -> None:
+        self.loop, self.seed, self.scale = loop, seed, scale
+        self.choose = random.Random(f"{seed} world")
+        self.journal = Journal(loop.time)
+        self.network = Network(loop, seed, weather)
+        self.fabric = SimulatedFabric(loop, seed, self.network)
+        self.options = ReliableOptions(peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=1.0)
+        self.config = draw_config(self.choose)
+        self.metrics_s = self.config.metrics.interval_s
+        self.devices: dict[int, Device] = {}
+        """By the address of their pools."""
+        self.watchers: list[Callable[[str, str, m.Message], None]] = []
+        """Called for each message that a process sends by its control channel."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._routers = 0
+        self.routers: list[RouterProcess] = []
+        _patch_product(patch, self)
+        self.directory = Launcher(self)
+
+    async def start(self) -> None:
+        """Brings up groups and routers."""
+        scale = self.scale
+        prefills, decodes = (scale.draw(self.choose, most) for most in (scale.prefills, scale.decodes))
+        await self.directory.start(prefills, decodes)
+        for _ in range(scale.draw(self.choose, scale.routers)):
+            await self.add_router()
+        while any(len(router.router.engines) < prefills + decodes for router in self.routers):
+            await asyncio.sleep(0.1)
+
+    async def add_router(self, policy: Any = None) -> RouterProcess:
+        """Starts one more router."""
+        self._routers += 1
+        router = RouterProcess(self, f"router-{self._routers}", policy)
+        self.routers.append(router)
+        await router.start()
+        return router
+
+    def config_of(self, role: str) -> Config:
+        """The settings of a new group; each group has its own number of ranks."""
+        return with_ranks(self.config, role, self.choose.randint(1, self.scale.most_ranks))
+
+    def spec_of(self, role: str) -> ModelSpec:
+        """The same model for all."""
+        return fake_spec(LAYERS, KV_HEADS)
+
+    def keep(self, task: asyncio.Task[Any]) -> None:
+        """Its error ends the simulation."""
+        self._tasks.add(task)
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                task.result()
+
+        task.add_done_callback(ended)
+
+    def on_message(self, source: str, destination: str, message: m.Message) -> None:
+        """A process sends a message."""
+        self.journal.add("send", source, destination, type(message).__name__, getattr(message, "key", ""))
+        for watcher in self.watchers:
+            watcher(source, destination, message)
+
+    # --- processes
+
+    @property
+    def groups(self) -> list[Any]:
+        """All groups that are not taken down."""
+        return self.directory.groups
+
+    def ranks(self) -> list[RankProcess]:
+        """All living ranks."""
+        return [process for group in self.groups for process in group.ranks if process.alive]
+
+    def living_routers(self) -> list[RouterProcess]:
+        """All living routers."""
+        return [router for router in self.routers if router.alive]
+
+    def process(self, name: str) -> Process | None:
+        """The living process of this name."""
+        every: list[Process] = [*self.ranks(), *self.living_routers()]
+        return next((process for process in every if process.name == name), None)
+
+    def kill(self, process: Process, why: str) -> None:
+        """Ends a process; no effect on a dead one."""
+        if not process.alive:
+            return
+        self.journal.add("kill", process.name, why)
+        process.die()
+        if isinstance(process, RankProcess):
+            self.directory.rank_died(process)
+
+    # --- the network between two processes
+
+    def cut(self, source: str, destination: str, seconds: float) -> None:
+        """Cuts one direction; data connections that are silent for too long break."""
+        self.journal.add("cut", source, destination, round(seconds, 3))
+        self.network.cut(source, destination)
+        self.loop.call_later(seconds, self._heal, source, destination)
+        keepalive_s = self.choose.uniform(1.0, 8.0)
+        if keepalive_s < seconds:
+            self.loop.call_later(keepalive_s, self._break, source, destination)
+
+    def _heal(self, source: str, destination: str) -> None:
+        self.journal.add("heal", source, destination)
+        self.network.heal(source, destination)
+        if not self.network.is_cut(source, destination):
+            self.fabric.mend(source, destination)
+
+    def _break(self, source: str, destination: str) -> None:
+        """One side or both notice a connection without a sign of life."""
+        for name, other in ((source, destination), (destination, source)):
+            if self.choose.random() < 0.7:
+                self.fabric.sever(name, other)
+
+
+def _patch_product(patch: pytest.MonkeyPatch, world: World) -> None:
+    chance = random.Random(f"{world.seed} tickets")
+    patch.setattr("disagg.node.leader.IDLE_S", 0.0)
+    patch.setattr("secrets.randbelow", chance.randrange)
+    late_kernels(world.devices, patch)

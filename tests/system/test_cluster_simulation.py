@@ -1,0 +1,84 @@
+"""A whole cluster with faults, by seeds: real routers, leaders, ranks and control channels (`cluster_simulation`).
+
+Groups and routers die, hang and pause; packets are lost, repeated, late; the network is cut and healed. Whatever
+happens, finished answers are exact, every request ends, and in the end nothing of any request is left. A failing seed
+prints itself and the last events.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cluster_simulation.bugs import BUGS
+from cluster_simulation.run import Run, simulate
+from cluster_simulation.scale import Scale
+from slow_parameters import sampled
+
+SAMPLE, ALL, AT_ONCE = 200, 10_000, 50
+"""Seeds of `make test`, of `make test-slow`, and of one test."""
+LARGE = Scale(
+    prefills=25,
+    decodes=25,
+    routers=3,
+    most_ranks=2,
+    requests=1000,
+    longest_answer=4,
+    spread_s=60.0,
+    faults=20,
+    least=1.0,
+)
+
+
+def outcomes(runs: list[Run]) -> Counter[str]:
+    """How often each outcome occurred."""
+    return Counter(outcome for run in runs for outcome in run.outcomes)
+
+
+@pytest.mark.parametrize("first", sampled(range(0, ALL, AT_ONCE), lambda first: first < SAMPLE))
+def test_any_faults(first: int) -> None:
+    runs = [simulate(seed) for seed in range(first, first + AT_ONCE)]
+    found = outcomes(runs)
+    assert found["done"] > AT_ONCE, found
+    struck = {kind for run in runs for kind in run.faults.struck}
+    assert len(struck) > 4, f"only these faults struck: {struck}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_large_cluster(seed: int) -> None:
+    """50 groups and 1000 requests."""
+    found = outcomes([simulate(seed, LARGE)])
+    assert found["done"] > 500, found
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_the_simulation_reports_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUGS[bug](monkeypatch)
+    with pytest.raises((AssertionError, ValueError)) as caught:
+        outcomes([simulate(seed) for seed in range(40)])
+    assert any("cluster_simulation.run.simulate(" in note for note in caught.value.__notes__), (
+        "the seed is named"
+    )
+
+
+def test_a_seed_repeats() -> None:
+    """Every event, in every process: the order of sets of strings, which differs, changes nothing."""
+    root = Path(__file__).parents[2]
+    code = "from cluster_simulation.run import simulate; print([simulate(s).world.journal.digest for s in range(8)])"
+    path = os.pathsep.join([str(root), str(root / "tests" / "support")])
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for hash_seed in ("1", "2")
+    }
+    assert len(digests) == 1
