@@ -7,6 +7,7 @@ on one by one; a request without tokens, or a beam search, starts again as a who
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -30,8 +31,8 @@ class Branch:
     answers: tuple[Answer, ...]
     sampling: SamplingParams
     recoveries: int = 0
-    died: frozenset[str] = frozenset()
-    """Groups lost in a row without a new token."""
+    suspects: frozenset[str] = frozenset()
+    """Names of the groups of sessions that failed in a row without a new token; a death may show later."""
     tokens: int = 0
     """Tokens of the answers at the latest loss."""
 
@@ -45,13 +46,11 @@ class Branch:
         """Pause before the next session: none at first, then time for a connection or a group to come back."""
         return 0.0 if self.recoveries < 2 else SECOND_PAUSE_S * 4.0 ** (self.recoveries - 2)
 
-    def after_loss(self, died: str) -> Branch:
-        """Returns the branch after a failed session; `died` is the name of the lost group, empty if none is lost."""
+    def after_loss(self, groups: Iterable[str]) -> Branch:
+        """Returns the branch after a session with these groups has failed."""
         tokens = sum(len(answer.tokens) for answer in self.answers)
-        before = self.died if tokens == self.tokens else frozenset()
-        return replace(
-            self, recoveries=self.recoveries + 1, died=before | {died} if died else before, tokens=tokens
-        )
+        before = self.suspects if tokens == self.tokens else frozenset()
+        return replace(self, recoveries=self.recoveries + 1, suspects=before.union(groups), tokens=tokens)
 
     def unfinished(self) -> list[Branch]:
         """Returns the branches that compute the rest: one per answer with tokens, else one for all.
@@ -76,16 +75,21 @@ def _alone(sampling: SamplingParams, answer: Answer) -> SamplingParams:
     return msgspec.structs.replace(sampling_of(sampling, answer.number), n=1)
 
 
-def require_recoverable(request_id: str, branch: Branch, max_recoveries: int, error: Exception) -> None:
-    """Raises `PeerLostError` when a request has been recovered too often, or seems to kill groups."""
+def require_recoverable(
+    request_id: str, branch: Branch, died: Collection[str], max_recoveries: int, error: Exception
+) -> None:
+    """Raises `PeerLostError` when a request has been recovered too often, or seems to kill groups.
+
+    `died`: the suspects that are lost.
+    """
     if branch.recoveries > max_recoveries:
         raise PeerLostError(
             f"request {request_id} lost its groups {branch.recoveries} times, more than router.max_recoveries = "
             f"{max_recoveries}; the last time: {error}"
         ) from error
-    if len(branch.died) >= DEADLY:
+    if len(died) >= DEADLY:
         raise PeerLostError(
-            f"request {request_id} is given up: {' and '.join(sorted(branch.died))} were lost while they computed "
+            f"request {request_id} is given up: {' and '.join(sorted(died))} were lost while they computed "
             f"token {branch.tokens} of its answer, which it may have caused; the last time: {error}"
         ) from error
 

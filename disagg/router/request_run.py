@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,9 +60,10 @@ class RunContext:
     options: RunOptions
     budget: RecoveryBudget
     clock: Clock
-    recovered: Callable[[Loss, Pair], str]
-    """Called for each recovery with the groups of the failed session. Returns the name of the group that is dead or
-    cut off from the router; empty if both live, and only the connection between them is lost."""
+    recovered: Callable[[Loss, Pair], None]
+    """Called for each recovery with the groups of the failed session."""
+    lost_groups: Callable[[Iterable[str]], set[str]]
+    """Returns those of the named groups that are dead, or cut off from the router."""
 
 
 @dataclass(slots=True)
@@ -176,8 +177,10 @@ class RequestRun:
                 raise error
             await asyncio.sleep(min(error.retry_after_s, session.left_s(context.clock())))
         else:
-            branch = branch.after_loss(context.recovered(session.loss, (load.prefill, load.decode)))
-            require_recoverable(request.request_id, branch, context.options.max_recoveries, error)
+            branch = branch.after_loss({session.prefill.name, session.decode.name})
+            died = context.lost_groups(branch.suspects)
+            require_recoverable(request.request_id, branch, died, context.options.max_recoveries, error)
+            context.recovered(session.loss, (load.prefill, load.decode))
             request.report.recoveries.append(session.loss.value)
             log.info(
                 "request_recovered",

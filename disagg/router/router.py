@@ -49,7 +49,7 @@ class Router:
         self._reserve_retry_s, self._clock = config.reserve_retry_s, clock
         budget = RecoveryBudget(config.recoveries_per_s, clock)
         options = RunOptions(config.reserve_retry_s, config.max_recoveries, config.group_wait_s)
-        self._context = RunContext(dispatcher, options, budget, clock, self._recovered)
+        self._context = RunContext(dispatcher, options, budget, clock, self._recovered, self._lost_groups)
         self._missing_since_s: dict[str, float] = {}
         """When each role without a usable group was first found to have none."""
         self.recoveries: Counter[str] = Counter()
@@ -240,13 +240,18 @@ class Router:
             async for output in outputs:
                 yield output
 
-    def _recovered(self, loss: Loss, pair: Pair) -> str:
-        """Counts a recovery and avoids the pair. Returns the name of the lost group; empty if both live."""
+    def _recovered(self, loss: Loss, pair: Pair) -> None:
+        """Counts a recovery and avoids the pair."""
         self.recoveries[loss.value] += 1
         self._shun(*pair)
-        engine = pair[0] if loss is Loss.PREFILL else pair[1]
-        gone = self._engines.get(engine.group.name) is not engine
-        return engine.group.name if gone or self._lost(engine) or self.statuses.broken(engine) else ""
+
+    def _lost_groups(self, names: Iterable[str]) -> set[str]:
+        engines = {name: self._engines.get(name) for name in names}
+        return {
+            name
+            for name, engine in engines.items()
+            if engine is None or self._lost(engine) or self.statuses.broken(engine)
+        }
 
 
 def _packed(prompt: Sequence[int]) -> TokenIds:
