@@ -44,16 +44,16 @@ def alive(connection: socket.socket) -> bool:
     return found.startswith(b"HTTP/1.1 200")
 
 
-def ask(connection: socket.socket) -> None:
+def send_request(connection: socket.socket) -> None:
     body = b'{"model": "tiny", "prompt": "x", "max_tokens": 2}'
     connection.sendall(b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
 
 
-def test_one_connection_too_many_is_told_so() -> None:
+def test_a_connection_beyond_the_limit_gets_a_503() -> None:
     with ApiServer(max_connections=2) as server, ExitStack() as stack:
         server.set(hold_after=1)
         for _ in range(2):
-            ask(stack.enter_context(connected(server)))
+            send_request(stack.enter_context(connected(server)))
         until(lambda: server.value("disagg_requests_running") == 2)
         with connected(server) as surplus:
             surplus.sendall(GET % b"/v1/models")
@@ -107,7 +107,7 @@ def test_an_answer_may_take_longer_than_a_head() -> None:
     with ApiServer(header_timeout_s=0.1) as server:
         server.set(hold_after=1)
         with connected(server) as slow, connected(server) as clock:
-            ask(slow)
+            send_request(slow)
             until(lambda: server.value("disagg_requests_running") == 1)
             assert b"408" in rest(clock), "that much time has passed"
             server.go()
@@ -122,7 +122,7 @@ def test_an_idle_connection_is_closed() -> None:
 
 
 @pytest.mark.parametrize("more", [b"\r\n", b"a", b"abcde"])
-def test_what_nobody_waits_for_does_not_keep_a_connection(more: bytes) -> None:
+def test_ignored_bytes_do_not_keep_a_connection_open(more: bytes) -> None:
     head = (
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n"
         if more.strip()

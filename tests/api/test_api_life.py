@@ -20,7 +20,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @contextmanager
-def asking(server: ApiServer, path: str = COMPLETIONS, **fields: Any) -> Iterator[Future[httpx.Response]]:
+def requested(server: ApiServer, path: str = COMPLETIONS, **fields: Any) -> Iterator[Future[httpx.Response]]:
     """A request under way, on a thread of its own."""
     with ThreadPoolExecutor(1) as pool:
         yield pool.submit(server.ask, path, **fields)
@@ -50,7 +50,7 @@ def test_a_client_that_leaves_aborts_its_answers(stream: bool) -> None:
 def test_a_client_that_leaves_the_queue_frees_its_place() -> None:
     with ApiServer(max_running=1, max_queued=1) as server:
         server.set(hold_after=1)
-        with asking(server, max_tokens=2) as running:
+        with requested(server, max_tokens=2) as running:
             until(lambda: server.value("disagg_requests_running") == 1)
             with pytest.raises(httpx.ReadTimeout):
                 server.client.post(COMPLETIONS, json=body(""), timeout=0.2)
@@ -64,7 +64,7 @@ def test_a_client_that_leaves_the_queue_frees_its_place() -> None:
 def test_a_full_server_refuses_at_once() -> None:
     with ApiServer(max_running=2, max_queued=1) as server:
         server.set(hold_after=1)
-        with asking(server, n=3, max_tokens=2) as running:
+        with requested(server, n=3, max_tokens=2) as running:
             until(lambda: server.value("disagg_requests_running") == 2)
             until(lambda: server.value("disagg_requests_queued") == 1)
             refused = server.ask()
@@ -81,10 +81,10 @@ def test_a_full_server_refuses_at_once() -> None:
 def test_half_of_a_request_is_not_admitted() -> None:
     with ApiServer(max_running=2, max_queued=1) as server:
         server.set(hold_after=1)
-        with asking(server, n=2, max_tokens=2) as running:
+        with requested(server, n=2, max_tokens=2) as running:
             until(lambda: server.value("disagg_requests_running") == 2)
             assert server.ask(n=2).status_code == 429
-            with asking(server, max_tokens=2) as waiting:
+            with requested(server, max_tokens=2) as waiting:
                 until(lambda: server.value("disagg_requests_queued") == 1)
                 server.go()
                 assert (running.result().status_code, waiting.result().status_code) == (200, 200)
@@ -104,7 +104,7 @@ def test_an_answer_is_out_before_its_release_is_and_is_not_aborted() -> None:
 def test_a_deadline_in_the_queue() -> None:
     with ApiServer(max_running=1) as server:
         server.set(hold_after=1)
-        with asking(server, max_tokens=2) as running:
+        with requested(server, max_tokens=2) as running:
             until(lambda: server.value("disagg_requests_running") == 1)
             late = server.client.post(COMPLETIONS, json=body(""), headers={"x-request-timeout-s": "0.1"})
             assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
@@ -117,7 +117,7 @@ def test_a_deadline_in_the_queue() -> None:
 def test_a_deadline_is_never_longer_than_the_servers() -> None:
     with ApiServer(max_running=1, request_timeout_s=0.2) as server:
         server.set(hold_after=0)
-        with asking(server) as running:
+        with requested(server) as running:
             until(lambda: server.value("disagg_requests_running") == 1)
             late = server.client.post(COMPLETIONS, json=body(""), headers={"x-request-timeout-s": "60"})
             assert late.status_code == 504
@@ -171,7 +171,7 @@ def test_one_failed_answer_ends_its_siblings() -> None:
 def test_a_stop_lets_answers_end_and_takes_no_more() -> None:
     with ApiServer() as server:
         server.set(hold_after=1)
-        with asking(server, max_tokens=3, stream=True) as running:
+        with requested(server, max_tokens=3, stream=True) as running:
             until(lambda: server.value("disagg_requests_running") == 1)
             server.stop()
             until(lambda: server.client.get("/ready").status_code == 503)
@@ -192,7 +192,7 @@ def test_a_stop_aborts_what_does_not_end(signals: int) -> None:
     """In time after one signal; at once after two."""
     with ApiServer(drain_timeout_s=0.2 if signals == 1 else 60.0) as server:
         server.set(hold_after=1)
-        with asking(server) as whole, asking(server, stream=True) as streamed:
+        with requested(server) as whole, requested(server, stream=True) as streamed:
             until(lambda: server.value("disagg_requests_running") == 2)
             until(lambda: server.value("disagg_generated_tokens_total") == 2)
             server.stop()
@@ -207,8 +207,8 @@ def test_a_stop_aborts_what_does_not_end(signals: int) -> None:
 
 def test_a_client_that_does_not_read_does_not_hold_the_engine() -> None:
     """Answers go on while their reader sleeps: the engine is free when they have ended, not when they are read."""
-    asked = body("", max_tokens=190, n=8, stream=True)
-    with ApiServer() as server, server.client.stream("POST", COMPLETIONS, json=asked) as response:
+    content = body("", max_tokens=190, n=8, stream=True)
+    with ApiServer() as server, server.client.stream("POST", COMPLETIONS, json=content) as response:
         until(lambda: server.value("disagg_generated_tokens_total") == 8 * 190)
         until(lambda: server.value("disagg_requests_running") == 0)
         assert response.read().endswith(b"data: [DONE]\n\n")
@@ -228,14 +228,14 @@ def test_many_at_once() -> None:
 
 def test_a_client_that_never_reads_is_left_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("disagg.api.responses.SEND_GRACE_S", 0.1)
-    asked = json.dumps(body("", max_tokens=190, n=16, logprobs=20, stream=True)).encode()
+    content = json.dumps(body("", max_tokens=190, n=16, logprobs=20, stream=True)).encode()
     with ApiServer(send_buffer_bytes=4096) as server, socket.socket() as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.url.removeprefix("http://").split(":")
         raw.connect((host, int(port)))
         head = (
-            f"POST {COMPLETIONS} HTTP/1.1\r\ncontent-length: {len(asked)}\r\nx-request-timeout-s: 1\r\n\r\n"
+            f"POST {COMPLETIONS} HTTP/1.1\r\ncontent-length: {len(content)}\r\nx-request-timeout-s: 1\r\n\r\n"
         )
-        raw.sendall(head.encode() + asked)
+        raw.sendall(head.encode() + content)
         until(lambda: server.value("disagg_requests_total", outcome="aborted") == 1)
         assert server.value("disagg_generated_tokens_total") == 16 * 190, "the engine did not wait for it"

@@ -109,7 +109,7 @@ def test_a_kept_connection_is_closed_when_room_is_needed_and_one_in_use_is_not()
         assert first_bytes(used).startswith(b"HTTP/1.1 200")
 
 
-def test_half_a_head_that_makes_room_is_told_so() -> None:
+def test_a_connection_with_half_a_head_gets_a_503_when_evicted() -> None:
     with ApiServer(max_connections=1) as server, connect(server) as half:
         half.sendall(b"GET / HTTP/1.1\r\n")
         until(lambda: server.value("disagg_http_connections") == 1)

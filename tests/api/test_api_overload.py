@@ -51,12 +51,12 @@ def test_it_is_refused_before_its_body_comes_and_the_connection_is_kept(full: Ap
         assert reply()[0].startswith(b"HTTP/1.1 200 "), "the same connection, when there is room"
 
 
-def test_a_stranger_learns_nothing_of_the_load(full: ApiServer) -> None:
+def test_a_client_without_a_key_learns_nothing_of_the_load(full: ApiServer) -> None:
     reply = full.client.post(PATH, json=body(PATH), headers={"authorization": "Bearer no"})
     assert reply.status_code == 401
 
 
-def test_only_what_asks_for_answers_is_refused(full: ApiServer) -> None:
+def test_only_requests_for_answers_are_refused(full: ApiServer) -> None:
     assert full.ask().status_code == 429
     assert full.client.get(PATH).status_code == 405
     assert full.ask("/tokenize").status_code == 200
@@ -73,16 +73,16 @@ def test_many_refusals_are_few_lines_in_the_log(full: ApiServer) -> None:
     assert sum(line["refused"] for line in lines) <= 20
 
 
-def test_who_waits_when_an_overload_begins_gets_his_429() -> None:
+def test_queued_requests_get_429_when_an_overload_begins() -> None:
     with ApiServer(max_running=1, max_queued=2) as server, ThreadPoolExecutor(4) as pool:
         server.set(hold_after=1)
 
-        def ask(n: int) -> Future[int]:
+        def submit(n: int) -> Future[int]:
             return pool.submit(lambda: server.ask(n=n, max_tokens=2, stream=n == 1).status_code)
 
-        running = ask(1)
+        running = submit(1)
         until(lambda: server.value("disagg_requests_running") == 1)
-        waiting = ask(1), ask(1)
+        waiting = submit(1), submit(1)
         until(lambda: server.value("disagg_requests_queued") == 2)
         assert server.ask().status_code == 429
         assert [one.result() for one in waiting] == [429, 429]

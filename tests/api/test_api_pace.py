@@ -1,4 +1,4 @@
-"""Admission by time, on a clock of our own: a simulated server, and clients that ask for more than it can do."""
+"""Admission by time: a simulated server on its own clock, with clients that exceed its capacity."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Server:
         self.pace = Pace(MAX_RUNNING, self.max_queue_s, self.max_slowdown)
         self.admission = Admission(MAX_RUNNING, MAX_QUEUED, Metrics(), self.pace, lambda: self.now_s)
 
-    def ask(self) -> bool:
+    def request(self) -> bool:
         before = self.pace.overload
         try:
             self.admission.check_capacity()
@@ -57,14 +57,14 @@ class Server:
         except BusyError:
             self.refused.append((self.now_s, 0.0))
             if self.pace.overload and not before:
-                self._turn_away()
+                self._reject_queued()
             return False
         self.waiting.append(self.now_s)
         self.most_inside = max(self.most_inside, self.admission.inside)
         return True
 
-    def _turn_away(self) -> None:
-        """As `Admission` does with those that wait in `turn`."""
+    def _reject_queued(self) -> None:
+        """Rejects queued requests, as `Admission` does."""
         while self.waiting:
             came_s = self.waiting.popleft()
             self.refused.append((came_s, self.now_s - came_s))
@@ -92,7 +92,7 @@ def took(pairs: list[tuple[float, float]], from_s: float = 0.0) -> list[float]:
 
 @dataclass
 class Clients:
-    """Some ask so many times a second, as a Poisson process; others wait for their answers, and ask again at once."""
+    """Open-loop clients (a Poisson process), and closed-loop clients, which send a request after each answer."""
 
     server: Server
     seed: int = 0
@@ -107,12 +107,12 @@ class Clients:
         while server.now_s < began_s + seconds:
             next_s = next_s if rate else float("inf")
             while next_s <= server.now_s:
-                server.ask()
+                server.request()
                 next_s += self._random.expovariate(rate)
             begun = (
                 waiting if server.now_s >= began_s + ramp_s else (server.now_s - began_s) / ramp_s * waiting
             )
-            while theirs < int(begun) and server.ask():
+            while theirs < int(begun) and server.request():
                 theirs += 1
             ended = len(server.answered)
             server.tick()
@@ -128,7 +128,7 @@ def idle(server: Server, rate: float = 3.0, seconds: float = 20.0) -> float:
 
 
 def test_ten_times_too_much_is_answered_nearly_as_fast_as_on_an_idle_server() -> None:
-    """From the start of it, and for those too that were let in before anybody could tell it from a burst."""
+    """Holds from the start of the overload, and for requests admitted before it differed from a burst."""
     server = Server(rate=35, idle_s=0.09)
     idle_s, began_s = idle(server), server.now_s
     Clients(server, 1).run(20, rate=350)
@@ -136,9 +136,11 @@ def test_ten_times_too_much_is_answered_nearly_as_fast_as_on_an_idle_server() ->
     assert statistics.median(loaded) <= 2 * idle_s
     assert statistics.median(took(server.answered, began_s + 4)) <= 2 * idle_s
     assert max(loaded) <= 1.5 * MAX_RUNNING / server.rate, (
-        "nobody who waits when the overload is seen goes on to"
+        "requests queued at the start of the overload are rejected"
     )
-    assert len(took(server.answered, began_s + 4)) / 16 >= 0.8 * server.rate, "and hardly fewer are answered"
+    assert len(took(server.answered, began_s + 4)) / 16 >= 0.8 * server.rate, (
+        "throughput stays near its maximum"
+    )
     assert statistics.median(refused) == 0
     assert max(refused) <= 2 * (MAX_RUNNING + MAX_QUEUED) / 350
 
@@ -150,7 +152,7 @@ def test_it_recovers(idle_s: float) -> None:
     Clients(server, 1).run(200 * idle_s, rate=32 / idle_s)
     ended_s, window_s = server.now_s, max(2.0, idle_s)
     Clients(server, 2).run(100 * idle_s + 10 * window_s, rate=0.2 / idle_s)
-    assert not took(server.refused, ended_s + 3 * window_s), "three windows after it nobody is refused"
+    assert not took(server.refused, ended_s + 3 * window_s), "no refusals three windows after the overload"
     assert statistics.median(took(server.answered, ended_s + 3 * window_s)) <= 1.1 * alone_s
     assert not server.pace.overload
 
@@ -168,7 +170,7 @@ def test_what_can_be_answered_is_never_refused(times: float) -> None:
 def test_clients_that_wait_for_their_answers_are_no_overload(
     clients: int, ramp_s: float, used_s: float
 ) -> None:
-    """However many begin together, at whatever moment of a window, also on a server that nobody has used."""
+    """For any number of clients and any phase of a window, also on a fresh server."""
     server = Server(rate=35, idle_s=0.09)
     Clients(server).run(used_s, rate=3)
     Clients(server).run(15, waiting=clients, ramp_s=ramp_s)
@@ -177,8 +179,8 @@ def test_clients_that_wait_for_their_answers_are_no_overload(
 
 
 @pytest.mark.parametrize("rate", [2.0, 10.0])
-def test_neither_are_they_where_answers_take_long(rate: float) -> None:
-    """Longer than `max_queue_s`, all told: whoever has his answer may ask again."""
+def test_closed_loop_clients_with_long_answers_are_no_overload(rate: float) -> None:
+    """Total times exceed `max_queue_s`, but each client sends only after its answer."""
     server = Server(rate=rate, idle_s=5.0)
     Clients(server).run(300, waiting=200, ramp_s=1.0)
     assert not server.refused
@@ -186,7 +188,7 @@ def test_neither_are_they_where_answers_take_long(rate: float) -> None:
 
 
 def test_more_clients_than_there_is_room_for() -> None:
-    """Those that are turned away ask again at once: that is an overload."""
+    """Refused clients retry at once, which is an overload."""
     server = Server(rate=35, idle_s=0.09)
     idle_s, began_s = idle(server), server.now_s
     Clients(server).run(20, waiting=400)
@@ -194,7 +196,7 @@ def test_more_clients_than_there_is_room_for() -> None:
     assert statistics.median(took(server.answered, began_s)) <= 2 * idle_s
 
 
-def test_those_that_wait_beside_too_much() -> None:
+def test_closed_loop_clients_beside_an_overload() -> None:
     server = Server(rate=35, idle_s=0.09)
     idle_s = idle(server)
     clients = Clients(server)
@@ -206,7 +208,7 @@ def test_those_that_wait_beside_too_much() -> None:
 
 @pytest.mark.parametrize("max_slowdown", [0.0, 1.5])
 @pytest.mark.parametrize("times", [1.2, 5.0])
-def test_nobody_waits_for_much_longer_than_the_longest_queue(max_slowdown: float, times: float) -> None:
+def test_queueing_time_stays_near_its_limit(max_slowdown: float, times: float) -> None:
     server = Server(rate=20, idle_s=0.1, max_queue_s=2.0, max_slowdown=max_slowdown)
     Clients(server).run(60, rate=20 * times)
     loaded = took(server.answered, 30.0)
@@ -218,11 +220,11 @@ def test_without_bounds_the_fixed_ones_hold() -> None:
     server = Server(rate=60, idle_s=0.1, max_queue_s=1000, max_slowdown=0)
     Clients(server).run(10, rate=600)
     assert server.most_inside == MAX_RUNNING + MAX_QUEUED
-    assert max(took(server.refused)) == 0, "nobody who was let in is turned away"
+    assert max(took(server.refused)) == 0, "no admitted request is rejected"
 
 
 def test_a_slow_server_always_takes_one() -> None:
-    """Or it could never learn that it is faster now."""
+    """Otherwise the limit could never rise again."""
     server = Server(rate=0.5, idle_s=0.1, max_queue_s=0.01)
     Clients(server).run(20, rate=0.2)
     Clients(server).run(60, rate=10)
@@ -291,7 +293,7 @@ async def full() -> tuple[Admission, list[asyncio.Task[str]]]:
                 await hold.wait()
                 return "answered"
         except BusyError:
-            return "turned away"
+            return "rejected"
         finally:
             admission.leave()
 
@@ -304,7 +306,7 @@ async def full() -> tuple[Admission, list[asyncio.Task[str]]]:
     return admission, done
 
 
-def test_who_waits_when_an_overload_begins_is_turned_away_unless_others_of_his_request_run() -> None:
+def test_an_overload_rejects_queued_requests_except_parts_of_running_ones() -> None:
     async def main() -> list[str]:
         admission, tasks = await full()
         with pytest.raises(BusyError):
@@ -313,11 +315,11 @@ def test_who_waits_when_an_overload_begins_is_turned_away_unless_others_of_his_r
         assert admission.inside == 0
         return answers
 
-    assert asyncio.run(main()) == ["answered", "turned away", "answered"]
+    assert asyncio.run(main()) == ["answered", "rejected", "answered"]
 
 
-def test_who_has_his_turn_at_that_moment_keeps_it_or_gives_it_on() -> None:
-    """The one that runs ends in the same instant: its turn must not be lost."""
+def test_a_slot_granted_at_the_start_of_an_overload_is_not_lost() -> None:
+    """The running request ends in the same instant: its slot must not be lost."""
 
     async def main() -> list[str]:
         admission, tasks = await full()
@@ -335,4 +337,4 @@ def test_who_has_his_turn_at_that_moment_keeps_it_or_gives_it_on() -> None:
 
     answers = asyncio.run(main())
     assert answers[1] == "answered"
-    assert answers[0] in ("answered", "turned away")
+    assert answers[0] in ("answered", "rejected")

@@ -1,4 +1,4 @@
-"""Every refusal: its status, the field it names, and that the engine never hears of it."""
+"""Every refusal: its status and field; the engine never receives the request."""
 
 from __future__ import annotations
 

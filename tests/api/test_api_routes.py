@@ -48,7 +48,7 @@ def test_a_completion(server: ApiServer) -> None:
     assert f"cmpl-{request_id}" == reply.json()["id"] + "-0"
 
 
-def test_a_completion_has_16_tokens_unless_told(server: ApiServer) -> None:
+def test_a_completion_has_16_tokens_by_default(server: ApiServer) -> None:
     assert server.ask().json()["usage"]["completion_tokens"] == 16
 
 
@@ -63,8 +63,8 @@ def test_a_completion_has_16_tokens_unless_told(server: ApiServer) -> None:
 )
 def test_every_form_of_a_prompt(server: ApiServer, prompt: Any, prompts: list[bytes]) -> None:
     reply = server.ask(prompt=prompt, max_tokens=1, n=2).json()
-    asked = [bytes(tokens) for _, tokens, _ in server.generator.calls[-2 * len(prompts) :]]
-    assert sorted(asked) == sorted(prompts * 2)
+    content = [bytes(tokens) for _, tokens, _ in server.generator.calls[-2 * len(prompts) :]]
+    assert sorted(content) == sorted(prompts * 2)
     assert [choice["index"] for choice in reply["choices"]] == list(range(2 * len(prompts)))
     assert reply["usage"]["prompt_tokens"] == sum(map(len, prompts)), "each prompt counts once"
     assert reply["usage"]["completion_tokens"] == 2 * len(prompts)
@@ -123,8 +123,8 @@ def test_a_session_is_named_by_field_or_header(server: ApiServer, path: str) -> 
         ({}, header),
         ({"prompt_cache_key": None}, {}),
     ):
-        asked = body(path, max_tokens=1, **fields)
-        assert server.client.post(path, json=asked, headers=headers).status_code == 200
+        content = body(path, max_tokens=1, **fields)
+        assert server.client.post(path, json=content, headers=headers).status_code == 200
     assert server.generator.sessions[-3:] == ["a b", "chat-1", ""]
 
 
@@ -223,8 +223,8 @@ def test_logprobs_of_a_completion(server: ApiServer) -> None:
 
 def test_tokens_of_logprobs_by_their_numbers(server: ApiServer) -> None:
     """As vLLM names them: texts of two tokens may be the same."""
-    asked = {"max_tokens": 2, "logprobs": 1, "return_tokens_as_token_ids": True}
-    found = server.ask(**asked).json()["choices"][0]["logprobs"]
+    content = {"max_tokens": 2, "logprobs": 1, "return_tokens_as_token_ids": True}
+    found = server.ask(**content).json()["choices"][0]["logprobs"]
     assert found["tokens"] == ["token_id:97", "token_id:98"]
     assert found["top_logprobs"] == [{"token_id:97": -0.5}, {"token_id:98": -0.5}]
     assert found["text_offset"] == [0, 1]
@@ -240,17 +240,17 @@ def test_logprobs_of_a_chat(server: ApiServer) -> None:
         }
         for text in "ab"
     ]
-    asked = {"max_tokens": 2, "logprobs": True, "top_logprobs": 1}
-    whole = server.ask(CHAT, **asked).json()
+    content = {"max_tokens": 2, "logprobs": True, "top_logprobs": 1}
+    whole = server.ask(CHAT, **content).json()
     assert whole["choices"][0]["logprobs"] == {"content": want, "refusal": None}
-    streamed = events(server.ask(CHAT, **asked, stream=True).text)
+    streamed = events(server.ask(CHAT, **content, stream=True).text)
     parts = [event["choices"][0]["logprobs"] for event in streamed]
     assert [part and part["content"] for part in parts] == [None, want[:1], want[1:], None]
     none = server.ask(CHAT, max_tokens=1, logprobs=True).json()["choices"][0]["logprobs"]["content"]
     assert none[0]["top_logprobs"] == []
 
 
-def test_half_a_character_is_told_by_its_bytes(server: ApiServer) -> None:
+def test_the_bytes_of_a_partial_character(server: ApiServer) -> None:
     assert server.model.token_bytes(0xC3) == b"\xc3"
     assert server.model.token_bytes(ord("x")) == b"x"
 

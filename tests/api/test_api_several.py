@@ -1,4 +1,4 @@
-"""Several answers to a prompt, the best of several, beam searches: what is asked for, and what comes back."""
+"""Several answers to a prompt, the best of several, beam searches: requests to the engine, and replies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def samplings(server: ApiServer) -> list[SamplingParams]:
     return [sampling for _, _, sampling in server.generator.calls]
 
 
-def test_answers_to_a_prompt_are_asked_for_at_once(server: ApiServer) -> None:
+def test_answers_to_a_prompt_are_one_request_to_the_engine(server: ApiServer) -> None:
     reply = server.ask(prompt=["ab", "c"], n=3, seed=7, max_tokens=2).json()
     assert [(bytes(tokens), sampling.n) for _, tokens, sampling in server.generator.calls] == [
         (b"ab", 3),
@@ -39,7 +39,7 @@ def test_answers_to_a_prompt_are_asked_for_at_once(server: ApiServer) -> None:
     assert reply["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
 
 
-def test_more_than_a_group_makes_at_once_are_asked_for_one_by_one(server: ApiServer) -> None:
+def test_more_answers_than_a_group_computes_together_are_separate_requests(server: ApiServer) -> None:
     server.ask(n=5, seed=7, max_tokens=1)
     assert [s.n for s in samplings(server)] == [1] * 5
     assert [s.seed for s in samplings(server)] == [derived_seed(7, number) for number in range(5)]
@@ -72,7 +72,7 @@ def test_a_stream_of_several(server: ApiServer, path: str) -> None:
 
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_the_best_of_several(server: ApiServer, logprobs: int | None) -> None:
-    """The likeliest on average; log-probabilities are told when they were asked for."""
+    """Replies have the answers with the highest mean log-probability, and log-probabilities only if requested."""
     reply = server.ask(n=2, best_of=4, max_tokens=2, logprobs=logprobs).json()
     assert [choice["text"] for choice in reply["choices"]] == ["de", "ab"]
     assert [choice["index"] for choice in reply["choices"]] == [0, 1]
@@ -83,8 +83,14 @@ def test_the_best_of_several(server: ApiServer, logprobs: int | None) -> None:
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_beam_search(server: ApiServer, path: str) -> None:
-    asked = {"use_beam_search": True, "best_of": 4, "n": 2, "length_penalty": 0.5, "early_stopping": "never"}
-    reply = server.ask(path, **asked, max_tokens=2).json()
+    content = {
+        "use_beam_search": True,
+        "best_of": 4,
+        "n": 2,
+        "length_penalty": 0.5,
+        "early_stopping": "never",
+    }
+    reply = server.ask(path, **content, max_tokens=2).json()
     assert len(reply["choices"]) == 2
     assert samplings(server) == [
         SamplingParams(max_tokens=2, n=2, beams=4, length_penalty=0.5, early_stopping="never")

@@ -53,8 +53,8 @@ def kept() -> Iterator[Traced]:
 
 def test_a_request_and_its_answers(kept: Traced) -> None:
     headers = {"traceparent": f"00-{TRACE}-{PARENT}-01", "x-request-id": "mine"}
-    asked = {"model": "tiny", "prompt": "hi", "max_tokens": 4, "n": 2}
-    assert kept.server.client.post("/v1/completions", json=asked, headers=headers).status_code == 200
+    content = {"model": "tiny", "prompt": "hi", "max_tokens": 4, "n": 2}
+    assert kept.server.client.post("/v1/completions", json=content, headers=headers).status_code == 200
     spans = kept.spans(1 + 2 * 4)
     [request] = [span for span in spans if span.name == "POST /v1/completions"]
     assert request.kind is SpanKind.SERVER

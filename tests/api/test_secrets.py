@@ -192,7 +192,7 @@ def test_no_request_fails_while_keys_rotate(place: Place) -> None:
     replies: list[httpx.Response] = []
     over = threading.Event()
 
-    def ask() -> None:
+    def request() -> None:
         while not over.is_set():
             replies.append(place.complete())
 
@@ -200,7 +200,7 @@ def test_no_request_fails_while_keys_rotate(place: Place) -> None:
         count = len(replies)
         until(lambda: len(replies) >= count + 3, timeout_s=60)
 
-    client = threading.Thread(target=ask)
+    client = threading.Thread(target=request)
     client.start()
     try:
         old = place.secrets.generations[0]

@@ -80,42 +80,42 @@ def test_a_stream_is_exact(served: Served, expected: list[int]) -> None:
 
 def test_a_chat_whole_and_streamed(served: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    asked = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True}
-    whole = served.client.chat.completions.create(**asked, top_logprobs=2)  # type: ignore[call-overload]
-    stream = served.client.chat.completions.create(**asked, stream=True)  # type: ignore[call-overload]
+    fields = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0, "logprobs": True}
+    whole = served.client.chat.completions.create(**fields, top_logprobs=2)  # type: ignore[call-overload]
+    stream = served.client.chat.completions.create(**fields, stream=True)  # type: ignore[call-overload]
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content
     assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
-    told = whole.choices[0].logprobs.content
-    assert bytes(byte for one in told for byte in one.bytes).decode() == text
-    assert {len(one.top_logprobs) for one in told} == {2}
+    logprobs = whole.choices[0].logprobs.content
+    assert bytes(byte for one in logprobs for byte in one.bytes).decode() == text
+    assert {len(one.top_logprobs) for one in logprobs} == {2}
 
 
-def test_the_groups_tell_of_themselves(served: Served) -> None:
-    """Over ZMQ, through the ranks' own processes: what they say was sent is what must have been."""
+def test_the_groups_report_their_status(served: Served) -> None:
+    """Over ZMQ and the ranks' processes: the reported bytes equal the bytes of the prompts."""
 
-    def told() -> dict[str, Any]:
+    def status() -> dict[str, Any]:
         reply = httpx.get(f"{served.url}/status", headers=KEY, trust_env=False)
         found: dict[str, Any] = msgspec.json.decode(reply.content)
         return found
 
     def sent() -> int:
-        ranks = [rank for group in told()["groups"] for rank in group.get("ranks", ())]
+        ranks = [rank for group in status()["groups"] for rank in group.get("ranks", ())]
         return sum(route.get("bytes_total", 0) for rank in ranks for route in rank.get("routes", ()))
 
     def cached() -> int:
         return sum(
-            group.get("cached_tokens_total", 0) for group in told()["groups"] if group["role"] == "decode"
+            group.get("cached_tokens_total", 0) for group in status()["groups"] if group["role"] == "decode"
         )
 
-    alone = {"cache_salt": "nobody else's"}  # so that all of it is sent
+    alone = {"cache_salt": "unique"}  # so that all of it is sent
     served.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, extra_body=alone)
-    prompts = [len(PROMPT), *(answer["prompt_tokens"] for answer in told()["recent"][1:])]
-    token_bytes = told()["recent"][0]["transfer_bytes"] // len(PROMPT)
+    prompts = [len(PROMPT), *(answer["prompt_tokens"] for answer in status()["recent"][1:])]
+    token_bytes = status()["recent"][0]["transfer_bytes"] // len(PROMPT)
     until(lambda: sent() == (sum(prompts) - cached()) * token_bytes)
-    prefill, decode = told()["groups"]
+    prefill, decode = status()["groups"]
     assert [rank["name"] for rank in prefill["ranks"]] == ["prefill r0", "prefill r1"]
     assert {route["target"] for rank in prefill["ranks"] for route in rank["routes"]} == {"decode r0"}
     assert [rank["landed_bytes_total"] for rank in decode["ranks"]] == [sent()]
@@ -158,9 +158,9 @@ def test_the_best_of_several_and_beams(served: Served) -> None:
     )
     texts = [byte_tokenizer().decode(one[len(PROMPT) :], skip_special_tokens=True) for one in wanted]
     assert [choice.text for choice in found.choices] == texts
-    asked = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "seed": 3, "temperature": 1.5}
-    every = served.client.completions.create(**asked, n=4, logprobs=0)  # type: ignore[call-overload]
-    best = served.client.completions.create(**asked, n=1, best_of=4)  # type: ignore[call-overload]
+    fields = {"model": "tiny", "prompt": PROMPT, "max_tokens": TOKENS, "seed": 3, "temperature": 1.5}
+    every = served.client.completions.create(**fields, n=4, logprobs=0)  # type: ignore[call-overload]
+    best = served.client.completions.create(**fields, n=1, best_of=4)  # type: ignore[call-overload]
     means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in every.choices]
     assert best.choices[0].text == every.choices[means.index(max(means))].text
 
@@ -174,18 +174,18 @@ def test_stops(served: Served, expected: list[int]) -> None:
 
 
 def test_errors_are_openais(served: Served) -> None:
-    ask = served.client.completions.create
+    create = served.client.completions.create
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
-        ask(model="gpt-9", prompt="x")
+        create(model="gpt-9", prompt="x")
     with pytest.raises(openai.BadRequestError, match="more than the 2048") as long:
-        ask(model="tiny", prompt="x" * 3000)
+        create(model="tiny", prompt="x" * 3000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
-        ask(model="tiny", prompt="x", suffix="y")
+        create(model="tiny", prompt="x", suffix="y")
     with pytest.raises(openai.AuthenticationError):
         served.client.with_options(api_key="wrong").models.list()
     with pytest.raises(openai.InternalServerError) as late:
-        ask(
+        create(
             model="tiny",
             prompt="x",
             max_tokens=2000,

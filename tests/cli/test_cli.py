@@ -87,19 +87,19 @@ def test_deterministic(calls: Calls, command: str, flag: str, wanted: bool | Non
     assert options.deterministic is (wanted if name == "demo" else None)
 
 
-@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("requested", [None, True, False])
 @pytest.mark.parametrize("configured", [True, False])
 @pytest.mark.parametrize("cuda", [True, False])
 def test_what_is_compared_is_deterministic_on_a_gpu(
-    asked: bool | None, configured: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch
+    requested: bool | None, configured: bool, cuda: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from disagg.reference import answers as reference
 
     device = SimpleNamespace(type="cuda" if cuda else "cpu")
     monkeypatch.setattr(reference, "resolve_device", lambda name: device)
     config = Config(model=ModelConfig(deterministic=configured))
-    found = reference.comparable(config, asked).model.deterministic
-    assert found is (asked if asked is not None else configured or cuda)
+    found = reference.comparable(config, requested).model.deterministic
+    assert found is (requested if requested is not None else configured or cuda)
 
 
 def test_generate_flags(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:

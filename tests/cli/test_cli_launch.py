@@ -19,37 +19,37 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Stands in for what the commands import; lists what it was asked for."""
-    asked: list[Any] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Replaces the modules that the commands import; returns the list of their calls."""
+    calls: list[Any] = []
 
     def scale(config: Config, join: str, counts: Mapping[str, int]) -> None:
-        asked.append((config, join, counts))
+        calls.append((config, join, counts))
 
     for module, names in (
-        ("launch", {"run_launch": asked.append}),
+        ("launch", {"run_launch": calls.append}),
         ("scale", {"run_scale": scale}),
-        ("serve", {"run_serve_joined": lambda config, join: asked.append((config, join))}),
+        ("serve", {"run_serve_joined": lambda config, join: calls.append((config, join))}),
     ):
         fake = ModuleType(f"disagg.commands.{module}")
         fake.__dict__.update(names)
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
     for name in [name for name in os.environ if name.startswith("DISAGG_")]:
         monkeypatch.delenv(name)
-    return asked
+    return calls
 
 
-def test_launch(asked: list[Any]) -> None:
+def test_launch(calls: list[Any]) -> None:
     assert cli.run(["launch"]) == 0
     flags = "launch --model /m --prefill-tp 2 --ray auto --set control.host=auto --set prefill.groups=3"
     assert cli.run(flags.split()) == 0
-    bare, config = asked
+    bare, config = calls
     assert bare == Config()
     assert (config.model.path, config.prefill.tp, config.prefill.groups) == ("/m", 2, 3)
     assert (config.cluster.ray, config.control.host) == ("auto", "auto")
 
 
-def test_launch_and_serve_take_the_same_flags_for_groups(asked: list[Any], tmp_path: Path) -> None:
+def test_launch_and_serve_take_the_same_flags_for_groups(calls: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text("[transfer]\nlayer_groups = 7\n")
     flags = (
@@ -59,7 +59,7 @@ def test_launch_and_serve_take_the_same_flags_for_groups(asked: list[Any], tmp_p
     ).split()
     assert cli.run(["launch", *flags]) == 0
     assert cli.run(["serve", *flags, "--join", "tcp://a:1"]) == 0
-    [launched, (joined, _)] = asked
+    [launched, (joined, _)] = calls
     assert launched == joined
     assert (launched.model.random_init, launched.model.dtype) == ("tiny-llama", "float32")
     assert launched.model.deterministic
@@ -70,28 +70,28 @@ def test_launch_and_serve_take_the_same_flags_for_groups(asked: list[Any], tmp_p
     assert (launched.transport.trusted_network, launched.transport.peer_memory) == (True, False)
 
 
-def test_launch_colocated(asked: list[Any]) -> None:
+def test_launch_colocated(calls: list[Any]) -> None:
     assert cli.run(["launch", "--colocated", "--tp", "2", "--groups", "2"]) == 0
     assert cli.run(["scale", "--join", "tcp://a:1", "colocated=3"]) == 0
-    [config, (_, _, counts)] = asked
+    [config, (_, _, counts)] = calls
     assert (config.cluster.mode, config.colocated.ranks, config.colocated.groups) == ("colocated", 2, 2)
     assert counts == {"colocated": 3}
 
 
-def test_scale(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_scale(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["scale", "--join", "tcp://a:1", "decode=2", "prefill=10"]) == 0
-    assert asked == [(Config(), "tcp://a:1", {"decode": 2, "prefill": 10})]
+    assert calls == [(Config(), "tcp://a:1", {"decode": 2, "prefill": 10})]
     for counts in ("decode=0", "decode=-1", "router=1", "decode", "decode=1 decode=2"):
         assert cli.run(["scale", "--join", "tcp://a:1", *counts.split()]) == 2
         assert "write prefill=2 or decode=1" in capsys.readouterr().err
     assert cli.run(["scale", "decode=1"]) == 2
     assert "--join tcp://HOST:PORT is missing" in capsys.readouterr().err
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
-def test_serve_joins(asked: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_serve_joins(calls: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["serve", "--join", "tcp://a:1", "--port", "9"]) == 0
-    [(config, join)] = asked
+    [(config, join)] = calls
     assert (config.api.port, join) == (9, "tcp://a:1")
     assert cli.run(["serve", "--join", "tcp://a:1", "--ray", "auto"]) == 2
     assert "--join and --ray" in capsys.readouterr().err

@@ -18,20 +18,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Stands in for `disagg.commands.serve`; lists what it was asked to serve."""
-    asked: list[Config] = []
+    """Replaces `disagg.commands.serve`; returns the list of its configurations."""
+    configs: list[Config] = []
     module = ModuleType("disagg.commands.serve")
-    module.run_serve = asked.append  # type: ignore[attr-defined]
+    module.run_serve = configs.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "disagg.commands.serve", module)
     for name in [name for name in os.environ if name.startswith("DISAGG_")]:
         monkeypatch.delenv(name)
-    return asked
+    return configs
 
 
 def test_serve_needs_no_flags(served: list[Config]) -> None:
     assert cli.run(["serve"]) == 0
     assert served == [Config()]
-    assert served[0].api.host == "127.0.0.1", "nobody else is let in unless asked"
+    assert served[0].api.host == "127.0.0.1", "only this machine by default"
 
 
 def test_serve_flags(served: list[Config], tmp_path: Path) -> None:

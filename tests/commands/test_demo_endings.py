@@ -43,7 +43,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> ScriptedRouter:
         try:
             yield made
         finally:
-            made.events.append("mail closed")
+            made.events.append("dispatcher closed")
 
     monkeypatch.setattr(demo, "local_router", local_router)
     return made
@@ -59,11 +59,11 @@ def broken(*arguments: Any) -> None:
 def test_a_reader_that_goes_away_ends_the_session_before_the_router(
     router: ScriptedRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else its release would be waited for after the mail that should carry it has been closed."""
+    """Otherwise the release would be awaited after the dispatcher that sends it was closed."""
     monkeypatch.setattr(demo.sys, "stdout", SimpleNamespace(write=broken))
     with pytest.raises(BrokenPipeError):
         asyncio.run(demo._stream(CLUSTER, [[1]], SamplingParams(), str))
-    assert router.events == ["generate-0 released", "mail closed"]
+    assert router.events == ["generate-0 released", "dispatcher closed"]
 
 
 def test_one_request_s_error_comes_out_as_itself(router: ScriptedRouter) -> None:
@@ -71,5 +71,5 @@ def test_one_request_s_error_comes_out_as_itself(router: ScriptedRouter) -> None
     router.fails = "demo-1"
     with pytest.raises(PeerLostError, match="lost the decode group's leader"):
         asyncio.run(demo._serve(CLUSTER, [[1], [2], [3]], SamplingParams(), str, Progress(disable=True)))
-    assert router.events[-1] == "mail closed"
+    assert router.events[-1] == "dispatcher closed"
     assert len(router.events) == 4

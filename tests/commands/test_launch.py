@@ -87,19 +87,19 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
 
     async def main(cluster: Cluster) -> None:
         loop = asyncio.get_running_loop()
-        mail = ResponseDispatcher(make_control(config.control, keys), loop)
-        mail.start()
-        router = Router(mail)
+        dispatcher = ResponseDispatcher(make_control(config.control, keys), loop)
+        dispatcher.start()
+        router = Router(dispatcher)
         try:
             assert router.missing() == ["decode", "prefill"]
-            async with joined(mail, router, directory.address):
+            async with joined(dispatcher, router, directory.address):
                 await until(lambda: not router.missing())
                 assert await answer(router, "r0") == expected
                 await killed(cluster, router)
                 await broken(cluster, router)
                 await scaled(router)
         finally:
-            mail.close()
+            dispatcher.close()
 
     async def killed(cluster: Cluster, router: Router) -> None:
         """One of two prefill ranks: the whole group goes, and its requests end at once."""
@@ -123,16 +123,16 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
         assert await answer(router, "r4") == expected
 
     async def scaled(router: Router) -> None:
-        await asyncio.to_thread(ask, {"decode": 2})
+        await asyncio.to_thread(scale_to, {"decode": 2})
         await until(lambda: names(router) == ["decode-2", "decode-3", "prefill-2"])
         assert await asyncio.gather(*(answer(router, f"more{i}") for i in range(4))) == [expected] * 4
-        await asyncio.to_thread(ask, {"decode": 1})
+        await asyncio.to_thread(scale_to, {"decode": 1})
         assert names(router) == ["decode-2", "prefill-2"], (
             "the router had let go before the group was stopped"
         )
         assert await answer(router, "r5") == expected
 
-    def ask(counts: dict[Role, int]) -> None:
+    def scale_to(counts: dict[Role, int]) -> None:
         control = make_control(config.control, keys)
         try:
             scale(control, directory.address, counts)

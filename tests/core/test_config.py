@@ -58,7 +58,7 @@ def test_later_sources_win(tmp_path: Path, name: str, text: str) -> None:
     assert config.prefill.page_size == 8, "the environment beats the file"
     assert config.decode.tp == 5, "a flag beats the environment"
     assert config.transport.trusted_network is True
-    assert config.prefill.chunk_tokens == PrefillConfig().chunk_tokens, "what nobody set stays"
+    assert config.prefill.chunk_tokens == PrefillConfig().chunk_tokens, "unset fields keep their defaults"
 
 
 def test_the_cluster_section(tmp_path: Path) -> None:

@@ -138,14 +138,14 @@ def test_any_sequence_is_bounded_and_nothing_is_uncounted(
     steps: list[tuple[tuple[str, str], str, int, float]],
 ) -> None:
     limited = Limited()
-    asked: Counter[str] = Counter()
+    submitted: Counter[str] = Counter()
     windows: list[tuple[float, str, str]] = []
     for (level, event), peer, count, pause_s in steps:
         limited.at(limited.now_s + pause_s)
         named_by = LIMITED.get((level, event), "peer")
         for _ in range(count):
             written = limited.log(level, event, **{named_by: peer})
-            asked[event, level] += 1
+            submitted[event, level] += 1
             if (level, event) not in LIMITED:
                 assert written
             elif written:
@@ -158,7 +158,7 @@ def test_any_sequence_is_bounded_and_nothing_is_uncounted(
     limited.at(limited.now_s + WINDOW_S)
     limited.at(limited.now_s + WINDOW_S)
     left_out = sum(said["lines"] for said in limited.said)
-    assert len(limited.lines) + left_out == asked.total()
+    assert len(limited.lines) + left_out == submitted.total()
     assert limited.timers == []
 
 
@@ -201,7 +201,7 @@ def test_the_line_about_the_rest_is_as_configured() -> None:
 def test_what_strangers_make_a_library_say_is_limited(stream: io.StringIO) -> None:
     for _ in range(1000):
         logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
-    logging.getLogger("uvicorn.error").info("not ours to tell")
+    logging.getLogger("uvicorn.error").info("a line of another library")
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert len(lines) == PER_PEER_LINES
     assert lines[0]["said"] == "Invalid HTTP request received."
@@ -231,7 +231,7 @@ def test_the_table_is_of_lines_that_there_are() -> None:
     assert {(level, event) for level, event, fields in lines if "peer" in fields} <= set(LIMITED)
 
 
-def test_no_thread_for_the_timer_ends_nobody() -> None:
+def test_a_failed_start_of_the_timer_thread_is_retried() -> None:
     threads: list[str] = []
 
     def start(after_s: float, call: Callable[[], None]) -> None:

@@ -30,9 +30,9 @@ def test_a_mark_is_the_hash_of_everything_up_to_it() -> None:
         assert key.block_hashes(4, first) == key.block_hashes(4)[first // 4 :]
 
 
-def test_marks_tell_salts_and_beginnings_apart() -> None:
+def test_block_hashes_differ_by_salt_and_prefix() -> None:
     keys = [PrefixKey.of(range(8)), PrefixKey.of(range(8), "a"), PrefixKey.of([9, *range(1, 8)])]
-    assert len({mark for key in keys for mark in key.block_hashes(4)}) == 6
+    assert len({one for key in keys for one in key.block_hashes(4)}) == 6
     longer = PrefixKey.of([*range(8), 1, 2, 3, 4]).block_hashes(4)
     assert longer[:2] == keys[0].block_hashes(4)
 
@@ -49,14 +49,14 @@ def test_the_longest_held_beginning_is_found_by_halves() -> None:
         assert longest_held(block_hashes, set(block_hashes[:count])) == count
 
 
-def test_marks_travel_packed() -> None:
+def test_block_hashes_are_sent_packed() -> None:
     block_hashes = [5, 1 << 63, 7]
     assert unpack_block_hashes(pack_block_hashes(block_hashes)) == (5, 7, 1 << 63)
     with pytest.raises(ValueError, match="8 bytes each"):
         unpack_block_hashes(b"1234567")
 
 
-def test_a_listener_follows_by_changes_and_starts_with_everything() -> None:
+def test_a_listener_starts_with_the_whole_state_and_applies_changes() -> None:
     kv_events, held = KVEventLog(64), HeldPrefixes()
     kv_events.add([1, 2, 3])
     assert held.apply(kv_events.digest(held.version))
@@ -70,7 +70,7 @@ def test_a_listener_follows_by_changes_and_starts_with_everything() -> None:
     assert kv_events.digest(5) == Digest(5, 5, 64, b"", b"")
 
 
-def test_what_came_and_went_in_between_is_told_once() -> None:
+def test_a_digest_has_only_net_changes() -> None:
     kv_events = KVEventLog(64)
     kv_events.add(range(10))
     kv_events.add([20])
@@ -80,7 +80,7 @@ def test_what_came_and_went_in_between_is_told_once() -> None:
     assert (unpack_block_hashes(digest.added), unpack_block_hashes(digest.removed)) == ((9,), (20,))
 
 
-def test_who_was_away_too_long_gets_everything() -> None:
+def test_a_listener_with_an_old_version_gets_the_whole_state() -> None:
     kv_events = KVEventLog(64, kept=4)
     kv_events.add(range(10))
     assert kv_events.digest(5).since is None, "five changes are not remembered"
@@ -90,7 +90,7 @@ def test_who_was_away_too_long_gets_everything() -> None:
     assert kv_events.digest(14).since is None, "everything is less than the changes"
 
 
-def test_a_gap_is_noticed() -> None:
+def test_a_gap_is_detected() -> None:
     kv_events, held = KVEventLog(64), HeldPrefixes()
     assert not held.apply(Digest(3, 4, 64, b"", b""))
     assert held.apply(kv_events.digest())

@@ -68,7 +68,7 @@ def test_mistakes() -> None:
         Timeline().record("x", "lane", "", 2, 1)
 
 
-def test_check_notices_lost_spans() -> None:
+def test_check_detects_lost_spans() -> None:
     timeline = Timeline()
     timeline.record("x", "lane", "", 0, 1)
     timeline._recorded = 0

@@ -54,7 +54,7 @@ def test_rdma_takes_the_ucx_of_its_own_stage() -> None:
         ("FROM base AS runtime", "FROM base AS other", None),
     ],
 )
-def test_a_change_of_the_image_is_noticed(old: str, new: str, complaint: str | None) -> None:
+def test_a_change_of_the_image_is_detected(old: str, new: str, complaint: str | None) -> None:
     assert old in TEXT
     changed = TEXT.replace(old, new)
     if complaint is None:

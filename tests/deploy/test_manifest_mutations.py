@@ -335,7 +335,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_noticed(rendered: Renderer, name: str) -> None:
+def test_a_change_is_detected(rendered: Renderer, name: str) -> None:
     change, complaint = CHANGES[name]
     changed = rendered("base")
     change(changed)

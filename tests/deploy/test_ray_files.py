@@ -1,4 +1,4 @@
-"""deploy/ray: the cluster file fits Ray's own schema, asks for the token everywhere, and names what is there."""
+"""deploy/ray: the cluster file fits Ray's own schema, requires the token everywhere, and names existing files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "complaint"), CHANGES, ids=[complaint for _, complaint in CHANGES])
-def test_a_change_is_noticed(change: Callable[[dict[str, Any]], object], complaint: str) -> None:
+def test_a_change_is_detected(change: Callable[[dict[str, Any]], object], complaint: str) -> None:
     changed = copy.deepcopy(CLUSTER)
     change(changed)
     assert any(complaint in one for one in problems(changed)), problems(changed)

@@ -1,4 +1,4 @@
-"""deploy/submit.py: one job at a time, whoever submits it."""
+"""deploy/submit.py: one job at a time, for all submitters together."""
 
 from __future__ import annotations
 

@@ -198,7 +198,7 @@ TestPoolMachine = PoolMachine.TestCase
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_slots_of_several_rows_are_told_at_once(count: int) -> None:
+def test_slots_of_several_rows_are_set_at_once(count: int) -> None:
     table, plain = ReqToTokenPool(6, 24), ReqToTokenPool(6, 24)
     places = []
     for row in range(6):

@@ -36,7 +36,7 @@ def test_a_page_is_free_when_its_last_reader_is_gone() -> None:
     allocator.check()
 
 
-def test_the_last_page_is_copied_for_all_but_one_of_those_who_write() -> None:
+def test_the_last_page_is_copied_for_all_writers_but_one() -> None:
     allocator = TokenToKVPoolAllocator(8, 4)
     first = grown(allocator, 6)
     second, last = first.fork(), first.pages[1]
@@ -125,7 +125,7 @@ def test_truncated_tokens_come_back_and_what_is_shared_stays() -> None:
     allocator.check()
 
 
-def test_who_shares_a_prefix_grows_behind_it() -> None:
+def test_a_sequence_with_a_shared_prefix_grows_behind_it() -> None:
     allocator = TokenToKVPoolAllocator(8, 4)
     cached = grown(allocator, 8)
     request = KVSequence(allocator, cached.pages)

@@ -21,7 +21,7 @@ class Cached:
         self.cache = RadixCache(self.allocator, policy, unit_tokens=2 * PAGE)
 
     def put(self, text: str, salt: str = "") -> list[int]:
-        """Caches a prompt of a token for each letter; the pages that were made for it."""
+        """Caches a prompt with one token per character; returns its new pages."""
         pages: list[int] = []
         assert self.allocator.alloc_tokens(0, len(text) // PAGE * PAGE, pages) is not None
         self.cache.insert(key(text, salt), pages)
@@ -38,7 +38,7 @@ class Cached:
 
 
 def key(text: str, salt: str = "") -> PrefixKey:
-    return PrefixKey.of([ord(letter) for letter in text], salt)
+    return PrefixKey.of([ord(character) for character in text], salt)
 
 
 def test_a_prompt_finds_the_pages_of_what_it_has_in_common() -> None:
@@ -74,7 +74,7 @@ def test_what_was_cached_stays_and_the_second_copy_is_its_makers() -> None:
     assert it.allocator.free(second) == 2, "the cache reads what it added, and nothing else of it"
 
 
-def test_who_inserts_the_pages_it_was_given_keeps_its_references() -> None:
+def test_an_insert_of_cached_pages_keeps_the_caller_s_references() -> None:
     it = Cached()
     more = it.put("aaaabbbb")
     it.allocator.share(more)
@@ -99,7 +99,7 @@ def test_a_salt_that_has_nothing_left_is_forgotten() -> None:
     it = Cached()
     for number in range(20):
         it.put("aaaa", f"tenant {number}")
-        it.find("aaaa", f"nobody {number}")
+        it.find("aaaa", f"unused {number}")
     assert it.cache.evict(20) == 20
     it.cache.check()
     assert it.cache._roots == {}
@@ -113,7 +113,7 @@ def test_at_least_one_token_can_be_left_to_compute() -> None:
     assert it.cache.match(key("aaaabbbb"), max_tokens=0).pages == []
 
 
-def test_eviction_takes_ends_first_and_no_more_than_asked() -> None:
+def test_eviction_takes_leaves_first_and_no_more_than_requested() -> None:
     it = Cached()
     pages = it.put("aaaabbbbccccdddd")
     assert it.cache.evict(1) == 1
@@ -134,7 +134,7 @@ def test_eviction_takes_ends_first_and_no_more_than_asked() -> None:
         ("fifo", ["aaaa", "bbbb", "cccc"]),
     ],
 )
-def test_the_policy_chooses_who_goes(policy: EvictionName, order: list[str]) -> None:
+def test_the_policy_chooses_the_evicted_leaf(policy: EvictionName, order: list[str]) -> None:
     """a: first in, counted three times, used last; b: counted once; c: never counted, used between b and a."""
     it = Cached(policy=policy)
     for text in ("aaaa", "bbbb", "cccc"):

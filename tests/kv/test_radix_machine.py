@@ -49,7 +49,7 @@ class Request:
 
 
 class CacheMachine(CountedMachine):
-    """`running`, oldest first, prompts that were preempted, and locked paths that nobody has references to."""
+    """`running`, oldest first, prompts that were preempted, and locked paths without references."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class CacheMachine(CountedMachine):
     @rule(tokens=TOKENS, salt=SALTS)
     @counted
     def lock(self, tokens: Tokens, salt: str) -> None:
-        """Who holds no reference: the lock alone must keep what was found."""
+        """Locks a match without references: the lock alone must keep the pages."""
         found = self.cache.match(PrefixKey.of(tokens, salt))
         self.cache.lock(found.node)
         self.held.append((found.node, found.pages, words_of(salt, tokens)[: found.tokens]))

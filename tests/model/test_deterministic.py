@@ -134,8 +134,8 @@ def compare(runner: ModelRunner, busy: tuple[int, ...]) -> None:
     rng = random.Random(3)
     tokens = rng.choices(range(256), k=TOKENS)
     rows = runner.req_to_token.table.shape[0] - 2  # row 0 is the request's own, the last one trash
-    nobody = Others(0, [], rng)
-    alone = run(runner, tokens, [40, *range(41, TOKENS + 1)], nobody)
+    no_others = Others(0, [], rng)
+    alone = run(runner, tokens, [40, *range(41, TOKENS + 1)], no_others)
     assert len({tuple(logits.tolist()) for logits in alone.values()}) == len(alone)
     for count in busy:
         others = Others(count, list(range(1, rows + 1)), rng)

@@ -178,7 +178,7 @@ def test_a_fork_goes_on_in_its_copy_and_the_other_is_unharmed(copied: bool) -> N
     first = KVSequence(allocator)
     first.append(len(prompt))
     rows = [runner.req_to_token.alloc() for _ in range(2)]
-    told(runner, rows[0], first)
+    set_slots(runner, rows[0], first)
     runner.forward(StepBatch((SequenceSlice(rows[0], 0, prompt),)))
     second = first.fork()
     copies = allocator.append_one_to_each([first, second])
@@ -186,7 +186,7 @@ def test_a_fork_goes_on_in_its_copy_and_the_other_is_unharmed(copied: bool) -> N
     if copied:
         runner.copy_pages(copies)
     for row, one in zip(rows, (first, second), strict=True):
-        told(runner, row, one)
+        set_slots(runner, row, one)
     step = StepBatch(
         tuple(SequenceSlice(row, 6, (token,)) for row, token in zip(rows, (20, 30), strict=True))
     )
@@ -199,8 +199,8 @@ def test_a_fork_goes_on_in_its_copy_and_the_other_is_unharmed(copied: bool) -> N
             runner.forward(step)
 
 
-def told(runner: FakeRunner, row: int, one: KVSequence) -> None:
-    """The row learns of the sequence's pages."""
+def set_slots(runner: FakeRunner, row: int, one: KVSequence) -> None:
+    """Sets the row's slots to the sequence's pages."""
     runner.req_to_token.set_slots(row, 0, slots_of(one.pages, 4, Span(0, one.tokens)))
 
 

@@ -122,15 +122,15 @@ def test_answers_end_at_stop_tokens_and_seeds_repeat(
     drawn = SamplingParams(max_tokens=12, temperature=1.2, top_k=30, seed=5)
     first = generate_unsplit(runner, prompts(), drawn)
     assert generate_unsplit(runner, prompts(), drawn, chunk_tokens=9) == first
-    asked: list[list[int]] = []
+    lengths: list[list[int]] = []
 
     def recorded(logits: torch.Tensor, rows: list[SamplingRow], eos_ids: tuple[int, ...]) -> Any:
-        asked.append([len(row.answer) for row in rows])
+        lengths.append([len(row.answer) for row in rows])
         return next_tokens(logits, rows, eos_ids)
 
     monkeypatch.setattr(unsplit, "next_tokens", recorded)
     assert generate_unsplit(runner, [prompts()[2]], drawn) == [first[2]]
-    assert asked == [[position] for position in range(12)]
+    assert lengths == [[position] for position in range(12)]
     stop = first[2][3]
     until = SamplingParams(max_tokens=12, temperature=1.2, top_k=30, seed=5, stop_token_ids=(stop,))
     assert generate_unsplit(runner, [prompts()[2]], until) == [first[2][: first[2].index(stop) + 1]]

@@ -67,7 +67,7 @@ def test_a_prompt_shorter_than_a_chunk() -> None:
     assert (plan.chunks, plan.segments, plan.nbytes) == (1, 4, 5 * 131072)
 
 
-def test_replicated_heads_cross_once_and_are_told() -> None:
+def test_replicated_heads_are_sent_once_and_reported() -> None:
     plan = compute_plan(PlanRequest(layout=layout(kv_heads=2), prefill_tp=8, decode_tp=1, tokens=256))
     assert plan.nbytes == 256 * 32 * 2 * 2 * 256, "once, although four ranks hold each head"
     assert not any("copies" in line or "each copy" in line for line in plan_lines(plan))
@@ -102,7 +102,7 @@ def test_bytes_equal_what_the_destinations_lack(
     assert plan.control_messages == 2 * plan.pairs * -(-tokens // chunk)
 
 
-def test_text_shows_who_owns_what() -> None:
+def test_the_text_shows_the_shards_of_the_ranks() -> None:
     plan = compute_plan(PlanRequest(layout=layout(kv_heads=4), prefill_tp=2, decode_tp=1, prefill_pp=2))
     text = "\n".join(plan_lines(plan))
     assert "prefill, 4 ranks\n  r0 [##..] heads 0-1, layers 0-15\n" in text

@@ -115,7 +115,7 @@ def test_wake_ups_before_there_is_a_peer(ranks: Pair, datagram: bytes) -> None:
     exchange(*ranks, next(TAGS))
 
 
-def test_ucx_over_tcp_writes_what_a_stranger_asks(tcp_ranks: Pair) -> None:
+def test_ucx_over_tcp_writes_for_a_peer_without_keys(tcp_ranks: Pair) -> None:
     """Why UCX over TCP needs `transport.trusted_network`: 49 bytes without any key change a rank's memory."""
     victim = tcp_ranks[0]
     [port] = {one.port for one in listeners([victim.pid]) if one.family == "tcp"}

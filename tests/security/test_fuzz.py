@@ -28,16 +28,16 @@ def channels() -> Iterator[tuple[ZmqControl, ZmqControl]]:
 
 def test_a_control_channel(channels: tuple[ZmqControl, ZmqControl]) -> None:
     a, b = channels
-    heard: queue.Queue[Message] = queue.Queue()
+    received: queue.Queue[Message] = queue.Queue()
     strange: queue.Queue[Message] = queue.Queue()
     a.start(lambda peer, message: strange.put(message), lambda peer: None)
-    b.start(lambda peer, message: heard.put(message), lambda peer: None)
+    b.start(lambda peer, message: received.put(message), lambda peer: None)
     port = int(b.address.partition("@")[0].partition(";")[0].rpartition(":")[2])
     assert fuzz_port("127.0.0.1", port, FRAMES, seed=1).frames == FRAMES
     token = FirstTokens(RequestKey("r"), 5, [1])
     a.send(b.address, token)
-    assert heard.get(timeout=20) == token
-    assert heard.empty()
+    assert received.get(timeout=20) == token
+    assert received.empty()
     assert strange.empty()
 
 
@@ -49,6 +49,6 @@ def test_the_http_api() -> None:
         assert answer.status_code == 200
 
 
-def test_nobody_listens() -> None:
+def test_a_port_without_a_listener() -> None:
     with pytest.raises(ConnectionRefusedError):
         fuzz_port("127.0.0.1", 1, 10, seed=3)

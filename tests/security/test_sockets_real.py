@@ -121,12 +121,12 @@ def test_rays_token_is_for_this_user_only(system: Served) -> None:
 
 
 def test_a_client_without_a_key_is_refused_everywhere(sockets: list[Guarded]) -> None:
-    """Every TCP server was asked: HTTP answers 401, gRPC UNAUTHENTICATED, ZMQ takes CURVE clients only."""
-    asked = {
+    """All TCP servers were probed: HTTP answers 401, gRPC UNAUTHENTICATED, ZMQ takes CURVE clients only."""
+    probed = {
         str(one.listener): probe(one.listener.host, one.listener.port) for one in sockets if one.listener.port
     }
-    assert {found.protocol for found in asked.values()} == {"http", "grpc", "zmq"}
-    assert all(found.guarded for found in asked.values()), asked
+    assert {found.protocol for found in probed.values()} == {"http", "grpc", "zmq"}
+    assert all(found.guarded for found in probed.values()), probed
 
 
 @pytest.mark.skipif(bool(NO_OTHER_USER), reason=str(NO_OTHER_USER))

@@ -66,8 +66,8 @@ def answering(first: bytes, reply: bytes) -> Iterator[int]:
             thread.join()
 
 
-@pytest.mark.parametrize(("status", "asks"), [(200, False), (401, True), (404, False)])
-def test_http(status: int, asks: bool) -> None:
+@pytest.mark.parametrize(("status", "requires_key"), [(200, False), (401, True), (404, False)])
+def test_http(status: int, requires_key: bool) -> None:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
@@ -79,7 +79,7 @@ def test_http(status: int, asks: bool) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        assert probe("127.0.0.1", server.server_port) == ProbeReply("http", asks)
+        assert probe("127.0.0.1", server.server_port) == ProbeReply("http", requires_key)
         server.shutdown()
         thread.join()
 
@@ -104,7 +104,7 @@ SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
 @pytest.mark.parametrize(
-    ("reply", "asks"),
+    ("reply", "requires_key"),
     [
         (b"\x0bgrpc-status\x0216", True),
         (b"\x0bgrpc-status\x010", False),
@@ -112,9 +112,9 @@ SETTINGS = b"\0\0\0\4\0\0\0\0\0"
         (b"", False),
     ],
 )
-def test_grpc(reply: bytes, asks: bool) -> None:
+def test_grpc(reply: bytes, requires_key: bool) -> None:
     with answering(SETTINGS, reply) as port:
-        assert probe("127.0.0.1", port) == ProbeReply("grpc", asks)
+        assert probe("127.0.0.1", port) == ProbeReply("grpc", requires_key)
 
 
 def test_tls_and_a_server_that_says_nothing() -> None:
@@ -183,7 +183,7 @@ def test_kinds_of_processes(command: str, kind: str) -> None:
     assert process_kind(command.split(" ")) == kind
 
 
-def test_who_may_open_a_unix_socket(tmp_path: Path) -> None:
+def test_users_that_may_open_a_unix_socket(tmp_path: Path) -> None:
     folder = tmp_path / "f"
     folder.mkdir(mode=0o777)
     path = folder / "s"
@@ -195,7 +195,7 @@ def test_who_may_open_a_unix_socket(tmp_path: Path) -> None:
         folder.chmod(0o755)
         path.chmod(0o600)
         assert not open_to_others(path)
-    assert open_to_others(Path("/dev/null")), "another file that everybody may write"
+    assert open_to_others(Path("/dev/null")), "a world-writable file"
 
 
 def of(process: str, host: str, port: int = 0) -> ListeningSocket:
@@ -250,7 +250,7 @@ def test_the_start_log_connects_to_no_tls_port(host: str) -> None:
             assert (listed["purpose"], listed["protection"]) == ("KV transport", "TLS 1.3")
             assert transport._listener.refused == 0
             assert probe("127.0.0.1", address.port) == ProbeReply("tls", guarded=True)
-            until(lambda: transport._listener.refused > 0)  # by the question, of which the log tells
+            until(lambda: transport._listener.refused > 0)  # by the probe, which the log reports
         finally:
             transport.close()
     assert lines.index(listed) < [one["event"] for one in lines].index("tls_refused")

@@ -1,4 +1,4 @@
-"""The memory benchmark: figures with their ceilings, and none where the books do not add up."""
+"""The memory benchmark: figures with their ceilings, and an error where the counts do not add up."""
 
 from __future__ import annotations
 

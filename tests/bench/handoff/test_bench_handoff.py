@@ -128,7 +128,7 @@ def test_in_the_deterministic_mode_every_token_is_equal(capsys: pytest.CaptureFi
     assert tokens >= 2 * (3 + 1) + 2 * 40
 
 
-class _Asked:
+class _Answering:
     """Stands in for both groups and their client: a split system that gives token 5, only just, and a judge."""
 
     def __init__(self, view: tuple[float, ...]) -> None:
@@ -138,25 +138,25 @@ class _Asked:
         self.behind.append((prompt, answer))
         return TokenLogprobs(7, -1.0, ((7, -1.0), (5, -1.1)))
 
-    def judge(self, prompt: list[int], answer: list[int], asked: list[int]) -> Judge:
-        self.behind.append((prompt, answer, asked))
-        view = self.view if asked[0] == 5 else (-9.0, *self.view[1:])
+    def judge(self, prompt: list[int], answer: list[int], compared: list[int]) -> Judge:
+        self.behind.append((prompt, answer, compared))
+        view = self.view if compared[0] == 5 else (-9.0, *self.view[1:])
         return Judge([7], [view], [tuple(one + 0.2 for one in view)])
 
 
-def _check(asked: _Asked, tokens: list[int], tokens_equal: bool = False) -> AnswerComparison:
+def _check(client: _Answering, tokens: list[int], tokens_equal: bool = False) -> AnswerComparison:
     sizes = Sizes(8, 3, 1, 8, 2, 1, 9, tokens_equal=tokens_equal, quantized_values_differ=False)
-    comparison = AnswerComparison(asked, asked, sizes)  # type: ignore[arg-type]
+    comparison = AnswerComparison(client, client, sizes)  # type: ignore[arg-type]
     asyncio.run(comparison.check([1, 2], tokens, [3, 7, 4], 3))
     return comparison
 
 
 def test_the_first_difference_is_judged_behind_the_same_tokens() -> None:
-    asked = _Asked((-1.2, -1.0, -1.2, -1.0))
-    found = _check(asked, [3, 5, 8])
-    assert asked.behind == [([1, 2], [3]), ([1, 2], [3, 5], [5, 7, 5])]
+    client = _Answering((-1.2, -1.0, -1.2, -1.0))
+    found = _check(client, [3, 5, 8])
+    assert client.behind == [([1, 2], [3]), ([1, 2], [3, 5], [5, 7, 5])]
     assert (found.tokens, len(found.judged), found.judged[0].position) == (2, 1, 1)
-    assert _check(asked, [3, 7, 4]).tokens == 3
+    assert _check(client, [3, 7, 4]).tokens == 3
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_the_first_difference_is_judged_behind_the_same_tokens() -> None:
 )
 def test_another_difference_is_a_failure(view: tuple[float, ...], tokens: list[int], equal: bool) -> None:
     with pytest.raises(MismatchError, match=f"not the unsplit engine's: .*token 2.* is {tokens[1]}, not 7"):
-        _check(_Asked(view), tokens, equal)
+        _check(_Answering(view), tokens, equal)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_wrong_kv_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # two ranks may round a shared head otherwise
     for held, right in (([{(0, 1): (5, 4)}, {(0, 0): (1, 2)}], True), ([{(0, 1): (1, 2)}], False)):
         answers = iter((computed, held))
-        monkeypatch.setattr("disagg.bench.handoff.groups.call_all", lambda *asked, a=answers: next(a))
+        monkeypatch.setattr("disagg.bench.handoff.groups.call_all", lambda *args, a=answers: next(a))
         if right:
             groups.check_kv(RequestKey("x"), 1)
         else:

@@ -169,7 +169,7 @@ class FakeHandle:
 
 
 class FakeAgent:
-    """As much of NIXL's agent as a rank uses; a transfer copies within this process, when its state is asked."""
+    """As much of NIXL's agent as a rank uses; a transfer copies within this process, when its state is queried."""
 
     lost = 0
     """Descriptors that a transfer leaves out."""

@@ -73,11 +73,11 @@ def test_where_two_answers_part() -> None:
 
 
 class Servers:
-    """Stand in for `disagg serve`: one server for each system, which answers when greedy tokens are asked for."""
+    """Replaces `disagg serve`: one server per system, which answers requests for greedy tokens."""
 
     def __init__(self, greedy: dict[str, list[str]] | None = None) -> None:
         self.greedy = greedy or {}
-        self.tells = False
+        self.with_logprobs = False
         """Log-probabilities too: -1 of each token, and of 1 and 9."""
         self.seen: dict[str, list[Seen]] = {}
         self.timeouts_s: list[float] = []
@@ -90,11 +90,11 @@ class Servers:
         async def script(seen: Seen, reply: Reply) -> None:
             if "logprobs" in seen.body:
                 tokens = self.greedy.get(name, ["token_id:1", "token_id:2"])
-                told: dict[str, Any] = {"tokens": tokens}
-                if self.tells:
-                    told["token_logprobs"] = [-1.0] * len(tokens)
-                    told["top_logprobs"] = [{"token_id:1": -1.0, "token_id:9": -1.0}] * len(tokens)
-                await reply.plain(200, {"choices": [{"logprobs": told}]})
+                logprobs: dict[str, Any] = {"tokens": tokens}
+                if self.with_logprobs:
+                    logprobs["token_logprobs"] = [-1.0] * len(tokens)
+                    logprobs["top_logprobs"] = [{"token_id:1": -1.0, "token_id:9": -1.0}] * len(tokens)
+                await reply.plain(200, {"choices": [{"logprobs": logprobs}]})
             else:
                 await answer_rightly(seen, reply)
 
@@ -174,14 +174,14 @@ def test_in_16_bits_one_engine_judges_both(
         return [Judge([7] * len(one), [view] * len(one), [shaken] * len(one)) for one in others]
 
     monkeypatch.setattr("disagg.bench.serve.judge.judge_answers", judge_answers)
-    servers.greedy["colocated"], servers.tells = ["token_id:1", "token_id:9"], True
+    servers.greedy["colocated"], servers.with_logprobs = ["token_id:1", "token_id:9"], True
     flags = ("--concurrency", "2", "--check-equal", "--random-init", "tiny-llama", "--device", "cpu")
     assert compared(*flags, "--dtype", "bfloat16") == code
     shown = capsys.readouterr().out
     said = "only where rounding decides" if code == 0 else "by more than rounding explains"
     assert f"8 of 8 greedy answers differ, {said}" in shown
     assert "is 1, not 7" in shown
-    assert compared(*flags, "--dtype", "float32") == 1, "no judge is asked"
+    assert compared(*flags, "--dtype", "float32") == 1, "no judge is called"
     assert "8 of 8 greedy answers differ\n" in capsys.readouterr().out
 
 
@@ -233,8 +233,8 @@ sleep 1000 & wait
 """
     )
     program.chmod(0o755)
-    asked = load_config(None, {}, {"api.key_file": "/keys", "api.port": 9, "prefill.tp": 2})
-    with served(asked, 12.5) as url:
+    config = load_config(None, {}, {"api.key_file": "/keys", "api.port": 9, "prefill.tp": 2})
+    with served(config, 12.5) as url:
         assert url == "http://127.0.0.1:1/v1"
         assert not Path(f"{program}.end").exists()
     assert Path(f"{program}.end").read_text() == "stopped\n"

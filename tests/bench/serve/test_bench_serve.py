@@ -59,7 +59,7 @@ def test_an_open_loop_reports_and_keeps_every_request(
     assert sorted(row["input_tokens"] for row in found["requests"]) == sent
 
 
-def test_the_same_seed_asks_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_seeds_send_equal_requests(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = []
     for seed in ("1", "1", "2"):
         with ScriptedServer() as server:

@@ -11,7 +11,9 @@ from disagg.bench.serve.answer import RequestResult, ResponseParser
 from disagg.bench.serve.workload import WorkloadRequest
 
 
-def asked(output_tokens: int = 3, ignore_eos: bool = True, input_tokens: int | None = 5) -> WorkloadRequest:
+def request_of(
+    output_tokens: int = 3, ignore_eos: bool = True, input_tokens: int | None = 5
+) -> WorkloadRequest:
     return WorkloadRequest(4, input_tokens, output_tokens, ignore_eos, b"{}")
 
 
@@ -38,7 +40,7 @@ def row_of(request: WorkloadRequest, *events: tuple[float, Any]) -> RequestResul
 
 def test_times_of_a_completion() -> None:
     row = row_of(
-        asked(),
+        request_of(),
         (1.5, text("a")),
         (1.75, text("")),  # a special token has no text
         (2.25, text("b", "length")),
@@ -55,14 +57,16 @@ def test_times_of_a_completion() -> None:
 
 
 def test_an_empty_event_with_the_finish_reason_is_no_token() -> None:
-    row = row_of(asked(1), (2.0, text("a")), (3.0, text("", "length")), (3.0, usage(1)), (3.0, b"[DONE]"))
+    row = row_of(
+        request_of(1), (2.0, text("a")), (3.0, text("", "length")), (3.0, usage(1)), (3.0, b"[DONE]")
+    )
     assert row.kind == "ok"
     assert (row.ttft_s, row.gaps_s, row.token_s) == (1.0, [], None)
 
 
 def test_times_of_a_chat_begin_with_its_first_text() -> None:
     row = row_of(
-        asked(input_tokens=None),
+        request_of(input_tokens=None),
         (1.25, delta(role="assistant", content="")),
         (1.5, delta(reasoning_content="hm")),
         (1.75, delta(content="")),
@@ -77,7 +81,9 @@ def test_times_of_a_chat_begin_with_its_first_text() -> None:
 
 
 def test_several_tokens_in_an_event_count_by_usage() -> None:
-    row = row_of(asked(5), (2.0, text("abc")), (3.0, text("de", "length")), (3.0, usage(5)), (3.0, b"[DONE]"))
+    row = row_of(
+        request_of(5), (2.0, text("abc")), (3.0, text("de", "length")), (3.0, usage(5)), (3.0, b"[DONE]")
+    )
     assert row.kind == "ok"
     assert row.gaps_s == [1.0]
     assert row.token_s == 0.25
@@ -85,8 +91,8 @@ def test_several_tokens_in_an_event_count_by_usage() -> None:
 
 def test_an_answer_may_stop_where_it_is_allowed_to() -> None:
     events = ((2.0, text("a")), (2.0, text("", "stop")), (2.0, usage(2)), (2.0, b"[DONE]"))
-    assert row_of(asked(ignore_eos=False), *events).kind == "ok"
-    assert row_of(asked(ignore_eos=True), *events).kind == "finish reason"
+    assert row_of(request_of(ignore_eos=False), *events).kind == "ok"
+    assert row_of(request_of(ignore_eos=True), *events).kind == "finish reason"
 
 
 RIGHT = [text("a"), text("b"), text("c", "length"), usage(3), b"[DONE]"]
@@ -110,14 +116,14 @@ RIGHT = [text("a"), text("b"), text("c", "length"), usage(3), b"[DONE]"]
     ],
 )
 def test_what_is_wrong_with_an_answer_is_said(kind: str, problem: str, events: list[Any]) -> None:
-    row = row_of(asked(), *[(2.0, event) for event in events])
+    row = row_of(request_of(), *[(2.0, event) for event in events])
     assert row.kind == kind
     assert problem in row.problem
     assert "\n" not in row.problem
 
 
 def test_a_cut_stream_says_so_and_ends_when_it_was_seen() -> None:
-    answer = ResponseParser(asked())
+    answer = ResponseParser(request_of())
     answer.feed(b'data: {"choices"', 2.0)
     row = answer.row(None, 1.0, 9.0)
     assert (row.kind, row.problem) == ("no [DONE]", "the stream ended without [DONE], within an event")
@@ -125,7 +131,7 @@ def test_a_cut_stream_says_so_and_ends_when_it_was_seen() -> None:
 
 
 def test_the_first_failure_stands() -> None:
-    answer = ResponseParser(asked())
+    answer = ResponseParser(request_of())
     answer.feed(b"data: {\n\ndata: [DONE]\n\n", 2.0)
     assert answer.failed
     answer.fail("disconnect", "later")
@@ -133,7 +139,7 @@ def test_the_first_failure_stands() -> None:
 
 
 def test_an_endless_event_is_malformed() -> None:
-    answer = ResponseParser(asked())
+    answer = ResponseParser(request_of())
     for _ in range(3):
         answer.feed(b"x" * (1 << 19), 2.0)
     assert answer.row(None, 1.0, 9.0).kind == "malformed"

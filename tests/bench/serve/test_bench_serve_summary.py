@@ -1,4 +1,4 @@
-"""Rows to figures: rates, goodput, percentiles, what is left out, and what a reader is told."""
+"""Rows to figures: rates, goodput, percentiles, what is left out, and remarks in the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is asked and when: drawn from the seed, with the distributions that were asked for."""
+"""Requests and their times: drawn from the seed, with the configured distributions."""
 
 from __future__ import annotations
 
@@ -125,15 +125,15 @@ def test_a_request_depends_on_seed_and_number_alone() -> None:
 
 def test_a_request_says_what_is_in_it() -> None:
     for index in range(50):
-        asked, content = WORKLOAD.request(index), body(WORKLOAD, index)
+        request, content = WORKLOAD.request(index), body(WORKLOAD, index)
         prompt = content.pop("prompt")
         assert isinstance(prompt, list)
-        assert len(prompt) == asked.input_tokens
+        assert len(prompt) == request.input_tokens
         assert 20 <= len(prompt) <= 30
         assert all(100 <= token <= 163 for token in prompt)
         assert content == {
             "model": "m",
-            "max_tokens": asked.output_tokens,
+            "max_tokens": request.output_tokens,
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -142,7 +142,7 @@ def test_a_request_says_what_is_in_it() -> None:
     assert "ignore_eos" not in body(replace(WORKLOAD, ignore_eos=False), 0)
 
 
-def test_prompts_share_as_many_prefixes_as_asked_and_nothing_else() -> None:
+def test_prompts_share_the_configured_prefixes_and_nothing_else() -> None:
     shared = replace(WORKLOAD, prefix_tokens=16, prefixes=3)
     prompts = [body(shared, i)["prompt"] for i in range(60)]
     assert all(isinstance(one, list) and 36 <= len(one) <= 46 for one in prompts)
@@ -155,9 +155,9 @@ def test_prompts_share_as_many_prefixes_as_asked_and_nothing_else() -> None:
 
 def test_a_chat_is_a_text_of_as_many_words() -> None:
     chat = replace(WORKLOAD, chat=True, input=Lengths(12, 12), prefix_tokens=4)
-    asked, content = chat.request(0), body(chat, 0)
+    request, content = chat.request(0), body(chat, 0)
     [message] = content["messages"]  # type: ignore[misc]
     assert message["role"] == "user"
     assert len(message["content"].split(" ")) == 16
-    assert asked.input_tokens is None
+    assert request.input_tokens is None
     assert "prompt" not in content

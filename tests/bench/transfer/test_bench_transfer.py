@@ -133,10 +133,10 @@ def test_pages_are_shuffled_and_belong_to_one_request_each() -> None:
 
 
 def test_a_failed_rank_ends_the_wait() -> None:
-    books = RankReports()
-    books.note(m.RankFailed(RequestKey("x"), 1, 0, "transport", "the wire broke"))
+    reports = RankReports()
+    reports.note(m.RankFailed(RequestKey("x"), 1, 0, "transport", "the wire broke"))
     with pytest.raises(TransportError, match="the wire broke"):
-        books.wait("Landed", 1)
+        reports.wait("Landed", 1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The sum over a segment's bytes: equal whoever computes it, and changed by every flipped bit.
+"""The sum over a segment's bytes: equal in every implementation, and changed by every flipped bit.
 
 `test_kernels_interpreted.py` runs this file again with the Triton kernels, in Triton's interpreter.
 """
@@ -214,7 +214,7 @@ def test_bytes_at_a_wrong_place_change_the_sum(device: str, sums: Sums) -> None:
 
 @pytest.mark.parametrize("seed", [5, 1 << 62 | 7], ids=["narrow", "wide"])
 def test_the_seed_is_added(device: str, sums: Sums, seed: int) -> None:
-    """Zeros with a total of 0, which nobody wrote, do not fit."""
+    """Unwritten memory, zeros with a total of 0, does not match."""
     slots, (_, pool) = SMALL.slots(device, generator()), SMALL.pool(device, generator())
     out, sent = torch.zeros(SMALL.nbytes, dtype=torch.uint8, device=device), torch.zeros(1, dtype=torch.int64)
     sent = sent.to(device)

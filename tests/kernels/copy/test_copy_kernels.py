@@ -66,5 +66,5 @@ def test_offsets_beyond_two_to_the_31(generator: torch.Generator) -> None:
     assert torch.equal(out, staged)
 
 
-def test_backend_is_the_one_asked_for() -> None:
+def test_backend_is_the_selected_one() -> None:
     assert backend(torch.device("cpu")) == os.environ.get("DISAGG_KERNELS", "torch")

@@ -95,7 +95,7 @@ def test_single_tokens_before_chunks_are_split_over_their_context(
     assert index.chunks.most == max(sizes[decoded:], default=0)
 
 
-def test_without_a_gpu_torch_does_it_unless_triton_is_asked_for(checkpoint: Checkpoint) -> None:
+def test_without_a_gpu_torch_computes_unless_triton_is_selected(checkpoint: Checkpoint) -> None:
     assert not make_runner(checkpoint("llama"), attention="torch").attention_kernels
     if INTERPRETED:
         return

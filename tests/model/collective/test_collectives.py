@@ -180,7 +180,7 @@ def test_ranks_that_share_a_gpu_sum_in_order() -> None:
 
 
 @pytest.mark.parametrize("make", GROUPS)
-def test_nobody_passes_the_barrier_alone(make: Group) -> None:
+def test_no_rank_passes_the_barrier_alone(make: Group) -> None:
     arrived: list[int] = []
 
     def work(collective: Collective) -> int:
@@ -267,7 +267,7 @@ def _sum_until_killed(directory: Path, ready: Any) -> None:
     threading.Event().wait()  # until it is killed
 
 
-def test_a_killed_process_is_noticed_at_once(tmp_path: Path) -> None:
+def test_a_killed_process_is_detected_at_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     process = context.Process(target=_sum_until_killed, args=(tmp_path, ready))

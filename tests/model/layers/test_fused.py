@@ -239,7 +239,7 @@ def test_registered_norms_use_the_epsilon_of_the_class(name: str, dtype: torch.d
 
 
 class OtherNorm(modeling_llama.LlamaRMSNorm):
-    """Differs in a way that no attribute tells."""
+    """A class with a difference that no attribute shows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).clamp(max=2.0)
@@ -267,7 +267,7 @@ def test_what_only_looks_the_same_stays(checkpoint: Checkpoint, monkeypatch: pyt
 
 
 def test_modules_that_are_not_transformers_own_stay(checkpoint: Checkpoint) -> None:
-    """What somebody else put in, and what has a hook."""
+    """Replaced modules, and modules with hooks, are not fused."""
     runner = make_runner(checkpoint("llama"), fused=False)
     layers = runner.model.model.layers
     layers[0].input_layernorm = nn.RMSNorm(96)

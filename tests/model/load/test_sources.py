@@ -38,7 +38,7 @@ def copied(checkpoint: Checkpoint, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "copy"))
 
 
-def test_a_checkpoint_tells_its_spec(checkpoint: Checkpoint) -> None:
+def test_the_spec_of_a_checkpoint(checkpoint: Checkpoint) -> None:
     spec = ModelSource.from_directory(checkpoint("llama")).spec(torch.bfloat16)
     assert spec.architecture == "LlamaForCausalLM"
     assert spec.layout == KVLayout(layers=3, kv_heads=4, head_dim=8, dtype="bfloat16")

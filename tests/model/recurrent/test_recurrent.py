@@ -125,9 +125,9 @@ def test_a_layer_that_only_attends_has_no_state_in_the_cache() -> None:
     """So a model that keeps state where its configuration names none fails in its trial step."""
     cache = RequestCache(GraniteMoeHybridConfig(**RECURRENT, layer_types=["full_attention"] * 4))
     assert not cache.states()
-    for ask in (lambda: cache.get_conv_state(0), lambda: cache.update_recurrent_state(torch.ones(1), 0)):
+    for call in (lambda: cache.get_conv_state(0), lambda: cache.update_recurrent_state(torch.ones(1), 0)):
         with pytest.raises((AttributeError, ValueError)):
-            ask()
+            call()
 
 
 def test_a_state_of_another_shape_is_not_stored(tmp_path: Path) -> None:

@@ -91,17 +91,17 @@ MIXED = [
 @pytest.mark.parametrize("seed", range(5))
 def test_mixed_rows_against_plain_python_token_by_token(seed: int) -> None:
     """Histories are kept from step to step, as a group keeps them; rows without penalties keep their bits."""
-    asked = [
+    cases = [
         (params, random_tokens(6, seed + n), random_tokens(8, seed + 50 + n))
         for n, params in enumerate(MIXED)
     ]
-    rows: list[SamplingRow] = [row_of(params, prompt) for params, prompt, _ in asked]
+    rows: list[SamplingRow] = [row_of(params, prompt) for params, prompt, _ in cases]
     for step in range(8):
         logits = random_logits(len(rows), seed * 100 + step)
         before = logits.clone()
         found = adjust(logits, rows, EOS)
         assert torch.equal(logits, before), "the model's logits are not changed"
-        for i, (params, prompt, answer) in enumerate(asked):
+        for i, (params, prompt, answer) in enumerate(cases):
             wanted = plain_adjusted(before[i].tolist(), params, prompt, answer[:step])
             torch.testing.assert_close(found[i], torch.tensor(wanted), rtol=1e-6, atol=1e-5)
             rows[i].answer.append(answer[step])  # type: ignore[attr-defined]
@@ -109,14 +109,14 @@ def test_mixed_rows_against_plain_python_token_by_token(seed: int) -> None:
             assert torch.equal(found[i], before[i])
 
 
-def test_who_asks_for_nothing_pays_nothing() -> None:
+def test_plain_sampling_does_no_extra_work() -> None:
     logits = random_logits(3)
     plain = SamplingParams(temperature=1.0, top_k=3, min_p=0.1, stop_token_ids=(1,), logprobs=3)
     assert adjust(logits, [row_of(plain)] * 3, EOS) is logits
     assert history_of([1], plain) is None
 
 
-def test_an_eos_outside_the_vocabulary_is_nobodys_logit() -> None:
+def test_an_eos_outside_the_vocabulary_changes_no_logit() -> None:
     found = adjust(random_logits(1), [row_of(SamplingParams(min_tokens=1))], (VOCAB, VOCAB + 9, 3))
     assert torch.isinf(found).nonzero().tolist() == [[0, 3]]
 
@@ -136,14 +136,14 @@ def test_others_tokens_are_unchanged_beside_penalties(temperature: float) -> Non
 @pytest.mark.parametrize("temperature", [0.0, 2.0])
 def test_logprobs_are_of_the_models_own_distribution(temperature: float) -> None:
     logits = random_logits(4)
-    asks = [None, 0, 3, 20]
+    counts = [None, 0, 3, 20]
     params = [
         SamplingParams(temperature=temperature, seed=4, logprobs=count, logit_bias=((5, 100.0),))
-        for count in asks
+        for count in counts
     ]
     found = next_tokens(logits, [row_of(one) for one in params], EOS)
     wanted = torch.log_softmax(logits.double(), dim=-1)
-    for i, (count, chosen) in enumerate(zip(asks, found, strict=True)):
+    for i, (count, chosen) in enumerate(zip(counts, found, strict=True)):
         assert isinstance(chosen, Chosen)
         assert chosen.token == 5
         if count is None:
