@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 PAUSE_S = 0.25
 """Shortest time without an output that the report lists and the chart marks."""
+BEGINS_WITHIN_S = 1.0
+"""Outputs already sent may arrive behind a fault; a later pause has another cause."""
 EXAMPLES = 5
 """Most requests with differences that are printed."""
 
@@ -47,7 +49,8 @@ class FaultLine(msgspec.Struct, frozen=True):
     failed: int
     """Those of them that failed, before a later fault touched them."""
     pauses_s: list[float]
-    """Of each touched request that did not fail then: the longest time without an output at the fault."""
+    """Of each touched request that did not fail then: the longest time without an output that began at the fault, or
+    at most `BEGINS_WITHIN_S` behind it."""
 
 
 class RequestLine(msgspec.Struct, frozen=True):
@@ -246,7 +249,7 @@ def _request_line(
 def _fault_line(fault: FaultRecord, result: ChaosResult, last: Mapping[int, int]) -> FaultLine:
     """`last`: the last fault that touched a request, by its serial; an error belongs to that fault."""
     failed = [one for one in fault.touched if one.error and last[one.serial] == fault.plan.number]
-    until_s = result.ended_s if fault.full_s is None else fault.full_s
+    until_s = fault.at_s + BEGINS_WITHIN_S
     return FaultLine(
         fault.plan.number,
         fault.plan.kind,
