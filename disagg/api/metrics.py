@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Protocol
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from disagg.router.answers import SessionReport
+from disagg.router.session import Loss
 
 FINE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 COARSE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 WIRE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class HasRecoveries(Protocol):
+    """Part of a router."""
+
+    recoveries: Mapping[str, int]
+    """Recoveries of requests since the start, by cause."""
+
+
+class RecoveryCollector(Collector):
+    """The series `disagg_recoveries_total`, read from a router at each scrape."""
+
+    def __init__(self, router: HasRecoveries) -> None:
+        self._router = router
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yields the family with a sample per cause."""
+        name, text = (
+            "disagg_recoveries",
+            "Losses of a group behind which a request continued on others, by cause",
+        )
+        family = CounterMetricFamily(name, text, labels=["cause"])
+        for loss in Loss:
+            family.add_metric([loss.value], self._router.recoveries.get(loss.value, 0))
+        yield family
 
 
 class Metrics:

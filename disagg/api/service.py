@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -18,7 +19,7 @@ from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
 from disagg.api.generation_request import EngineRequest, GenerationRequest
 from disagg.api.group_metrics import GroupCollector
-from disagg.api.metrics import Metrics
+from disagg.api.metrics import Metrics, RecoveryCollector
 from disagg.api.model import ServedModel
 from disagg.api.pace import Pace
 from disagg.api.quantiles import RollingQuantiles
@@ -37,6 +38,9 @@ log = structlog.get_logger(__name__)
 
 class Generator(Protocol):
     """Interface of `disagg.router.router.Router` for the API."""
+
+    recoveries: Counter[str]
+    """Recoveries of requests since the start, by `disagg.router.session.Loss`."""
 
     def missing(self) -> list[str]:
         """Returns the roles (`prefill`, `decode`; `colocated`) without a living group."""
@@ -77,6 +81,7 @@ class Service:
         pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
         self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
         self.metrics.registry.register(GroupCollector(generator.groups))
+        self.metrics.registry.register(RecoveryCollector(generator))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
         self._tasks: dict[asyncio.Task[None], Answers] = {}
@@ -132,6 +137,7 @@ class Service:
             errors_total=int(total(metrics.errors)),
             aborts_total=int(total(metrics.aborts)),
             refused_total=int(total(metrics.requests, outcome="busy")),
+            recoveries_total=sum(self._generator.recoveries.values()),
             ttft_p50_s=ttft_p50_s,
             ttft_p99_s=ttft_p99_s,
             itl_p50_s=itl_p50_s,

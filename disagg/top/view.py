@@ -72,6 +72,7 @@ def _head(status: ServiceStatus, growing: ServiceRates) -> list[Text]:
         *_ended("refused", status.refused_total),
         *_ended("errors", status.errors_total, "red"),
         *_ended("aborted", status.aborts_total),
+        *(_ended("recovered", status.recoveries_total) if status.recoveries_total else ()),
     )
     third = Text(
         f"TTFT p50 {time_words(status.ttft_p50_s)} p99 {time_words(status.ttft_p99_s)}  "

@@ -330,9 +330,15 @@ def test_metrics() -> None:
         server.ask(max_tokens=0)
         server.set(error=ValueError("a bug"), fail_after=1)
         assert server.ask(max_tokens=3).status_code == 500
+        server.generator.recoveries["prefill_lost"] += 2
         text = server.client.get("/metrics").text
+        assert server.client.get("/status").json()["recoveries_total"] == 2
     families = {family.name: family for family in text_string_to_metric_families(text)}
     values = {(s.name, *s.labels.values()): s.value for f in families.values() for s in f.samples}
+    assert (
+        values["disagg_recoveries_total", "prefill_lost"],
+        values["disagg_recoveries_total", "decode_lost"],
+    ) == (2, 0)
     assert values["disagg_requests_total", "ok"] == 1
     assert values["disagg_requests_total", "refused"] == 1
     assert values["disagg_requests_total", "error"] == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
@@ -38,6 +39,7 @@ class FakeGenerator:
         """Raised after `fail_after` tokens of each answer, if there is one."""
         self.fail_only = ""
         """And only in requests whose id ends like this."""
+        self.recoveries: Counter[str] = Counter()
         self.hold_release = False
         """Wait for `go` after the last output, as a session does whose groups are slow to release."""
 
