@@ -113,11 +113,13 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Fences `peer`: after the return, no operation with `peer` touches this rank's memory.
+        """Fences `peer`: after the return, only operations that are still pending touch this rank's memory.
 
-        Its pending operations have ended with `PeerLostError`; the next `progress` returns them. An unknown
-        name is accepted. Raises `TransportError` when the fence cannot be proven; the memory of the
-        operations still pending must then never be used again.
+        Usually all its operations have ended with `PeerLostError`, and the next `progress` returns them. A backend
+        may need longer: then `progress` continues the fence, and ends all operations of the peer together. It
+        raises `TransportError` when the fence cannot be proven in time: the rank must end, and the memory of the
+        pending operations must never be used again. `disconnect` may raise that error too. An unknown name is
+        accepted.
 
         The peer is not notified: its operations with this rank end when the peer disconnects in turn, or when
         this process ends. A peer's receive from this rank may even end `done` with bytes overwritten since.
@@ -168,7 +170,10 @@ class Transport(ABC):
 
     @abstractmethod
     def progress(self) -> list[Operation]:
-        """Drives the transport without blocking; returns the operations that ended since the last call."""
+        """Drives the transport without blocking; returns the operations that ended since the last call.
+
+        Raises `TransportError` when a fence cannot be proven; see `disconnect`.
+        """
 
     @abstractmethod
     def wait(self, timeout_s: float) -> None:

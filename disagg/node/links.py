@@ -117,9 +117,9 @@ def _whole(nbytes: int) -> int:
 
 
 def fence(transport: Transport, peer: str) -> None:
-    """Disconnects a lost peer. If the transport cannot prove the fence, operations in flight keep their memory.
+    """Disconnects a lost peer. The caller may then free all memory that no pending operation of the transport uses.
 
-    In both cases the caller may free all memory that the transport does not use.
+    A fence that cannot be proven ends the rank: the transport's next `progress` raises, on the transfer thread.
     """
     try:
         transport.disconnect(peer)

@@ -72,6 +72,8 @@ class TlsTransport(Transport):
         self._outgoing: set[OutgoingChannel] = set()
         """Outgoing channels; those of disconnected peers stay until they are quiet."""
         self._closed = False
+        self._unproven: TransportError | None = None
+        """Error of a fence that could not be proven."""
         self._upkeep_at_s = 0.0
         self._address = Address(host, self._listener.port, os.urandom(ID_BYTES)).pack()
         self._listener.start()
@@ -107,7 +109,11 @@ class TlsTransport(Transport):
                 mine += [
                     channel for channel in self._incoming.values() if channel.peer_address == known.address
                 ]
-        self._fence(peer, mine, f"{peer} was disconnected")
+        try:
+            self._fence(peer, mine, f"{peer} was disconnected")
+        except TransportError as exc:
+            self._unproven = exc
+            raise
 
     def lost_peers(self) -> list[str]:
         with self._state.lock:
@@ -172,6 +178,8 @@ class TlsTransport(Transport):
 
     def progress(self) -> list[Operation]:
         self._ensure_open()
+        if self._unproven is not None:
+            raise self._unproven
         self._upkeep()
         if not self._state.tracker.has_ended():
             return []

@@ -28,7 +28,9 @@ from transport.ucx.library import load, unwrap_address, wrap_address
 from transport.ucx.reach import Reach
 
 FENCE_TIMEOUT_S = 10.0
-"""Time limit for `disconnect` to wait until UCX no longer accesses the memory."""
+"""Time limit for UCX to end all accesses to the memory of a fenced peer's operations."""
+FENCE_WAIT_S = 0.02
+"""Time that `disconnect` waits for the same. UCX usually cancels at once; `progress` follows up on a slow fence."""
 _SCRATCH_BYTES = 64
 _KEPT_BYTES = 4096
 _KEPT = 1024
@@ -60,6 +62,15 @@ class _UCXPeer:
     endpoint: Any
 
 
+@dataclass(slots=True, eq=False)
+class _Fence:
+    """A disconnected peer whose operations UCX has not ended yet."""
+
+    peer: str
+    operations: list[Operation]
+    until_s: float
+
+
 class UcxTransport(Transport):
     """One rank's UCX worker; see `Transport`. `options` are UCX settings; by default those of
     `Reach.ONE_HOST`.
@@ -86,6 +97,7 @@ class UcxTransport(Transport):
         self._requests: dict[Operation, Any] = {}
         self._arrays: dict[tuple[int, int], Any] = {}
         """Cached arrays by address and size, within registered host memory."""
+        self._fences: list[_Fence] = []
         self._swallowed: list[Any] = []
         """Requests that consume unwanted messages; kept until UCX no longer uses the scratch bytes."""
         self._scratch = self._array_type(bytearray(_SCRATCH_BYTES))
@@ -122,23 +134,16 @@ class UcxTransport(Transport):
         known = self._peers.pop(peer, None)
         if known is None:
             return
-        mine = [operation for operation in self._requests if operation.peer == peer]
-        receives_to_gpu = {
-            view.device
-            for operation in mine
-            if operation.kind == "receive"
-            and (view := self._tracker.view(operation)) is not None
-            and view.is_cuda
-        }
+        fenced = self._fenced()
+        mine = [one for one in self._requests if one.peer == peer and one not in fenced]
         # A blocking close is forced: it cancels pending requests without the other side. `close()` would wait
         # for the peer (ucxx 0.52 does not pass the flag on), and crashes after an endpoint error.
         known.endpoint.close_blocking()
-        self._fence(peer, [self._requests[operation] for operation in mine])
-        for device in receives_to_gpu:
-            # UCX may report a cancelled receive while its copy still runs on a stream of UCX.
-            torch.cuda.synchronize(device)
-        for operation in mine:
-            self._settle(operation, lost=True)
+        now_s = time.monotonic()
+        self._fences.append(_Fence(peer, mine, now_s + FENCE_TIMEOUT_S))
+        self._worker.progress()
+        while not self._advance_fences() and time.monotonic() < now_s + FENCE_WAIT_S:
+            self._worker.progress()
 
     def lost_peers(self) -> list[str]:
         return [peer for peer, known in self._peers.items() if not known.endpoint.alive]
@@ -198,8 +203,12 @@ class UcxTransport(Transport):
         if not all(peer.endpoint.alive for peer in self._peers.values()):
             # Also ends the operations of failed endpoints.
             self._worker.progress()
-        for operation in [operation for operation, request in self._requests.items() if request.completed]:
-            self._settle(operation)
+        if self._fences and not self._advance_fences():
+            self._check_fences()
+        fenced = self._fenced()
+        for operation in [one for one, request in self._requests.items() if request.completed]:
+            if operation not in fenced:
+                self._settle(operation)
         self._swallowed = [request for request in self._swallowed if not request.completed]
         return self._tracker.take_ended()
 
@@ -207,6 +216,8 @@ class UcxTransport(Transport):
         self._ensure_open()
         if self._has_events():
             return
+        if self._fences:
+            timeout_s = min(timeout_s, FENCE_WAIT_S)  # UCX may end a cancelled operation without a wake-up
         if not self._worker.progress_once():
             self._sleep(max(0.0, timeout_s))
         self._alarm.clear()
@@ -232,14 +243,12 @@ class UcxTransport(Transport):
             self._swallow(arrival.handle)
         unproven: list[TransportError] = []
         for peer in list(self._peers):
-            try:
-                self.disconnect(peer)
-            except TransportError as exc:
-                unproven.append(exc)
+            self.disconnect(peer)
         try:
-            self._fence("messages left over", [*self._swallowed, *self._requests.values()])
+            self._complete("messages left over", [*self._swallowed, *self._requests.values()])
         except TransportError as exc:
             unproven.append(exc)
+        self._advance_fences()
         self._closed = True
         self._release()
         if unproven:
@@ -332,7 +341,37 @@ class UcxTransport(Transport):
     def _swallow(self, handle: object) -> None:
         self._swallowed.append(self._worker.tag_recv_with_handle(self._scratch, handle))
 
-    def _fence(self, what: str, requests: list[Any]) -> None:
+    def _fenced(self) -> set[Operation]:
+        return {operation for fence in self._fences for operation in fence.operations}
+
+    def _advance_fences(self) -> bool:
+        """Ends the operations of proven fences. Returns whether no fence is left."""
+        for fence in list(self._fences):
+            if all(self._requests[operation].completed for operation in fence.operations):
+                self._fences.remove(fence)
+                for device in self._devices(fence.operations):
+                    # UCX may report a cancelled receive while its copy still runs on a stream of UCX.
+                    torch.cuda.synchronize(device)
+                for operation in fence.operations:
+                    self._settle(operation, lost=True)
+        return not self._fences
+
+    def _check_fences(self) -> None:
+        """Raises `TransportError` for a fence that could not be proven in time."""
+        for fence in self._fences:
+            if time.monotonic() > fence.until_s:
+                pending = sum(not self._requests[operation].completed for operation in fence.operations)
+                raise TransportError(
+                    f"ucx: {fence.peer} was disconnected, but {pending} operations are still pending after "
+                    f"{FENCE_TIMEOUT_S:g} s: no fence"
+                )
+
+    def _devices(self, operations: list[Operation]) -> set[torch.device]:
+        """Returns the GPUs that the operations receive into."""
+        views = [self._tracker.view(operation) for operation in operations if operation.kind == "receive"]
+        return {view.device for view in views if view is not None and view.is_cuda}
+
+    def _complete(self, what: str, requests: list[Any]) -> None:
         deadline_s = time.monotonic() + FENCE_TIMEOUT_S
         while not all(request.completed for request in requests):
             self._worker.progress()

@@ -217,6 +217,22 @@ PHASES = {
 STRANGERS = [("old", "new"), ("new", "old")]
 
 
+def test_a_fence_that_cannot_be_proven_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`progress` raises on the transfer thread, which breaks the rank."""
+
+    def unproven(*arguments: object) -> None:
+        raise TransportError("threads still run; no fence")
+
+    with stations(2) as [a, b]:
+        link(a, b)
+        with monkeypatch.context() as patch:
+            patch.setattr(a.transport, "_fence", unproven)
+            with pytest.raises(TransportError, match="no fence"):
+                a.transport.disconnect("b")
+        with pytest.raises(TransportError, match="no fence"):
+            a.transport.progress()
+
+
 class TestRotation:
     @pytest.mark.parametrize("offload", [False, True], ids=["buffered", "on the socket"])
     @pytest.mark.parametrize("listens", PHASES)
