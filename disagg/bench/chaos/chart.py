@@ -30,7 +30,8 @@ def write_chaos_chart(path: Path, report: ChaosReport) -> None:
     for axis in areas.values():
         _faults(axis, report.faults, report.figures.seconds)
         axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
+        if report.requests:
+            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8, frameon=False)
     areas["streams"].set_xlim(0, max(report.figures.seconds, 1e-3))
     found = report.figures
     figure.suptitle(

@@ -203,6 +203,8 @@ def figure_lines(report: ChaosReport) -> Iterator[str]:
         yield f"{code}: the first is request {_words(first)}: {first.message}"
     different = [one for one in report.requests if one.faults.any]
     yield from (f"different request {_words(one)}: {one.faults}" for one in different[:EXAMPLES])
+    if different and report.settings.get("deterministic") is not True:
+        yield "note: without model.deterministic, rounding can change a token; repeat the run with --deterministic"
 
 
 def chaos_json(report: ChaosReport) -> str:

@@ -102,7 +102,8 @@ class ChaosOptions:
 def chaos(options: ChaosOptions) -> None:
     """Kill and stop ranks under load; compare every answer with that of a quiet run.
 
-    Exit code 1 when an answer failed or differs, or the groups did not recover.
+    Exit code 1 when an answer failed or differs, or the groups did not recover. The deterministic mode is on, unless
+    --no-deterministic is given: then rounding can change a token.
     """
     schedule = options.faults.schedule()
     config = configuration(options.cluster.source, options)

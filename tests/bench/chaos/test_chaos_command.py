@@ -31,6 +31,8 @@ def test_the_small_model_runs_on_the_cpu() -> None:
     assert [kind.device for kind in chaos_config(Config(), None, 1).kinds.values()] == ["cpu", "cpu"]
     model = ModelConfig(random_init="tiny-llama")
     assert chaos_config(Config(model=model), None, 1).prefill.device == "auto"
+    assert chaos_config(Config(model=model), None, 1).model.deterministic
+    assert not chaos_config(Config(model=model), False, 1).model.deterministic
     assert chaos_config(Config(prefill=GroupConfig(device="cpu")), True, 1).model.deterministic
 
 

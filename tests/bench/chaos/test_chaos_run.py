@@ -127,7 +127,11 @@ def test_damaged_answers_are_counted(damage: Any, field: str) -> None:
     assert report.figures.different > 0
     for name in ("wrong_tokens", "repeated_tokens", "missing_tokens"):
         assert (getattr(report.figures, name) > 0) == (name == field)
-    assert "different request chaos-" in "\n".join(figure_lines(report))
+    lines = list(figure_lines(report))
+    assert any(line.startswith("different request chaos-") for line in lines)
+    assert lines[-1].startswith("note: without model.deterministic")
+    report.settings["deterministic"] = True
+    assert lines[:-1] == list(figure_lines(report)), "nothing but a fault explains it"
 
 
 def test_a_stopped_rank_continues_after_its_time() -> None:
@@ -184,10 +188,11 @@ def test_no_fault_after_the_duration() -> None:
     assert "0.1 s are over" in lines
 
 
-def test_no_fault_at_all() -> None:
+def test_no_fault_at_all(tmp_path: Path) -> None:
     report = reported(FakeChaosSystem(), bench(count=0))
     assert report.passed
     assert (report.faults, report.figures.full_strength_s) == ([], None)
+    write_chaos_chart(tmp_path / "chart.png", report)
 
 
 def test_a_quiet_run_that_fails_is_an_error() -> None:
