@@ -181,10 +181,12 @@ def test_all_sequences_of_a_request_leave_and_come_back_together(
     rows = msgspec.structs.replace(config.decode, max_requests=16)
     with local_groups(msgspec.structs.replace(config, decode=rows), source, device) as groups:
         poisoned(groups)
-        for _ in range(4):  # who meets whom is up to the threads
+        for turn in range(4):  # the threads decide which requests meet
             answers = all_at_once(groups, samplings)
             assert [a.report.answers for a in answers] == [a.report.answers for a in calm]
             count = preempted(groups)[way == "swap"]
+            if turn and count >= 3:
+                break
     assert count >= 3
     for at in (0, 3):
         assert calm[at].report.answers == checkpoints.beams(source, PROMPTS[at], samplings[at])

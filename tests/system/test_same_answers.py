@@ -23,7 +23,7 @@ from disagg.router.router import Router
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 PROMPTS = random_prompts(40, 21, 30, seed=6)
 PRESSED = random_prompts(9, 21, 14, 30, seed=6)
-TOKENS = 12
+TOKENS = 8
 SAMPLINGS = (
     SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=2),
     SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=2, temperature=0.8, top_p=0.9, seed=5),
@@ -75,9 +75,9 @@ def test_alone_and_under_pressure(
     checkpoints: Checkpoints, tp: tuple[int, int], way: str, sampling: SamplingParams, device: str
 ) -> None:
     source = checkpoints.source("qwen3", 2)
-    sampling = msgspec.structs.replace(sampling, max_tokens=32)
+    sampling = msgspec.structs.replace(sampling, max_tokens=24)
     expected = alone(config_of(tp), source, device, sampling, PRESSED)
-    config = uncached(config_of(tp, way, pool_tokens=80))
+    config = uncached(config_of(tp, way, pool_tokens=64))
     with local_groups(config, source, device=device) as groups:
         answers = groups.answers(PRESSED, sampling)
         statistics = groups.decode[0].statistics()["leader"]
