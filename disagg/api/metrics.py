@@ -20,8 +20,9 @@ WIRE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1,
 class HasRecoveries(Protocol):
     """Part of a router."""
 
-    recoveries: Mapping[str, int]
-    """Recoveries of requests since the start, by cause."""
+    @property
+    def recoveries(self) -> Mapping[str, int]:
+        """Recoveries of requests since the start, by cause."""
 
 
 class RecoveryCollector(Collector):

@@ -32,7 +32,7 @@ Pair = tuple[RoutedGroup, RoutedGroup]
 
 
 @dataclass(frozen=True, slots=True)
-class RunOptions:
+class RecoveryOptions:
     """Settings of a router for all of its requests; see `disagg.core.config.tree.RouterConfig`."""
 
     reserve_retry_s: float
@@ -57,7 +57,7 @@ class RunContext:
     """What the requests of a router share."""
 
     dispatcher: ResponseDispatcher
-    options: RunOptions
+    options: RecoveryOptions
     budget: RecoveryBudget
     clock: Clock
     recovered: Callable[[Loss, Pair], None]

@@ -19,7 +19,7 @@ from disagg.core.types import GroupInfo, SamplingParams
 from disagg.router.answers import Output, SessionReport, new_answers
 from disagg.router.policy import POLICIES, RoutedGroup, RoutingRequest, prefix_aware
 from disagg.router.recovery import Branch, RecoveryBudget
-from disagg.router.request_run import Pair, RequestRun, RoutedRequest, RunContext, RunOptions
+from disagg.router.request_run import Pair, RecoveryOptions, RequestRun, RoutedRequest, RunContext
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.session import Loss
 from disagg.router.status import GroupStatuses
@@ -48,7 +48,7 @@ class Router:
         self._dispatcher, self._choose = dispatcher, POLICIES[config.policy]
         self._reserve_retry_s, self._clock = config.reserve_retry_s, clock
         budget = RecoveryBudget(config.recoveries_per_s, clock)
-        options = RunOptions(config.reserve_retry_s, config.max_recoveries, config.group_wait_s)
+        options = RecoveryOptions(config.reserve_retry_s, config.max_recoveries, config.group_wait_s)
         self._context = RunContext(dispatcher, options, budget, clock, self._recovered, self._lost_groups)
         self._missing_since_s: dict[str, float] = {}
         """When each role without a usable group was first found to have none."""
