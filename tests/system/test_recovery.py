@@ -6,15 +6,18 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from architectures import HYBRIDS, MORE_HYBRIDS, save
 from local_groups import Checkpoints, LocalGroups, ask, random_prompts, small_config
 
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams, Ticket
+from disagg.model.load.source import ModelSource
 from disagg.router.answers import Output, SessionReport
 from disagg.router.router import Router
 from transport.control import messages as m
@@ -81,12 +84,12 @@ class System:
         checkpoints: Checkpoints,
         groups: tuple[int, int],
         router: RouterConfig | None = None,
-        **sizes: Any,
+        source: ModelSource | None = None,
     ) -> None:
-        config = small_config(1, 1, groups=groups, **sizes)
+        config = small_config(1, 1, groups=groups)
         if router is not None:
             config = msgspec.structs.replace(config, router=router)
-        self.groups = LocalGroups(config, checkpoints.source(), options=SHORT)
+        self.groups = LocalGroups(config, source or checkpoints.source(), options=SHORT)
         self.killed: list[str] = []
         self.tickets: list[Ticket] = []
 
@@ -173,6 +176,26 @@ def test_only_the_rest_of_a_prompt_is_sent_again(checkpoints: Checkpoints, nth: 
     assert second.tokens.start % page_size == 0
     assert (second.tokens.start > 0) == (nth > 0)
     assert second.row == first.row
+
+
+@pytest.mark.parametrize("architecture", ["zamba2", "qwen3-next"])
+def test_a_recurrent_state_is_computed_behind_the_answer_so_far(
+    checkpoints: Checkpoints, tmp_path: Path, architecture: str
+) -> None:
+    """Zamba 2 has other formulas for prompts and answers: the answer so far is computed token by token."""
+    (prompt,) = random_prompts(49)
+    source = ModelSource.from_directory(save((HYBRIDS | MORE_HYBRIDS)[architecture](), tmp_path))
+
+    def middle(source: str, message: m.Message) -> str | None:
+        return source[:-2] if isinstance(message, m.Tokens) and message.index == 5 else None
+
+    with System(checkpoints, (1, 2), source=source) as system:
+        system.kill_at(middle)
+        sampling = SamplingParams(max_tokens=16)
+        found = system.groups.serve(lambda router: answers_of(router, "r", prompt, sampling))
+    assert system.killed
+    assert found.tokens[0] == checkpoints.greedy(source, prompt, 16)
+    assert found.report.recoveries
 
 
 def test_a_stream_does_not_notice_the_death_of_its_prefill_group(checkpoints: Checkpoints) -> None:
