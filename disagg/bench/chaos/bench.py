@@ -37,9 +37,10 @@ def chaos_config(config: Config, deterministic: bool | None, faults: int) -> Con
     """Returns the configuration of the system under test.
 
     `deterministic`: None is true, also on a CPU. A draw can lie so close to the border of two tokens that rounding,
-    which depends on the rest of the batch, decides. Without a model, the small one of `with_model`, on the CPU unless a device is set. Groups are replaced at once and
-    without a limit of tries, unless `cluster.restart_backoff_s` and `restart_tries` are set: a replacement may be hit
-    within the minute after which its death counts as a fault of its own.
+    which depends on the rest of the batch, decides. Without a model, the small one of `with_model`, on the CPU unless
+    a device is set. Groups are replaced at once and without a limit of tries, unless `cluster.restart_backoff_s` and
+    `restart_tries` are set: a replacement may be hit within the minute after which its death counts as a fault of its
+    own.
     """
     replace = msgspec.structs.replace
     if not (config.model.path or config.model.random_init):
