@@ -100,7 +100,7 @@ class RecoveryBudget:
     def __init__(self, per_s: float, clock: Clock) -> None:
         """At most `per_s` recoveries start in a second, plus as many at once after a quiet second."""
         self._interval_s, self._clock = 1.0 / per_s, clock
-        self._next_s = clock()
+        self._next_s = clock() - 1.0
 
     def wait_s(self) -> float:
         """Takes one recovery from the budget; returns the seconds until it may start."""

@@ -1,0 +1,96 @@
+"""What is left of a request that lost a group, when it is given up, and how fast recoveries start."""
+
+from __future__ import annotations
+
+import pytest
+
+from disagg.core.errors import PeerLostError
+from disagg.core.sampling import derived_seed
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.router.answers import Answer, new_answers
+from disagg.router.recovery import Branch, RecoveryBudget, require_recoverable
+from transport.control import messages as m
+
+KEY = RequestKey("r")
+
+
+def branch_of(sampling: SamplingParams, *tokens: list[int]) -> Branch:
+    answers = new_answers(sampling, None)
+    for answer, values in zip(answers, tokens, strict=False):
+        answer.tokens.extend(values)
+    return Branch(tuple(answers), sampling)
+
+
+def test_a_request_without_tokens_starts_again_as_a_whole() -> None:
+    branch = branch_of(SamplingParams(n=3))
+    branch.answers[1].early[1] = m.Tokens(KEY, 1, [5])
+    assert branch.unfinished() == [branch]
+    assert branch.answers[1].early == {}, "a message of the lost session is void"
+
+
+def test_each_answer_with_tokens_goes_on_by_itself() -> None:
+    branch = branch_of(SamplingParams(n=3, seed=9, max_tokens=8), [1, 2], [3], [4, 5, 6])
+    branch.answers[1].over = True
+    first, third = branch.unfinished()
+    assert [one.answers[0].number for one in (first, third)] == [0, 2]
+    assert first.sampling == SamplingParams(seed=9, max_tokens=8)
+    assert third.sampling == SamplingParams(seed=derived_seed(9, 2), max_tokens=8)
+
+
+def test_a_beam_search_starts_again() -> None:
+    branch = branch_of(SamplingParams(n=2, beams=3), [1, 2], [])
+    branch.answers[0].over = True
+    assert branch.unfinished() == [branch], "the answers that have come are not returned again: they are over"
+
+
+def test_a_request_is_recovered_a_limited_number_of_times() -> None:
+    branch = branch_of(SamplingParams(), [1])
+    for number in range(3):
+        branch = branch.after_loss({f"decode-{number}"})
+        require_recoverable("r", branch, (), 3, PeerLostError("lost"))
+        branch.answers[0].tokens.append(number)
+    branch = branch.after_loss({"decode-3"})
+    with pytest.raises(PeerLostError, match=r"lost its groups 4 times, more than router\.max_recoveries = 3"):
+        require_recoverable("r", branch, (), 3, PeerLostError("lost"))
+
+
+def test_only_groups_lost_at_the_same_token_are_suspected() -> None:
+    branch = branch_of(SamplingParams(), [1]).after_loss({"prefill", "decode"})
+    branch.answers[0].tokens.append(2)
+    branch = branch.after_loss({"prefill", "decode-2"})
+    assert branch.suspects == {"prefill", "decode-2"}
+    branch = branch.after_loss({"prefill", "decode-3"})
+    assert branch.suspects == {"prefill", "decode-2", "decode-3"}
+    require_recoverable("r", branch, {"decode-2"}, 9, PeerLostError("lost"))
+    with pytest.raises(PeerLostError, match="decode-2 and decode-3 were lost while they computed token 2"):
+        require_recoverable("r", branch, {"decode-2", "decode-3"}, 9, PeerLostError("lost"))
+
+
+def test_the_first_recovery_starts_at_once_and_later_ones_wait() -> None:
+    branch = branch_of(SamplingParams())
+    pauses_s = []
+    for _ in range(3):
+        branch = branch.after_loss({"decode"})
+        pauses_s.append(branch.pause_s)
+    assert pauses_s == [0.0, 1.0, 4.0]
+
+
+def test_the_budget_spreads_recoveries() -> None:
+    now_s = [100.0]
+    budget = RecoveryBudget(10.0, lambda: now_s[0])
+    waits_s = [budget.wait_s() for _ in range(12)]
+    assert waits_s == pytest.approx([0.0] * 10 + [0.1, 0.2])
+    now_s[0] += 10.0
+    waits_s = [budget.wait_s() for _ in range(12)]
+    assert waits_s == pytest.approx([0.0] * 10 + [0.1, 0.2])
+
+
+def test_an_answer_yields_tokens_in_order_and_none_behind_its_end() -> None:
+    answer = Answer(0, None)
+    assert list(answer.add(m.Tokens(KEY, 1, [5], "length"))) == []
+    outputs = [output for output, _ in answer.add(m.Tokens(KEY, 0, [4]))]
+    assert [(output.index, output.tokens, output.finish) for output in outputs] == [
+        (0, (4,), None),
+        (1, (5,), "length"),
+    ]
+    assert list(answer.add(m.Tokens(KEY, 2, [6]))) == []
