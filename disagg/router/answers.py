@@ -46,8 +46,14 @@ class SessionReport:
     """Tokens of each answer."""
     recoveries: list[str] = field(default_factory=list)
     """The cause of each recovery; see `disagg.router.recovery.Cause`."""
-    released: bool = False
-    """All groups confirmed that they freed the request."""
+    sessions: int = 0
+    """Sessions of the request, and those whose groups all confirmed that they freed it."""
+    released_sessions: int = 0
+
+    @property
+    def released(self) -> bool:
+        """Whether all groups confirmed that they freed the request."""
+        return self.sessions == self.released_sessions > 0
 
     @property
     def tokens(self) -> list[int]:

@@ -176,6 +176,7 @@ class Session:
     def __post_init__(self) -> None:
         self._answered = list(self.answers[0].tokens) if len(self.answers) == 1 else []
         self.report.prefill, self.report.decode = self.prefill.name, self.decode.name
+        self.report.sessions += 1
 
     def left_s(self, now_s: float) -> float:
         """Returns the seconds until the deadline, 0 after it."""
@@ -347,7 +348,7 @@ class Session:
         return [] if self.unreleased else self._step(SessionTrigger.ALL_RELEASED)
 
     def _note_released(self, _: None) -> list[SessionAction]:
-        self.report.released = True
+        self.report.released_sessions += 1
         return []
 
     def _ignore(self, _: object) -> list[SessionAction]:
