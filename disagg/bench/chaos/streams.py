@@ -9,6 +9,7 @@ from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from disagg.bench.chaos.answers import ReceivedAnswer
 from disagg.bench.chaos.workload import ChaosRequest
@@ -48,11 +49,8 @@ class RequestRecord:
         return self.session.prefill, self.session.decode
 
     def gaps(self) -> Iterator[tuple[float, float]]:
-        """Yields begin and end of each time without an output: the first one begins with the request."""
-        before_s = self.begun_s
-        for arrived_s in self.outputs_s:
-            yield before_s, arrived_s
-            before_s = arrived_s
+        """Yields begin and end of each time without an output, from the request's begin to its end."""
+        yield from pairwise((self.begun_s, *self.outputs_s, *([self.ended_s] if self.ended_s else [])))
 
     def longest_gap_s(self, begin_s: float, end_s: float) -> float:
         """Returns the longest time without an output, of those that overlap the interval; 0 without any."""
@@ -61,7 +59,7 @@ class RequestRecord:
 
     def longest_pause_s(self) -> float:
         """Returns the longest time between two outputs; 0 with fewer than two."""
-        return max((b - a for a, b in zip(self.outputs_s, self.outputs_s[1:], strict=False)), default=0.0)
+        return max((b - a for a, b in pairwise(self.outputs_s)), default=0.0)
 
 
 class Streams:

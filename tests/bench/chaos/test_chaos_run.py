@@ -222,6 +222,8 @@ def test_pauses_of_a_request() -> None:
     assert record.longest_gap_s(2.6, 2.7) == 3.0
     assert record.longest_gap_s(5.6, 9.0) == 0.5
     assert record.longest_gap_s(7.0, 9.0) == 0.0
+    record.ended_s = 8.0
+    assert record.longest_gap_s(7.0, 9.0) == 2.0, "the end of a failed request"
 
 
 def test_recoveries_by_cause() -> None:
