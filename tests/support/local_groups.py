@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -90,6 +91,14 @@ def small_config(
         transport=TransportConfig(backend="inproc", peer_memory=peer_memory),
         metrics=MetricsConfig(interval_s=metrics_interval_s),
     )
+
+
+def with_quarantine(config: Config, quarantine_s: float) -> Config:
+    """Frees pages and ring bytes `quarantine_s` after their writer was lost; by default after 20 s."""
+    control = msgspec.structs.replace(
+        config.control, peer_timeout_s=quarantine_s / 2, heartbeat_s=quarantine_s / 4
+    )
+    return msgspec.structs.replace(config, control=control)
 
 
 def colocated_config(

@@ -25,6 +25,7 @@ from local_groups import (
     local_groups,
     random_prompts,
     small_config,
+    with_quarantine,
 )
 from slow_parameters import sampled
 
@@ -400,7 +401,7 @@ def test_a_rank_dies_while_a_segment_is_wanted_once_more(
 ) -> None:
     source, prompts = checkpoints.source(), random_prompts(70, 55, seed=5)
     install(monkeypatch, first_sendings(8))
-    config = small_config(2, 2, chunk_tokens=16, peer_memory=peer_memory)
+    config = with_quarantine(small_config(2, 2, chunk_tokens=16, peer_memory=peer_memory), 1.0)
     options = ReliableOptions(peer_timeout_s=0.8, heartbeat_s=0.1)
     groups = LocalGroups(config, source, options=options)
     try:

@@ -15,6 +15,7 @@ from local_groups import (
     local_groups,
     random_prompts,
     small_config,
+    with_quarantine,
 )
 from tls_peers import HOST, keys
 
@@ -51,6 +52,7 @@ def test_a_connection_that_breaks_in_a_transfer(
 ) -> None:
     """On the sender's side alone: at a letter, a segment or a notice."""
     config = small_config(2, 2, chunk_tokens=16, ring_bytes=4096, peer_memory=peer_memory)
+    config = with_quarantine(config, 1.0)
     with local_groups(config, checkpoints.source(), options=PATIENT) as groups:
         groups.fabric.faults.sever(nth, lambda source, destination, tag: source.startswith(side))
         [rule] = groups.fabric.faults.rules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ from aborted_answers import answers_with_aborts, check_survivors
 from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
 from prefix_caches import cache_of, with_caches
 from simulated_memory import poison_pages
+from slow_parameters import sampled
 
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
@@ -32,11 +34,16 @@ async def conversation(
     return said
 
 
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+TURNS = [((1, 1), (16, 16)), ((2, 1), (16, 4)), ((1, 2), (4, 16)), ((2, 3), (8, 2)), ((3, 2), (16, 1))]
+
+
 @pytest.mark.parametrize(
-    ("tp", "pages"),
-    [((1, 1), (16, 16)), ((2, 1), (16, 4)), ((1, 2), (4, 16)), ((2, 3), (8, 2)), ((3, 2), (16, 1))],
-    ids=lambda two: f"{two[0]}to{two[1]}",
+    ("tp", "pages", "peer_memory"),
+    sampled(
+        ((*sizes, peer_memory) for sizes in TURNS for peer_memory in (False, True)),
+        lambda tp, pages, peer_memory: peer_memory == TURNS.index((tp, pages)) % 2,
+    ),
+    ids=str,
 )
 def test_turns_of_a_conversation_bring_only_what_is_new(
     checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], peer_memory: bool
@@ -57,8 +64,13 @@ def test_turns_of_a_conversation_bring_only_what_is_new(
     assert (found.hits, found.misses, found.hit_tokens) == (3, 1, sum(known[:4]))
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 64])
-@pytest.mark.parametrize(("prefill", "decode"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "chunk_tokens"),
+    sampled(
+        itertools.product([True, False], [True, False], [7, 64]),
+        lambda prefill, decode, chunk_tokens: (prefill == decode) == (chunk_tokens == 7),
+    ),
+)
 def test_either_cache_alone_and_both(
     checkpoints: Checkpoints, prefill: bool, decode: bool, chunk_tokens: int
 ) -> None:

@@ -10,7 +10,15 @@ import msgspec
 import pytest
 import torch
 from aborted_answers import answers_with_aborts, check_survivors
-from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from local_groups import (
+    Checkpoints,
+    LocalGroups,
+    ask,
+    local_groups,
+    random_prompts,
+    small_config,
+    with_quarantine,
+)
 from simulated_memory import poison_pages
 
 from disagg.core.config.read import Config, ModelConfig
@@ -67,7 +75,8 @@ def test_pages_of_aborted_requests_are_never_written_again(
 def test_a_rank_that_dies_leaves_nothing_behind(
     checkpoints: Checkpoints, device: str, name: str, peer_memory: bool
 ) -> None:
-    groups = LocalGroups(config_of((2, 2), peer_memory), checkpoints.source(), device, options=SHORT)
+    config = with_quarantine(config_of((2, 2), peer_memory), 1.0)
+    groups = LocalGroups(config, checkpoints.source(), device, options=SHORT)
     try:
         struck: list[bool] = []
 

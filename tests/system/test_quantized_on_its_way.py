@@ -12,6 +12,7 @@ What is equal, and to what:
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 from prefix_caches import cache_of, with_caches
 from simulated_memory import poison_host, poison_pages
+from slow_parameters import sampled
 
 from disagg.bench.handoff.ranks import TimedDecodeRank, TimedPrefillRank
 from disagg.core.config.read import Config, ModelConfig
@@ -87,16 +89,22 @@ def check_bytes(groups: LocalGroups, tokens: Span, kv_dtype: str) -> None:
         assert any(torch.equal(found, one) for one in computed), f"decode r{rank}, layer {layer}, head {head}"
 
 
+LANDINGS = [
+    ("int8", (1, 1), (16, 16), 1 << 20, True),
+    ("int8", (3, 2), (16, 1), 4096, False),
+    ("float8_e4m3fn", (2, 3), (1, 16), 1 << 20, False),
+    ("float8_e5m2", (1, 2), (4, 8), 4096, True),
+]
+"""Those of `make test`; `make test-slow` takes the other way with each, staged or written."""
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
 @pytest.mark.parametrize(
-    ("kv_dtype", "tp", "pages", "ring_bytes"),
-    [
-        ("int8", (1, 1), (16, 16), 1 << 20),
-        ("int8", (3, 2), (16, 1), 4096),
-        ("float8_e4m3fn", (2, 3), (1, 16), 1 << 20),
-        ("float8_e5m2", (1, 2), (4, 8), 4096),
-    ],
+    ("kv_dtype", "tp", "pages", "ring_bytes", "peer_memory"),
+    sampled(
+        [(*landing[:4], way) for landing in LANDINGS for way in (False, True)],
+        lambda *landing: landing in LANDINGS,
+    ),
     ids=str,
 )
 @pytest.mark.usefixtures("pages_known")
@@ -140,8 +148,13 @@ def test_groups_that_both_have_codes_compute_other_kv(checkpoints: Checkpoints) 
     assert [torch.equal(found[0][layer], found[1][layer]) for layer in range(3)] == [True, False, False]
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "peer_memory"),
+    sampled(
+        [(*caches, way) for caches in ((True, True), (True, False), (False, True)) for way in (False, True)],
+        lambda prefill, decode, peer_memory: (prefill and decode) or not peer_memory,
+    ),
+)
 @pytest.mark.usefixtures("pages_known")
 def test_either_prefix_cache_and_both(
     checkpoints: Checkpoints, prefill: bool, decode: bool, peer_memory: bool
@@ -193,8 +206,14 @@ def all_at_once(groups: LocalGroups, samplings: Sequence[SamplingParams]) -> lis
     return [answer.report.answers for answer in groups.serve(work)]
 
 
-@pytest.mark.parametrize("tp", [(1, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+@pytest.mark.parametrize(
+    ("tp", "peer_memory"),
+    sampled(
+        itertools.product([(1, 1), (2, 2)], [False, True]),
+        lambda tp, peer_memory: peer_memory == (tp == (2, 2)),
+    ),
+    ids=str,
+)
 def test_forks_and_swapped_pages_of_codes(
     checkpoints: Checkpoints, tp: tuple[int, int], peer_memory: bool
 ) -> None:

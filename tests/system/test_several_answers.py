@@ -19,6 +19,7 @@ from local_groups import (
     random_prompts,
     small_config,
 )
+from slow_parameters import sampled
 
 from disagg.core.config.read import Config
 from disagg.core.errors import InvalidRequestError, PromptTooLongError
@@ -49,9 +50,16 @@ def alone(sampling: SamplingParams) -> list[SamplingParams]:
     return [msgspec.structs.replace(sampling_of(sampling, number), n=1) for number in range(sampling.n)]
 
 
-@pytest.mark.parametrize("peer_memory", [False, True], ids=["staged", "written"])
+SIZES = [((1, 1), (16, 16)), ((2, 1), (16, 4)), ((1, 2), (4, 16)), ((2, 3), (8, 1))]
+
+
 @pytest.mark.parametrize(
-    ("tp", "pages"), [((1, 1), (16, 16)), ((2, 1), (16, 4)), ((1, 2), (4, 16)), ((2, 3), (8, 1))], ids=str
+    ("tp", "pages", "peer_memory"),
+    sampled(
+        ((*sizes, peer_memory) for sizes in SIZES for peer_memory in (False, True)),
+        lambda tp, pages, peer_memory: peer_memory == SIZES.index((tp, pages)) % 2,
+    ),
+    ids=str,
 )
 def test_each_is_as_if_alone_and_the_prompt_is_sent_once(
     checkpoints: Checkpoints, tp: tuple[int, int], pages: tuple[int, int], peer_memory: bool
