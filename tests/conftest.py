@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,10 +26,45 @@ settings.register_profile(
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
+LONGEST = (
+    "tests/kernels/test_kernels_interpreted.py",
+    "tests/cluster/on_ray/",
+    "tests/system/served/",
+    "tests/system/test_user_faults_real.py",
+    "tests/system/test_bit_flips.py",
+    "tests/system/test_faults.py",
+)
+
 # For the test process and for every rank it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray reads it when it is imported, once for a process: as `disagg` sets it, whichever test imports Ray first.
 os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+@pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keeps the files of a folder with an `__init__.py` on one worker: they share a server, or one Ray.
+
+    Files go out as `pytest_collection_modifyitems` orders them; xdist would put those with few tests last.
+    """
+    if config.getvalue("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False
+    from xdist.scheduler import LoadFileScheduling
+
+    class WithWholeFolders(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            folder = Path(file).parent
+            return str(folder) if (config.rootpath / folder / "__init__.py").exists() else file
+
+    return WithWholeFolders(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the files that take longest first, so that no worker runs one alone at the end."""
+    if hasattr(config, "workerinput"):  # a worker of xdist
+        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 @pytest.fixture(autouse=True)

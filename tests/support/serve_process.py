@@ -22,6 +22,9 @@ from disagg.model.load.tiny import byte_tokenizer, make_tiny_checkpoint
 from disagg.sockets.processes import ListeningSocket, listeners, process_tree
 
 API_KEY = "secret"
+PROMPT = "The capital of France is"
+TOKENS = 12
+"""Of an answer that `expected` of `tests/system/served/conftest.py` holds."""
 START_TIMEOUT_S = 240.0
 END_TIMEOUT_S = 60.0
 LOOK_EACH_S = 0.3

@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import psutil
 import pytest
 from hostile_frames import fuzz
 from second_namespace import outside, why_no_namespace
-from serve_process import Served, command, serve_process
+from serve_process import Served, command
 from stranger import opened_by
 
 from disagg.sockets.guards import NOTHING, Guarded, guarded
@@ -40,14 +39,13 @@ NO_OTHER_USER = os.geteuid() != 0 and "needs root, to become another user"
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_process(tmp_path_factory.mktemp("served")) as one:
-        yield one
+def system(served: Served) -> Served:
+    return served
 
 
 @dataclass(frozen=True)
 class Start:
-    """The system before any test."""
+    """The system before any test of this file."""
 
     processes: list[psutil.Process]
     answer: str

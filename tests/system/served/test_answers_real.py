@@ -2,45 +2,19 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import msgspec
 import openai
-import psutil
 import pytest
 import torch
 from api_server import until
-from serve_process import Served, serve_process
+from serve_process import PROMPT, TOKENS, Served
 from transformers import AutoModelForCausalLM
 
-from disagg.core.config.read import Config, ModelConfig
-from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import byte_tokenizer
-from disagg.reference.answers import reference_answers
-
-PROMPT = "The capital of France is"
-TOKENS = 12
-KEY = {"authorization": "Bearer secret"}
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_process(tmp_path_factory.mktemp("serve")) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def expected(served: Served) -> list[int]:
-    """What Hugging Face answers to `PROMPT`, and so `disagg generate`."""
-    config = Config(model=ModelConfig(path=str(served.checkpoint)))
-    greedy = SamplingParams(max_tokens=TOKENS)
-    [answer] = reference_answers(config, [list(PROMPT.encode())], greedy, lambda: None).answers
-    return answer
 
 
 def test_a_completion_is_exact(served: Served, expected: list[int]) -> None:
@@ -96,8 +70,10 @@ def test_a_chat_whole_and_streamed(served: Served) -> None:
 def test_the_groups_report_their_status(served: Served) -> None:
     """Over ZMQ and the ranks' processes: the reported bytes equal the bytes of the prompts."""
 
+    key = {"authorization": f"Bearer {served.client.api_key}"}
+
     def status() -> dict[str, Any]:
-        reply = httpx.get(f"{served.url}/status", headers=KEY, trust_env=False)
+        reply = httpx.get(f"{served.url}/status", headers=key, trust_env=False)
         found: dict[str, Any] = msgspec.json.decode(reply.content)
         return found
 
@@ -118,7 +94,8 @@ def test_the_groups_report_their_status(served: Served) -> None:
     prefill, decode = status()["groups"]
     assert [rank["name"] for rank in prefill["ranks"]] == ["prefill r0", "prefill r1"]
     assert {route["target"] for rank in prefill["ranks"] for route in rank["routes"]} == {"decode r0"}
-    assert [rank["landed_bytes_total"] for rank in decode["ranks"]] == [sent()]
+    assert len(decode["ranks"]) == 1
+    until(lambda: status()["groups"][1]["ranks"][0]["landed_bytes_total"] == sent())
     assert served.metric('disagg_steps_total{group="prefill",role="prefill"}') >= len(prompts)
 
 
@@ -177,7 +154,7 @@ def test_errors_are_openais(served: Served) -> None:
     create = served.client.completions.create
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         create(model="gpt-9", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="more than the 2048") as long:
+    with pytest.raises(openai.BadRequestError, match="exceed the context of 2048 tokens") as long:
         create(model="tiny", prompt="x" * 3000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="suffix is not supported"):
@@ -206,41 +183,3 @@ def test_a_client_that_leaves_frees_both_groups(served: Served) -> None:
     until(lambda: served.metric("disagg_requests_running") == 0)
     assert time.monotonic() - left_s < 1.0, "until both groups have confirmed that nothing is left"
     assert served.metric("disagg_aborts_total") == aborts + 1
-
-
-def test_a_group_that_dies_is_replaced(served: Served, expected: list[int]) -> None:
-    def ready() -> bool:
-        return httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200
-
-    ranks = psutil.Process(served.process.pid).children(recursive=True)
-    [decode] = [rank for rank in ranks if "DecodeActor" in " ".join(rank.cmdline())]
-    stream = served.client.completions.create(
-        model="tiny", prompt="x", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    decode.kill()
-    with pytest.raises(openai.APIError, match="lost"):
-        list(stream)
-    until(lambda: not ready())
-    until(ready, timeout_s=60)
-    assert served.metric('disagg_group_broken{group="prefill",role="prefill"}') == 0
-    assert 'group="decode"' not in httpx.get(f"{served.url}/metrics", trust_env=False).text
-    reply = served.client.completions.create(model="tiny", prompt=PROMPT, max_tokens=TOKENS, temperature=0)
-    assert reply.choices[0].text == bytes(expected).decode()
-
-
-def test_a_signal_ends_it_and_leaves_nothing(served: Served) -> None:
-    """Last in this module: the server is gone afterwards."""
-    family = psutil.Process(served.process.pid).children(recursive=True)
-    stream = served.client.completions.create(
-        model="tiny", prompt="x", max_tokens=1500, stream=True, extra_body={"ignore_eos": True}
-    )
-    next(iter(stream))
-    os.kill(served.process.pid, signal.SIGTERM)
-    until(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503)
-    with pytest.raises(openai.InternalServerError, match="stopping"):
-        served.client.completions.create(model="tiny", prompt="x")
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "what ran has ended"
-    assert served.process.wait(timeout=60) == 0
-    _, alive = psutil.wait_procs(family, timeout=20)
-    assert not alive

@@ -1,0 +1,50 @@
+"""One server for all files of this folder. `test_stop_real.py`, the last one, kills a rank and ends the server."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from secret_searches import Collector, Place, Secrets, session_folder
+from serve_process import PROMPT, TOKENS, Served, serve_process
+
+from disagg.core.config.read import Config, ModelConfig
+from disagg.core.types import SamplingParams
+from disagg.reference.answers import reference_answers
+from transport.keys.curve import make_keys
+from transport.keys.file import save_keys
+
+
+@pytest.fixture(scope="package")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    """The server with everything that could make it write secrets down: control keys, spans, all of the log."""
+    folder = tmp_path_factory.mktemp("served")
+    file_key, variable_key = (f"sk-{secrets.token_hex(16)}" for _ in range(2))
+    keys = make_keys()
+    control = folder / "control.json"
+    save_keys(keys, control)
+    with Collector() as collector:
+        arguments = ["--set", f"control.key_file={control}"]
+        arguments += ["--set", "log.level=debug", "--set", f"metrics.otlp_endpoint={collector.url}"]
+        environment = {"DISAGG_API_KEYS": variable_key}
+        with serve_process(folder, *arguments, api_key=file_key, environment=environment) as served:
+            family = psutil.Process(served.process.pid).children(recursive=True)
+            ray_token = (served.home / ".ray" / "auth_token").read_text()
+            kept = Secrets(file_key, variable_key, ray_token, [keys])
+            yield Place(served, kept, control, collector, session_folder(family))
+
+
+@pytest.fixture(scope="package")
+def served(place: Place) -> Served:
+    return place.served
+
+
+@pytest.fixture(scope="package")
+def expected(served: Served) -> list[int]:
+    """What Hugging Face answers to `PROMPT`, and so `disagg generate`."""
+    config = Config(model=ModelConfig(path=str(served.checkpoint)))
+    greedy = SamplingParams(max_tokens=TOKENS)
+    [answer] = reference_answers(config, [list(PROMPT.encode())], greedy, lambda: None).answers
+    return answer
