@@ -12,11 +12,15 @@ with collection_paused():  # as in prefill_node.actor
 
 
 # As in prefill_node.actor: no restarts, and `park` in a thread of its own.
-@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
+@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 2})
 class DecodeActor(RankHost):
     """Ray actor around a `DecodeRank`; see `disagg.node.host`."""
 
     node_class = DecodeRank
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def pulse(self) -> None:
+        """See `RankHost.pulse`."""
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> str:

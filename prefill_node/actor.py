@@ -15,7 +15,7 @@ with collection_paused():  # a rank's process imports torch and transformers her
 
 # No restarts: a restarted rank cannot rejoin its group, and with restarts Ray reports a death only when the
 # replacement is up. `park` blocks a thread of its own concurrency group, so the other methods can run.
-@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
+@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 2})
 class PrefillActor(RankHost):
     """See `disagg.node.host`."""
 
@@ -26,6 +26,10 @@ class PrefillActor(RankHost):
         rank = self._running()
         assert isinstance(rank, PrefillRank), "what `node_class` says"
         return rank.calibrate(other)
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def pulse(self) -> None:
+        """See `RankHost.pulse`."""
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> str:

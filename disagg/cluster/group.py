@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +15,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.host import Started
+from disagg.node.process import ProcessIdentity
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +28,8 @@ class Group:
     placement: GroupPlacement
     actors: list[Any]
     placement_group: Any
+    processes: list[ProcessIdentity] = field(default_factory=list)
+    """Processes of the ranks; empty until all actors have been created."""
     started: list[Started] = field(default_factory=list)
     info: GroupInfo | None = None
     up: bool = False
@@ -98,18 +99,7 @@ def _transport_of(group: Group) -> str:
 
 def wait_for_exit(groups: Sequence[Group]) -> None:
     """Waits at most 10 s until the ranks of this host have ended."""
-    host = socket.gethostname()
-    pids = [started.pid for group in groups for started in group.started if started.host == host]
+    processes = [process for group in groups for process in group.processes]
     until_s = time.monotonic() + 10.0
-    while any(_runs(pid) for pid in pids) and time.monotonic() < until_s:
+    while any(process.runs_here() for process in processes) and time.monotonic() < until_s:
         time.sleep(0.02)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

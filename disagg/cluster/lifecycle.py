@@ -2,7 +2,7 @@
 
     place -> start (models load, channels open) -> join -> link -> serving -> stop -> kill
 
-`Ranks` runs the processes of the ranks; `disagg.cluster.ray` implements it with Ray.
+`disagg.cluster.ranks` runs the processes of the ranks.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
 from disagg.cluster.group import Group, group_info, wait_for_exit, with_placement
-from disagg.cluster.placement import GroupPlacement, Placement
+from disagg.cluster.placement import Placement
+from disagg.cluster.pulses import Pulses
+from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
+from disagg.cluster.start import calibrate, start_ranks
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.timeline import TimelineSpan
@@ -28,45 +31,10 @@ from transport.keys.ring import AnyKeys, as_ring
 
 log = structlog.get_logger(__name__)
 
-START_TIMEOUT_S = 900.0
-"""Starting a process and loading a large model take minutes."""
-CALL_TIMEOUT_S = 60.0
 WATCH_S = 0.2
 
 Progress = Callable[[str], None]
 """Receives the current step as text."""
-Call = Any
-"""A pending call of an actor's method: `actor.method.remote(...)`."""
-
-
-class Ranks(Protocol):
-    """Runs the processes of a cluster's ranks. Thread-safe."""
-
-    def place(
-        self,
-        role: Role,
-        name: str,
-        where: GroupPlacement,
-        config: Config,
-        keys: KeySet,
-        given_up: Callable[[], bool],
-    ) -> Group:
-        """Reserves resources for a group and starts its processes.
-
-        Raises `ConfigError` when they do not become free in time, or as soon as `given_up()` is true.
-        """
-
-    def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
-        """Returns the calls' results. Raises the error of a call, a `DisaggError` unwrapped."""
-
-    def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
-        """Returns the completed calls after at most `timeout_s`; None when every process has ended."""
-
-    def kill(self, group: Group) -> None:
-        """Ends the group's processes."""
-
-    def take_down(self, group: Group) -> None:
-        """Ends the group's remaining processes and releases its resources."""
 
 
 class Cluster:
@@ -89,8 +57,12 @@ class Cluster:
         self._lock = threading.Lock()  # for `groups` and `_parked`
         self._stopping, self._no_more_groups = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
+        self._pulses = Pulses(ranks, config.cluster.hang_timeout_s)
         self._on_lost: list[Callable[[str], None]] = []
         self._on_group_lost: list[Callable[[Group], None]] = []
+        self._on_failed: list[Callable[[], None]] = []
+        self.failed = ""
+        """Reason why this cluster has ended all its ranks and cannot start others; empty while it works."""
 
     # --- life
 
@@ -150,7 +122,10 @@ class Cluster:
             self._watcher.join()
         groups = self.groups
         for group in groups:
-            self.stop_group(group, drain_timeout_s)
+            if self.failed:
+                self._ranks.kill(group)
+            else:
+                self.stop_group(group, drain_timeout_s)
         wait_for_exit(groups)
 
     def control(self) -> ControlChannel:
@@ -164,6 +139,12 @@ class Cluster:
     def on_group_lost(self, callback: Callable[[Group], None]) -> None:
         """Registers a callback for running groups that lose their first rank; it runs on the watcher's thread."""
         self._on_group_lost.append(callback)
+
+    def on_failed(self, callback: Callable[[], None]) -> None:
+        """Registers a callback for the failure of the whole cluster, on the watcher's thread; see `failed`."""
+        self._on_failed.append(callback)
+        if self.failed:
+            callback()
 
     # --- state
 
@@ -216,9 +197,8 @@ class Cluster:
 
     def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
         progress("loading the model on every rank")
-        pending = [(group, self._start_ranks(group)) for group in new]
-        for group, calls in pending:
-            group.started = self._ranks.results(calls, START_TIMEOUT_S)
+        start_ranks(self._ranks, new, self.config.cluster.start_timeout_s)
+        for group in new:
             log.info("memory", group=group.name, ranks=len(group.started), each=group.started[0].memory)
             group.info = group_info(group, self.config)
         progress("connecting the groups")
@@ -239,7 +219,7 @@ class Cluster:
         try:
             self._all(prefill, "link", decode.info)
             self._all(decode, "link", prefill.info)
-            self._calibrate(prefill, decode)
+            calibrate(self._ranks, prefill, decode)
         except DisaggError as exc:
             if any(group.lost and group not in new for group in (prefill, decode)):
                 log.warning(
@@ -247,26 +227,6 @@ class Cluster:
                 )
             else:
                 raise
-
-    def _start_ranks(self, group: Group) -> list[Call]:
-        # The first call waits for the process, whose imports take minutes on a busy host.
-        [rendezvous] = self._ranks.results(
-            [group.actors[0].rendezvous.remote(group.placement.backend)], START_TIMEOUT_S
-        )
-        return [actor.start.remote(rendezvous) for actor in group.actors]
-
-    def _calibrate(self, prefill: Group, decode: Group) -> None:
-        """Measures the links one rank after the other, so that each is idle; logs equal results once."""
-        from prefill_node.calibration import OVERRIDE
-
-        logged: set[tuple[str, str]] = set()
-        for rank, actor in enumerate(prefill.actors):
-            found = self._call(actor.calibrate.remote(decode.info))
-            if found is not None and (found.path, found.chosen) not in logged:
-                logged.add((found.path, found.chosen))
-                emit = log.warning if found.failed else log.info
-                fields = {"path": found.path, "found": found.found, "chosen": found.chosen}
-                emit("wire", link=f"{prefill.name} rank {rank} to {decode.name}", **fields, override=OVERRIDE)
 
     def _all(self, group: Group, method: str, *arguments: Any) -> list[Any]:
         calls = [getattr(actor, method).remote(*arguments) for actor in self._alive(group)]
@@ -279,22 +239,64 @@ class Cluster:
         return [actor for rank, actor in enumerate(group.actors) if rank not in group.lost]
 
     def _watch(self) -> None:
-        """Reports lost ranks to their peers: a rank's `park` call ends with its process, or when the rank fails."""
-        while not self._stopping.is_set():
-            self._send_keys()
-            with self._lock:
-                parked = list(self._parked)
-            if not parked:
+        while not self._stopping.is_set() and not self.failed:
+            try:
+                self._look()
+            except Exception:
+                log.exception("cluster_watch_failed")  # a bug; without this thread no death is noticed
                 self._stopping.wait(WATCH_S)
-                continue
-            ended = self._ranks.ended(parked, WATCH_S)
-            if ended is None:
-                return
-            for call in ended:
-                with self._lock:
-                    group, rank = self._parked.pop(call)
-                if not self._stopping.is_set():
-                    self._lost(group, rank, self._why_ended(call))
+
+    def _look(self) -> None:
+        """Reports lost ranks to their peers: a rank's `park` call ends with its process, or when the rank fails."""
+        self._send_keys()
+        if failure := self._ranks.failure():
+            self._fail(failure)
+            return
+        with self._lock:
+            parked = dict(self._parked)
+        if not parked:
+            self._stopping.wait(WATCH_S)
+            return
+        ended = self._ranks.ended(list(parked), WATCH_S)
+        if ended is None:
+            self._fail("Ray has stopped")
+            return
+        for call in ended:
+            with self._lock:
+                group, rank = self._parked.pop(call)
+            if not self._stopping.is_set():
+                self._lost(group, rank, self._why_ended(call))
+        for group, rank in self._pulses.silent(member for member in parked.values() if member[0].up):
+            self._hangs(group, rank)
+
+    def _hangs(self, group: Group, rank: int) -> None:
+        """Kills the group of a rank that answers nothing."""
+        timeout_s = self.config.cluster.hang_timeout_s
+        why = f"rank {rank} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
+        with self._lock:
+            hanging = [call for call, member in self._parked.items() if member == (group, rank)]
+            for call in hanging:
+                del self._parked[call]
+        if hanging and not self._stopping.is_set():
+            self._ranks.kill(group)
+            self._lost(group, rank, why)
+
+    def _fail(self, why: str) -> None:
+        """Ends every rank: without Ray, a rank that ends cannot be replaced."""
+        if self._stopping.is_set():
+            return
+        self.failed = why
+        self._no_more_groups.set()
+        log.error("cluster_failed", why=why, consequence="every rank is ended, then the command")
+        for group in self.groups:
+            group.leaving = True
+            self._ranks.kill(group)
+        for callback in (*self._on_failed,):
+            callback()
+        for group in self.groups:
+            for started in group.started:
+                for on_lost in self._on_lost:
+                    on_lost(started.info.control_address)
 
     def _send_keys(self) -> None:
         """Sends changed keys to the ranks, whose hosts may have no key file; this process reads the file."""

@@ -1,4 +1,4 @@
-"""Restricts a private Ray to this machine and this user: its environment, its token file, its folder.
+"""A private Ray: restricted to this machine and this user, and ended with the command.
 
 Does not import Ray, which reads the environment at import; its processes read it at their start.
 """
@@ -10,11 +10,15 @@ import os
 import secrets
 import shutil
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import structlog
 
+from disagg.cluster import guard
 from disagg.core.errors import ConfigError
 from disagg.core.folders import create_file, private_folder
 
@@ -30,11 +34,15 @@ LOOPBACK_ENV = {
     "DASHBOARD_METRIC_PORT": "-1",
     "RAY_enable_metrics_collection": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
+    # A process that sets its title would overwrite its environment, by which the guard finds Ray's processes.
+    "SPT_NOENV": "1",
     # Without tokens every user of this machine could run code in it.
     "RAY_AUTH_MODE": "token",
 }
 """Environment of a private Ray, not of a joined cluster."""
 TOKEN_BYTES = 32
+SERVERS = ("gcs_server", "raylet")
+"""Processes without which Ray starts no rank. Without its raylet, Ray counts a serving rank as dead."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -51,6 +59,60 @@ def loopback_env() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+class PrivateRay:
+    """The processes of a private Ray. Thread-safe."""
+
+    def __init__(self, mark: str, folder: Path) -> None:
+        self._mark, self._folder = mark, folder
+        self._servers: dict[str, psutil.Process] = {}
+
+    def started(self) -> None:
+        """Finds Ray's servers, which are children of this process. Call it when Ray has started."""
+        children = psutil.Process().children()
+        self._servers = {one.name(): one for one in children if one.name() in SERVERS}
+
+    def failure(self) -> str:
+        """Returns which of Ray's servers has ended; empty while all run."""
+        for name, server in self._servers.items():
+            try:
+                ended = server.status() == psutil.STATUS_ZOMBIE or not server.is_running()
+            except psutil.NoSuchProcess:
+                ended = True
+            if ended:
+                return f"Ray's {name} (pid {server.pid}) has ended"
+        return ""
+
+    def kill(self) -> None:
+        """Kills every process of this Ray: ranks, servers, agents."""
+        guard.kill_all(self._mark, str(self._folder), os.getpid())
+
+
+@contextlib.contextmanager
+def guarded(folder: Path) -> Iterator[PrivateRay]:
+    """Marks the processes that are started within the block. A guard process ends those that are left at its end.
+
+    The guard also acts when this process is killed; then it removes `folder` too.
+    """
+    mark = secrets.token_hex(16)
+    process = None
+    if sys.platform == "linux":  # the guard reads /proc
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", guard.__file__, mark, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C in a terminal must not end it
+        )
+    os.environ[guard.MARK] = mark
+    try:
+        yield PrivateRay(mark, folder)
+    finally:
+        os.environ.pop(guard.MARK, None)
+        if process is not None:
+            with contextlib.suppress(OSError):  # somebody has killed the guard
+                process.communicate(guard.CLEAN)
 
 
 @contextlib.contextmanager

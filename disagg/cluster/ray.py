@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from disagg.cluster.group import Group
-from disagg.cluster.lifecycle import CALL_TIMEOUT_S, Call, Cluster, Progress
-from disagg.cluster.local_ray import ensure_token, loopback_env, session_folder
+from disagg.cluster.lifecycle import Cluster, Progress
+from disagg.cluster.local_ray import PrivateRay, ensure_token, guarded, loopback_env, session_folder
 from disagg.cluster.placement import GroupPlacement, Placement
+from disagg.cluster.ranks import CALL_TIMEOUT_S, Call
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from transport.keys.curve import KeySet
@@ -33,10 +34,17 @@ class RayResources(NamedTuple):
 
 @contextlib.contextmanager
 def start_cluster(
-    config: Config, placement: Placement, keys: AnyKeys, progress: Progress = lambda _: None
+    config: Config,
+    placement: Placement,
+    keys: AnyKeys,
+    progress: Progress = lambda _: None,
+    ray: PrivateRay | None = None,
 ) -> Iterator[Cluster]:
-    """Starts a cluster; stops it at the end of the block, also after a failed start or Ctrl-C."""
-    cluster = Cluster(config, placement, keys, RayRanks())
+    """Starts a cluster; stops it at the end of the block, also after a failed start or Ctrl-C.
+
+    The death of a server of `ray` ends all ranks.
+    """
+    cluster = Cluster(config, placement, keys, RayRanks(ray))
     try:
         cluster.start(progress)
         yield cluster
@@ -45,7 +53,10 @@ def start_cluster(
 
 
 class RayRanks:
-    """`disagg.cluster.lifecycle.Ranks` with Ray actors. Needs a connection to Ray."""
+    """`disagg.cluster.ranks.Ranks` with Ray actors. Needs a connection to Ray."""
+
+    def __init__(self, private: PrivateRay | None = None) -> None:
+        self._private = private
 
     def place(
         self,
@@ -96,15 +107,22 @@ class RayRanks:
         import ray
 
         try:
-            ended, _ = ray.wait(list(calls), timeout=timeout_s)
+            ended, others = ray.wait(list(calls), timeout=timeout_s)
+            if ended and others:  # `ray.wait` returns one call, and leaves the others for the next
+                ended += ray.wait(others, num_returns=len(others), timeout=0)[0]
         except ray.exceptions.RayError:
             return None
         return list(ended)
 
     def kill(self, group: Group) -> None:
-        """Ends the actors; the placement group stays reserved."""
+        """Ends the actors; the placement group stays reserved.
+
+        Ray asks a process to end itself, which a stopped one does not.
+        """
         import ray
 
+        for process in group.processes:
+            process.kill()
         for actor in group.actors:
             ray.kill(actor)
 
@@ -113,7 +131,12 @@ class RayRanks:
         import ray
 
         self.kill(group)
-        ray.util.remove_placement_group(group.placement_group)
+        if not self.failure():  # Ray would wait for its dead server
+            ray.util.remove_placement_group(group.placement_group)
+
+    def failure(self) -> str:
+        """Returns which server of a private Ray has ended; always empty for a joined cluster."""
+        return self._private.failure() if self._private is not None else ""
 
 
 def _reserve(name: str, where: GroupPlacement, given_up: Callable[[], bool]) -> Any:
@@ -150,20 +173,25 @@ def _actor_class(role: Role) -> Any:
 
 
 @contextlib.contextmanager
-def local_ray(ranks: int) -> Iterator[None]:
+def local_ray(ranks: int) -> Iterator[PrivateRay]:
     """Runs a private Ray on this machine within the block: on loopback, for this user only.
+
+    Its processes end with the block and, by a guard process, when this process is killed.
 
     Raises `ConfigError` when Ray is not installed, or its folder cannot be made.
     """
-    with loopback_env(), session_folder() as folder:
+    with loopback_env(), session_folder() as folder, guarded(folder.parent) as private:
         ray = _import_ray()
         ensure_token()
         # A Ray CPU is a slot for one rank, not a core: ranks share the cores of a small machine.
         cpus = max(ranks + 1, os.cpu_count() or 1)
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=str(folder), **_QUIET)
+        private.started()
         try:
-            yield
+            yield private
         finally:
+            if private.failure():  # Ray would wait for its dead server
+                private.kill()
             ray.shutdown()
 
 

@@ -12,11 +12,15 @@ with collection_paused():  # as in prefill_node.actor
 
 
 # As in prefill_node.actor: no restarts, and a separate thread for `park`.
-@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 1})
+@ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 2})
 class ColocatedActor(RankHost):
     """See `disagg.node.host`."""
 
     node_class = ColocatedRank
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def pulse(self) -> None:
+        """See `RankHost.pulse`."""
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def park(self) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from disagg.cluster.directory import Directory
 from disagg.cluster.keys import launch_keys, published
 from disagg.cluster.supervisor import supervised
+from disagg.commands.failure import raise_failure
 from disagg.commands.local import placed_cluster, with_model
 from disagg.commands.signals import handlers_restored, ignore_signals, on_signal
 from disagg.core.config.read import Config
@@ -27,8 +28,9 @@ GROWTH = 2
 def run_launch(config: Config) -> None:
     """Starts the groups and announces them to routers until SIGINT or SIGTERM; a second signal skips the drain.
 
-    At the first signal, routers drain: their requests have `transfer.drain_timeout_s` to finish. Raises `ConfigError`
-    before anything starts, and `KeyboardInterrupt` for a signal during the start.
+    At the first signal, routers drain: their requests have `transfer.drain_timeout_s` to finish. Raises `DisaggError`
+    when the whole cluster failed, so that a service manager starts the command again. Raises `ConfigError` before
+    anything starts, and `KeyboardInterrupt` for a signal during the start.
     """
     configure(config.log)
     console = Console(stderr=True)
@@ -48,10 +50,12 @@ def run_launch(config: Config) -> None:
                 status.stop()
                 directory.on_scale(supervisor.scale)
                 on_signal(lambda: (stop_now if stop.is_set() else stop).set())
+                cluster.on_failed(stop.set)
                 infos = cluster.infos()
                 log.info("launched", join=directory.address, groups=[info.name for info in infos])
                 log_own_sockets([rank for info in infos for rank in info.ranks], descendants=True)
                 stop.wait()
+                raise_failure(cluster)
                 log.info("stopping", drain_timeout_s=config.transfer.drain_timeout_s)
                 if not supervisor.drain(config.transfer.drain_timeout_s, stop_now):
                     log.warning("requests_aborted", reason="they exceeded transfer.drain_timeout_s")

@@ -82,12 +82,13 @@ def placed_cluster(config: Config, keys: AnyKeys, progress: Progress, growth: in
     A private Ray has room for `growth` times the ranks of the start.
     """
     source = make_source(config)
+    private = None
     with contextlib.ExitStack() as stack:
         if config.cluster.ray == "local":
             placement = place(config, torch.cuda.device_count())
             check_split(source, placement)
             progress("starting Ray")
-            stack.enter_context(local_ray(growth * placement.ranks))
+            private = stack.enter_context(local_ray(growth * placement.ranks))
         else:
             progress("connecting to Ray")
             spans_hosts = not is_loopback(own_host(config.control.host))
@@ -96,7 +97,7 @@ def placed_cluster(config: Config, keys: AnyKeys, progress: Progress, growth: in
             check_split(source, placement)
             _check_cpus(placement, found)
         progress(f"placement: {placement.why}")
-        yield stack.enter_context(start_cluster(config, placement, keys, progress))
+        yield stack.enter_context(start_cluster(config, placement, keys, progress, private))
 
 
 def _check_cpus(placement: Placement, found: RayResources) -> None:

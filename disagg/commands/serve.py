@@ -9,7 +9,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from disagg.cluster.directory import directory_host
 from disagg.cluster.keys import join_keys
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.supervisor import supervised
+from disagg.commands.failure import raise_failure
 from disagg.commands.local import (
     follow_cluster,
     limit_tokens,
@@ -39,7 +40,7 @@ from disagg.commands.signals import SIGNALS, handlers_restored, ignore_signals
 from disagg.core.config.read import ApiConfig, Config
 from disagg.core.errors import ConfigError
 from disagg.core.log import configure
-from disagg.core.types import PROTOCOL_VERSION, GroupInfo, RankInfo
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo
 from disagg.model.load.tokenizer import load_tokenizer
 from disagg.node.assemble import make_source
 from disagg.node.rank import SWITCH_INTERVAL_S
@@ -59,7 +60,8 @@ log = structlog.get_logger(__name__)
 def run_serve(config: Config) -> None:
     """Starts the cluster, serves until SIGINT or SIGTERM, then drains; a second signal aborts running requests.
 
-    Raises `ConfigError` for bad keys, address, model or tracing before anything starts, and `KeyboardInterrupt` for a
+    Raises `DisaggError` when the whole cluster failed, so that a service manager starts the command again. Raises
+    `ConfigError` for bad keys, address, model or tracing before anything starts, and `KeyboardInterrupt` for a
     signal during the start.
     """
     configure(config.log)
@@ -72,10 +74,10 @@ def run_serve(config: Config) -> None:
             with console.status("starting") as status, local_cluster(config, status.update) as cluster:
                 status.stop()
                 sys.setswitchinterval(SWITCH_INTERVAL_S)  # the tokenizer's thread shares the GIL
-                ranks = [rank for info in cluster.infos() for rank in info.ranks]
                 _print_choices(config, cluster, console)
-                _run(_serve(_own_router(cluster), cluster.config, model, keys, tracing, listener, ranks))
+                _run(_serve(_own_router(cluster), cluster.config, model, keys, tracing, listener, cluster))
                 ignore_signals()  # the shutdown takes seconds
+                raise_failure(cluster)
         finally:
             model.close()
 
@@ -170,13 +172,21 @@ async def _serve(
     keys: tuple[bytes, ...],
     tracing: Tracing | None,
     listener: socket.socket,
-    ranks: Sequence[RankInfo] = (),
+    cluster: Cluster | None = None,
 ) -> None:
-    """Serves until a signal. `ranks` are the ranks that this process started."""
+    """Serves until a signal, or the failure of `cluster`, which this process started."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, lambda: (stop_now if stop.is_set() else stop).set())
+
+    def on_failed() -> None:
+        for event in (stop, stop_now):
+            loop.call_soon_threadsafe(event.set)
+
+    if cluster is not None:
+        cluster.on_failed(on_failed)
+    ranks = [rank for info in cluster.infos() for rank in info.ranks] if cluster is not None else []
 
     def on_listening(url: str) -> None:
         log.info(

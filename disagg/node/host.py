@@ -22,6 +22,7 @@ from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
+from disagg.node.process import ProcessIdentity, die_with_parent
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.sizing import describe, describe_pool, fill_memory, pool_tokens
 from disagg.node.warm import warm_model, warm_page_copies
@@ -64,7 +65,7 @@ def freeze_objects() -> None:
 
 
 class RankHost:
-    """Owns one `RankNode`. Call order: `rendezvous` (rank 0 only), `start`, `join`, `link`, `stop`."""
+    """Owns one `RankNode`. Call order: `identify`, `rendezvous` (rank 0 only), `start`, `join`, `link`, `stop`."""
 
     node_class: ClassVar[type[RankNode[Any, Any, Any]]]
 
@@ -82,6 +83,14 @@ class RankHost:
         """The configuration section of this rank's group."""
         group: GroupConfig = getattr(self._config, self.node_class.role)
         return group
+
+    def identify(self) -> ProcessIdentity:
+        """Returns the identity of this process, which ends with its parent from now on."""
+        die_with_parent()
+        return ProcessIdentity.own()
+
+    def pulse(self) -> None:
+        """Returns at once: the process runs, and its interpreter is not held."""
 
     def rendezvous(self, backend: str) -> Rendezvous:
         """Returns the meeting point of the group's ranks: a private folder that `start` or `stop` removes."""

@@ -14,11 +14,12 @@ import pytest
 from api_server import until
 
 from disagg.cluster.group import Group
-from disagg.cluster.lifecycle import START_TIMEOUT_S, Cluster
+from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import GroupPlacement, choose_placement
-from disagg.core.config.read import Config, Role
+from disagg.core.config.read import ClusterConfig, Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import KVLayout
+from disagg.node.process import ProcessIdentity
 from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 
@@ -44,18 +45,24 @@ class FakeActor:
     def __init__(self, ranks: FakeRanks, name: str) -> None:
         self._ranks, self.name = ranks, name
         self.parked: FakeCall | None = None
+        self.starting: FakeCall | None = None
+        self.stopped = False
+        """As by SIGSTOP: no answer to `pulse`."""
 
     def __getattr__(self, method: str) -> Any:
         def remote(*arguments: Any) -> FakeCall:
             told = [getattr(one, "name", one) for one in arguments] if method in ("link", "peer_lost") else []
             if method == "update_keys":
                 self._ranks.keys[self.name] = arguments[0]
-            self._ranks.calls.append(" ".join([self.name, method, *told]))
+            if method != "pulse":
+                self._ranks.calls.append(" ".join([self.name, method, *told]))
             call = FakeCall(f"{self.name} {method}")
             if method == "park":
                 self.parked = call
+            elif method == "start" and self.name in self._ranks.slow:
+                self.starting = call
             else:
-                call.over = True
+                call.over = not (self.stopped and method == "pulse")
             return call
 
         return SimpleNamespace(remote=remote)
@@ -75,6 +82,9 @@ class FakeRanks:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.failing = ""
+        self.slow: set[str] = set()
+        """Ranks that never start."""
+        self.failed = ""
         self.keys: dict[str, KeySet] = {}
         """What each rank was given last."""
         self.killed: list[str] = []
@@ -116,7 +126,8 @@ class FakeRanks:
             transport="ucx-shm",
             pool_tokens=1024,
         )
-        return {"start": started}.get(method)
+        identity = ProcessIdentity(-1, f"not {socket.gethostname()}", 0.0)
+        return {"start": started, "identify": identity}.get(method)
 
     def ended(self, calls: Sequence[FakeCall], timeout_s: float) -> list[FakeCall] | None:
         with self.changed:
@@ -128,6 +139,9 @@ class FakeRanks:
 
     def take_down(self, group: Group) -> None:
         self.taken_down.append(group.name)
+
+    def failure(self) -> str:
+        return self.failed
 
 
 @pytest.fixture
@@ -150,6 +164,9 @@ def names(groups: Sequence[Group]) -> list[str]:
 
 def test_groups_come_up_in_order(cluster: Cluster, ranks: FakeRanks) -> None:
     assert ranks.calls == [
+        "prefill/0 identify",
+        "prefill/1 identify",
+        "decode/0 identify",
         "prefill/0 rendezvous",
         "prefill/0 start",
         "prefill/1 start",
@@ -259,8 +276,75 @@ def test_the_first_call_of_a_rank_has_the_time_that_its_process_needs(
 
     monkeypatch.setattr(ranks, "results", note)
     cluster.add_group("decode", lambda text: None)
-    assert limits_s["decode-2/0 rendezvous"] == limits_s["decode-2/0 start"] == START_TIMEOUT_S
-    assert limits_s["decode-2/0 join"] < START_TIMEOUT_S
+    start_timeout_s = ClusterConfig().start_timeout_s
+    assert limits_s["decode-2/0 identify"] == start_timeout_s
+    assert limits_s["decode-2/0 join"] < start_timeout_s
+
+
+def cluster_of(ranks: FakeRanks, **settings: float) -> Cluster:
+    config = Config(cluster=ClusterConfig(**settings))
+    return Cluster(config, choose_placement(0, 2, 1, "cpu", (1, 1)), make_keys(), ranks)
+
+
+def test_a_rank_that_answers_nothing_is_killed_with_its_group(ranks: FakeRanks) -> None:
+    cluster = cluster_of(ranks, hang_timeout_s=0.5)
+    groups: queue.Queue[Group] = queue.Queue()
+    cluster.on_group_lost(groups.put)
+    cluster.start(lambda text: None)
+    try:
+        cluster.prefill.actors[1].stopped = True
+        group = groups.get(timeout=TIMEOUT_S)
+        assert ranks.killed == ["prefill"]
+        assert (group.name, group.lost) == ("prefill", {1})
+        assert group.why_lost == "rank 1 has not answered for 0.5 s (cluster.hang_timeout_s)"
+        assert "prefill/0 peer_lost tcp://prefill/1" in ranks.calls
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.parametrize("rank", ["prefill/1", "decode/0"])
+def test_a_start_that_hangs_ends_with_the_late_rank(ranks: FakeRanks, rank: str) -> None:
+    ranks.slow = {rank}
+    cluster = cluster_of(ranks, start_timeout_s=0.3)
+    group, number = rank.split("/")
+    with pytest.raises(
+        DisaggError, match=rf"^{group} rank {number} did not start within 0.3 s: .*start_timeout_s"
+    ):
+        cluster.start(lambda text: None)
+
+
+def test_a_rank_that_fails_ends_the_start_of_all_others_at_once(ranks: FakeRanks) -> None:
+    """The others may wait for it in a collective, until their own time is up."""
+    ranks.slow, ranks.failing = {"prefill/0", "prefill/1"}, "decode/0 start"
+    with pytest.raises(DisaggError, match="decode/0 start failed"):
+        cluster_of(ranks).start(lambda text: None)
+
+
+def test_when_ray_fails_every_rank_is_killed_and_nothing_is_replaced(
+    cluster: Cluster, ranks: FakeRanks
+) -> None:
+    addresses: queue.Queue[str] = queue.Queue()
+    failed, groups = threading.Event(), list[Group]()
+    cluster.on_failed(failed.set)
+    cluster.on_group_lost(groups.append)
+    cluster.on_lost(addresses.put)
+    ranks.failed = "Ray's raylet (pid 7) has ended"
+    assert failed.wait(TIMEOUT_S)
+    assert ranks.killed == ["prefill", "decode"]
+    assert cluster.failed == "Ray's raylet (pid 7) has ended"
+    assert {addresses.get(timeout=TIMEOUT_S) for _ in range(3)} == {
+        "tcp://prefill/0",
+        "tcp://prefill/1",
+        "tcp://decode/0",
+    }
+    with pytest.raises(ConfigError, match="no room"):
+        cluster.add_group("decode", lambda text: None)
+    late = threading.Event()
+    cluster.on_failed(late.set)
+    assert late.is_set(), "a callback that is registered late runs at once"
+    cluster.stop()
+    assert not groups
+    assert not ranks.taken_down, "Ray would wait for its dead server"
 
 
 def test_a_group_that_loses_a_rank_while_it_is_linked_does_not_come_up(

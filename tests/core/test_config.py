@@ -66,8 +66,13 @@ def test_the_cluster_section(tmp_path: Path) -> None:
     assert (Config().control.host, Config().control.directory_port) == ("127.0.0.1", 5570)
     config = load_config(None, {"DISAGG_CLUSTER__RESTART": "false"}, {"cluster.restart_backoff_s": "0.5"})
     assert (config.cluster.restart, config.cluster.restart_backoff_s) == (False, 0.5)
+    assert (Config().cluster.step_floor_s("cuda"), Config().cluster.step_floor_s("cpu")) == (30.0, 300.0)
+    assert load_config(None, {}, {"cluster.step_timeout_s": "7"}).cluster.step_floor_s("cpu") == 7.0
     for key, value, allowed in (
         ("cluster.restart_tries", 0, "at least 1"),
+        ("cluster.step_timeout_s", -1, "at least 0"),
+        ("cluster.hang_timeout_s", 0, "more than 0"),
+        ("cluster.start_timeout_s", 0, "more than 0"),
         ("cluster.ray", "", "local, auto or the address"),
         ("control.directory_port", 65536, "from 0 to 65535"),
     ):

@@ -56,7 +56,11 @@ class ClusterConfig(Section, frozen=True):
     restart_backoff_s: float = 1.0
     """Pause before a replacement; doubles after each failure, up to a minute."""
     restart_tries: int = 5
-    """Consecutive failed replacements after which the group stays down."""
+    """Consecutive failed replacements after which the pause between further ones is a minute."""
+    start_timeout_s: float = 900.0
+    """Time for all ranks of a group to load the model, warm up and record graphs."""
+    hang_timeout_s: float = 15.0
+    """Time without an answer of a rank's process, also a stopped one, after which its group is killed."""
     step_timeout_s: float = 0.0
     """Least limit of one step. A step that takes longer, and ten times longer than the longest step before, breaks
     its group, which is replaced. 0: 30 s on a GPU, 300 s on a CPU."""
@@ -66,6 +70,7 @@ class ClusterConfig(Section, frozen=True):
         self._needs(bool(self.ray), "ray", "local, auto or the address of a Ray cluster")
         self._at_least(0, "restart_backoff_s", "step_timeout_s")
         self._at_least(1, "restart_tries")
+        self._positive("start_timeout_s", "hang_timeout_s")
 
     def step_floor_s(self, device: str) -> float:
         """Returns `step_timeout_s`, or its default for `device`, `cpu` or `cuda`."""

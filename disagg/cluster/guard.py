@@ -1,0 +1,83 @@
+"""Ends the processes of a private Ray when the command that started them has ended, however it ended.
+
+Run as a script in a process of its own, which needs no import of this package. It waits for the end of its standard
+input, a pipe from the command, so that a command killed with SIGKILL is noticed too. Processes are found by a mark
+in their environment and by open files in the folder of this Ray, so those that lost their parent are found too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+MARK = "DISAGG_RAY_MARK"
+"""Environment variable that the processes of a private Ray inherit."""
+CLEAN = b"."
+"""Written by a command that has removed its folder itself, or keeps it."""
+KILL_TIMEOUT_S = 5.0
+PAUSE_S = 0.05
+
+
+def processes_of(mark: str, folder: str, command: int) -> list[int]:
+    """Returns this user's processes with the mark or with an open file below `folder`, and all their descendants.
+
+    Neither the calling process nor `command`, the process that started Ray, is among them. A process that sets its
+    title, as Ray's do, may overwrite its environment.
+    """
+    wanted, spared = f"{MARK}={mark}".encode(), {os.getpid(), command}
+    children: dict[int, list[int]] = {}
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            children.setdefault(parent, []).append(int(process.name))
+            if int(process.name) in spared:
+                continue
+            if wanted in (process / "environ").read_bytes().split(b"\0") or _uses(process, folder):
+                found.append(int(process.name))
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    for pid in found:  # grows
+        found += [child for child in children.get(pid, ()) if child not in found and child not in spared]
+    return found
+
+
+def _uses(process: Path, folder: str) -> bool:
+    for fd in (process / "fd").iterdir():
+        try:
+            if str(fd.readlink()).startswith(f"{folder}/"):
+                return True
+        except OSError:  # closed meanwhile
+            continue
+    return False
+
+
+def kill_all(mark: str, folder: str, command: int) -> None:
+    """Kills the processes of `processes_of`, and those that they start meanwhile, within `KILL_TIMEOUT_S`."""
+    until_s = time.monotonic() + KILL_TIMEOUT_S
+    while found := processes_of(mark, folder, command):
+        for pid in found:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        if time.monotonic() > until_s:
+            return
+        time.sleep(PAUSE_S)
+
+
+def main(mark: str, folder: str) -> None:
+    """Waits for the end of the command, then kills the processes of its Ray; removes a killed command's folder."""
+    command = os.getppid()
+    written = sys.stdin.buffer.read()
+    kill_all(mark, folder, command)
+    if written != CLEAN:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,66 @@
+"""Detects ranks whose process lives but answers nothing: stopped, or with its interpreter held for ever.
+
+Each rank gets a small call at regular intervals, at most one at a time. Any answer counts, an error too: a death is
+reported by the end of the rank's `park` call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from disagg.cluster.group import Group
+from disagg.cluster.ranks import Call, Ranks
+from disagg.core.ports import Clock
+
+PER_TIMEOUT = 5
+"""Calls to a rank per `hang_timeout_s`."""
+PAUSE_S = 2.0
+"""A longer gap between two looks counts as a pause of this process, which could not read answers meanwhile."""
+
+Member = tuple[Group, int]
+"""A group and the number of a rank in it."""
+
+
+@dataclass(slots=True)
+class _Pulse:
+    call: Call
+    sent_s: float
+    answered: bool = False
+
+
+class Pulses:
+    """Outstanding calls to serving ranks. Used by one thread."""
+
+    def __init__(self, ranks: Ranks, hang_timeout_s: float, clock: Clock = time.monotonic) -> None:
+        self._ranks, self._hang_timeout_s, self._clock = ranks, hang_timeout_s, clock
+        self._pulses: dict[Member, _Pulse] = {}
+        self._looked_s = clock()
+
+    def silent(self, members: Iterable[Member]) -> list[Member]:
+        """Calls `members` when due; returns those without an answer for `hang_timeout_s`. Never blocks."""
+        now_s = self._clock()
+        self._pardon(now_s)
+        members = dict.fromkeys(members)
+        self._pulses = {member: pulse for member, pulse in self._pulses.items() if member in members}
+        waiting = {pulse.call: pulse for pulse in self._pulses.values() if not pulse.answered}
+        for call in (self._ranks.ended(list(waiting), 0.0) or ()) if waiting else ():
+            waiting[call].answered = True
+        for group, rank in members:
+            pulse = self._pulses.get((group, rank))
+            if pulse is None or (
+                pulse.answered and now_s >= pulse.sent_s + self._hang_timeout_s / PER_TIMEOUT
+            ):
+                self._pulses[group, rank] = _Pulse(group.actors[rank].pulse.remote(), now_s)
+        return [
+            member
+            for member, pulse in self._pulses.items()
+            if not pulse.answered and now_s - pulse.sent_s > self._hang_timeout_s
+        ]
+
+    def _pardon(self, now_s: float) -> None:
+        gap_s, self._looked_s = now_s - self._looked_s, now_s
+        if gap_s > PAUSE_S:
+            for pulse in self._pulses.values():
+                pulse.sent_s += gap_s

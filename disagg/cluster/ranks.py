@@ -1,0 +1,49 @@
+"""Interface of the processes of a cluster's ranks; `disagg.cluster.ray` implements it with Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from disagg.cluster.group import Group
+from disagg.cluster.placement import GroupPlacement
+from disagg.core.config.read import Config, Role
+from transport.keys.curve import KeySet
+
+CALL_TIMEOUT_S = 60.0
+
+Call = Any
+"""A pending call of an actor's method: `actor.method.remote(...)`."""
+
+
+class Ranks(Protocol):
+    """Runs the processes of a cluster's ranks. Thread-safe."""
+
+    def place(
+        self,
+        role: Role,
+        name: str,
+        where: GroupPlacement,
+        config: Config,
+        keys: KeySet,
+        given_up: Callable[[], bool],
+    ) -> Group:
+        """Reserves resources for a group and starts its processes.
+
+        Raises `ConfigError` when they do not become free in time, or as soon as `given_up()` is true.
+        """
+
+    def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
+        """Returns the calls' results. Raises the error of a call, a `DisaggError` unwrapped."""
+
+    def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
+        """Returns the completed calls after at most `timeout_s`; None when every process has ended."""
+
+    def kill(self, group: Group) -> None:
+        """Ends the group's processes, also stopped ones."""
+
+    def take_down(self, group: Group) -> None:
+        """Ends the group's remaining processes and releases its resources."""
+
+    def failure(self) -> str:
+        """Returns why no rank can be started any more; empty while that is possible."""

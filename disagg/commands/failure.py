@@ -1,0 +1,21 @@
+"""The end of a command whose whole cluster failed: Ray's servers have ended, and every rank was killed."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from disagg.cluster.lifecycle import Cluster
+from disagg.core.errors import DisaggError
+
+END_TIMEOUT_S = 30.0
+"""Time for the command to end by itself. Calls of a Ray without servers may block for minutes."""
+
+
+def raise_failure(cluster: Cluster) -> None:
+    """Raises `DisaggError` if the cluster has failed; then the process ends within `END_TIMEOUT_S`, with status 1."""
+    if cluster.failed:
+        end = threading.Timer(END_TIMEOUT_S, os._exit, (1,))
+        end.daemon = True
+        end.start()
+        raise DisaggError(f"{cluster.failed}: all groups have ended, start the command again")

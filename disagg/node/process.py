@@ -1,0 +1,52 @@
+"""Identity of a rank's process, to end the process without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import sys
+from typing import NamedTuple
+
+import psutil
+
+_PR_SET_PDEATHSIG = 1
+
+
+class ProcessIdentity(NamedTuple):
+    """A process of some host."""
+
+    pid: int
+    host: str
+    """Host name."""
+    began_unix_s: float
+    """Start of the process: numbers of processes are used again."""
+
+    @classmethod
+    def own(cls) -> ProcessIdentity:
+        """Returns the identity of the calling process."""
+        return cls(os.getpid(), socket.gethostname(), psutil.Process().create_time())
+
+    def runs_here(self) -> bool:
+        """Returns whether the process runs on this host; False for another host's process."""
+        if self.host != socket.gethostname():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return process.create_time() == self.began_unix_s and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def kill(self) -> None:
+        """Sends SIGKILL, which also ends a stopped process, if the process runs on this host."""
+        if self.runs_here():
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """Makes the kernel end this process when its parent ends. Ray's workers would outlive a killed raylet."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -1,0 +1,97 @@
+"""Processes of `disagg serve` that are killed or stopped from outside: ends, replacements, and nothing left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import psutil
+from serve_process import Served, serve_process
+
+TIMEOUT_S = 60.0
+GONE_S = 10.0
+HANG_S = 8.0
+STOPPED_S = 5.0
+"""A stop that costs time only."""
+
+
+def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+    until_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < until_s, "not in time"
+        time.sleep(0.02)
+
+
+def until_gone(family: list[psutil.Process], timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    while left := alive(family):
+        assert time.monotonic() < until_s, left
+        time.sleep(0.02)
+
+
+def alive(family: list[psutil.Process]) -> list[str]:
+    found = []
+    for process in family:
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and process.is_running():
+                found.append(f"{process.pid} {process.name()}")
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def rank(served: Served, actor: str) -> psutil.Process:
+    return next(one for one in served.family() if actor in " ".join(one.cmdline()))
+
+
+def ready(served: Served) -> bool:
+    return httpx.get(f"{served.url}/ready", trust_env=False, timeout=TIMEOUT_S).status_code == 200
+
+
+def answers(served: Served) -> bool:
+    model = served.client.models.list().data[0].id
+    return bool(served.client.completions.create(model=model, prompt="hello", max_tokens=3).choices[0].text)
+
+
+def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
+    with serve_process(tmp_path) as served:
+        family = served.family()
+        assert len(family) > 5, "the server, Ray's servers and agents, three ranks"
+        served.process.kill()
+        served.process.wait()
+        until_gone(family, GONE_S)
+
+
+def test_stopped_ranks_and_a_dead_raylet(tmp_path: Path) -> None:
+    """A short stop costs time only; a long one costs the group; without the raylet the server ends with status 1."""
+    flags = ("--set", f"cluster.hang_timeout_s={HANG_S:g}", "--set", "cluster.restart_backoff_s=0.1")
+    with serve_process(tmp_path, *flags) as served:
+        decode = rank(served, "DecodeActor")
+        decode.suspend()
+        stopped_s = time.monotonic()
+        until(lambda: time.monotonic() - stopped_s > STOPPED_S)
+        decode.resume()
+        assert answers(served)
+        assert decode.is_running()
+        assert "group_lost" not in served.log.read_text()
+
+        decode.suspend()
+        until_gone([decode], 2 * HANG_S + TIMEOUT_S)
+        until(lambda: not ready(served))
+        until(lambda: ready(served))
+        assert answers(served)
+        assert "has not answered for 8 s (cluster.hang_timeout_s)" in served.log.read_text()
+
+        family = served.family()
+        [raylet] = [one for one in family if one.name() == "raylet"]
+        os.kill(raylet.pid, signal.SIGKILL)
+        assert served.process.wait(TIMEOUT_S) == 1
+        until_gone(family, GONE_S)
+        log = served.log.read_text()
+        assert log.count(f"Ray's raylet (pid {raylet.pid}) has ended") == 2, (
+            "a log line and the command's last line"
+        )

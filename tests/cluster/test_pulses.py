@@ -1,0 +1,79 @@
+"""Which ranks count as hanging: the calls, their answers, pauses of either process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from disagg.cluster.group import Group
+from disagg.cluster.pulses import PAUSE_S, PER_TIMEOUT, Pulses
+
+TIMEOUT_S = 10.0
+
+
+class Answers:
+    """Stands in for `Ranks`: calls end when a rank answers."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.ended_calls: set[Any] = set()
+        self.silent: set[str] = set()
+
+    def actor(self, name: str) -> Any:
+        def remote() -> Any:
+            self.sent.append(name)
+            call = object()
+            if name not in self.silent:
+                self.ended_calls.add(call)
+            return call
+
+        return SimpleNamespace(pulse=SimpleNamespace(remote=remote))
+
+    def ended(self, calls: Sequence[Any], timeout_s: float) -> list[Any]:
+        assert timeout_s == 0.0, "it never blocks"
+        return [call for call in calls if call in self.ended_calls]
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.answers = Answers()
+        actors = [self.answers.actor("a"), self.answers.actor("b")]
+        self.group = Group("decode", "decode", None, actors, None)  # type: ignore[arg-type]
+        self.pulses = Pulses(self.answers, TIMEOUT_S, lambda: self.now_s)  # type: ignore[arg-type]
+
+    def look(self, seconds: float) -> list[int]:
+        """Looks every half second; returns the ranks of the last look."""
+        found: list[int] = []
+        for _ in range(round(2 * seconds)):
+            self.now_s += 0.5
+            found = [rank for _, rank in self.pulses.silent([(self.group, 0), (self.group, 1)])]
+        return found
+
+
+def test_each_rank_is_called_a_few_times_per_timeout() -> None:
+    rig = Rig()
+    assert rig.look(3 * TIMEOUT_S) == []
+    assert rig.answers.sent.count("a") == rig.answers.sent.count("b") == 3 * PER_TIMEOUT
+
+
+def test_a_rank_without_an_answer_is_silent_after_the_timeout_and_called_once() -> None:
+    rig = Rig()
+    rig.look(1)
+    rig.answers.silent = {"b"}
+    sent = rig.answers.sent.count("b")
+    assert rig.look(TIMEOUT_S) == [], "its last answer is younger"
+    assert rig.look(TIMEOUT_S / PER_TIMEOUT) == [1]
+    assert rig.answers.sent.count("b") == sent + 1
+    assert rig.pulses.silent([(rig.group, 0)]) == [], "a rank that has left is forgotten"
+
+
+def test_a_pause_of_the_cluster_s_own_process_does_not_count() -> None:
+    rig = Rig()
+    rig.look(1)
+    rig.answers.silent = {"a", "b"}
+    assert rig.look(5) == []
+    rig.now_s += 1000.0 + PAUSE_S
+    assert rig.look(4) == []
+    assert rig.look(TIMEOUT_S) == [0, 1]
