@@ -25,6 +25,7 @@ from disagg.core.types import GroupInfo
 log = structlog.get_logger(__name__)
 
 LONGEST_BACKOFF_S = 60.0
+"""Longest pause between two tries; after `cluster.restart_tries` failures, the pause between all further ones."""
 MOST_DOUBLINGS = 64
 STABLE_S = 60.0
 """Seconds of service after which a group's death resets the count of restart attempts."""
@@ -50,8 +51,10 @@ class _Missing:
 class Supervisor:
     """Replaces and scales the groups of a running cluster. Use `supervised`."""
 
-    def __init__(self, cluster: Cluster, announce: Announce, wait_unused: WaitUnused) -> None:
+    def __init__(self, cluster: Cluster, announce: Announce, wait_unused: WaitUnused, remedy: str) -> None:
+        """`remedy`: what an operator of this command can do about a group that does not come up."""
         self._cluster, self._announce, self._wait_unused = cluster, announce, wait_unused
+        self._remedy = remedy
         self._config: ClusterConfig = cluster.config.cluster
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._missing: list[_Missing] = []
@@ -136,15 +139,16 @@ class Supervisor:
         self._history[group.name] = (missing.tries, time.monotonic())
 
     def _failed(self, role: Role, tries: int, why: str) -> None:
-        """Schedules attempt number `tries`, or gives up. The death itself counts as the first failure."""
+        """Schedules attempt number `tries`. The death itself counts as the first failure."""
         if tries > self._config.restart_tries:
+            pause_s = LONGEST_BACKOFF_S
             log.error(
-                "group_given_up", role=role, tries=tries - 1, why=why, how="`disagg scale` adds a group"
+                "group_stays_down", role=role, tries=tries - 1, why=why, again_in_s=pause_s, how=self._remedy
             )
-            return
-        doublings = min(tries - 1, MOST_DOUBLINGS)  # a larger exponent overflows a float
-        pause_s = min(LONGEST_BACKOFF_S, self._config.restart_backoff_s * 2**doublings)
-        log.warning("group_is_replaced", role=role, in_s=pause_s, attempt=tries, why=why)
+        else:
+            doublings = min(tries - 1, MOST_DOUBLINGS)  # a larger exponent overflows a float
+            pause_s = min(LONGEST_BACKOFF_S, self._config.restart_backoff_s * 2**doublings)
+            log.warning("group_is_replaced", role=role, in_s=pause_s, attempt=tries, why=why)
         self._missing.append(_Missing(role, tries, time.monotonic() + pause_s))
 
     def _scale(self, role: Role, count: int, done: Callable[[str], None]) -> None:
@@ -201,13 +205,17 @@ def _log_step(text: str) -> None:
 
 @contextmanager
 def supervised(
-    cluster: Cluster, announce: Announce, wait_unused: WaitUnused = lambda names, timeout_s: True
+    cluster: Cluster,
+    announce: Announce,
+    wait_unused: WaitUnused = lambda names, timeout_s: True,
+    remedy: str = "remove the cause, or start the command again",
 ) -> Iterator[Supervisor]:
     """Supervises a running cluster within the block; the cluster outlives the block.
 
-    Without `wait_unused`, a group stops after its own requests, without regard to requests in transit to it.
+    `remedy` is the hint to the operator when a group does not come up. Without `wait_unused`, a group stops after its
+    own requests, without regard to requests in transit to it.
     """
-    supervisor = Supervisor(cluster, announce, wait_unused)
+    supervisor = Supervisor(cluster, announce, wait_unused, remedy)
     supervisor.start()
     try:
         yield supervisor

@@ -25,6 +25,9 @@ GROWTH = 2
 """Ratio of the room in a private Ray to the groups at the start; `disagg scale` uses the rest."""
 
 
+REMEDY = "remove the cause; `disagg scale` tries again at once"
+
+
 def run_launch(config: Config) -> None:
     """Starts the groups and announces them to routers until SIGINT or SIGTERM; a second signal skips the drain.
 
@@ -45,7 +48,7 @@ def run_launch(config: Config) -> None:
                 published(keys, config.control, directory.address, os.environ),
                 console.status("starting") as status,
                 placed_cluster(config, keys, status.update, GROWTH) as cluster,
-                supervised(cluster, directory.announce, directory.wait_unused) as supervisor,
+                supervised(cluster, directory.announce, directory.wait_unused, REMEDY) as supervisor,
             ):
                 status.stop()
                 directory.on_scale(supervisor.scale)

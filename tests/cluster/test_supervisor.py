@@ -137,22 +137,39 @@ def test_a_group_that_dies_is_told_of_and_replaced_under_a_new_name(logs: list[A
     assert cluster.dead == ["prefill", "prefill-2"]
 
 
-def test_a_group_that_does_not_come_up_is_given_up_and_the_others_go_on(logs: list[Any]) -> None:
+def test_a_group_that_does_not_come_up_is_tried_seldom_and_the_others_go_on(
+    logs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.cluster.supervisor.LONGEST_BACKOFF_S", 3600.0)
     cluster, told = cluster_with(restart_tries=3), Told()
     cluster.failing = 99
-    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+    with supervised(cluster, told.tell, told.wait_unused, "mend it") as supervisor:  # type: ignore[arg-type]
         cluster.die("decode")
-        until(lambda: any(line["event"] == "group_given_up" for line in logs))
+        until(lambda: any(line["event"] == "group_stays_down" for line in logs))
         assert cluster.starts == 3
         cluster.failing = 1
         assert scaled(supervisor, "decode", 1) == "no room"
         assert scaled(supervisor, "decode", 1) == ""
         told.until("prefill", "decode-6")
-    [line] = [line for line in logs if line["event"] == "group_given_up"]
+    [line] = [line for line in logs if line["event"] == "group_stays_down"]
     assert (line["role"], line["tries"], line["why"]) == ("decode", 3, "no room")
+    assert (line["again_in_s"], line["how"]) == (3600.0, "mend it")
 
 
-def test_who_is_never_given_up_is_tried_a_thousand_times(logs: list[Any]) -> None:
+def test_a_group_that_stays_down_comes_back_when_the_cause_is_gone(
+    logs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("disagg.cluster.supervisor.LONGEST_BACKOFF_S", 0.02)
+    cluster, told = cluster_with(restart_tries=2), Told()
+    cluster.failing = 6
+    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
+        cluster.die("decode")
+        told.until("prefill", "decode-8")
+    lines = [line["again_in_s"] for line in logs if line["event"] == "group_stays_down"]
+    assert lines == [0.02] * 5, "each further try is logged"
+
+
+def test_who_has_many_tries_is_tried_a_thousand_times(logs: list[Any]) -> None:
     cluster, told = cluster_with(restart_tries=10_000), Told()
     with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
         cluster.failing = 1100
@@ -160,14 +177,14 @@ def test_who_is_never_given_up_is_tried_a_thousand_times(logs: list[Any]) -> Non
         told.until("prefill", "decode-1102")
 
 
-def test_a_group_that_dies_again_and_again_is_given_up_too(logs: list[Any]) -> None:
+def test_a_group_that_dies_again_and_again_is_tried_seldom_too(logs: list[Any]) -> None:
     cluster, told = cluster_with(restart_tries=2), Told()
     with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
         for name in ("decode", "decode-2", "decode-3"):
             told.until("prefill", name)
             until(lambda name=name: name in cluster_names(cluster))  # type: ignore[misc]
             cluster.die(name)
-        until(lambda: any(line["event"] == "group_given_up" for line in logs))
+        until(lambda: any(line["event"] == "group_stays_down" for line in logs))
     assert cluster.starts == 2
 
 
@@ -202,7 +219,7 @@ def test_a_stop_does_not_wait_for_a_group_that_starts(logs: list[Any]) -> None:
         until(lambda: cluster.starts == 1)
         assert supervisor.drain(TIMEOUT_S, threading.Event())
     assert told.told[-1] == (["prefill"], ["prefill"])
-    assert not any(line["event"] == "group_given_up" for line in logs)
+    assert not any(line["event"] == "group_stays_down" for line in logs)
 
 
 def test_a_hurry_cuts_the_drain_short(logs: list[Any]) -> None:
