@@ -117,7 +117,7 @@ class RayRanks:
     def kill(self, group: Group) -> None:
         """Ends the actors; the placement group stays reserved.
 
-        Ray asks a process to end itself, which a stopped one does not.
+        Processes of this host get SIGKILL first, which also ends a stopped process.
         """
         import ray
 
