@@ -26,8 +26,12 @@ ATTENTION = (
     "attention/test_decode_attention.py",
     "attention/test_kv_write.py",
 )
-SWEEPS = ("attention/test_prefill_attention.py", "copy/test_checksum.py")
 LAYERS = ("layers/test_small_layers.py", "layers/test_rank_sum.py")
+SWEEPS = (
+    "attention/test_prefill_attention.py",
+    "attention/test_decode_attention.py",
+    "copy/test_checksum.py",
+)
 
 
 def interpret(*command: str) -> None:
@@ -42,10 +46,9 @@ def interpret(*command: str) -> None:
 @pytest.mark.parametrize(
     ("files", "marked"),
     [
-        pytest.param(COPIES, "not slow and not gpu", id="copies"),
+        pytest.param((*COPIES, *LAYERS), "not slow and not gpu", id="copies and small layers"),
         pytest.param(ATTENTION, "not slow and not gpu", id="attention"),
         pytest.param(SWEEPS, "slow and not gpu", id="rest of the sweeps", marks=pytest.mark.slow),
-        pytest.param(LAYERS, "not slow and not gpu", id="small layers"),
     ],
 )
 def test_tests_pass_in_the_interpreter(files: tuple[str, ...], marked: str) -> None:

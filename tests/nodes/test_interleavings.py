@@ -15,7 +15,7 @@ from simulated_groups import Simulation
 from disagg.core.types import SamplingParams
 from transport.control import messages as m
 
-FIRST_SEEDS = 8
+FIRST_SEEDS = 5
 SEEDS = 40
 SEEDS_OF = {
     "abort fail death": 60,
@@ -30,7 +30,7 @@ SEEDS_OF = {
 
 def first_seeds(what: str) -> int:
     """The number of seeds in `make test`."""
-    return 2 if "crowded" in what else FIRST_SEEDS
+    return 1 if "crowded" in what else FIRST_SEEDS
 
 
 @pytest.mark.parametrize("what", ENDS)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kernels.attention.common import AttentionParams
 from kernels.attention.decode import DecodeTile, decode_attention, decode_splits_of
 from kernels.attention.splits import Splits
+from kernels.dispatch import INTERPRETED
 
 CASES = {
     "plain": Case((9, 1, 40)),
@@ -63,10 +64,7 @@ def test_equals_the_definition(name: str, splits: int, device: str, poison_empty
     check(CASES[name], device, splits=Splits(splits, 16), tile=DecodeTile(tokens=16, stages=2))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=8)
-@given(data=st.data())
-def test_random_shapes(device: str, data: st.DataObject) -> None:
+def check_random_shape(device: str, data: st.DataObject) -> None:
     far = 40 if device == "cpu" else 3000
     pool_dim = data.draw(st.sampled_from([16, 20, 32] if device == "cpu" else [64, 80, 96, 128, 192, 256]))
     case = Case(
@@ -86,6 +84,21 @@ def test_random_shapes(device: str, data: st.DataObject) -> None:
     tile = DecodeTile(tokens=16) if device == "cpu" else None
     splits = Splits(data.draw(st.sampled_from([1, 2, 8])), data.draw(st.integers(1, far)))
     check(case, device, splits=splits, tile=tile)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=4 if INTERPRETED else 8)
+@given(data=st.data())
+def test_random_shapes(device: str, data: st.DataObject) -> None:
+    check_random_shape(device, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_more_random_shapes(device: str, data: st.DataObject) -> None:
+    check_random_shape(device, data)
 
 
 @pytest.mark.gpu

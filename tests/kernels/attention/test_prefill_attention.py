@@ -24,6 +24,7 @@ from kernels.attention.prefill import (
     prefill_tile_of,
 )
 from kernels.attention.splits import Splits
+from kernels.dispatch import INTERPRETED
 
 SMALL = PrefillTile(rows=16, tokens=16, warps=4, stages=2)
 CASES = {
@@ -83,10 +84,7 @@ def test_equals_the_definition(name: str, splits: int, device: str) -> None:
     check(CASES[name], device, Splits(splits, 16), SMALL)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@settings(max_examples=8)
-@given(data=st.data())
-def test_random_shapes(device: str, data: st.DataObject) -> None:
+def check_random_shape(device: str, data: st.DataObject) -> None:
     far = 40 if device == "cpu" else 600
     pool_dim = data.draw(st.sampled_from([16, 20, 32] if device == "cpu" else [64, 80, 96, 128, 192, 256]))
     lengths = data.draw(st.lists(st.integers(1, far), min_size=1, max_size=3))
@@ -107,6 +105,21 @@ def test_random_shapes(device: str, data: st.DataObject) -> None:
     )
     splits = Splits(data.draw(st.sampled_from([1, 2, 8])), data.draw(st.integers(1, far)))
     check(case, device, splits, SMALL if device == "cpu" else None)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@settings(max_examples=4 if INTERPRETED else 8)
+@given(data=st.data())
+def test_random_shapes(device: str, data: st.DataObject) -> None:
+    check_random_shape(device, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu"] if INTERPRETED else [])
+@settings(max_examples=30)
+@given(data=st.data())
+def test_more_random_shapes(device: str, data: st.DataObject) -> None:
+    check_random_shape(device, data)
 
 
 @pytest.mark.gpu
@@ -155,16 +168,16 @@ def test_replays_in_a_cuda_graph_behind_other_prefixes() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_of_no_sequence_are_left_alone(device: str) -> None:
-    case = Case((40, 30), (12, 9))
+    case = Case((20, 9), (7, 3))
     inputs = prepare(case, device)
     queries = packed(case, inputs)
-    queries.counts[0] = 5
+    queries.counts[0] = 3
     out = torch.full(inputs.expected.shape, 7.0, device=device)
     prefill_attention(
         inputs.q, inputs.kv, inputs.table, queries, inputs.params, out, splits=Splits(3, 16), tile=SMALL
     )
-    assert (out[5:12] == 7.0).all()
-    assert float((out[12:].double().cpu() - inputs.expected[12:]).abs().max()) <= inputs.worst
+    assert (out[3:7] == 7.0).all()
+    assert float((out[7:].double().cpu() - inputs.expected[7:]).abs().max()) <= inputs.worst
 
 
 def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ def check_flipped_bits(device: str, sums: Sums, step: int) -> None:
 
 def test_every_flipped_bit_changes_the_sum(device: str, sums: Sums) -> None:
     """On a GPU every bit; elsewhere, for the interpreter's sake, every bit of a byte in some bytes."""
-    check_flipped_bits(device, sums, 61 if device == "cpu" else 1)
+    check_flipped_bits(device, sums, 127 if device == "cpu" else 1)
 
 
 @pytest.mark.slow
