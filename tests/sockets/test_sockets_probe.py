@@ -77,7 +77,7 @@ def test_http(status: int, requires_key: bool) -> None:
             """Nothing."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         assert probe("127.0.0.1", server.server_port) == ProbeReply("http", requires_key)
         server.shutdown()
