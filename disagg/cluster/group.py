@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -13,9 +13,11 @@ from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.core.config.read import Config, GroupConfig, Role
 from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo
-from disagg.model.spec.model_spec import ModelSpec
-from disagg.node.host import Started
 from disagg.node.process import ProcessIdentity
+
+if TYPE_CHECKING:
+    from disagg.model.spec.model_spec import ModelSpec
+    from disagg.node.host import Started  # imports torch and transformers, which a cluster does not need
 
 
 @dataclass(slots=True, eq=False)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import structlog
 
 from disagg.cluster.group import Group
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
 from disagg.core.errors import DisaggError
-from disagg.node.host import Started
+
+if TYPE_CHECKING:
+    from disagg.node.host import Started  # imports torch and transformers, which a cluster does not need
 
 log = structlog.get_logger(__name__)
 

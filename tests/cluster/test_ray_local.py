@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,3 +140,20 @@ def test_no_folder_at_all_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
     with pytest.raises(ConfigError, match="set TMPDIR"):
         private_folder("test")
+
+
+def test_a_call_after_the_end_starts_no_new_ray() -> None:
+    """A watcher that Ctrl-C left alone may look once more."""
+    code = (
+        "from disagg.cluster.ray import local_ray\n"
+        "with local_ray(1):\n"
+        "    import ray\n"
+        "    ref = ray.put(1)\n"
+        "try:\n"
+        "    ray.wait([ref])\n"
+        "except ray.exceptions.RayError:\n"
+        "    raise SystemExit(0 if not ray.is_initialized() else 7)\n"
+        "raise SystemExit(8)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
+    assert ended.returncode == 0

@@ -13,7 +13,7 @@ import pytest
 
 from disagg.cluster.directory import Directory
 from disagg.cluster.lifecycle import Cluster
-from disagg.cluster.ray import RayRanks, local_ray, start_cluster
+from disagg.cluster.ray import RayRanks, start_cluster
 from disagg.cluster.supervisor import supervised
 from disagg.commands.local import local_router, place
 from disagg.commands.scale import scale
@@ -86,12 +86,14 @@ def expected(config: Config) -> list[list[int]]:
     return reference_answers(config, PROMPTS, GREEDY, lambda: None).answers
 
 
-def test_tokens_are_those_of_hugging_face(config: Config, expected: list[list[int]]) -> None:
+def test_tokens_are_those_of_hugging_face(
+    ray_session: None, config: Config, expected: list[list[int]]
+) -> None:
     async def main(cluster: Cluster) -> list[list[int]]:
         async with local_router(cluster) as router:
             return await asyncio.gather(*(answer(router, f"r{i}", p) for i, p in enumerate(PROMPTS)))
 
-    with local_ray(2), start_cluster(config, place(config, 0), make_keys()) as cluster:
+    with start_cluster(config, place(config, 0), make_keys()) as cluster:
         assert asyncio.run(main(cluster)) == expected
         cluster.check()
         assert [statistics["faults"] for statistics in cluster.statistics().values()] == [0, 0]
@@ -104,7 +106,7 @@ def test_a_kind_of_group_that_the_cluster_has_not_is_refused(config: Config) -> 
 
 
 @pytest.mark.slow
-def test_groups_are_scaled_and_replaced(config: Config, expected: list[list[int]]) -> None:
+def test_groups_are_scaled_and_replaced(ray_session: None, config: Config, expected: list[list[int]]) -> None:
     keys = make_keys()
     directory = Directory(make_control(config.control, keys))
     directory.start()
@@ -142,7 +144,6 @@ def test_groups_are_scaled_and_replaced(config: Config, expected: list[list[int]
 
     try:
         with (
-            local_ray(4),
             start_cluster(config, place(config, 0), keys) as cluster,
             supervised(cluster, directory.announce, directory.wait_unused) as supervisor,
         ):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +22,19 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from disagg.cli import app as cli
+from disagg.cluster.group import Group
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import choose_placement
-from disagg.cluster.ray import local_ray, start_cluster
-from disagg.commands.local import local_router, place
+from disagg.cluster.ray import start_cluster
+from disagg.commands.local import local_router
 from disagg.core.config.read import (
     Config,
     DecodeConfig,
     ModelConfig,
     PrefillConfig,
+    RouterConfig,
     TransferConfig,
     TransportConfig,
-    load_config,
 )
 from disagg.core.errors import ConfigError, PeerLostError
 from disagg.core.types import SamplingParams
@@ -53,20 +55,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), layers=3, hidden=96, head_dim=8, mlp=96)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ranks take for the user's cache."""
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def ray_session(cache: Path) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(cache))
-        with local_ray(6):
-            yield
-
-
 def config_for(checkpoint: Path, prefill_tp: int, decode_tp: int, **transfer: Any) -> Config:
     shared: dict[str, Any] = {"pool_tokens": 2048, "max_context_tokens": 512, "device": "cpu"}
     return Config(
@@ -74,6 +62,7 @@ def config_for(checkpoint: Path, prefill_tp: int, decode_tp: int, **transfer: An
         prefill=PrefillConfig(tp=prefill_tp, page_size=16, chunk_tokens=40, **shared),
         decode=DecodeConfig(tp=decode_tp, page_size=4, **shared),
         transfer=TransferConfig(layer_groups=2, **transfer),
+        router=RouterConfig(group_wait_s=0.0),  # no supervisor here replaces a group
     )
 
 
@@ -105,30 +94,51 @@ def ask_all(cluster: Cluster, asked: list[list[int]]) -> list[SessionReport]:
     return asyncio.run(main())
 
 
-def check_exact(
-    checkpoint: Path, prefill_tp: int, decode_tp: int, backend: str | None = None, **transfer: Any
-) -> None:
-    config = config_for(checkpoint, prefill_tp, decode_tp, **transfer)
-    if backend is not None:
-        config = msgspec.structs.replace(config, transport=TransportConfig(backend=backend))
+def check_exact(config: Config, cluster: Cluster) -> None:
     asked = prompts(5)
-    with running(config) as cluster:
-        reports = ask_all(cluster, asked)
-        cluster.check()
-        for name, statistics in cluster.statistics().items():
-            assert statistics["transfer"].tickets == 0, name
-            assert statistics["faults"] == 0, name
+    reports = ask_all(cluster, asked)
+    cluster.check()
+    for name, statistics in cluster.statistics().items():
+        assert statistics["transfer"].tickets == 0, name
+        assert statistics["faults"] == 0, name
     expected = reference_answers(config, asked, GREEDY, lambda: None)
     assert [report.tokens for report in reports] == expected.answers
     assert all(report.released and report.nbytes > 0 for report in reports)
 
 
+@dataclass
+class Shared:
+    """A cluster of several tests: two prefill ranks, one decode rank."""
+
+    config: Config
+    cluster: Cluster
+    lines: list[Any]
+    """What was logged while it started."""
+    stop: Callable[[], None]
+    """Idempotent."""
+
+
+@pytest.fixture(scope="module")
+def shared(ray_session: None, checkpoint: Path) -> Iterator[Shared]:
+    """`test_a_dead_decode_rank_ends_requests_with_a_clear_error`, the last that uses it, ends it."""
+    config = config_for(checkpoint, 2, 1, calibrate="always")
+    with ExitStack() as stack:
+        with capture_logs() as lines:
+            cluster = stack.enter_context(running(config))
+        yield Shared(config, cluster, lines, stack.close)
+
+
+def test_every_token_of_two_prefill_ranks_equals_hugging_face(shared: Shared) -> None:
+    check_exact(shared.config, shared.cluster)
+
+
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "backend"),
     [
-        (2, 1, None),
-        (1, 2, "tls"),
+        (1, 1, "tls"),
+        pytest.param(1, 1, None, marks=pytest.mark.slow),
         pytest.param(1, 2, None, marks=pytest.mark.slow),
+        pytest.param(1, 2, "tls", marks=pytest.mark.slow),
         pytest.param(2, 1, "tls", marks=pytest.mark.slow),
         pytest.param(4, 2, None, marks=pytest.mark.slow),
     ],
@@ -136,35 +146,57 @@ def check_exact(
 def test_every_token_equals_hugging_face(
     ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int, backend: str | None
 ) -> None:
-    check_exact(checkpoint, prefill_tp, decode_tp, backend)
+    config = config_for(checkpoint, prefill_tp, decode_tp)
+    if backend is not None:
+        config = msgspec.structs.replace(config, transport=TransportConfig(backend=backend))
+    with running(config) as cluster:
+        check_exact(config, cluster)
 
 
-def test_the_wire_is_measured_at_start_and_said(ray_session: None, checkpoint: Path, cache: Path) -> None:
-    with capture_logs() as lines:
-        check_exact(checkpoint, 1, 1, calibrate="always")
-    [line] = [line for line in lines if line["event"] == "wire"]
-    assert (line["log_level"], line["link"]) == ("info", "prefill rank 0 to decode")
-    assert line["path"] == "staging and ring, by ucx-shm"
-    assert line["found"].startswith("measured: ")
+def test_the_wire_is_measured_at_start_and_said(shared: Shared, cache: Path) -> None:
+    """One line for all ranks that found the same."""
+    lines = [line for line in shared.lines if line["event"] == "wire"]
+    assert lines[0]["link"] == "prefill rank 0 to decode"
+    assert len({(line["link"], line["chosen"]) for line in lines}) == len(lines) <= 2
+    for line in lines:
+        assert line["log_level"] == "info"
+        assert line["path"] == "staging and ring, by ucx-shm"
+        assert line["found"].startswith("measured: ")
     [key] = json.loads((cache / "disagg" / "wire.json").read_text())["wires"]
     assert "cpu; ucx-shm; 1." in key
 
 
-@pytest.mark.parametrize("role", [pytest.param("prefill", marks=pytest.mark.slow), "decode"])
-def test_a_dead_rank_ends_requests_with_a_clear_error(ray_session: None, checkpoint: Path, role: str) -> None:
-    """The actor's process is killed while a request runs: the client hears of it within seconds, not minutes."""
+@pytest.mark.slow
+def test_a_dead_prefill_rank_ends_requests_with_a_clear_error(ray_session: None, checkpoint: Path) -> None:
+    with running(config_for(checkpoint, 1, 1)) as cluster:
+        # Stopped, so that the request cannot be over before the kill.
+        os.kill(cluster.prefill.started[0].pid, signal.SIGSTOP)
+        ends_requests(cluster, cluster.prefill)
+        pids = running_ranks(cluster.decode)
+    assert not any(psutil.pid_exists(pid) for pid in pids), "the survivors were stopped with the cluster"
+
+
+def test_a_dead_decode_rank_ends_requests_with_a_clear_error(shared: Shared) -> None:
+    """Last of the shared cluster's tests: the cluster ends here."""
+    ends_requests(shared.cluster, shared.cluster.decode)
+    pids = running_ranks(shared.cluster.prefill)
+    shared.stop()
+    assert not any(psutil.pid_exists(pid) for pid in pids), "the survivors were stopped with the cluster"
+
+
+def ends_requests(cluster: Cluster, group: Group) -> None:
+    """Kills a rank of `group` while a request runs: the client hears of it within seconds, not minutes."""
 
     async def rest(stream: Any, first: asyncio.Task[Any]) -> None:
         await first
         async for _ in stream:
             pass
 
-    async def main(cluster: Cluster) -> float:
-        group = cluster.prefill if role == "prefill" else cluster.decode
+    async def main() -> float:
         async with local_router(cluster) as router:
             stream = router.generate("r", list(range(40, 140)), SamplingParams(max_tokens=400), timeout_s=60)
             first = asyncio.ensure_future(anext(stream))
-            if role == "decode":
+            if group.role == "decode":
                 await first
             killed_s = time.monotonic()
             os.kill(group.started[0].pid, signal.SIGKILL)
@@ -172,22 +204,23 @@ def test_a_dead_rank_ends_requests_with_a_clear_error(ray_session: None, checkpo
                 await rest(stream, first)
             return time.monotonic() - killed_s
 
-    with running(config_for(checkpoint, 1, 1)) as cluster:
-        if role == "prefill":
-            # Stopped, so that the request cannot be over before the kill.
-            os.kill(cluster.prefill.started[0].pid, signal.SIGSTOP)
-        took_s = asyncio.run(main(cluster))
-        survivor = cluster.decode if role == "prefill" else cluster.prefill
-        assert took_s < 15
-        pids = [started.pid for started in survivor.started]
-        assert all(psutil.pid_exists(pid) for pid in pids)
-    assert not any(psutil.pid_exists(pid) for pid in pids), "the survivors were stopped with the cluster"
+    assert asyncio.run(main()) < 15
+
+
+def running_ranks(survivor: Group) -> list[int]:
+    """Process ids of the survivor's ranks, which all run."""
+    pids = [started.pid for started in survivor.started]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    return pids
 
 
 def ray_processes() -> dict[int, str]:
-    """Command line of each of Ray's workers; those that end meanwhile have none."""
-    lines = {p.pid: " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])}
-    return {pid: line for pid, line in lines.items() if "ray::" in line}
+    """Command line of each worker of this process' Ray; other tests' Rays may run beside it."""
+    found: dict[int, str] = {}
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found[child.pid] = " ".join(child.cmdline())
+    return {pid: line for pid, line in found.items() if "ray::" in line}
 
 
 def test_a_ring_too_small_is_refused_at_start_and_nothing_is_left(
@@ -205,6 +238,7 @@ def test_a_ring_too_small_is_refused_at_start_and_nothing_is_left(
     assert not [name for name in after.values() if "Actor" in name]
 
 
+@pytest.mark.slow  # `tests/system/test_user_faults_real.py` has it for a whole command
 def test_a_rank_that_fails_to_start_is_reported_as_itself(ray_session: None, checkpoint: Path) -> None:
     config = msgspec.structs.replace(
         config_for(checkpoint, 1, 1), model=ModelConfig(path=str(checkpoint / "nowhere"))
@@ -232,6 +266,8 @@ def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_s
         str(checkpoint),
         "--device",
         "cpu",
+        "--prefill-tp",
+        "1",
     ]
     with (
         log.open("wb") as stderr,
@@ -240,7 +276,7 @@ def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_s
             stdout=subprocess.PIPE,
             stderr=stderr,
             start_new_session=True,
-            cwd=Path(__file__).parents[2],
+            cwd=Path(__file__).parents[3],
         ) as process,
     ):
         assert process.stdout is not None
@@ -251,71 +287,3 @@ def test_ctrl_c_leaves_nothing_running(checkpoint: Path, tmp_path: Path, heard_s
         assert process.wait(timeout=60) == 130, f"{len(rest)} more bytes came; stderr: {log.read_text()}"
     _, alive = psutil.wait_procs(family, timeout=20)
     assert not alive
-
-
-def test_a_call_after_the_end_starts_no_new_ray() -> None:
-    """A watcher that Ctrl-C left alone may look once more."""
-    code = (
-        "from disagg.cluster.ray import local_ray\n"
-        "with local_ray(1):\n"
-        "    import ray\n"
-        "    ref = ray.put(1)\n"
-        "try:\n"
-        "    ray.wait([ref])\n"
-        "except ray.exceptions.RayError:\n"
-        "    raise SystemExit(0 if not ray.is_initialized() else 7)\n"
-        "raise SystemExit(8)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], timeout=60)
-    assert ended.returncode == 0
-
-
-def test_without_ray_there_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match="Ray is not installed: pip install"), local_ray(2):
-        pass
-    assert ConfigError.exit_code == 2
-
-
-def test_a_ray_cluster_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{closed.getsockname()[1]}"
-        assert cli.run(["generate", "hi", "--device", "cpu", "--set", f"cluster.ray={address}"]) == 2
-    error = capsys.readouterr().err
-    assert f"disagg: no Ray cluster to join at '{address}'" in error
-
-
-def test_a_port_in_use_is_one_line_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert cli.run(["generate", "hi", "--device", "cpu", "--set", f"control.router_port={port}"]) == 2
-    error = capsys.readouterr().err
-    assert f"cannot listen on 127.0.0.1:{port}" in error
-    assert error.count("disagg: ") == 1
-
-
-@pytest.mark.parametrize(
-    ("prefill", "decode", "chosen"),
-    [("auto", "auto", "auto"), ("cpu", "auto", "cpu"), ("auto", "cpu", "cpu"), ("auto", "cuda", "cuda")],
-)
-def test_one_kind_of_device_for_both_groups(
-    prefill: str, decode: str, chosen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def choose(
-        gpus: int, prefill_tp: int | None, decode_tp: int | None, device: str, groups: tuple[int, int]
-    ) -> None:
-        asked.append(device)
-
-    monkeypatch.setattr("disagg.commands.local.choose_placement", choose)
-    place(load_config(None, {}, {"prefill.device": prefill, "decode.device": decode}), gpus=2)
-    assert asked == [chosen]
-
-
-def test_two_kinds_of_device_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"prefill.device = cuda and decode.device = cpu: both groups"):
-        place(load_config(None, {}, {"prefill.device": "cuda", "decode.device": "cpu"}), gpus=2)

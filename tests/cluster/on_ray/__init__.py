@@ -1,0 +1,1 @@
+"""Tests of clusters on one private Ray: one worker runs them."""
