@@ -9,8 +9,9 @@ import pytest
 
 from decode_node.leader import DecodeLeader
 from disagg.node.kv_manager import KVManager
+from disagg.router.answers import Answer
 from disagg.router.response_dispatcher import ResponseDispatcher
-from disagg.router.session import EmitOutput, Session
+from disagg.router.session import Session
 from prefill_node.leader import PrefillLeader
 from transport.control import messages as m
 from transport.control.reliable import Reliable
@@ -30,13 +31,15 @@ def drop_a_token(patch: pytest.MonkeyPatch) -> None:
 
 def repeat_an_output(patch: pytest.MonkeyPatch) -> None:
     """The router gives the client its third output twice."""
-    output = Session._output
+    add = Answer.add
 
-    def output_twice(self: Any, answer: Any, message: m.Tokens) -> Any:
-        actions = output(self, answer, message)
-        return actions + [one for one in actions if isinstance(one, EmitOutput) and one.output.index == 2]
+    def add_twice(self: Any, message: m.Tokens) -> Any:
+        for output, cut in add(self, message):
+            yield output, cut
+            if output.index == 2:
+                yield output, cut
 
-    patch.setattr(Session, "_output", output_twice)
+    patch.setattr(Answer, "add", add_twice)
 
 
 def leak_pages(patch: pytest.MonkeyPatch) -> None:
@@ -98,6 +101,27 @@ def miss_a_lost_peer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ResponseDispatcher, "_lose", lose)
 
 
+def drop_a_recovery(patch: pytest.MonkeyPatch) -> None:
+    """The router gives up a request whose group is lost."""
+
+    def give_up(request_id: str, branch: Any, max_recoveries: int, error: Exception) -> None:
+        raise error
+
+    patch.setattr("disagg.router.request_run.require_recoverable", give_up)
+
+
+def go_on_from_a_wrong_token(patch: pytest.MonkeyPatch) -> None:
+    """A recovered answer goes on behind another token than the last one."""
+    begin = Session.__post_init__
+
+    def begin_wrong(self: Any) -> None:
+        begin(self)
+        if self._answered:
+            self._answered[-1] ^= 1
+
+    patch.setattr(Session, "__post_init__", begin_wrong)
+
+
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "drop a token": drop_a_token,
     "repeat an output": repeat_an_output,
@@ -107,4 +131,6 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "never resend": never_resend,
     "deliver twice": deliver_twice,
     "miss a lost peer": miss_a_lost_peer,
+    "drop a recovery": drop_a_recovery,
+    "go on from a wrong token": go_on_from_a_wrong_token,
 }

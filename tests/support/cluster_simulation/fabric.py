@@ -63,7 +63,7 @@ class SimulatedTransport(InprocTransport):
     def __init__(self, fabric: SimulatedFabric, process: Process, wake_up: Callable[[], None]) -> None:
         super().__init__(fabric, process.name)
         self._process = process
-        self._news = _Alarm(wake_up)  # type: ignore[assignment]
+        self._wake_up = _Alarm(wake_up)  # type: ignore[assignment]
 
     def lose(self, name: str, why: str) -> None:
         """Notices the loss some time later, each transport at its own."""
@@ -72,7 +72,7 @@ class SimulatedTransport(InprocTransport):
 
     def _lose_now(self, name: str, why: str) -> None:
         super().lose(name, why)
-        self._news.set()
+        self._wake_up.set()
 
 
 class _Alarm:

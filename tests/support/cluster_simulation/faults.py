@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cluster_simulation.world import World
 
 MESSAGES: tuple[type[m.Message], ...] = (
+    # Several times: most of an answer's time passes between its tokens.
     m.Reserve,
     m.Reserved,
     m.OpenReceive,
@@ -25,7 +26,7 @@ MESSAGES: tuple[type[m.Message], ...] = (
     m.RankSent,
     m.Landed,
     m.Plan,
-    m.Tokens,
+    *[m.Tokens] * 5,
     m.Transferred,
     m.CloseTransfer,
     m.RankClosed,
@@ -41,7 +42,7 @@ MESSAGES: tuple[type[m.Message], ...] = (
 class Faults:
     """The faults of one seed, drawn before the requests begin."""
 
-    KINDS = ("kill", "kill", "hang", "pause", "cut", "cut", "isolate", "slow", "sever", "router")
+    KINDS = (*["kill"] * 4, "hang", "pause", *["cut"] * 3, "isolate", "slow", "sever", "router")
 
     def __init__(self, world: World, choose: random.Random, count: int, spread_s: float) -> None:
         self._world, self._choose = world, choose
@@ -55,8 +56,10 @@ class Faults:
         world.watchers.append(self._on_message)
         for _ in range(count):
             kind = choose.choice(self.KINDS)
-            if choose.random() < 0.6:
-                self._waiting.append((choose.choice(MESSAGES), choose.randrange(12), kind))
+            if choose.random() < 0.8:
+                self._waiting.append(
+                    (choose.choice(MESSAGES), choose.randrange(choose.choice([2, 30])), kind)
+                )
             else:
                 world.loop.call_later(choose.uniform(0.0, spread_s), self._strike, kind, None)
 

@@ -28,6 +28,8 @@ class GroupProcess:
         self.section = getattr(config, role)
         self.up = self.leaving = False
         self.lost: set[int] = set()
+        self._pace = world.choose.choice([1, 1, 30])
+        """Some groups compute for longer."""
         self._plan: Any = None
         self._missing: set[str] = set()
         """Followers that have not computed the plan yet."""
@@ -74,7 +76,7 @@ class GroupProcess:
 
     def plan_arrived(self, process: RankProcess) -> None:
         """A follower has received the next plan."""
-        process.later(partial(self._follow, process), process.choose.uniform(*STEP_S))
+        process.later(partial(self._follow, process), self._pace * process.choose.uniform(*STEP_S))
 
     def _follow(self, process: RankProcess) -> None:
         plan = process.rank._plans.next_plan()
@@ -100,7 +102,7 @@ class GroupProcess:
             if self._plan is not None:
                 self._missing = {one.name for one in self.ranks[1:]}
                 if not self._missing:
-                    self.leader.later(self._end_step, self.leader.choose.uniform(*STEP_S))
+                    self.leader.later(self._end_step, self._pace * self.leader.choose.uniform(*STEP_S))
                 return
         if leader._requests():  # for their deadlines
             self._look_in(IDLE_S)

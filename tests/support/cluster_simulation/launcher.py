@@ -23,8 +23,6 @@ REPORT_S = (0.0, 0.5)
 """Until a rank is called about a death."""
 RESTART_S = (0.5, 8.0)
 """Placing and loading of a new group."""
-LOOK_S = 1.0
-"""Interval at which groups are found broken."""
 
 
 class Launcher(Process):
@@ -56,7 +54,6 @@ class Launcher(Process):
         for group in self.groups:
             group.up = True
         self.announce()
-        self.later(self._look, LOOK_S)
 
     def of(self, role: str) -> list[GroupProcess]:
         """Groups of a kind, starting ones too."""
@@ -69,21 +66,21 @@ class Launcher(Process):
         self.directory.announce(up, [])
 
     def rank_died(self, process: RankProcess) -> None:
-        """A process has ended; Ray reports it some time later."""
+        """A process has ended, or failed; Ray reports it some time later."""
         self.later(partial(self._lost, process), self.choose.uniform(*DETECT_S))
+
+    def rank_broke(self, process: RankProcess, reason: str) -> None:
+        """The rank's `park` ends, by which Ray reports a rank that failed but runs on."""
+        if process.number not in process.group.lost:
+            self.world.journal.add("broken", process.name, reason)
+            self.rank_died(process)
 
     # --- deaths
 
-    def _look(self) -> None:
-        """A group that its leader has given up ends, and so is replaced."""
-        for group in list(self.groups):
-            if group.lives and group.broken and not group.leader.paused:
-                self.world.journal.add("broken", group.name)
-                self.world.kill(group.leader, "its group is broken")
-        self.later(self._look, LOOK_S)
-
     def _lost(self, process: RankProcess) -> None:
         group = process.group
+        if process.number in group.lost:
+            return  # its park had ended before
         dies = group.up and not group.leaving and not group.lost
         group.lost.add(process.number)
         for other in self.groups:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster_simulation.requests import ClientRequest
+from disagg.router.router import DEFAULTS
 
 if TYPE_CHECKING:
     from cluster_simulation.run import Run
@@ -13,15 +14,15 @@ if TYPE_CHECKING:
 ErrorPolicy = Callable[["Run", ClientRequest], str]
 """Returns why the request's error is not allowed; empty if it is."""
 
-FAULT_ERRORS = frozenset({"peer_lost", "busy", "transport"})
 SHORT_S = 10.0
 """A shorter deadline may pass for many reasons; within a longer one every loss is noticed."""
 
 
-def any_fault_error(run: Run, request: ClientRequest) -> str:
-    """A fault may end any request, by one of these errors, and a short deadline any request."""
-    if request.outcome == "timeout" and request.timeout_s < SHORT_S:
+def recovered(run: Run, request: ClientRequest) -> str:
+    """A request survives the faults, unless its deadline is short, or the router gives it up by its own rules."""
+    if request.outcome in ("timeout", "busy", "peer_lost") and request.timeout_s < SHORT_S:
         return ""
-    if run.faults.struck and request.outcome in FAULT_ERRORS:
+    recoveries, died = len(request.report.recoveries), "is given up" in str(request.error)
+    if request.outcome == "peer_lost" and (died or recoveries >= DEFAULTS.max_recoveries):
         return ""
     return f"{request.outcome} may not end it after the faults {run.faults.struck}"

@@ -60,6 +60,7 @@ class RankProcess(Process):
         )
         for part in runner.pool.parts:
             world.devices[part.buffer.data_ptr()] = self.device
+        self.rank.on_broken = partial(world.directory.rank_broke, self)
         self._replace_threads()
 
     def _replace_threads(self) -> None:

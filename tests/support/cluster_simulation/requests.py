@@ -11,7 +11,7 @@ from fake_model import VOCAB, fake_answers
 
 from disagg.core.errors import DisaggError
 from disagg.core.types import SamplingParams
-from disagg.router.session import Output
+from disagg.router.answers import Output, SessionReport
 
 STEM_TOKENS = 32
 
@@ -42,8 +42,7 @@ class ClientRequest:
     aborted: bool = False
     gone: bool = False
     """Its router died."""
-    tries: list[tuple[str, str]] = field(default_factory=list)
-    """The groups that the router chose."""
+    report: SessionReport = field(default_factory=SessionReport)
 
     def __post_init__(self) -> None:
         self.tokens = [[] for _ in range(self.sampling.n)]
@@ -99,7 +98,9 @@ class ClientRequest:
 
     def __str__(self) -> str:
         sizes = f"{len(self.prompt)} tokens, {self.sampling.sequences} x {self.sampling.max_tokens}"
-        return f"{self.id} ({sizes}, {self.began_s:.3f} to {self.ended_s:.3f}): {self.outcome} {self.error or ''}"
+        times = f"{self.began_s:.3f} to {self.ended_s:.3f}, deadline {self.timeout_s:g} s"
+        recovered = f"after {self.report.recoveries}" if self.report.recoveries else ""
+        return f"{self.id} ({sizes}, {times}): {self.outcome} {recovered} {self.error or ''}"
 
 
 class RequestSource:

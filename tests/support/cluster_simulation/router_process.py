@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from cluster_simulation.network import SimulatedControl
 from cluster_simulation.processes import Process
 from cluster_simulation.requests import ClientRequest, text_of
+from disagg.core.config.read import PolicyName, RouterConfig
 from disagg.core.errors import DisaggError
 from disagg.router.follow import joined
 from disagg.router.policy import POLICIES, Policy
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
-from disagg.router.session import SessionReport
 from disagg.router.status import watching
 
 if TYPE_CHECKING:
@@ -26,10 +26,12 @@ class RouterProcess(Process):
 
     def __init__(self, world: World, name: str, choose: Policy | None = None) -> None:
         super().__init__(world, name)
-        policy = choose or POLICIES[self.choose.choice(sorted(POLICIES))]
+        policy: PolicyName = self.choose.choice(sorted(POLICIES))
         self.control = SimulatedControl(self, world.network, world.options)
         self.dispatcher = ResponseDispatcher(self.control, self.loop)
-        self.router = Router(self.dispatcher, choose=policy, clock=self.loop.time)
+        self.router = Router(self.dispatcher, config=RouterConfig(policy=policy), clock=self.loop.time)
+        if choose is not None:
+            self.router._choose = choose
         self._tasks: dict[asyncio.Task[None], ClientRequest] = {}
         self._stack = AsyncExitStack()
 
@@ -82,7 +84,7 @@ class RouterProcess(Process):
             request.sampling,
             timeout_s=request.timeout_s,
             decode=text_of,
-            report=SessionReport(),
+            report=request.report,
             session=request.session,
         )
         try:

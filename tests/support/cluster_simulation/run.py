@@ -11,7 +11,7 @@ import structlog
 
 from cluster_simulation import books
 from cluster_simulation.faults import Faults
-from cluster_simulation.policy import ErrorPolicy, any_fault_error
+from cluster_simulation.policy import ErrorPolicy, recovered
 from cluster_simulation.requests import ClientRequest, RequestSource
 from cluster_simulation.scale import Scale, weather_of
 from cluster_simulation.virtual_time import VirtualTimeLoop
@@ -20,6 +20,8 @@ from cluster_simulation.world import World
 from disagg.core.types import SamplingParams
 from disagg.router.session_driver import RELEASE_TIMEOUT_S
 
+BURSTS, BURST_S = 3, 0.5
+"""Requests come at a few times together, so that they share groups, and faults strike several."""
 CHECK_S = 1.0
 END_SLACK_S = 2.0
 """A request ends within its deadline, the time of its release and this."""
@@ -44,7 +46,7 @@ class Run:
 
 
 def simulate(
-    seed: int, scale: Scale | None = None, policy: ErrorPolicy = any_fault_error, faults: int | None = None
+    seed: int, scale: Scale | None = None, policy: ErrorPolicy = recovered, faults: int | None = None
 ) -> Run:
     """Runs one seed. Raises the first error, with the seed and the last events as its note."""
     loop = VirtualTimeLoop()
@@ -69,10 +71,12 @@ async def _main(run: Run, choose: random.Random, policy: ErrorPolicy) -> None:
     world, loop = run.world, run.world.loop
     await world.start()
     source = RequestSource(choose, world.scale.longest_answer)
+    bursts_s = [choose.uniform(0.0, world.scale.spread_s) for _ in range(BURSTS)]
     for _ in range(world.scale.draw(choose, world.scale.requests)):
         request = source.next()
         run.requests.append(request)
-        loop.call_later(choose.uniform(0.0, world.scale.spread_s), _submit, run, choose, request)
+        at_s = choose.choice(bursts_s) + choose.uniform(0.0, BURST_S)
+        loop.call_later(at_s, _submit, run, choose, request)
     await _requests_end(run)
     run.faults.end()
     _check_requests(run, policy)

@@ -25,7 +25,7 @@ class Scale:
     longest_answer: int = 8
     spread_s: float = 10.0
     """Requests and faults begin within this time."""
-    faults: int = 3
+    faults: int = 4
     least: float = 0.0
     """Share of these numbers that each seed has at least."""
 
@@ -58,7 +58,7 @@ def draw_config(choose: random.Random) -> Config:
         ring_bytes=choose.choice([4096, 16384]),
         layer_groups=choose.choice([1, 3]),
         max_requests=choose.choice([3, 6]),
-        lease_timeout_s=5.0,
+        lease_timeout_s=12.0,
         peer_memory=choose.random() < 0.5,
         metrics_interval_s=5.0,
         checksum=choose.random() < 0.5,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 ROUNDS, END_S = 3, 20.0
@@ -18,8 +18,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def __init__(self, now_s: float = 1000.0) -> None:
         super().__init__()
-        self._now_s, self._clock_resolution = now_s, 1e-9
-        self._selector, self._count = self, 0
+        self._now_s, self._count = now_s, 0
+        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        """A heap; the number keeps the order of equal times."""
         self.failure: BaseException | None = None
         self.set_exception_handler(self._fail)
 
@@ -28,21 +29,31 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         return self._now_s
 
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
-        """Events of equal times happen in the order of these calls."""
+        """Calls back at `when`; events of equal times happen in the order of these calls."""
         self._count += 1
-        timer = _Timer(when, callback, args, self, context)
-        timer.number, timer._scheduled = self._count, True
-        heapq.heappush(self._scheduled, timer)
+        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        heapq.heappush(self._timers, (when, self._count, timer))
         return timer
 
-    def select(self, timeout: float | None) -> Sequence[Any]:
-        """Moves the clock to the next timer; the base class calls it where others wait for sockets."""
-        if timeout is None:
-            raise RuntimeError("no event is left, and the simulation has not ended")
-        self._now_s += max(0.0, timeout)
-        return ()
+    def _run_once(self) -> None:
+        """Runs all that is ready; if nothing is, moves the clock to the next timer. The base class calls it."""
+        if not self._ready:
+            self._run_timer()
+        for _ in range(len(self._ready)):
+            handle = self._ready.popleft()
+            if not handle._cancelled:
+                handle._run()
 
-    def _process_events(self, event_list: Sequence[Any]) -> None:
+    def _run_timer(self) -> None:
+        while self._timers:
+            when, _, timer = heapq.heappop(self._timers)
+            if not timer._cancelled:
+                self._now_s = max(self._now_s, when)
+                timer._run()
+                return
+        raise RuntimeError("no event is left, and the simulation has not ended")
+
+    def _timer_handle_cancelled(self, handle: object) -> None:
         pass
 
     def _write_to_self(self) -> None:
@@ -52,13 +63,6 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         error = context.get("exception") or RuntimeError(context["message"])
         self.failure = self.failure or error
         self.stop()
-
-
-class _Timer(asyncio.TimerHandle):
-    __slots__ = ("number",)
-
-    def __lt__(self, other: Any) -> bool:
-        return (self._when, self.number) < (other._when, other.number)
 
 
 def run(loop: VirtualTimeLoop, main: Coroutine[Any, Any, None]) -> None:
