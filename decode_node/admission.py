@@ -56,7 +56,7 @@ class DecodeAdmission:
         """
         answered, begin_tokens = resumption.answered, len(prompt) + len(resumption.answered)
         try:
-            self._require_fits(len(prompt), sampling)
+            self.require_fits(len(prompt), sampling)
         except DisaggError:
             self.drop(resumption)
             raise
@@ -118,7 +118,7 @@ class DecodeAdmission:
         passed_on = self._passed_on(tokens, sequences, resumption)
         if passed_on is not None:
             return passed_on, resumption.kept_tokens
-        spare_pages = self._preemptor.spare_pages()
+        spare_pages = None if resumption.only_kept else self._preemptor.spare_pages()
         enough = spare_pages is not None and self._kv_manager.free_rows >= sequences
         block_table = self._kv_manager.reserve(tokens, prefix, spare_pages or 0) if enough else None
         if block_table is None:
@@ -131,8 +131,8 @@ class DecodeAdmission:
             )
         return block_table, block_table.cached_tokens
 
-    def _require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
-        """Raises unless the request fits when it is alone."""
+    def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
         self._require_sequences(prompt_tokens, sampling)
         total, state_tokens = prompt_tokens + sampling.max_tokens, self._options.state_tokens
         if total > self._max_tokens:

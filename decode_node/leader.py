@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import structlog
 import torch
@@ -29,14 +30,16 @@ from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request, finish_reason
+from disagg.node.leader import LedRequest, Scheduled, Send, check_request, finish_reason
 from disagg.node.plan import StepPlan
+from disagg.node.reserving_leader import ReservingLeader
+from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 
-class DecodeLeader(Leader):
+class DecodeLeader(ReservingLeader):
     """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
 
     _role = "decode"
@@ -50,8 +53,9 @@ class DecodeLeader(Leader):
         send: Send,
         to_self: Callable[[m.Message], None],
         clock: Clock,
+        max_waiting: int,
     ) -> None:
-        super().__init__(spec, send, to_self, clock)
+        super().__init__(spec, send, to_self, clock, max_waiting)
         self._scheduler = scheduler
         self._eos_ids = tuple(eos_ids)
         self._prefill_leaders: dict[str, str] = {}
@@ -87,7 +91,14 @@ class DecodeLeader(Leader):
             for request in list(self._scheduler.requests.values()):
                 if self._prefill_leaders.get(request.prefill_group) == peer and not request.begun:
                     self._fail(request, PeerLostError(f"lost the leader of prefill group at {peer}"))
+            self._end_waits(lambda one: self._lost_prefill(one, peer))
+            self._admit_waiting()
             self._changed.notify_all()
+
+    def _lost_prefill(self, one: WaitingRequest, peer: str) -> DisaggError | None:
+        if self._prefill_leaders.get(one.reserve.prefill_group) != peer:
+            return None
+        return PeerLostError(f"lost the leader of prefill group at {peer}")
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
         """Ends a step: samples the next token of every sequence that has no token left to compute, and streams it.
@@ -180,7 +191,8 @@ class DecodeLeader(Leader):
         counts = self._scheduler.statistics()
         preemptions = counts.recomputed_total + counts.swapped_total
         running = counts.receiving + counts.running
-        return Scheduled(counts.preempted, running, counts.closing, counts.memory, preemptions)
+        waiting = counts.preempted + len(self._waiting)
+        return Scheduled(waiting, running, counts.closing, counts.memory, preemptions)
 
     def _kv_events(self) -> KVEventLog | None:
         return self._scheduler.kv_events
@@ -234,6 +246,7 @@ class DecodeLeader(Leader):
         self._successors[message.key] = message
         self._close(old.key, "another attempt takes over")
         self._confirm_release(old)
+        self._admit_waiting()
 
     def _drop_successor(self, old: DecodeRequest) -> m.Reserve | None:
         """Returns the message of the attempt that was to take over, None without one. Nothing is passed on then."""
@@ -262,13 +275,15 @@ class DecodeLeader(Leader):
         super()._release(router, message)
 
     def _admit(self, router: str, message: m.Reserve, resumption: Resumption | None = None) -> None:
-        """Reserves memory for a request, or takes over that of `resumption`."""
+        """Reserves memory for a request, or takes over that of `resumption`. Without room the request waits."""
         known = self._scheduler.requests.get(message.key)
         if known is not None and not known.closing:
             if known.router != router:
                 self._refuse(router, message.key, BusyError(f"request {message.key} runs for another router"))
             elif len(known.opened_ranks) == self._ranks:
                 self._send(router, m.Reserved(known.key, known.ticket))
+            return
+        if self._waits(router, message):
             return
         resumption = resumption or Resumption(message.answered)
         try:
@@ -280,20 +295,33 @@ class DecodeLeader(Leader):
         if self._has_ended(router, message):
             self._scheduler.drop(resumption)
             return
+        one = self._arrived(router, message)
+        if resumption.block_table is None:
+            self._start_or_wait(one)
+        else:
+            self._resume_or_wait(one, resumption)
+
+    def _resume_or_wait(self, one: WaitingRequest, resumption: Resumption) -> None:
+        """Admits a request that takes over pages, before waiting ones. If they do not suffice, it waits."""
         try:
-            request = self._scheduler.reserve(
-                message.key,
-                message.prompt,
-                message.sampling,
-                router=router,
-                prefill_group=message.prefill_group,
-                deadline_s=self._clock() + message.deadline_s,
-                prefix=self._prefix_of(message),
-                resumption=resumption,
-            )
+            self._start(one, replace(resumption, only_kept=len(self._waiting) > 0))
+        except BusyError as error:
+            self._wait(one, error)
         except DisaggError as error:
-            self._refuse(router, message.key, error)
-            return
+            self._refuse(one.router, one.reserve.key, error)
+
+    def _start(self, one: WaitingRequest, resumption: Resumption | None = None) -> None:
+        message = one.reserve
+        request = self._scheduler.reserve(
+            message.key,
+            message.prompt,
+            message.sampling,
+            router=one.router,
+            prefill_group=message.prefill_group,
+            deadline_s=one.deadline_s,
+            prefix=self._prefix_of(message),
+            resumption=resumption or Resumption(message.answered),
+        )
         if message.sampling.beams:
             request.search = BeamSearch(message.sampling, ending_tokens(message.sampling, self._eos_ids))
         for sequence in request.sequences:

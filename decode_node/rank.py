@@ -62,7 +62,8 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             has_kv=spec.has_attention,
         )
         scheduler = DecodeScheduler(self._kv_manager(), options)
-        return DecodeLeader(scheduler, spec.eos_ids, spec, self.control.send, self._to_self, self.clock)
+        send, waiting = self.control.send, group.max_waiting
+        return DecodeLeader(scheduler, spec.eos_ids, spec, send, self._to_self, self.clock, waiting)
 
     def _make_agent(self, transport: Transport) -> SegmentReceiver:
         group = self.group_config

@@ -110,6 +110,8 @@ class Resumption:
     """Row and pages of the earlier attempt in this group, passed to the new request; None: none are left."""
     kept_tokens: int = 0
     """The first tokens whose KV is complete in `block_table`: whole pages."""
+    only_kept: bool = False
+    """Other requests wait for room: without `block_table` this one must wait behind them."""
 
 
 @dataclass(slots=True, eq=False)

@@ -104,6 +104,10 @@ class DecodeScheduler:
         self.requests[key] = request
         return request
 
+    def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
+        self._admission.require_fits(prompt_tokens, sampling)
+
     @property
     def max_sequences(self) -> int:
         """Sequences of one request at most."""

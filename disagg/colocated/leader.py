@@ -23,14 +23,16 @@ from disagg.model.sampling.next_tokens import Chosen, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request, finish_reason
+from disagg.node.leader import LedRequest, Scheduled, Send, check_request, finish_reason
 from disagg.node.plan import StepPlan
+from disagg.node.reserving_leader import ReservingLeader
+from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 
-class ColocatedLeader(Leader):
+class ColocatedLeader(ReservingLeader):
     """Connects rank 0's scheduler to the control channel; see `disagg.node.leader` for its threads."""
 
     _role = "colocated"
@@ -43,8 +45,9 @@ class ColocatedLeader(Leader):
         send: Send,
         to_self: Callable[[m.Message], None],
         clock: Clock,
+        max_waiting: int,
     ) -> None:
-        super().__init__(spec, send, to_self, clock)
+        super().__init__(spec, send, to_self, clock, max_waiting)
         self._scheduler = scheduler
 
     def link(self, other: GroupInfo) -> None:
@@ -84,7 +87,7 @@ class ColocatedLeader(Leader):
     def _scheduled(self) -> Scheduled:
         counts = self._scheduler.statistics()
         running = counts.reserved + counts.prefilling + counts.decoding
-        return Scheduled(0, running, counts.closing, counts.memory)
+        return Scheduled(len(self._waiting), running, counts.closing, counts.memory)
 
     def _kv_events(self) -> KVEventLog | None:
         return self._scheduler.kv_events
@@ -103,7 +106,7 @@ class ColocatedLeader(Leader):
             case m.Reserve():
                 self._reserve(peer, message)
             case m.Prefill():
-                self._start(peer, message)
+                self._prefill(peer, message)
             case m.Release():
                 self._release(peer, message)
             case _:
@@ -114,36 +117,43 @@ class ColocatedLeader(Leader):
         if known is not None and not known.closing and known.router == router:
             self._send(router, m.Reserved(known.key, known.ticket))
             return
+        if self._waits(router, message):
+            return
         try:
             if known is not None:
                 raise BusyError(f"request {message.key} is in use, or still being released from its last use")
-            if self.broken:
-                raise PeerLostError(self.broken)
-            check_request(message.prompt, message.sampling, self._spec, message.answered)
-            if self._has_ended(router, message):
-                return
-            if message.sampling.sequences > 1 or message.sampling.beams:
-                raise InvalidRequestError(
-                    "a colocated group computes one answer per request: send one request for each answer"
-                )
-            deadline_s = self._clock() + message.deadline_s
-            caches = self._scheduler.caches_prefixes
-            request = self._scheduler.reserve(
-                message.key,
-                message.prompt,
-                message.sampling,
-                router=router,
-                deadline_s=deadline_s,
-                prefix=self._prefix(message.prompt, message.cache_salt) if caches else None,
-                answered=message.answered,
-            )
+            self._require_admissible(message)
         except DisaggError as error:
             self._refuse(router, message.key, error)
             return
-        request.history = history_of(message.prompt, message.sampling)
-        self._send(router, m.Reserved(request.key, request.ticket))
+        if not self._has_ended(router, message):
+            self._start_or_wait(self._arrived(router, message))
 
-    def _start(self, router: str, message: m.Prefill) -> None:
+    def _require_admissible(self, message: m.Reserve) -> None:
+        if self.broken:
+            raise PeerLostError(self.broken)
+        check_request(message.prompt, message.sampling, self._spec, message.answered)
+        if message.sampling.sequences > 1 or message.sampling.beams:
+            raise InvalidRequestError(
+                "a colocated group computes one answer per request: send one request for each answer"
+            )
+
+    def _start(self, one: WaitingRequest) -> None:
+        message = one.reserve
+        caches = self._scheduler.caches_prefixes
+        request = self._scheduler.reserve(
+            message.key,
+            message.prompt,
+            message.sampling,
+            router=one.router,
+            deadline_s=one.deadline_s,
+            prefix=self._prefix(message.prompt, message.cache_salt) if caches else None,
+            answered=message.answered,
+        )
+        request.history = history_of(message.prompt, message.sampling)
+        self._send(one.router, m.Reserved(request.key, request.ticket))
+
+    def _prefill(self, router: str, message: m.Prefill) -> None:
         """Starts a reserved request, whose prompt came with `Reserve`; ignores an outdated ticket."""
         request = self._scheduler.requests.get(message.key)
         if request and request.router == router and request.ticket.number == message.ticket.number:

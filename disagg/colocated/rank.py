@@ -85,7 +85,9 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
             # A random start: a message to a former group of this name must not start a new request.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
         )
-        return ColocatedLeader(scheduler, spec, self.control.send, self._to_self, self.clock)
+        return ColocatedLeader(
+            scheduler, spec, self.control.send, self._to_self, self.clock, group.max_waiting
+        )
 
     def _make_agent(self, transport: Transport) -> NoTransfers:
         return NoTransfers(self.rank, self.lane, self.runner.device)

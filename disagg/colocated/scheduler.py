@@ -125,13 +125,8 @@ class ColocatedScheduler:
         `prefix` is the key of the prompt, `answered` the answer so far. An admitted request can therefore never run
         out of pages. Raises `PromptTooLongError`, `BusyError`.
         """
+        self.require_fits(len(prompt), sampling)
         total = len(prompt) + sampling.max_tokens
-        if total > self._max_tokens:
-            raise PromptTooLongError(
-                f"prompt of {len(prompt)} and answer of up to {sampling.max_tokens} tokens do not fit the group, "
-                f"which takes {self._max_tokens} in all: raise colocated.max_context_tokens or "
-                f"colocated.pool_tokens, or shorten them"
-            )
         begin = prefix.extended(answered) if prefix is not None else None
         block_table = self._kv_manager.reserve(total, begin)
         if block_table is None:
@@ -150,6 +145,15 @@ class ColocatedScheduler:
         request.planned_tokens = block_table.cached_tokens
         self.requests[key] = request
         return request
+
+    def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Raises `PromptTooLongError` unless the request fits when it is alone."""
+        if prompt_tokens + sampling.max_tokens > self._max_tokens:
+            raise PromptTooLongError(
+                f"prompt of {prompt_tokens} and answer of up to {sampling.max_tokens} tokens do not fit the group, "
+                f"which takes {self._max_tokens} in all: raise colocated.max_context_tokens or "
+                f"colocated.pool_tokens, or shorten them"
+            )
 
     def next_step(self) -> StepPlan | None:
         """Plans the next step: a token of each running answer, then prompt chunks up to the budget; None without

@@ -46,7 +46,7 @@ class Decode:
         )
         send = lambda peer, message: self.sent.append(message)  # noqa: E731
         spec = fake_spec(layers=1, kv_heads=1)
-        self.leader = DecodeLeader(self.scheduler, (), spec, send, lambda message: None, lambda: 0.0)
+        self.leader = DecodeLeader(self.scheduler, (), spec, send, lambda message: None, lambda: 0.0, 4)
         rank = SimpleNamespace(control_address="decode-0", swap_blocks=0)
         group: Any = SimpleNamespace(ranks=(rank,), role="decode", name="decode", leader=rank)
         self.leader.join(group)

@@ -53,6 +53,8 @@ class Reserve(Message, frozen=True):
     transferred behind the prompt's."""
     after: RequestKey | None = None
     """The attempt that this one replaces, in the same group: row, pages and KV that has landed pass over."""
+    wait_s: Seconds = 0.0
+    """How long the request may wait for row and pages; `Failed` (busy) then."""
 
 
 class Reserved(Message, frozen=True):

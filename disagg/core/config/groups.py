@@ -124,10 +124,12 @@ class BatchingConfig(GroupConfig, frozen=True):
 
     max_batch: int = 0
     """Largest decode batch; each answer and each beam counts. 0: `max_requests`."""
+    max_waiting: int = 1024
+    """Largest number of requests that wait in a group for row and pages, of all routers; others are refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._at_least(0, "max_batch")
+        self._at_least(0, "max_batch", "max_waiting")
 
     @property
     def decode_batch(self) -> int:

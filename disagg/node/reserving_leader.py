@@ -1,0 +1,162 @@
+"""Base of the leaders that reserve row and pages for requests: a request without room waits here, not in a router.
+
+Admission from the queue runs when room may have become free: a request has settled, a copy to host memory has ended,
+a wait has ended early, or a step has ended (before the next step is planned). The leader's lock is held.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Protocol
+
+from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError
+from disagg.core.ports import Clock
+from disagg.core.types import SamplingParams
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.leader import Leader, LedScheduler, Send
+from disagg.node.waiting import WaitingQueue, WaitingRequest
+from transport.control import messages as m
+
+QUEUE_FULL_RETRY_S = 0.5
+"""Time after which a router should try a full queue again."""
+FREEING = (m.Release, m.RankClosed, m.Swapped)
+"""Messages that may free room."""
+
+
+class ReservingScheduler(LedScheduler, Protocol):
+    """Methods of a scheduler that a `ReservingLeader` uses."""
+
+    def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+        """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
+
+
+class ReservingLeader(Leader):
+    """Base of `DecodeLeader` and `ColocatedLeader`."""
+
+    _scheduler: ReservingScheduler
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        send: Send,
+        to_self: Callable[[m.Message], None],
+        clock: Clock,
+        max_waiting: int,
+    ) -> None:
+        super().__init__(spec, send, to_self, clock)
+        self._waiting = WaitingQueue(max_waiting)
+
+    def handle(self, peer: str, message: m.Message) -> None:
+        """Handles a message to the leader, then admits waiting requests if the message can have freed room."""
+        with self._changed:
+            super().handle(peer, message)
+            if isinstance(message, FREEING):
+                self._admit_waiting()
+
+    def on_peer_lost(self, peer: str) -> None:
+        """Also removes the waiting requests of a lost router."""
+        with self._changed:
+            for one in [one for one in self._waiting if one.router == peer]:
+                self._waiting.remove(one.reserve.key)
+            super().on_peer_lost(peer)
+            self._admit_waiting()
+
+    def wait_idle(self, timeout_s: float) -> bool:
+        """Waits until no request is left, neither admitted nor waiting; returns False on timeout."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and not self._requests(), timeout_s)
+
+    def check(self) -> None:
+        """Also checks the waiting requests."""
+        with self._changed:
+            super().check()
+            self._waiting.check()
+
+    @abstractmethod
+    def _start(self, one: WaitingRequest) -> None:
+        """Reserves memory for a request and starts it. Raises `BusyError` without room, or another `DisaggError`."""
+
+    def _start_or_wait(self, one: WaitingRequest) -> None:
+        """Admits a request, behind those that wait already."""
+        message, count = one.reserve, len(self._waiting)
+        try:
+            self._scheduler.require_fits(len(message.prompt), message.sampling)
+            if count:
+                raise BusyError(f"{count} requests wait for room in the {self._role} group already")
+            self._start(one)
+        except BusyError as error:
+            self._wait(one, error)
+        except DisaggError as error:
+            self._refuse(one.router, one.reserve.key, error)
+
+    def _wait(self, one: WaitingRequest, error: BusyError) -> None:
+        """Queues a request without room. Refuses with `error` one that does not wait."""
+        if one.reserve.wait_s == 0:
+            self._refuse(one.router, one.reserve.key, error)
+        elif self._waiting.full:
+            full = (
+                f"{len(self._waiting)} requests wait for room in the group already ({self._role}.max_waiting)"
+            )
+            self._refuse(one.router, one.reserve.key, BusyError(full, QUEUE_FULL_RETRY_S))
+        else:
+            self._waiting.add(one)
+
+    def _admit_waiting(self) -> None:
+        """Admits from the head of the queue until the head has no room."""
+        while (one := self._waiting.head) is not None:
+            try:
+                self._start(one)
+            except BusyError:
+                return
+            except DisaggError as error:
+                self._refuse(one.router, one.reserve.key, error)
+            self._waiting.take()
+
+    def _arrived(self, router: str, message: m.Reserve) -> WaitingRequest:
+        now_s = self._clock()
+        wait_s = min(message.wait_s, message.deadline_s)
+        return WaitingRequest(router, message, now_s + message.deadline_s, now_s + wait_s)
+
+    def _waits(self, router: str, message: m.Reserve) -> bool:
+        """Returns whether the request waits already, and keeps its position. Refuses that of another router."""
+        known = self._waiting.get(message.key)
+        if known is not None and known.router != router:
+            self._refuse(router, message.key, BusyError(f"request {message.key} is in use by another router"))
+        return known is not None
+
+    def _release(self, router: str, message: m.Release) -> None:
+        """Also removes a waiting request."""
+        known = self._waiting.get(message.key)
+        if known is not None and known.router == router:
+            self._waiting.remove(message.key)
+        super()._release(router, message)
+
+    def _break(self, reason: str) -> None:
+        self._end_waits(lambda one: PeerLostError(reason))
+        super()._break(reason)
+
+    def _expire(self) -> None:
+        """Also ends the waits that are over; then admits, before each step is planned."""
+        super()._expire()
+        now_s = self._clock()
+        self._end_waits(lambda one: self._wait_error(one) if now_s > one.wait_until_s else None)
+        self._admit_waiting()
+
+    def _end_waits(self, error_of: Callable[[WaitingRequest], DisaggError | None]) -> None:
+        """Refuses each waiting request that `error_of` returns an error for."""
+        for one in list(self._waiting):
+            error = error_of(one)
+            if error is not None:
+                self._waiting.remove(one.reserve.key)
+                self._refuse(one.router, one.reserve.key, error)
+
+    def _wait_error(self, one: WaitingRequest) -> DisaggError:
+        key = one.reserve.key
+        if one.wait_until_s == one.deadline_s:
+            return RequestTimeoutError(f"request {key} reached its deadline in the queue for room")
+        return BusyError(
+            f"request {key} got no room in the {self._role} group within {one.reserve.wait_s:g} s "
+            f"(router.reserve_wait_s)",
+            retry_after_s=0.0,
+        )

@@ -1,0 +1,123 @@
+"""The queue of requests that wait for room in a group, against a plain list, by random sequences."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from disagg.core.errors import InvariantError
+from disagg.core.tokens import pack_tokens
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.node.waiting import WaitingQueue, WaitingRequest
+from transport.control import messages as m
+
+MAX_WAITING = 12
+ROUTERS = ("a", "b", "c")
+
+
+def waiting(router: str, number: int) -> WaitingRequest:
+    reserve = m.Reserve(
+        RequestKey(f"r{number}"), pack_tokens([1]), SamplingParams(), 60.0, "prefill", wait_s=5.0
+    )
+    return WaitingRequest(router, reserve, 60.0, 5.0)
+
+
+class Model:
+    """The rule in plain words: lists of requests, and the routers in the order of their latest service."""
+
+    def __init__(self) -> None:
+        self.queues: list[tuple[str, list[WaitingRequest]]] = []
+
+    def add(self, one: WaitingRequest) -> None:
+        for router, queue in self.queues:
+            if router == one.router:
+                queue.append(one)
+                return
+        self.queues.append((one.router, [one]))
+
+    def all(self) -> list[WaitingRequest]:
+        return [one for _, queue in self.queues for one in queue]
+
+    def take(self) -> WaitingRequest | None:
+        if not self.queues:
+            return None
+        router, queue = self.queues.pop(0)
+        if len(queue) > 1:
+            self.queues.append((router, queue[1:]))
+        return queue[0]
+
+    def remove(self, one: WaitingRequest) -> None:
+        self.queues = [(router, [r for r in queue if r is not one]) for router, queue in self.queues]
+        self.queues = [(router, queue) for router, queue in self.queues if queue]
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_sequence_keeps_the_order(seed: int) -> None:
+    choose = random.Random(seed)
+    queue, model = WaitingQueue(MAX_WAITING), Model()
+    for number in range(200):
+        kind = choose.choice(["add", "add", "take", "remove"])
+        if kind == "add" and not queue.full:
+            one = waiting(choose.choice(ROUTERS), number)
+            queue.add(one)
+            model.add(one)
+        elif kind == "take":
+            assert queue.take() is model.take()
+        elif kind == "remove" and len(queue):
+            one = choose.choice(model.all())
+            assert queue.remove(one.reserve.key) is one
+            assert queue.remove(one.reserve.key) is None
+            model.remove(one)
+        queue.check()
+        assert list(queue) == model.all()
+        assert queue.head is next(iter(model.all()), None)
+        assert all(queue.get(one.reserve.key) is one for one in model.all())
+        found = queue.statistics()
+        assert (found.waiting, found.routers) == (len(model.all()), len(model.queues))
+        assert queue.full == (len(queue) == MAX_WAITING)
+
+
+def test_a_router_with_many_requests_does_not_delay_the_one_of_another() -> None:
+    queue = WaitingQueue(100)
+    for number in range(50):
+        queue.add(waiting("many", number))
+    queue.add(waiting("one", 50))
+    first = [queue.take() for _ in range(2)]
+    assert [one.router for one in first if one is not None] == ["many", "one"]
+
+
+def test_routers_are_served_in_equal_shares_while_they_wait() -> None:
+    queue, served = WaitingQueue(100), Counter[str]()
+    for number in range(90):
+        queue.add(waiting(ROUTERS[0] if number < 50 else ROUTERS[1 + number % 2], number))
+    for _ in range(45):
+        one = queue.take()
+        assert one is not None
+        served[one.router] += 1
+    assert set(served.values()) == {15}
+
+
+def test_the_end_of_a_wait_at_the_head_keeps_its_router_first() -> None:
+    queue = WaitingQueue(10)
+    ones = [waiting("a", 0), waiting("a", 1), waiting("b", 2)]
+    for one in ones:
+        queue.add(one)
+    queue.remove(ones[0].reserve.key)
+    assert [queue.take(), queue.take()] == ones[1:]
+
+
+def test_an_inconsistent_queue_is_reported() -> None:
+    queue = WaitingQueue(10)
+    queue.add(waiting("a", 0))
+    queue._routers[RequestKey("lost")] = "b"
+    with pytest.raises(InvariantError, match="the waiting queue is inconsistent"):
+        queue.check()
+
+
+def test_requests_beyond_the_limit_are_an_error_of_the_caller() -> None:
+    queue = WaitingQueue(1)
+    queue.add(waiting("a", 0))
+    with pytest.raises(AssertionError, match="refuses further requests"):
+        queue.add(waiting("a", 1))
