@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +36,6 @@ class RoutedGroup:
     """The group finishes its requests and gets no new ones."""
     held: HeldPrefixes = field(default_factory=HeldPrefixes)
     """Cached prefixes, from KV events; empty if the router does not watch them."""
-    room: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the session that reserves room in a decode group: first come, first served."""
 
 
 @dataclass(slots=True)

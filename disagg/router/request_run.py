@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+import math
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,7 +36,7 @@ Pair = tuple[RoutedGroup, RoutedGroup]
 class RecoveryOptions:
     """Settings of a router for all of its requests; see `disagg.core.config.tree.RouterConfig`."""
 
-    reserve_retry_s: float
+    reserve_wait_s: float
     max_recoveries: int
     group_wait_s: float
 
@@ -64,6 +65,8 @@ class RunContext:
     """Called for each recovery with the groups of the failed session."""
     lost_groups: Callable[[Iterable[str]], set[str]]
     """Returns those of the named groups that are dead, or cut off from the router."""
+    decode_groups: Callable[[], int]
+    """Returns the number of usable groups that decode."""
 
 
 @dataclass(slots=True)
@@ -72,8 +75,9 @@ class RequestRun:
 
     context: RunContext
     request: RoutedRequest
-    choose: Callable[[str], Pair]
-    """Returns a pair for the next session, with the decode group of this name if it is usable. Raises `BusyError`."""
+    choose: Callable[[str, Set[str]], Pair]
+    """Returns a pair for the next session, with the decode group of this name if it is usable, else one whose name is
+    not in the set if one is usable. Raises `BusyError`."""
     missing_tokens: Callable[[RoutedGroup], int]
     """Returns the prompt tokens that a group has to compute or receive."""
     _epochs: itertools.count[int] = field(default_factory=itertools.count)
@@ -92,9 +96,10 @@ class RequestRun:
     async def _branch(self, branch: Branch, failed: SessionDriver | None) -> AsyncGenerator[Output, None]:
         """Streams the answers of `branch`. `failed` ran its last session, whose pages the next one may take over."""
         lost: DisaggError | None = None
+        full: frozenset[str] = frozenset()
         while True:
             try:
-                session, load = await self._next_session(branch, failed)
+                session, load = await self._next_session(branch, failed, full)
                 driver = SessionDriver(self.context.dispatcher, session, load, self.context.clock)
             except BaseException as error:
                 if failed is not None:
@@ -112,7 +117,9 @@ class RequestRun:
                             yield output
                     branches = []
                 except DisaggError as error:
-                    branches, lost = await self._recover(branch, session, load, error), error
+                    branches = await self._recover(branch, session, load, error)
+                    lost = error if session.loss is not None else lost
+                    full = _full_groups(full, session)
             except BaseException:
                 await driver.release()
                 raise
@@ -130,11 +137,11 @@ class RequestRun:
             branch = branches[0]
 
     async def _next_session(
-        self, branch: Branch, failed: SessionDriver | None
+        self, branch: Branch, failed: SessionDriver | None, full: Set[str]
     ) -> tuple[Session, SessionLoad]:
         """Chooses groups, and waits for them where none is up. Raises `BusyError`."""
         before = failed.session if failed is not None else None
-        pair = await self._pair(before.decode.name if before is not None else "")
+        pair = await self._pair(before.decode.name if before is not None else "", full)
         after = before.key if before is not None and pair[1].group == before.decode else None
         request, context = self.request, self.context
         session = Session(
@@ -147,7 +154,7 @@ class RequestRun:
             request.deadline_s,
             list(branch.answers),
             request.report,
-            context.options.reserve_retry_s,
+            context.options.reserve_wait_s if context.decode_groups() > 1 else math.inf,
             request.cache_salt,
             context.dispatcher.lost,
             after,
@@ -155,13 +162,13 @@ class RequestRun:
         tokens = {engine: self.missing_tokens(engine) for engine in pair}
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
 
-    async def _pair(self, decode: str) -> Pair:
+    async def _pair(self, decode: str, full: Set[str]) -> Pair:
         """Waits up to `router.group_wait_s` for groups, within the request's time."""
         clock, options = self.context.clock, self.context.options
         until_s = min(clock() + options.group_wait_s, self.request.deadline_s)
         while True:
             try:
-                return self.choose(decode)
+                return self.choose(decode, full)
             except BusyError:
                 if clock() >= until_s:
                     raise
@@ -173,9 +180,12 @@ class RequestRun:
         """Returns what is left of `branch`, when it may go on. Raises `error`, or why the request is given up."""
         request, context = self.request, self.context
         if session.loss is None:
-            if not isinstance(error, BusyError) or branch.recoveries == 0:
+            again = session.no_room or branch.recoveries > 0
+            if not isinstance(error, BusyError) or not again:
                 raise error
-            await asyncio.sleep(min(error.retry_after_s, session.left_s(context.clock())))
+            if error.retry_after_s >= session.left_s(context.clock()):
+                raise error
+            await asyncio.sleep(error.retry_after_s)
         else:
             branch = branch.after_loss({session.prefill.name, session.decode.name})
             died = context.lost_groups(branch.suspects)
@@ -199,6 +209,14 @@ class RequestRun:
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self._releases.add(asyncio.ensure_future(work))
+
+
+def _full_groups(full: frozenset[str], session: Session) -> frozenset[str]:
+    """Returns the decode groups to avoid after `session`: those without room, until every usable one was tried."""
+    if not session.no_room:
+        return frozenset()
+    name = session.decode.name
+    return frozenset({name}) if name in full else full | {name}
 
 
 async def _merged(

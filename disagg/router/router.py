@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Set
 from contextlib import aclosing
 
 from disagg.core.clock import Clock
@@ -28,6 +28,8 @@ from disagg.router.text import Decode
 DEFAULTS = RouterConfig()
 SHUNNED_S = 5.0
 """Time for which a pair with a failed transfer is avoided if another pair exists."""
+DRAIN_PAUSE_S = 0.05
+"""Interval at which a draining group's requests are counted."""
 
 GroupsChanged = Callable[[Sequence[GroupInfo]], None]
 """Receives the groups that take requests."""
@@ -46,10 +48,12 @@ class Router:
     ) -> None:
         """`clock` runs as the event loop's; it may be finer than the `time()` of that loop."""
         self._dispatcher, self._choose = dispatcher, POLICIES[config.policy]
-        self._reserve_retry_s, self._clock = config.reserve_retry_s, clock
+        self._clock = clock
         budget = RecoveryBudget(config.recoveries_per_s, clock)
-        options = RecoveryOptions(config.reserve_retry_s, config.max_recoveries, config.group_wait_s)
-        self._context = RunContext(dispatcher, options, budget, clock, self._recovered, self._lost_groups)
+        options = RecoveryOptions(config.reserve_wait_s, config.max_recoveries, config.group_wait_s)
+        self._context = RunContext(
+            dispatcher, options, budget, clock, self._recovered, self._lost_groups, self._decode_groups
+        )
         self._missing_since_s: dict[str, float] = {}
         """When each role without a usable group was first found to have none."""
         self.recoveries: Counter[str] = Counter()
@@ -100,7 +104,7 @@ class Router:
         engine.draining = True
         self._report_groups()
         while engine.requests and not self._lost(engine):
-            await asyncio.sleep(self._reserve_retry_s)
+            await asyncio.sleep(DRAIN_PAUSE_S)
         if self._engines.get(name) is engine:
             del self._engines[name]
             self._dispatcher.forget(engine.group.leader.control_address)
@@ -173,19 +177,25 @@ class Router:
         }
         return RoutingRequest(len(prompt), session, block_hashes)
 
-    def _pair(self, request: RoutingRequest, keep: str = "") -> Pair:
+    def _decode_groups(self) -> int:
+        """Returns the number of usable groups that decode."""
+        return sum(not engine.lost and not engine.draining for engine in self._of(self._roles[-1]))
+
+    def _pair(self, request: RoutingRequest, keep: str = "", full: Set[str] = frozenset()) -> Pair:
         """Returns the prefill and the decode group, the same one if colocated.
 
-        `keep`: name of the decode group to choose if it has a usable pair. Raises `BusyError` if no group is usable.
+        `keep`: name of the decode group to choose if it has a usable pair. `full`: names of decode groups to avoid if
+        another one has a usable pair. Raises `BusyError` if no group is usable.
         """
         if len(self._roles) == 1:
-            both = self._choose(self._of(self._roles[0]), request)
+            engines = self._of(self._roles[0])
+            usable = [one for one in engines if not one.lost and not one.draining]
+            both = self._choose([e for e in usable if e.group.name not in full] or engines, request)
             return both, both
         prefills, decodes = (self._of(role) for role in self._roles)
-        kept = [
-            one for one in decodes if one.group.name == keep and any(self._meet(p, one) for p in prefills)
-        ]
-        decodes = kept or decodes
+        paired = [one for one in decodes if any(self._meet(p, one) for p in prefills)]
+        kept = [one for one in paired if one.group.name == keep]
+        decodes = kept or [one for one in paired if one.group.name not in full] or decodes
         met = [one for one in prefills if any(self._meet(one, other) for other in decodes)]
         prefill = self._choose(met or prefills, request)
         met = [other for other in decodes if self._meet(prefill, other)]
@@ -234,7 +244,7 @@ class Router:
         routed = RoutedRequest(request_id, tokens, cache_salt, began_s, began_s + timeout_s, report)
         request = self._routing_request(tokens, cache_salt, session)
         run = RequestRun(
-            self._context, routed, lambda decode: self._pair(request, decode), request.missing_tokens
+            self._context, routed, lambda keep, full: self._pair(request, keep, full), request.missing_tokens
         )
         async with aclosing(run.outputs(branch)) as outputs:
             async for output in outputs:

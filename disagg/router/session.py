@@ -1,7 +1,7 @@
 """One request, from its prompt to its last token, as a state machine. Start reading the protocol here.
 
     router                      decode group                         prefill group
-      | -- Reserve ------------> | reserves a row and all pages        |
+      | -- Reserve ------------> | queues it for a row and all pages   |
       | <- Reserved (ticket) --- |                                     |
       | -- Prefill (ticket) ---------------------------------------->  | computes chunk by chunk
       |                          | <== segments, layer by layer ====== | while it computes
@@ -45,12 +45,10 @@ from transport.control import messages as m
 class SessionPhase(Enum):
     """Phase of a session."""
 
-    QUEUED = "queued"
-    """The session waits for its turn to reserve room in the decode group."""
+    NEW = "new"
+    """No leader has the request."""
     RESERVING = "reserving"
-    """The decode leader has the `Reserve` request."""
-    BACKING_OFF = "backing off"
-    """The decode group is full; the session repeats `Reserve` after a pause."""
+    """The decode leader has the `Reserve` request, and queues the request if the group is full."""
     PREFILLING = "prefilling"
     """The prefill leader has the `Prefill` request."""
     DECODING = "decoding"
@@ -67,13 +65,11 @@ class SessionPhase(Enum):
 class SessionTrigger(Enum):
     """What an event means to a session: one column of `TRANSITIONS`."""
 
-    TURN = "turn"
-    RETRY_DUE = "retry due"
+    START = "start"
     DEADLINE = "deadline"
     CLOSE = "close"
     RELEASE_TIMEOUT = "release timeout"
     RESERVED = "reserved"
-    BUSY = "busy"
     PREFILLED = "prefilled"
     TOKENS = "tokens"
     TRANSFERRED = "transferred"
@@ -104,13 +100,6 @@ class EmitOutput:
 
 
 @dataclass(frozen=True, slots=True)
-class PauseReserving:
-    """Raise `RETRY_DUE` after `seconds`."""
-
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class RaiseError:
     """Raise `error` to the client, once the request is released."""
 
@@ -122,7 +111,7 @@ class CountPromptComputed:
     """Take the prompt out of the prefill group's load."""
 
 
-SessionAction = SendMessage | EmitOutput | PauseReserving | RaiseError | CountPromptComputed
+SessionAction = SendMessage | EmitOutput | RaiseError | CountPromptComputed
 
 
 class Loss(Enum):
@@ -152,19 +141,22 @@ class Session:
     answers: list[Answer]
     """Unfinished answers of the request. A session that continues an answer has this one only."""
     report: SessionReport
-    reserve_retry_s: float
+    reserve_wait_s: float
+    """How long the request may wait for room in the decode group; infinite: until the deadline."""
     cache_salt: str
     lost: Set[str]
     """Addresses of leaders that are lost now; the response dispatcher updates the set."""
     after: RequestKey | None = None
     """The earlier attempt whose row and pages the decode group keeps for this session."""
-    phase: SessionPhase = SessionPhase.QUEUED
+    phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders that received the request, and so must release it."""
     unreleased: set[str] = field(default_factory=set)
     """Leaders that have not confirmed the release."""
     loss: Loss | None = None
     """Set with the error of a request that another session can continue."""
+    no_room: bool = False
+    """The session failed because the decode group had no room in time; another group may have some."""
     resumable: bool = False
     """The decode group keeps row and pages for a session with this one's key as `after`."""
     _answered: list[int] = field(init=False)
@@ -183,7 +175,7 @@ class Session:
         return max(0.0, self.deadline_s - now_s)
 
     def on_signal(self, trigger: SessionTrigger, now_s: float) -> list[SessionAction]:
-        """Handles an event of the driver: TURN, RETRY_DUE, DEADLINE, CLOSE or RELEASE_TIMEOUT."""
+        """Handles an event of the driver: START, DEADLINE, CLOSE or RELEASE_TIMEOUT."""
         self._now_s = now_s
         return self._step(trigger)
 
@@ -214,8 +206,8 @@ class Session:
         error, prefill = _error_of(message), self._is_prefill(peer)
         if prefill and self._decoded:  # its part is over
             return self._step(SessionTrigger.OTHER)
-        if self.phase is SessionPhase.RESERVING and self._pause_s(error) < self.left_s(self._now_s):
-            return self._step(SessionTrigger.BUSY, error)
+        if self.phase is SessionPhase.RESERVING:
+            self.no_room = isinstance(error, BusyError)
         if self.phase is not SessionPhase.RELEASING:
             self._note_loss(
                 error, prefill=prefill or message.resumable, resumable=prefill or message.resumable
@@ -257,17 +249,9 @@ class Session:
             self.cache_salt,
             self._answered,
             self.after,
+            min(self.reserve_wait_s, left_s),
         )
         return [self._send(self.decode, reserve)]
-
-    def _pause(self, busy: BusyError) -> list[SessionAction]:
-        return [PauseReserving(self._pause_s(busy))]
-
-    def _pause_s(self, error: DisaggError) -> float:
-        """Pause before the next `Reserve`; endless after an error other than `BusyError`."""
-        return (
-            max(error.retry_after_s, self.reserve_retry_s) if isinstance(error, BusyError) else float("inf")
-        )
 
     def _prefill(self, ticket: Ticket) -> list[SessionAction]:
         self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
@@ -323,7 +307,7 @@ class Session:
         self.involved.discard(peer)
         return []
 
-    def _fail_queued(self, _: None) -> list[SessionAction]:
+    def _fail_waiting(self, _: None) -> list[SessionAction]:
         return self._fail(
             RequestTimeoutError(
                 f"request {self.key} reached its deadline in the queue for room in {self.decode.name}"
@@ -401,23 +385,19 @@ def _ignoring(phase: SessionPhase) -> dict[SessionTrigger, _Transition]:
 
 
 TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
-    _P.QUEUED: {
-        _T.TURN: (_P.RESERVING, Session._reserve),
-        _T.DEADLINE: (_P.FAILED, Session._fail_queued),
+    _P.NEW: {
+        _T.START: (_P.RESERVING, Session._reserve),
+        _T.DEADLINE: (_P.FAILED, Session._fail_late),
         _T.CLOSE: (_P.RELEASING, Session._release),
     },
     _P.RESERVING: _ignoring(_P.RESERVING)
     | _ENDINGS
     | {
         _T.RESERVED: (_P.PREFILLING, Session._prefill),
-        _T.BUSY: (_P.BACKING_OFF, Session._pause),
+        _T.DEADLINE: (_P.FAILED, Session._fail_waiting),
         # The answer so far has ended: the lost group could not report it any more.
         _T.TOKENS: (_P.RESERVING, Session._tokens),
         _T.ALL_ANSWERED: (_P.ANSWERED, Session._ignore),
-    },
-    _P.BACKING_OFF: {
-        _T.RETRY_DUE: (_P.RESERVING, Session._reserve),
-        _T.CLOSE: (_P.RELEASING, Session._release),
     },
     _P.PREFILLING: _ignoring(_P.PREFILLING)
     | _ENDINGS

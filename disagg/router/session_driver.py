@@ -16,7 +16,6 @@ from disagg.router.response_dispatcher import ResponseDispatcher, ResponseInbox
 from disagg.router.session import (
     CountPromptComputed,
     EmitOutput,
-    PauseReserving,
     RaiseError,
     SendMessage,
     Session,
@@ -39,7 +38,6 @@ class SessionDriver:
         """Opens the inbox of the session. Raises `RequestInUseError`."""
         self.session = session
         self._dispatcher, self._load, self._clock = dispatcher, load, clock
-        self._pause_s = 0.0
         self._opened = ExitStack()
         self._inbox: ResponseInbox = self._opened.enter_context(dispatcher.open(session.key))
         self._ended: list[SessionAction] = []
@@ -50,8 +48,10 @@ class SessionDriver:
         """Streams the answers. `release` must follow, also after an error or an early `aclose`."""
         self._load.begin()
         try:
-            for output in await self._reserve():
-                yield output
+            if self._left_s() == 0:
+                self._perform(self._signal(SessionTrigger.DEADLINE))
+            self._perform(self._signal(SessionTrigger.START))
+            self.reserving.set()
             while self.session.phase is not SessionPhase.ANSWERED:
                 for output in self._perform(await self._next_actions()):
                     yield output
@@ -69,31 +69,7 @@ class SessionDriver:
         await reserving.wait()
         await self.release()
 
-    async def _reserve(self) -> list[Output]:
-        """Reserves room in the decode group. Sessions reserve one after the other, first come, first served.
-
-        A session that takes over the pages of an earlier attempt does not wait for others.
-        """
-        room = self._load.decode.room if self.session.after is None else asyncio.Lock()
-        try:
-            async with asyncio.timeout(self._left_s()):
-                await room.acquire()
-        except TimeoutError:
-            self._perform(self._signal(SessionTrigger.DEADLINE))
-        try:
-            self._perform(self._signal(SessionTrigger.TURN))
-            self.reserving.set()
-            outputs: list[Output] = []
-            while self.session.phase in (SessionPhase.RESERVING, SessionPhase.BACKING_OFF):
-                outputs += self._perform(await self._next_actions())
-            return outputs
-        finally:
-            room.release()
-
     async def _next_actions(self) -> list[SessionAction]:
-        if self.session.phase is SessionPhase.BACKING_OFF:  # messages stay in the inbox
-            await asyncio.sleep(self._pause_s)
-            return self._signal(SessionTrigger.RETRY_DUE)
         try:
             # Not `wait_for`: in Python 3.11 it swallows a cancellation that coincides with a message.
             async with asyncio.timeout(self._left_s()):
@@ -111,8 +87,6 @@ class SessionDriver:
                     self._dispatcher.send(action.peer, action.message)
                 case EmitOutput():
                     outputs.append(action.output)
-                case PauseReserving():
-                    self._pause_s = action.seconds
                 case CountPromptComputed():
                     self._load.prompt_computed()
                 case RaiseError():

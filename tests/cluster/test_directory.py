@@ -16,7 +16,7 @@ import pytest
 from disagg.api.service import Service
 from disagg.cluster.directory import Directory, directory_host
 from disagg.commands.scale import scale
-from disagg.core.config.read import ApiConfig, ControlConfig, RouterConfig
+from disagg.core.config.read import ApiConfig, ControlConfig
 from disagg.core.errors import ConfigError, DisaggError, PeerLostError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
 from disagg.router.follow import joined
@@ -69,7 +69,7 @@ class Place:
         mail = ResponseDispatcher(InprocControl(self.hub, name, SHORT), asyncio.get_running_loop())
         mail.start()
         try:
-            router = Router(mail, config=RouterConfig(reserve_retry_s=0.005))
+            router = Router(mail)
             async with joined(mail, router, "directory", lambda g: g.fingerprint == "model", retry_s=0.02):
                 yield router, mail
         finally:

@@ -26,7 +26,6 @@ from disagg.router.session import (
     CountPromptComputed,
     EmitOutput,
     Loss,
-    PauseReserving,
     RaiseError,
     SendMessage,
     Session,
@@ -43,7 +42,7 @@ BUSY = m.Failed(KEY, "busy", "full", retryable=True, retry_after_s=1.0)
 FAILED = m.Failed(KEY, "checksum", "damaged", retryable=True)
 ABORTED = m.Failed(KEY, "aborted", "by an operator", retryable=False)
 TRANSFERRED = m.Transferred(KEY, 8, 1, 1, 0.5)
-DEADLINE_S = 100.0
+DEADLINE_S, WAIT_S = 100.0, 2.0
 LIVE = (SessionPhase.RESERVING, SessionPhase.PREFILLING, SessionPhase.DECODING)
 ENDINGS = (SessionPhase.ANSWERED, SessionPhase.FAILED)
 
@@ -81,8 +80,9 @@ STREAM = [tokens(1, 1), tokens(2, 2, finish="length")]
 SCRIPTS = {
     "one answer": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), TRANSFERRED], STREAM),
     "transferred first": Script(ONE, [RESERVED], [TRANSFERRED, m.Prefilled(KEY, [0])], STREAM),
-    "busy first": Script(ONE, [BUSY, BUSY, RESERVED], [m.Prefilled(KEY, [0])], STREAM),
-    "no room": Script(ONE, [m.Failed(KEY, "busy", "full", True, 1000.0)], [], []),
+    "no room": Script(ONE, [BUSY], [], []),
+    "no room for the rest": Script(ONE, [BUSY], [], [], answered=(0,)),
+    "prefill is busy": Script(ONE, [RESERVED], [BUSY], []),
     "not reserved": Script(ONE, [ABORTED], [], []),
     "prefill fails": Script(ONE, [RESERVED], [FAILED], []),
     "transfer fails": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), FAILED], []),
@@ -159,7 +159,7 @@ class World:
             DEADLINE_S,
             answers,
             report,
-            0.05,
+            WAIT_S,
             "",
             lost,
             OLD_KEY if script.answered else None,
@@ -170,17 +170,15 @@ class World:
         phase = self.session.phase
         if phase is SessionPhase.ENDED:
             return
-        if phase is SessionPhase.QUEUED:
-            yield "signal", "turn"
-        if phase is SessionPhase.BACKING_OFF:
-            yield "signal", "retry due"
+        if phase is SessionPhase.NEW:
+            yield "signal", "start"
         if phase is not SessionPhase.RELEASING:
             yield "signal", "close"
         elif not any(self.queues.values()):
             yield "signal", "release timeout"
         if phase in ENDINGS:
             return  # the driver's next event is its own
-        if phase in (SessionPhase.QUEUED, *LIVE):
+        if phase in (SessionPhase.NEW, *LIVE):
             yield "signal", "deadline"
         if phase in (*LIVE, SessionPhase.RELEASING):
             yield from (("deliver", peer) for peer, queue in self.queues.items() if queue)
@@ -211,8 +209,6 @@ class World:
                     self.errors.append(action.error)
                 case CountPromptComputed():
                     self.computed += 1
-                case PauseReserving():
-                    assert self.now_s + action.seconds < DEADLINE_S
 
     def receive(self, peer: str, message: m.Message) -> None:
         assert peer not in self.lost, "a message to a leader that is lost"
@@ -225,6 +221,7 @@ class World:
                     list(self.script.answered),
                     not self.script.answered,
                 )
+                assert message.wait_s == WAIT_S
                 self.queues[peer].append(self.script.reservations.pop(0))
             case m.Prefill():
                 assert (message.ticket, message.answered) == (RESERVED.ticket, list(self.script.answered))
@@ -249,6 +246,8 @@ class World:
         assert set(self.released) <= self.received
         confirmed = not self.session.unreleased
         assert self.session.report.released == confirmed
+        busy = any(isinstance(error, BusyError) for error in self.errors)
+        assert self.session.no_room == (busy and PREFILL not in self.received), "the decode group's room"
         assert self.computed <= 1
         answers: dict[int, list[int]] = {0: list(self.script.answered)} if self.script.answered else {}
         over: set[int] = set()
@@ -290,8 +289,24 @@ def test_every_order_of_messages_ends_once_and_releases_every_living_leader(name
     assert count > 10
     assert {SessionPhase.FAILED, SessionPhase.RELEASING, SessionPhase.ENDED} <= seen
     assert {PeerLostError, RequestTimeoutError} <= errors
-    if name == "no room":
-        assert BusyError in errors
+    assert (BusyError in errors) == (BUSY in SCRIPTS[name].reservations + SCRIPTS[name].prefilled)
+
+
+@pytest.mark.parametrize(("wait_s", "sent_s"), [(2.0, 2.0), (1000.0, 90.0), (float("inf"), 90.0)])
+def test_a_reserve_waits_until_the_deadline_at_most(wait_s: float, sent_s: float) -> None:
+    session = World.start(SCRIPTS["one answer"]).session
+    session.reserve_wait_s = wait_s
+    (action,) = session.on_signal(SessionTrigger.START, 10.0)
+    assert isinstance(action, SendMessage)
+    assert isinstance(action.message, m.Reserve)
+    assert (action.message.wait_s, action.message.deadline_s) == (sent_s, 90.0)
+
+
+def test_a_deadline_while_the_request_waits_names_the_full_group() -> None:
+    world = run(SCRIPTS["one answer"], START, ("signal", "deadline"))
+    assert str(world.errors[0]) == f"request {KEY} reached its deadline in the queue for room in decode"
+    world.make(*CLOSE)
+    assert world.released == [DECODE], "the decode leader removes the request from its queue"
 
 
 def run(script: Script, *moves: tuple[str, str]) -> World:
@@ -302,12 +317,12 @@ def run(script: Script, *moves: tuple[str, str]) -> World:
     return world
 
 
-TURN, CLOSE = ("signal", "turn"), ("signal", "close")
+START, CLOSE = ("signal", "start"), ("signal", "close")
 FROM_PREFILL, FROM_DECODE = ("deliver", PREFILL), ("deliver", DECODE)
 
 
 def test_tokens_ahead_of_the_first_one_come_out_in_order() -> None:
-    world = run(SCRIPTS["one answer"], TURN, FROM_DECODE, FROM_DECODE, FROM_DECODE)
+    world = run(SCRIPTS["one answer"], START, FROM_DECODE, FROM_DECODE, FROM_DECODE)
     assert world.outputs == []
     world.make(*FROM_PREFILL)
     assert [output.tokens for output in world.outputs] == [(0,), (1,), (2,)]
@@ -317,7 +332,7 @@ def test_tokens_ahead_of_the_first_one_come_out_in_order() -> None:
 
 
 def test_a_stop_string_ends_one_answer_and_the_other_goes_on() -> None:
-    world = run(SCRIPTS["stop string"], TURN, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
+    world = run(SCRIPTS["stop string"], START, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
     assert world.ended_answers == [0]
     assert world.session.phase is SessionPhase.DECODING
     world.make(*FROM_DECODE)
@@ -326,13 +341,13 @@ def test_a_stop_string_ends_one_answer_and_the_other_goes_on() -> None:
 
 
 def test_a_transfer_that_ends_during_the_release_is_measured() -> None:
-    world = run(SCRIPTS["one answer"], TURN, FROM_DECODE, FROM_PREFILL, CLOSE, FROM_PREFILL)
+    world = run(SCRIPTS["one answer"], START, FROM_DECODE, FROM_PREFILL, CLOSE, FROM_PREFILL)
     assert world.session.report.nbytes == 8
     assert world.session.phase is SessionPhase.RELEASING
 
 
 def test_a_leader_that_never_received_the_request_is_not_released() -> None:
-    world = run(SCRIPTS["one answer"], TURN, ("lose", PREFILL), FROM_DECODE)
+    world = run(SCRIPTS["one answer"], START, ("lose", PREFILL), FROM_DECODE)
     assert isinstance(world.errors[0], PeerLostError)
     assert str(world.errors[0]) == f"lost the prefill group's leader at {PREFILL}"
     world.make(*CLOSE)
@@ -340,7 +355,7 @@ def test_a_leader_that_never_received_the_request_is_not_released() -> None:
 
 
 def test_a_stream_goes_on_when_its_prefill_group_is_lost() -> None:
-    world = run(SCRIPTS["one answer"], TURN, FROM_DECODE, FROM_PREFILL, ("lose", PREFILL))
+    world = run(SCRIPTS["one answer"], START, FROM_DECODE, FROM_PREFILL, ("lose", PREFILL))
     assert world.session.phase is SessionPhase.DECODING
     for _ in range(2):
         world.make(*FROM_DECODE)
@@ -360,7 +375,7 @@ def test_a_stream_goes_on_when_its_prefill_group_is_lost() -> None:
 def test_a_lost_group_leaves_the_request_to_another_session(
     peer: str, moves: list[tuple[str, str]], loss: Loss, resumable: bool
 ) -> None:
-    world = run(SCRIPTS["one answer"], TURN, FROM_DECODE, *moves, ("lose", peer))
+    world = run(SCRIPTS["one answer"], START, FROM_DECODE, *moves, ("lose", peer))
     assert (world.session.phase, world.session.loss) == (SessionPhase.FAILED, loss)
     assert world.session.resumable == resumable
 
@@ -369,20 +384,20 @@ def test_a_lost_group_leaves_the_request_to_another_session(
 def test_the_decode_group_says_whether_it_keeps_the_pages(resumable: bool) -> None:
     lost = m.Failed(KEY, "peer_lost", "lost", retryable=True, resumable=resumable)
     script = Script(ONE, [RESERVED], [m.Prefilled(KEY, [0])], [lost])
-    world = run(script, TURN, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
+    world = run(script, START, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
     assert world.session.loss is (Loss.PREFILL if resumable else Loss.DECODE)
     assert world.session.resumable == resumable
 
 
 def test_a_failure_of_the_prefill_group_behind_its_part_changes_nothing() -> None:
     script = Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), FAILED], STREAM)
-    world = run(script, TURN, FROM_DECODE, FROM_PREFILL, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
+    world = run(script, START, FROM_DECODE, FROM_PREFILL, FROM_DECODE, FROM_PREFILL, FROM_DECODE)
     assert world.session.phase is SessionPhase.ANSWERED
     assert world.errors == []
 
 
 def test_a_colocated_leader_is_released_once() -> None:
-    world = run(SCRIPTS["colocated"], TURN, FROM_DECODE, *[FROM_DECODE] * 3, CLOSE, FROM_DECODE)
+    world = run(SCRIPTS["colocated"], START, FROM_DECODE, *[FROM_DECODE] * 3, CLOSE, FROM_DECODE)
     assert world.released == [DECODE]
     assert world.session.phase is SessionPhase.ENDED
 

@@ -85,8 +85,9 @@ class RouterConfig(Section, frozen=True):
     decode group of a session by its name; least_loaded: by load; round_robin: in turn. Routers receive KV events
     every `metrics.interval_s`."""
     request_timeout_s: float = 120.0
-    reserve_retry_s: float = 0.05
-    """Pause before the next `Reserve` to a full decode group."""
+    reserve_wait_s: float = 2.0
+    """How long a request waits in the queue of a full decode group before it goes to another one. Where one decode
+    group is up, the request waits there until its time limit."""
     max_recoveries: int = 3
     """How often a request whose groups are lost may continue on others, within its time limit. 0: it fails."""
     recoveries_per_s: float = 100.0
@@ -96,5 +97,5 @@ class RouterConfig(Section, frozen=True):
 
     def __post_init__(self) -> None:
         self._one_of("policy", PolicyName)
-        self._positive("request_timeout_s", "reserve_retry_s", "recoveries_per_s")
+        self._positive("request_timeout_s", "reserve_wait_s", "recoveries_per_s")
         self._at_least(0, "max_recoveries", "group_wait_s")

@@ -53,7 +53,7 @@ def _check_rank(process: RankProcess) -> None:
     assert not rank.broken, f"{name}: {rank.broken}"
     found = rank._leader.statistics()
     memory, host = found.memory, getattr(found, "host", None)
-    assert not list(rank._leader._requests()), f"{name} holds requests: {list(rank._leader._requests())}"
+    assert rank._leader.wait_idle(0.0), f"{name} holds requests: {list(rank._leader._requests())}"
     assert memory.free_rows == memory.rows, f"{name} holds rows: {memory}"
     cached = memory.cache.cached_pages if memory.cache else 0
     assert memory.pages.references == cached, f"{name} holds pages: {memory}"
@@ -69,6 +69,5 @@ def _check_router(world: World, router: RouterProcess) -> None:
     for engine in router.router.engines:
         load = (engine.requests, engine.tokens)
         assert load == (0, 0), f"{name}: {engine.group.name} still counts {load}"
-        assert not engine.room.locked(), f"{name}: the room of {engine.group.name} is held"
         assert not router.router._lost(engine), f"{name} takes {engine.group.name} for lost"
     assert len(dispatcher._listeners) <= 1 + len(up), f"{name}: {sorted(dispatcher._listeners)}"
