@@ -56,7 +56,7 @@ class DecodeAdmission:
         """
         answered, begin_tokens = resumption.answered, len(prompt) + len(resumption.answered)
         try:
-            self.require_fits(len(prompt), sampling)
+            self.require_fits(len(prompt), sampling, len(answered))
         except DisaggError:
             self.drop(resumption)
             raise
@@ -131,7 +131,7 @@ class DecodeAdmission:
             )
         return block_table, block_table.cached_tokens
 
-    def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+    def require_fits(self, prompt_tokens: int, sampling: SamplingParams, answered_tokens: int = 0) -> None:
         """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
         self._require_sequences(prompt_tokens, sampling)
         total, state_tokens = prompt_tokens + sampling.max_tokens, self._options.state_tokens
@@ -141,9 +141,10 @@ class DecodeAdmission:
                 f"group, which takes {self._max_tokens} in all: raise decode.max_context_tokens or "
                 f"decode.pool_tokens, or shorten them"
             )
-        if prompt_tokens + state_tokens > self._kv_manager.capacity_tokens:
+        begin_tokens = prompt_tokens + answered_tokens
+        if begin_tokens + state_tokens > self._kv_manager.capacity_tokens:
             raise PromptTooLongError(
-                f"prompt of {prompt_tokens} tokens, with the {state_tokens} that its recurrent state takes, "
+                f"prompt of {begin_tokens} tokens, with the {state_tokens} that its recurrent state takes, "
                 f"does not fit the decode group's pool of {self._kv_manager.capacity_tokens}: "
                 f"raise decode.pool_tokens, or shorten it"
             )

@@ -170,6 +170,8 @@ class IncomingTransfer:
 
     def landed_tokens(self) -> int:
         """Returns how many tokens, from the ticket's first one on, have all of their KV on this rank."""
+        if self.landed_bytes == self.coverage.total_bytes:
+            return len(self.ticket.tokens)
         return self.coverage.whole_tokens(self._landed)
 
     def leased(self, src_rank: int | None = None) -> Iterator[IncomingSegment]:

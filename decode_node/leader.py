@@ -38,6 +38,9 @@ from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
+CLAIM_S = 0.5
+"""Longest wait for the pages of an earlier attempt. Behind a lost direct writer they are free after many seconds."""
+
 
 class DecodeLeader(ReservingLeader):
     """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
@@ -238,15 +241,25 @@ class DecodeLeader(ReservingLeader):
 
     def _reserve(self, router: str, message: m.Reserve) -> None:
         """Admits a request; after an earlier attempt of it in this group has closed, if there was one."""
+        if message.key in self._successors:
+            return  # repeated
         old = self._scheduler.requests.get(message.after) if message.after is not None else None
         if old is None or old.router != router or old.successor is not None or self.broken:
             self._admit(router, message)
             return
-        old.successor = message.key
+        old.successor, old.claimed_s = message.key, self._clock()
         self._successors[message.key] = message
         self._close(old.key, "another attempt takes over")
         self._confirm_release(old)
         self._admit_waiting()
+
+    def _expire(self) -> None:
+        """Also lets an attempt go on without the pages of the earlier one, where a lost writer may still write."""
+        super()._expire()
+        late_s = self._clock() - CLAIM_S
+        for old in [r for r in self._scheduler.requests.values() if r.successor and r.claimed_s < late_s]:
+            if (message := self._drop_successor(old)) is not None:
+                self._admit(old.router, message)
 
     def _drop_successor(self, old: DecodeRequest) -> m.Reserve | None:
         """Returns the message of the attempt that was to take over, None without one. Nothing is passed on then."""
@@ -278,12 +291,16 @@ class DecodeLeader(ReservingLeader):
         """Reserves memory for a request, or takes over that of `resumption`. Without room the request waits."""
         known = self._scheduler.requests.get(message.key)
         if known is not None and not known.closing:
+            if resumption is not None:
+                self._scheduler.drop(resumption)
             if known.router != router:
                 self._refuse(router, message.key, BusyError(f"request {message.key} runs for another router"))
             elif len(known.opened_ranks) == self._ranks:
                 self._send(router, m.Reserved(known.key, known.ticket))
             return
         if self._waits(router, message):
+            if resumption is not None:
+                self._scheduler.drop(resumption)
             return
         resumption = resumption or Resumption(message.answered)
         try:
@@ -348,7 +365,9 @@ class DecodeLeader(ReservingLeader):
         """
         assert isinstance(request, DecodeRequest), "requests of this leader"
         if request.closing:
-            self._close(request.key, str(error))
+            another_report = isinstance(error, TransportError) and not self.broken  # of the same death
+            if not (request.held and another_report):
+                self._close(request.key, str(error))
             return
         request.prefix = None
         held = isinstance(error, PeerLostError) and not self.broken and not self._has_begun(request)

@@ -154,6 +154,8 @@ class DecodeRequest:
     """Closing, but row and pages stay for another attempt: the prefill group was lost; see `Resumption`."""
     successor: RequestKey | None = None
     """The attempt that takes over row and pages once the request is settled."""
+    claimed_s: float = 0.0
+    """Time at which the successor claimed row and pages, on the leader's clock."""
     kept: BlockTable | None = None
     """Its first block table, between the end of the request and the admission of its successor."""
     landed_tokens: dict[int, int] = field(default_factory=dict)

@@ -104,9 +104,9 @@ class DecodeScheduler:
         self.requests[key] = request
         return request
 
-    def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
+    def require_fits(self, prompt_tokens: int, sampling: SamplingParams, answered_tokens: int = 0) -> None:
         """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
-        self._admission.require_fits(prompt_tokens, sampling)
+        self._admission.require_fits(prompt_tokens, sampling, answered_tokens)
 
     @property
     def max_sequences(self) -> int:
@@ -205,6 +205,8 @@ class DecodeScheduler:
         have, size = request.ticket.tokens.start + landed_tokens, self._kv_manager.page_size
         if self._options.state_tokens or not self._options.has_kv:
             have = 0  # a recurrent state is sent whole
+        if request.layout is not None:
+            have = 0  # preempted: its pages are others, and may lack KV
         # The successor computes at least the last token.
         last = len(request.prompt) + len(answered) - 1
         return Resumption(answered, request.kept, min(have, last) // size * size)

@@ -21,7 +21,7 @@ from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
-SEND_ON_S = 5.0
+SEND_ON_S = 30.0
 """Time for which KV of a lost router's requests is still sent. A decode group that lost the router too stops it."""
 
 

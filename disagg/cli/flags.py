@@ -64,7 +64,9 @@ DeviceFlag = Annotated[
 ]
 ChunkTokensFlag = Annotated[
     int | None,
-    typer.Option("--chunk-tokens", help="Prompt tokens of one prefill or colocated step [2048 on a GPU, else 256]."),
+    typer.Option(
+        "--chunk-tokens", help="Prompt tokens of one prefill or colocated step [2048 on a GPU, else 256]."
+    ),
     Sets(("prefill.chunk_tokens", "colocated.chunk_tokens")),
 ]
 JoinFlag = Annotated[

@@ -19,7 +19,7 @@ from disagg.core.types import SamplingParams
 from disagg.router.answers import Answer
 
 DEADLY = 2
-"""Groups that a request may lose at the same token; then it counts as the cause."""
+"""Sessions in which a request may lose a group at the same token; then it counts as the cause."""
 SECOND_PAUSE_S = 1.0
 """Pause before the second recovery of a request; four times as long before each later one."""
 
@@ -31,8 +31,8 @@ class Branch:
     answers: tuple[Answer, ...]
     sampling: SamplingParams
     recoveries: int = 0
-    suspects: frozenset[str] = frozenset()
-    """Names of the groups of sessions that failed in a row without a new token; a death may show later."""
+    suspects: tuple[frozenset[str], ...] = ()
+    """Names of the groups of each session that failed in a row without a new token; a death may show later."""
     tokens: int = 0
     """Tokens of the answers at the latest loss."""
 
@@ -49,8 +49,10 @@ class Branch:
     def after_loss(self, groups: Iterable[str]) -> Branch:
         """Returns the branch after a session with these groups has failed."""
         tokens = sum(len(answer.tokens) for answer in self.answers)
-        before = self.suspects if tokens == self.tokens else frozenset()
-        return replace(self, recoveries=self.recoveries + 1, suspects=before.union(groups), tokens=tokens)
+        before = self.suspects if tokens == self.tokens else ()
+        return replace(
+            self, recoveries=self.recoveries + 1, suspects=(*before, frozenset(groups)), tokens=tokens
+        )
 
     def unfinished(self) -> list[Branch]:
         """Returns the branches that compute the rest: one per answer with tokens, else one for all.
@@ -76,18 +78,20 @@ def _alone(sampling: SamplingParams, answer: Answer) -> SamplingParams:
 
 
 def require_recoverable(
-    request_id: str, branch: Branch, died: Collection[str], max_recoveries: int, error: Exception
+    request_id: str, branch: Branch, dead: Collection[str], max_recoveries: int, error: Exception
 ) -> None:
     """Raises `PeerLostError` when a request has been recovered too often, or seems to kill groups.
 
-    `died`: the suspects that are lost.
+    `dead`: names of dead groups. Groups that only are silent do not count.
     """
     if branch.recoveries > max_recoveries:
         raise PeerLostError(
             f"request {request_id} lost its groups {branch.recoveries} times, more than router.max_recoveries = "
             f"{max_recoveries}; the last time: {error}"
         ) from error
-    if len(died) >= DEADLY:
+    deadly = [groups.intersection(dead) for groups in branch.suspects if not groups.isdisjoint(dead)]
+    if len(deadly) >= DEADLY:
+        died = frozenset().union(*deadly)
         raise PeerLostError(
             f"request {request_id} is given up: {' and '.join(sorted(died))} were lost while they computed "
             f"token {branch.tokens} of its answer, which it may have caused; the last time: {error}"

@@ -63,8 +63,8 @@ class RunContext:
     clock: Clock
     recovered: Callable[[Loss, Pair], None]
     """Called for each recovery with the groups of the failed session."""
-    lost_groups: Callable[[Iterable[str]], set[str]]
-    """Returns those of the named groups that are dead, or cut off from the router."""
+    dead_groups: Callable[[Iterable[str]], set[str]]
+    """Returns those of the named groups that are dead, and not only silent."""
     decode_groups: Callable[[], int]
     """Returns the number of usable groups that decode."""
 
@@ -97,16 +97,21 @@ class RequestRun:
         """Streams the answers of `branch`. `failed` ran its last session, whose pages the next one may take over."""
         lost: DisaggError | None = None
         full: frozenset[str] = frozenset()
+        pause_s = 0.0
         while True:
             try:
+                await self._pause(pause_s, lost)
                 session, load = await self._next_session(branch, failed, full)
                 driver = SessionDriver(self.context.dispatcher, session, load, self.context.clock)
             except BaseException as error:
                 if failed is not None:
                     await failed.release()
-                if lost is not None and isinstance(error, BusyError):
+                if isinstance(error, BusyError):
                     wait_s = self.context.options.group_wait_s
-                    raise PeerLostError(f"{lost}; {error}, and none came within {wait_s:g} s") from error
+                    found = f"{lost}; {error}" if lost is not None else str(error)
+                    raise PeerLostError(
+                        f"{found}: none came in time (router.group_wait_s = {wait_s:g})"
+                    ) from error
                 raise
             if failed is not None:
                 self._in_background(failed.release_after(driver.reserving))
@@ -115,9 +120,9 @@ class RequestRun:
                     async with aclosing(driver.run()) as outputs:
                         async for output in outputs:
                             yield output
-                    branches = []
+                    branches: list[Branch] = []
                 except DisaggError as error:
-                    branches = await self._recover(branch, session, load, error)
+                    branches, pause_s = self._recover(branch, session, load, error)
                     lost = error if session.loss is not None else lost
                     full = _full_groups(full, session)
             except BaseException:
@@ -174,10 +179,18 @@ class RequestRun:
                     raise
             await asyncio.sleep(min(NO_GROUP_PAUSE_S, max(0.0, until_s - clock())))
 
-    async def _recover(
+    async def _pause(self, seconds: float, lost: DisaggError | None) -> None:
+        """Waits before the next session. Raises `lost` when that takes the rest of the request's time."""
+        left_s = self.request.deadline_s - self.context.clock()
+        if seconds > 0:
+            await asyncio.sleep(max(0.0, min(seconds, left_s)))
+        if lost is not None and seconds >= left_s:
+            raise lost
+
+    def _recover(
         self, branch: Branch, session: Session, load: SessionLoad, error: DisaggError
-    ) -> list[Branch]:
-        """Returns what is left of `branch`, when it may go on. Raises `error`, or why the request is given up."""
+    ) -> tuple[list[Branch], float]:
+        """Returns what is left of `branch`, and the pause before. Raises `error`, or why the request is given up."""
         request, context = self.request, self.context
         if session.loss is None:
             again = session.no_room or branch.recoveries > 0
@@ -185,11 +198,11 @@ class RequestRun:
                 raise error
             if error.retry_after_s >= session.left_s(context.clock()):
                 raise error
-            await asyncio.sleep(error.retry_after_s)
+            pause_s = error.retry_after_s
         else:
             branch = branch.after_loss({session.prefill.name, session.decode.name})
-            died = context.lost_groups(branch.suspects)
-            require_recoverable(request.request_id, branch, died, context.options.max_recoveries, error)
+            dead = context.dead_groups(frozenset().union(*branch.suspects))
+            require_recoverable(request.request_id, branch, dead, context.options.max_recoveries, error)
             context.recovered(session.loss, (load.prefill, load.decode))
             request.report.recoveries.append(session.loss.value)
             log.info(
@@ -202,10 +215,7 @@ class RequestRun:
                 error=str(error),
             )
             pause_s = max(context.budget.wait_s(), branch.pause_s)
-            await asyncio.sleep(min(pause_s, session.left_s(context.clock())))
-        if session.left_s(context.clock()) == 0:
-            raise error
-        return branch.unfinished()
+        return branch.unfinished(), pause_s
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         self._releases.add(asyncio.ensure_future(work))

@@ -27,6 +27,8 @@ class ResponseDispatcher:
         self._watched: set[str] = set()
         self.lost: set[str] = set()
         """Peers that are dead or silent."""
+        self.dead: set[str] = set()
+        """Peers that are dead; a peer that is silent may return."""
         self.unclaimed = 0
         """Dropped messages: of ended requests, or of peers without a listener."""
 
@@ -54,7 +56,9 @@ class ResponseDispatcher:
 
     def revive(self, peers: Iterable[str]) -> None:
         """Clears the loss of `peers`: new processes use these addresses."""
+        peers = list(peers)
         self.lost.difference_update(peers)
+        self.dead.difference_update(peers)
 
     def send(self, peer: str, message: m.Message) -> None:
         """Queues a message."""
@@ -105,6 +109,7 @@ class ResponseDispatcher:
     def lose(self, peer: str) -> None:
         """Marks `peer` as dead and notifies every open inbox."""
         self.forget(peer)
+        self.dead.add(peer)
         self._lose(peer)
 
     def _silent(self, peer: str) -> None:

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Set
 from contextlib import aclosing
+from functools import partial
 
 from disagg.core.clock import Clock
 from disagg.core.config.read import RouterConfig
@@ -52,7 +53,7 @@ class Router:
         budget = RecoveryBudget(config.recoveries_per_s, clock)
         options = RecoveryOptions(config.reserve_wait_s, config.max_recoveries, config.group_wait_s)
         self._context = RunContext(
-            dispatcher, options, budget, clock, self._recovered, self._lost_groups, self._decode_groups
+            dispatcher, options, budget, clock, self._recovered, self._dead_groups, self._decode_groups
         )
         self._missing_since_s: dict[str, float] = {}
         """When each role without a usable group was first found to have none."""
@@ -153,12 +154,13 @@ class Router:
         usable = {
             e.group.role for role in self._roles for e in self._of(role) if not e.lost and not e.draining
         }
-        return sorted(set(self._roles) - usable)
+        missing, now_s = sorted(set(self._roles) - usable), self._clock()
+        self._missing_since_s = {role: self._missing_since_s.get(role, now_s) for role in missing}
+        return missing
 
     def refused_roles(self) -> list[str]:
         """Returns the roles that have had no usable group for `router.group_wait_s`: requests would wait in vain."""
         missing, now_s = self.missing(), self._clock()
-        self._missing_since_s = {role: self._missing_since_s.get(role, now_s) for role in missing}
         longest_s = self._context.options.group_wait_s
         return [role for role in missing if now_s - self._missing_since_s[role] >= longest_s]
 
@@ -200,6 +202,12 @@ class Router:
         prefill = self._choose(met or prefills, request)
         met = [other for other in decodes if self._meet(prefill, other)]
         return prefill, self._choose(met or decodes, request)
+
+    def _usable_pair(self, request: RoutingRequest, keep: str, full: Set[str]) -> Pair:
+        """As `_pair`; the end of each outage, if there was one."""
+        pair = self._pair(request, keep, full)
+        self._missing_since_s.clear()
+        return pair
 
     def _meet(self, prefill: RoutedGroup, decode: RoutedGroup) -> bool:
         """Returns whether both groups are usable and the pair is not avoided."""
@@ -243,9 +251,7 @@ class Router:
         report.prompt_tokens = len(tokens)
         routed = RoutedRequest(request_id, tokens, cache_salt, began_s, began_s + timeout_s, report)
         request = self._routing_request(tokens, cache_salt, session)
-        run = RequestRun(
-            self._context, routed, lambda keep, full: self._pair(request, keep, full), request.missing_tokens
-        )
+        run = RequestRun(self._context, routed, partial(self._usable_pair, request), request.missing_tokens)
         async with aclosing(run.outputs(branch)) as outputs:
             async for output in outputs:
                 yield output
@@ -255,13 +261,16 @@ class Router:
         self.recoveries[loss.value] += 1
         self._shun(*pair)
 
-    def _lost_groups(self, names: Iterable[str]) -> set[str]:
+    def _dead_groups(self, names: Iterable[str]) -> set[str]:
         engines = {name: self._engines.get(name) for name in names}
         return {
             name
             for name, engine in engines.items()
-            if engine is None or self._lost(engine) or self.statuses.broken(engine)
+            if engine is None or self._is_dead(engine) or self.statuses.broken(engine)
         }
+
+    def _is_dead(self, engine: RoutedGroup) -> bool:
+        return not self._dispatcher.dead.isdisjoint(rank.control_address for rank in engine.group.ranks)
 
 
 def _packed(prompt: Sequence[int]) -> TokenIds:

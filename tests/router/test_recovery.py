@@ -54,13 +54,13 @@ def test_a_request_is_recovered_a_limited_number_of_times() -> None:
         require_recoverable("r", branch, (), 3, PeerLostError("lost"))
 
 
-def test_only_groups_lost_at_the_same_token_are_suspected() -> None:
+def test_two_sessions_that_lose_a_group_at_the_same_token_are_enough() -> None:
     branch = branch_of(SamplingParams(), [1]).after_loss({"prefill", "decode"})
     branch.answers[0].tokens.append(2)
     branch = branch.after_loss({"prefill", "decode-2"})
-    assert branch.suspects == {"prefill", "decode-2"}
-    branch = branch.after_loss({"prefill", "decode-3"})
-    assert branch.suspects == {"prefill", "decode-2", "decode-3"}
+    assert branch.suspects == ({"prefill", "decode-2"},), "a new token clears older suspicions"
+    require_recoverable("r", branch, {"prefill", "decode-2"}, 9, PeerLostError("one host was lost"))
+    branch = branch.after_loss({"prefill-2", "decode-3"})
     require_recoverable("r", branch, {"decode-2"}, 9, PeerLostError("lost"))
     with pytest.raises(PeerLostError, match="decode-2 and decode-3 were lost while they computed token 2"):
         require_recoverable("r", branch, {"decode-2", "decode-3"}, 9, PeerLostError("lost"))

@@ -91,6 +91,8 @@ class System:
             config = msgspec.structs.replace(config, router=router)
         self.groups = LocalGroups(config, source or checkpoints.source(), options=SHORT)
         self.killed: list[str] = []
+        self.on_kill: Callable[[str], object] = lambda name: None
+        """As the directory reports a death to the router."""
         self.tickets: list[Ticket] = []
 
     def kill_at(self, wanted: Callable[[str, m.Message], str | None], times: int = 1) -> None:
@@ -103,6 +105,7 @@ class System:
             if name is not None and f"{name}-0" not in self.killed:
                 self.killed.append(f"{name}-0")
                 self.groups.kill(f"{name}-0")
+                self.on_kill(name)
 
         self.groups.observe(observe)
 
@@ -244,6 +247,8 @@ def test_a_request_that_kills_two_groups_is_given_up(checkpoints: Checkpoints) -
 
         async def work(router: Router) -> Answers:
             system.groups.observe(observe)
+            loop = asyncio.get_running_loop()
+            system.on_kill = lambda name: loop.call_soon_threadsafe(router.remove, name)
             system.kill_at(at_the_same_token, times=4)
             with pytest.raises(PeerLostError, match=r"is given up: decode.* and decode.* were lost"):
                 await answers_of(router, "poison", poison, SamplingParams(max_tokens=5, beams=2))

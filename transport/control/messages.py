@@ -73,8 +73,7 @@ class Failed(Message, frozen=True):
     retryable: bool
     retry_after_s: Seconds = 0.0
     resumable: bool = False
-    """The decode group keeps row and pages for a short time: another attempt can continue there; see
-    `Reserve.after`."""
+    """The decode group keeps row and pages until another attempt continues there (`Reserve.after`), or `Release`."""
 
 
 class Prefill(Message, frozen=True):
