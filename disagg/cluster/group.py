@@ -64,14 +64,17 @@ def _placed(group: GroupConfig, where: GroupPlacement) -> GroupConfig:
 
 
 def group_info(group: Group, config: Config) -> GroupInfo:
-    """Returns the description for peers and routers. Raises `ConfigError` when ranks chose different transports."""
+    """Returns the description for peers and routers.
+
+    Raises `ConfigError` when ranks chose different transports or read different weights.
+    """
     transport = _transport_of(group)
     section: GroupConfig = getattr(config, group.role)
     return GroupInfo(
         name=group.name,
         role=group.role,
         protocol_version=PROTOCOL_VERSION,
-        fingerprint=group.spec.fingerprint,
+        fingerprint=_fingerprint_of(group),
         layout=group.spec.layout,
         page_size=section.page_size,
         transport=transport,
@@ -86,6 +89,16 @@ def group_info(group: Group, config: Config) -> GroupInfo:
 def _context_tokens(group: Group, config: GroupConfig) -> int:
     pool_tokens = min(started.pool_tokens for started in group.started)
     return min(config.context_limit(group.spec.context_tokens), pool_tokens - group.spec.state_tokens)
+
+
+def _fingerprint_of(group: Group) -> str:
+    found = {started.fingerprint: started.host for started in group.started}
+    if len(found) > 1:
+        raise ConfigError(
+            f"the ranks of {group.name} read different weights (hosts {', '.join(sorted(found.values()))}): give all "
+            f"hosts the same files in model.path"
+        )
+    return group.started[0].fingerprint
 
 
 def _transport_of(group: Group) -> str:

@@ -145,7 +145,8 @@ async def _own_router(cluster: Cluster) -> AsyncIterator[Router]:
 
 @asynccontextmanager
 async def _joined_router(config: Config, keys: KeyRing, directory: str) -> AsyncIterator[Router]:
-    fingerprint = make_source(config).fingerprint
+    source = make_source(config)
+    fingerprint = await asyncio.to_thread(lambda: source.fingerprint)  # may read all weights
 
     def usable(group: GroupInfo) -> bool:
         ours = group.fingerprint == fingerprint and group.protocol_version == PROTOCOL_VERSION

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -44,6 +45,8 @@ class Started(NamedTuple):
 
     info: RankInfo
     spec: ModelSpec
+    fingerprint: str
+    """`ModelSource.fingerprint` of the rank's model."""
     pid: int
     host: str
     """Host name of the process `pid`."""
@@ -106,6 +109,9 @@ class RankHost:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         source = make_source(self._config)
+        hashing = ThreadPoolExecutor(1, "weights-hash")  # beside the load, which reads the same files
+        fingerprint = hashing.submit(lambda: source.fingerprint)
+        hashing.shutdown(wait=False)
         self._collective = make_collective(
             self._rank, group.ranks, rendezvous, self._config.model.deterministic
         )
@@ -138,7 +144,8 @@ class RankHost:
         info, host = self._node.start(), socket.gethostname()
         log_own_sockets([info], descendants=False)
         freeze_objects()
-        return Started(info, runner.spec, os.getpid(), host, memory, choice.name, pool_tokens(runner))
+        spec, tokens = runner.spec, pool_tokens(runner)
+        return Started(info, spec, fingerprint.result(), os.getpid(), host, memory, choice.name, tokens)
 
     def join(self, group: GroupInfo) -> None:
         """Starts computing; call when all ranks of the group have started."""

@@ -24,9 +24,7 @@ from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
 
 TIMEOUT_S = 10.0
-SPEC = SimpleNamespace(
-    fingerprint="f", layout=KVLayout(2, 2, 8, "float32"), context_tokens=512, state_tokens=0
-)
+SPEC = SimpleNamespace(layout=KVLayout(2, 2, 8, "float32"), context_tokens=512, state_tokens=0)
 
 
 @dataclass(eq=False)
@@ -85,6 +83,7 @@ class FakeRanks:
         self.slow: set[str] = set()
         """Ranks that never start."""
         self.failed = ""
+        self.fingerprints: dict[str, str] = {}
         self.keys: dict[str, KeySet] = {}
         """What each rank was given last."""
         self.killed: list[str] = []
@@ -120,6 +119,7 @@ class FakeRanks:
         started = SimpleNamespace(
             info=info,
             spec=SPEC,
+            fingerprint=self.fingerprints.get(actor, "f"),
             pid=-1,
             host=f"not {socket.gethostname()}",
             memory="",
@@ -311,6 +311,12 @@ def test_a_start_that_hangs_ends_with_the_late_rank(ranks: FakeRanks, rank: str)
         DisaggError, match=rf"^{group} rank {number} did not start within 0.3 s: .*start_timeout_s"
     ):
         cluster.start(lambda text: None)
+
+
+def test_ranks_of_a_group_that_read_different_weights_are_refused(ranks: FakeRanks) -> None:
+    ranks.fingerprints = {"prefill/1": "another"}
+    with pytest.raises(ConfigError, match=r"the ranks of prefill read different weights .*model\.path"):
+        cluster_of(ranks).start(lambda text: None)
 
 
 def test_a_rank_that_fails_ends_the_start_of_all_others_at_once(ranks: FakeRanks) -> None:

@@ -95,7 +95,7 @@ def test_logits_are_those_of_transformers_in_chunks_of_any_size(checkpoint: Path
     ids=lambda value: value.model_type if isinstance(value, PreTrainedConfig) else "",
 )
 def test_variants_that_are_not_covered_are_refused(config: Any, match: str) -> None:
-    spec, source = spec_from_config(config, "", "float32"), ModelSource("", config, "", None, 0)
+    spec, source = spec_from_config(config, "float32"), ModelSource("", config, "", None, 0)
     with pytest.raises(UnsupportedModelError, match=match) as caught:
         build_model(source, spec, SingleCollective(), torch.device("cpu"), torch.float32)
     assert "\n" not in str(caught.value)
@@ -118,7 +118,7 @@ def test_variants_that_are_not_covered_are_refused(config: Any, match: str) -> N
 def test_what_configurations_say_of_the_cache(
     config: Any, kv_heads: int, dims: tuple[int, int], context_tokens: int
 ) -> None:
-    spec = spec_from_config(config, "", "bfloat16")
+    spec = spec_from_config(config, "bfloat16")
     assert (spec.layout.kv_heads, spec.layout.head_dim) == (kv_heads, max(dims))
     assert (spec.k_dim, spec.v_dim) == dims
     assert spec.context_tokens == context_tokens

@@ -44,7 +44,7 @@ def fake_spec(
     """
     others = tuple(LayerClass(*sizes, head_dim) for sizes in more)
     layout = KVLayout(layers, kv_heads, head_dim, kv_dtype, others)
-    spec = ModelSpec("Fake", "fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
+    spec = ModelSpec("Fake", layout, 12, layout.head_dim, layout.head_dim, VOCAB, 256, ())
     return msgspec.structs.replace(spec, state_tokens=state_tokens)
 
 

@@ -327,7 +327,7 @@ class LocalGroups:
             name,
             ranks[0].role,
             PROTOCOL_VERSION,
-            spec.fingerprint,
+            self.source.fingerprint,
             spec.layout,
             group.page_size,
             "inproc",

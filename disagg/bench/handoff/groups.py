@@ -144,7 +144,7 @@ class HandoffGroups:
             name=role,
             role=role,
             protocol_version=PROTOCOL_VERSION,
-            fingerprint=started[0].spec.fingerprint,
+            fingerprint=started[0].fingerprint,
             layout=started[0].spec.layout,
             page_size=group.page_size,
             transport=started[0].transport,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,12 @@ from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.kv.pool import dtype_name
 from disagg.model.load.checkpoint_files import AGAIN, read_json_object, reading, weight_files
 from disagg.model.load.composite import text_name, text_part
+from disagg.model.load.fingerprint import weights_digest
 from disagg.model.load.named import named_config
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
 from disagg.model.spec.model_spec import ModelSpec, eos_ids, require_supported, spec_from_config
 
 _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # say nothing about the model
-_SAMPLES = 32
-_SAMPLE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class ModelSource:
     """Directory, or name of the architecture."""
     config: Any
     """The transformers configuration; not to be changed."""
-    fingerprint: str
-    """Hex digest over the configuration and the weights' identity; the same on every machine."""
+    identity: str
+    """Hex digest over the configuration and, of random weights, name and seed."""
     directory: Path | None
     """Where the checkpoint and its tokenizer lie; None for random weights."""
     seed: int
@@ -50,11 +51,8 @@ class ModelSource:
             raise ConfigError(f"{directory} has no config.json; it is not a model checkpoint")
         config = _read_config(directory)
         require_supported(config)
-        files = weight_files(directory)
-        digest = _config_digest(config)
-        for file in files:
-            _hash_file(digest, file)
-        return cls(str(directory), config, digest.hexdigest(), directory, 0)
+        weight_files(directory)  # raises without weights
+        return cls(str(directory), config, _config_digest(config).hexdigest(), directory, 0)
 
     @classmethod
     def random_init(cls, name: str, seed: int = 0, *, std: float | None = None) -> ModelSource:
@@ -69,9 +67,22 @@ class ModelSource:
         digest.update(f"random {name.lower()} {seed}".encode())
         return cls(name, config, digest.hexdigest(), None, seed)
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hex digest over the configuration and all bytes of the weights; the same on every machine.
+
+        The first call reads the weight files, or takes their hashes from the user's cache folder; see
+        `disagg.model.load.fingerprint`.
+        """
+        if self.directory is None:
+            return self.identity
+        with reading(self.directory):
+            weights = weights_digest(weight_files(self.directory), os.environ)
+        return hashlib.blake2b(f"{self.identity} {weights}".encode(), digest_size=16).hexdigest()
+
     def spec(self, kv_dtype: torch.dtype) -> ModelSpec:
         """The model's spec with a KV cache of `kv_dtype`."""
-        spec = spec_from_config(self.config, self.fingerprint, dtype_name(kv_dtype))
+        spec = spec_from_config(self.config, dtype_name(kv_dtype))
         ids = _generation_eos_ids(self.directory)
         return spec if ids is None else _with_eos(spec, ids)
 
@@ -140,15 +151,3 @@ def _with_eos(spec: ModelSpec, ids: tuple[int, ...]) -> ModelSpec:
 def _config_digest(config: Any) -> Any:
     values = {key: value for key, value in config.to_dict().items() if key not in _VOLATILE}
     return hashlib.blake2b(json.dumps(values, sort_keys=True, default=str).encode(), digest_size=16)
-
-
-def _hash_file(digest: Any, path: Path) -> None:
-    """Adds a weight file's name, size, header and spread samples: distinguishes fine-tunes quickly."""
-    size = path.stat().st_size
-    digest.update(f"{path.name} {size}".encode())
-    with path.open("rb") as file:
-        if path.suffix == ".safetensors":
-            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
-        for sample in range(_SAMPLES):
-            file.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
-            digest.update(file.read(_SAMPLE_BYTES))

@@ -25,8 +25,6 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     architecture: str
     """Class name of the model, such as `LlamaForCausalLM`."""
-    fingerprint: str
-    """Hash of configuration and weights, equal on groups that serve the same model."""
     layout: KVLayout
     q_heads: int
     """Query heads of the first layer class, see `KVLayout`; `k_dim` and `v_dim` are of the first class too."""
@@ -104,7 +102,7 @@ def rank_token_bytes(layout: KVLayout, size: int) -> int:
     return max(layout.token_bytes_of(shard_of(layout, rank, size)) for rank in range(size))
 
 
-def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
+def spec_from_config(config: Any, kv_dtype: str) -> ModelSpec:
     """Returns the spec of a transformers configuration. Raises UnsupportedModelError as `require_supported` does."""
     require_supported(config)
     if attention_layers(config):
@@ -125,7 +123,6 @@ def spec_from_config(config: Any, fingerprint: str, kv_dtype: str) -> ModelSpec:
         layout = KVLayout(1, _STATE_HEADS, _STATE_HEAD_DIM, kv_dtype)
     return ModelSpec(
         architecture=architecture_of(config),
-        fingerprint=fingerprint,
         layout=layout,
         q_heads=first.q_heads,
         k_dim=first.k_dim,
