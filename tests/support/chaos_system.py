@@ -65,6 +65,9 @@ class FakeChaosSystem:
         self.damage: Damage = lambda output: [output]
         """Changes outputs once a group was lost."""
         self.losses = 0
+        self.replaces_from = 1
+        """Number of losses from which groups are replaced; then the earlier ones too."""
+        self._waiting: list[str] = []
         self.salts: list[str] = []
 
     # --- the system
@@ -116,7 +119,9 @@ class FakeChaosSystem:
             return
         self.losses += 1
         self.stopped.discard(group)
-        if self.replaces:
+        self._waiting.append(role)
+        while self.replaces and self.losses >= self.replaces_from and self._waiting:
+            role = self._waiting.pop()
             self._names += 1
             asyncio.get_running_loop().call_later(0.01, self.up.__setitem__, f"{role}-{self._names}", role)
 

@@ -175,8 +175,9 @@ class _Course:
         )
 
     async def _full_strength(self) -> float | None:
-        until_s = self.clock() + self.bench.recover_s
-        while (now_s := self.clock()) < until_s:
+        """Returns the time of full strength. Each overlapping fault extends the limit."""
+        begun_s = self.clock()
+        while (now_s := self.clock()) < max(begun_s, self.faults[-1].at_s) + self.bench.recover_s:
             if strength(self.system, self.injector.wounded) >= self.expected:
                 return now_s
             await asyncio.sleep(POLL_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,17 @@ def test_faults_may_overlap() -> None:
     begun = [fault.at_s for fault in result.faults]
     assert begun == sorted(begun)
     assert chaos_report(result, {}).passed
+
+
+def test_the_limit_of_overlapping_faults_begins_with_the_last_one() -> None:
+    system, settings = FakeChaosSystem(4, 4), bench(count=5, overlap=True)
+    system.replaces_from = 5
+    schedule = replace(settings.schedule, gap_s=0.6)
+    delays_s = [fault.delay_s for fault in schedule.faults()[1:]]
+    limit_s = max(delays_s) + 0.5
+    assert sum(delays_s) > limit_s, "the first fault waits for longer than the limit"
+    result = ran(system, replace(settings, schedule=schedule, recover_s=limit_s))
+    assert all(fault.full_s is not None for fault in result.faults)
 
 
 def test_no_fault_after_the_duration() -> None:
