@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -59,6 +60,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return str(folder) if (config.rootpath / folder / "__init__.py").exists() else file
 
     return WithWholeFolders(config, log)
+
+
+def pytest_unconfigure() -> None:
+    """The process ends without a last collection of torch and transformers, as a command does."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

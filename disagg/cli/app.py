@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import os
 import sys
 import traceback
@@ -95,7 +96,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     """Entry point of the `disagg` script."""
-    sys.exit(run())
+    code = run()
+    gc.freeze()  # the interpreter's last collections would visit all of torch and transformers: 2 s of a core
+    sys.exit(code)
 
 
 def _forget_output() -> None:

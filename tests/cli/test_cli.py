@@ -308,3 +308,13 @@ def test_keys_are_rotated_and_retired(tmp_path: Path, capsys: pytest.CaptureFixt
     for wrong in (["--rotate", "--retire"], ["--grace-s", "5"], ["--rotate", "--grace-s", "-1"]):
         assert cli.run(["keys", *wrong, str(path)]) == 2
         assert "--rotate" in capsys.readouterr().err
+
+
+def test_a_command_ends_without_a_last_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch and transformers would be visited: seconds at the end of every command."""
+    frozen: list[bool] = []
+    monkeypatch.setattr(cli, "run", lambda: 3)
+    monkeypatch.setattr("gc.freeze", lambda: frozen.append(True))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert (ended.value.code, frozen) == (3, [True])
