@@ -31,6 +31,7 @@ LONGEST = (
     "tests/kernels/test_kernels_interpreted.py",
     "tests/cluster/on_ray/",
     "tests/system/served/",
+    "tests/cluster/test_killed.py",
     "tests/system/test_user_faults_real.py",
     "tests/system/test_bit_flips.py",
     "tests/system/test_faults.py",
