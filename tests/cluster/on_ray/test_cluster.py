@@ -173,7 +173,7 @@ def test_a_dead_prefill_rank_ends_requests_with_a_clear_error(ray_session: None,
         os.kill(cluster.prefill.started[0].pid, signal.SIGSTOP)
         ends_requests(cluster, cluster.prefill)
         pids = running_ranks(cluster.decode)
-    assert not any(psutil.pid_exists(pid) for pid in pids), "the survivors were stopped with the cluster"
+    assert not any(runs(pid) for pid in pids), "the survivors were stopped with the cluster"
 
 
 def test_a_dead_decode_rank_ends_requests_with_a_clear_error(shared: Shared) -> None:
@@ -181,7 +181,7 @@ def test_a_dead_decode_rank_ends_requests_with_a_clear_error(shared: Shared) -> 
     ends_requests(shared.cluster, shared.cluster.decode)
     pids = running_ranks(shared.cluster.prefill)
     shared.stop()
-    assert not any(psutil.pid_exists(pid) for pid in pids), "the survivors were stopped with the cluster"
+    assert not any(runs(pid) for pid in pids), "the survivors were stopped with the cluster"
 
 
 def ends_requests(cluster: Cluster, group: Group) -> None:
@@ -210,8 +210,16 @@ def ends_requests(cluster: Cluster, group: Group) -> None:
 def running_ranks(survivor: Group) -> list[int]:
     """Process ids of the survivor's ranks, which all run."""
     pids = [started.pid for started in survivor.started]
-    assert all(psutil.pid_exists(pid) for pid in pids)
+    assert all(runs(pid) for pid in pids)
     return pids
+
+
+def runs(pid: int) -> bool:
+    """Whether the process has not ended; Ray may reap an ended one later."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def ray_processes() -> dict[int, str]:
