@@ -231,7 +231,7 @@ class Simulation:
             memory, host = found.memory, getattr(found, "host", None)
             assert memory.free_rows == memory.rows, f"{name}: {memory}"
             assert host is None or host.used_blocks == 0, f"{name}: {host}"
-            assert not list(rank._leader._requests()), name
+            assert rank._leader.wait_idle(0.0), name
 
     def _deliver(self, source: str, destination: str) -> None:
         queue = self.queues[source, destination]

@@ -69,9 +69,9 @@ class SimulatedRouter:
         answers: list[list[int]] = [[] for _ in range(sampling.n)]
         request = SimulatedRequest(RequestKey(f"r{len(self.requests)}"), prompt, sampling, answers=answers)
         self.requests[request.key] = request
-        self._tell(
-            request, "decode-0", m.Reserve(request.key, pack_tokens(prompt), sampling, deadline_s, "prefill")
-        )
+        packed, wait_s = pack_tokens(prompt), self._choose.choice([0.0, deadline_s])
+        reserve = m.Reserve(request.key, packed, sampling, deadline_s, "prefill", wait_s=wait_s)
+        self._tell(request, "decode-0", reserve)
         return request
 
     def _draw(self, tokens: int) -> list[int]:
