@@ -143,6 +143,6 @@ def _of_session(engines: Sequence[RoutedGroup], session: str) -> RoutedGroup:
 def _usable(engines: Sequence[RoutedGroup]) -> list[RoutedGroup]:
     usable = [engine for engine in engines if not engine.lost and not engine.draining]
     if not usable:
-        roles = sorted({engine.group.role for engine in engines}) or ["any"]
-        raise BusyError(f"no {'/'.join(roles)} group is up", retry_after_s=1.0)
+        role = engines[0].group.role if engines else "suitable"
+        raise BusyError(f"no {role} group is up", retry_after_s=1.0)
     return usable

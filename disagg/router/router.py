@@ -11,7 +11,7 @@ from functools import partial
 
 from disagg.core.clock import Clock
 from disagg.core.config.read import RouterConfig
-from disagg.core.errors import InvalidRequestError
+from disagg.core.errors import BusyError, InvalidRequestError
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_fit
 from disagg.core.status import GroupStatus
@@ -189,6 +189,9 @@ class Router:
         `keep`: name of the decode group to choose if it has a usable pair. `full`: names of decode groups to avoid if
         another one has a usable pair. Raises `BusyError` if no group is usable.
         """
+        for role in self._roles:
+            if not self._of(role):
+                raise BusyError(f"no {role} group is up", retry_after_s=1.0)
         if len(self._roles) == 1:
             engines = self._of(self._roles[0])
             usable = [one for one in engines if not one.lost and not one.draining]

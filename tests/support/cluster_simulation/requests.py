@@ -30,6 +30,8 @@ class ClientRequest:
     sampling: SamplingParams
     timeout_s: float
     session: str = ""
+    router: str = ""
+    """Name of its router."""
     abort_after: int = -1
     """The client leaves after so many outputs; -1: never."""
     tokens: list[list[int]] = field(default_factory=list)

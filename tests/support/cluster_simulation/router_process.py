@@ -58,6 +58,7 @@ class RouterProcess(Process):
 
     def submit(self, request: ClientRequest) -> None:
         """A client sends a request."""
+        request.router = self.name
         task = self.loop.create_task(self._ask(request))
         self._tasks[task] = request
         task.add_done_callback(self._ended)

@@ -14,10 +14,10 @@ from cluster_simulation import books
 from cluster_simulation.faults import Faults
 from cluster_simulation.policy import ErrorPolicy, recovered
 from cluster_simulation.requests import ClientRequest, RequestSource
-from cluster_simulation.scale import Scale, weather_of
+from cluster_simulation.scale import PEER_TIMEOUT_S, Scale, weather_of
 from cluster_simulation.virtual_time import VirtualTimeLoop
 from cluster_simulation.virtual_time import run as run_loop
-from cluster_simulation.world import PEER_TIMEOUT_S, World
+from cluster_simulation.world import World
 from disagg.core.types import SamplingParams
 from disagg.router.session_driver import RELEASE_TIMEOUT_S
 
@@ -109,6 +109,7 @@ async def _requests_end(run: Run) -> None:
             limit_s = request.began_s + request.timeout_s + RELEASE_TIMEOUT_S + END_SLACK_S
             assert request.began_s < 0 or request.ended_s >= 0 or now_s < limit_s, f"never ends: {request}"
         books.check(run.world)
+        run.world.look()
         await asyncio.sleep(CHECK_S)
 
 

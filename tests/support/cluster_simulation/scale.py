@@ -11,6 +11,8 @@ from local_groups import small_config
 from cluster_simulation.network import Weather
 from disagg.core.config.read import Config
 
+PEER_TIMEOUT_S = 4.0
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:

@@ -7,6 +7,8 @@ import heapq
 from collections.abc import Coroutine
 from typing import Any
 
+LIMIT_S = 1800.0
+"""A simulation that runs longer never ends."""
 ROUNDS, END_S = 3, 20.0
 
 
@@ -18,7 +20,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
 
     def __init__(self, now_s: float = 1000.0) -> None:
         super().__init__()
-        self._now_s, self._count = now_s, 0
+        self._now_s, self._until_s, self._count = now_s, now_s + LIMIT_S, 0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         """A heap; the number keeps the order of equal times."""
         self.failure: BaseException | None = None
@@ -49,6 +51,9 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             when, _, timer = heapq.heappop(self._timers)
             if not timer._cancelled:
                 self._now_s = max(self._now_s, when)
+                if when > self._until_s and self.failure is None:
+                    self.failure = AssertionError(f"nothing ends the simulation within {LIMIT_S:g} s")
+                    self.stop()
                 timer._run()
                 return
         raise RuntimeError("no event is left, and the simulation has not ended")
@@ -76,11 +81,11 @@ def run(loop: VirtualTimeLoop, main: Coroutine[Any, Any, None]) -> None:
     task.add_done_callback(stop)
     try:
         loop.run_forever()
-        task.remove_done_callback(stop)
         if loop.failure is not None:
             raise loop.failure
         task.result()
     finally:
+        task.remove_done_callback(stop)
         _end_tasks(loop)
         asyncio.set_event_loop(None)
         loop.close()

@@ -18,14 +18,13 @@ from cluster_simulation.network import Network, Weather
 from cluster_simulation.processes import Process
 from cluster_simulation.rank_process import RankProcess
 from cluster_simulation.router_process import RouterProcess
-from cluster_simulation.scale import Scale, draw_config, with_ranks
+from cluster_simulation.scale import PEER_TIMEOUT_S, Scale, draw_config, with_ranks
 from cluster_simulation.virtual_time import VirtualTimeLoop
 from disagg.core.config.read import Config
 from disagg.model.spec.model_spec import ModelSpec
 from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
 
-PEER_TIMEOUT_S = 4.0
 LAYERS, KV_HEADS = 3, 3
 
 
@@ -48,6 +47,8 @@ class World:
         self.watchers: list[Callable[[str, str, m.Message], None]] = []
         """Called for each message that a process sends by its control channel."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._reached_s: dict[tuple[str, str], float] = {}
+        """When a router last reached a group of a role."""
         self._routers = 0
         self.routers: list[RouterProcess] = []
         _patch_product(patch, self)
@@ -60,7 +61,7 @@ class World:
         await self.directory.start(prefills, decodes)
         for _ in range(scale.draw(self.choose, scale.routers)):
             await self.add_router()
-        while any(len(router.router.engines) < prefills + decodes for router in self.routers):
+        while any(len(router.router.engines) < prefills + decodes for router in self.living_routers()):
             await asyncio.sleep(0.1)
 
     async def add_router(self, policy: Any = None) -> RouterProcess:
@@ -115,6 +116,20 @@ class World:
         """The living process of this name."""
         every: list[Process] = [*self.ranks(), *self.living_routers()]
         return next((process for process in every if process.name == name), None)
+
+    def look(self) -> None:
+        """Notes which routers reach a serving group of each role now."""
+        for router in self.living_routers():
+            for group in self.groups:
+                leader = group.leader.name
+                ways = (router.name, leader), (leader, router.name)
+                stopped = any(process.paused for process in group.ranks)
+                if group.lives and not stopped and not any(self.network.is_cut(*way) for way in ways):
+                    self._reached_s[router.name, group.role] = self.loop.time()
+
+    def unreached_s(self, router: str, now_s: float) -> float:
+        """Returns the longest time in which `router`, after its start, reached no group of one role."""
+        return max(now_s - self._reached_s.get((router, role), now_s) for role in ("prefill", "decode"))
 
     def kill(self, process: Process, why: str) -> None:
         """Ends a process; no effect on a dead one."""
