@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 from serve_process import Served, serve_process
 
 TIMEOUT_S = 60.0
@@ -66,8 +67,21 @@ def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
         until_gone(family, GONE_S)
 
 
-def test_stopped_ranks_and_a_dead_raylet(tmp_path: Path) -> None:
-    """A short stop costs time only; a long one costs the group; without the raylet the server ends with status 1."""
+def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path) -> None:
+    with serve_process(tmp_path) as served:
+        family = served.family()
+        [raylet] = [one for one in family if one.name() == "raylet"]
+        os.kill(raylet.pid, signal.SIGKILL)
+        assert served.process.wait(TIMEOUT_S) == 1
+        until_gone(family, GONE_S)
+        log = served.log.read_text()
+        assert log.count(f"Ray's raylet (pid {raylet.pid}) has ended") == 2, (
+            "a log line and the command's last line"
+        )
+
+
+@pytest.mark.slow
+def test_a_short_stop_costs_time_and_a_long_one_the_group(tmp_path: Path) -> None:
     flags = ("--set", f"cluster.hang_timeout_s={HANG_S:g}", "--set", "cluster.restart_backoff_s=0.1")
     with serve_process(tmp_path, *flags) as served:
         decode = rank(served, "DecodeActor")
@@ -85,13 +99,3 @@ def test_stopped_ranks_and_a_dead_raylet(tmp_path: Path) -> None:
         until(lambda: ready(served))
         assert answers(served)
         assert "has not answered for 8 s (cluster.hang_timeout_s)" in served.log.read_text()
-
-        family = served.family()
-        [raylet] = [one for one in family if one.name() == "raylet"]
-        os.kill(raylet.pid, signal.SIGKILL)
-        assert served.process.wait(TIMEOUT_S) == 1
-        until_gone(family, GONE_S)
-        log = served.log.read_text()
-        assert log.count(f"Ray's raylet (pid {raylet.pid}) has ended") == 2, (
-            "a log line and the command's last line"
-        )
