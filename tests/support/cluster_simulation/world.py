@@ -47,8 +47,8 @@ class World:
         self.watchers: list[Callable[[str, str, m.Message], None]] = []
         """Called for each message that a process sends by its control channel."""
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._reached_s: dict[tuple[str, str], float] = {}
-        """When a router last reached a group of a role."""
+        self._outages_s: dict[str, list[float]] = {}
+        """By router: the times at which it reached no pair of groups."""
         self._routers = 0
         self.routers: list[RouterProcess] = []
         _patch_product(patch, self)
@@ -118,18 +118,25 @@ class World:
         return next((process for process in every if process.name == name), None)
 
     def look(self) -> None:
-        """Notes which routers reach a serving group of each role now."""
+        """Notes the routers that reach no pair of serving groups that reach each other."""
         for router in self.living_routers():
-            for group in self.groups:
-                leader = group.leader.name
-                ways = (router.name, leader), (leader, router.name)
-                stopped = any(process.paused for process in group.ranks)
-                if group.lives and not stopped and not any(self.network.is_cut(*way) for way in ways):
-                    self._reached_s[router.name, group.role] = self.loop.time()
+            reached = [g for g in self.groups if self._serves(g) and self._meet([router.name, g.leader.name])]
+            prefills, decodes = ([g for g in reached if g.role == role] for role in ("prefill", "decode"))
+            pairs = (
+                [rank.name for rank in (*one.ranks, *other.ranks)] for one in prefills for other in decodes
+            )
+            if not any(self._meet(names) for names in pairs):
+                self._outages_s.setdefault(router.name, []).append(self.loop.time())
 
-    def unreached_s(self, router: str, now_s: float) -> float:
-        """Returns the longest time in which `router`, after its start, reached no group of one role."""
-        return max(now_s - self._reached_s.get((router, role), now_s) for role in ("prefill", "decode"))
+    def outage_looks(self, router: str, begin_s: float, end_s: float) -> int:
+        """Returns how many calls of `look` between these times found that `router` could serve nothing."""
+        return sum(begin_s <= at_s <= end_s for at_s in self._outages_s.get(router, []))
+
+    def _serves(self, group: Any) -> bool:
+        return group.lives and not any(process.paused for process in group.ranks)
+
+    def _meet(self, names: list[str]) -> bool:
+        return not any(self.network.is_cut(one, other) for one in names for other in names)
 
     def kill(self, process: Process, why: str) -> None:
         """Ends a process; no effect on a dead one."""
