@@ -59,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     parser.add_argument("--file", type=Path, default=ROOT / "docs" / "page.png")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         log = folder / "serve.log"
@@ -67,15 +67,15 @@ def main() -> None:
             url = url_of(server, log)
             load = running(f"{LOAD} --url {url}/v1", folder / "load.log")
             with load, Browser(folder) as browser:
-                tab = browser.tab(f"{url}/", width=1400, prefers_color_scheme=asked.scheme)
+                tab = browser.tab(f"{url}/", width=1400, prefers_color_scheme=options.scheme)
                 tab.until(
                     f"trace.length && trace.at(-1).at - trace[0].at > {LOADED_S}", timeout_s=LOADED_S * 3
                 )
-                tab.screenshot(asked.file)
-    with Image.open(asked.file) as picture:
+                tab.screenshot(options.file)
+    with Image.open(options.file) as picture:
         # A third of the size; no colour is off by more than a few of 255.
         few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-    few.save(asked.file, optimize=True)
+    few.save(options.file, optimize=True)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True):
-    """The envelope of all of them. `usage` is left out of chunks unless it was asked for, and null in all but one."""
+    """The envelope of all of them. Chunks have `usage` only on request; it is null in all but one."""
 
     id: str
     object: str

@@ -100,7 +100,7 @@ class ComputeThread:
         device: torch.device,
         watch: StepWatch,
     ) -> None:
-        """`watch` is told when each step begins and ends."""
+        """`watch` records when each step begins and ends."""
         self._next_plan, self._step, self._broken, self._device = next_plan, step, broken, device
         self._watch = watch
         self._stopping = threading.Event()

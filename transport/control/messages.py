@@ -97,7 +97,7 @@ class Prefilled(Message, frozen=True):
     first_tokens: list[Count]
     """The next token of each answer, behind `Prefill.answered`; empty where not yet chosen, as in beam search."""
     logprobs: list[TokenLogprobs] = []
-    """One entry for each first token if the request asked for logprobs, else empty."""
+    """One entry for each first token if the request has `logprobs`, else empty."""
 
 
 class Transferred(Message, frozen=True):
@@ -138,7 +138,7 @@ class Tokens(Message, frozen=True):
     tokens: list[int]
     finish: str | None = None
     logprobs: list[TokenLogprobs] = []
-    """One entry for each of `tokens` if the request asked for logprobs, else empty."""
+    """One entry for each of `tokens` if the request has `logprobs`, else empty."""
     answer: Count = 0
     """Index of the answer within the request."""
 
