@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from disagg.core.clock import Clock
-from disagg.core.errors import PeerLostError
+from disagg.core.errors import DisaggError, PeerLostError, error_from_code
 from disagg.core.sampling import sampling_of
 from disagg.core.types import SamplingParams
 from disagg.router.answers import Answer
@@ -78,20 +78,23 @@ def _alone(sampling: SamplingParams, answer: Answer) -> SamplingParams:
 
 
 def require_recoverable(
-    request_id: str, branch: Branch, dead: Collection[str], max_recoveries: int, error: Exception
+    request_id: str, branch: Branch, dead: Collection[str], max_recoveries: int, error: DisaggError
 ) -> None:
-    """Raises `PeerLostError` when a request has been recovered too often, or seems to kill groups.
+    """Raises an error of the kind of `error` when a request has been recovered too often, or seems to kill groups.
 
     `dead`: names of dead groups. Groups that only are silent do not count.
     """
     if branch.recoveries > max_recoveries:
-        raise PeerLostError(
-            f"request {request_id} lost its groups {branch.recoveries} times, more than router.max_recoveries = "
-            f"{max_recoveries}; the last time: {error}"
+        raise error_from_code(
+            error.code,
+            f"request {request_id} failed {branch.recoveries} times on its groups, more than router.max_recoveries = "
+            f"{max_recoveries}; the last time: {error}",
         ) from error
-    deadly = [groups.intersection(dead) for groups in branch.suspects if not groups.isdisjoint(dead)]
-    if len(deadly) >= DEADLY:
-        died = frozenset().union(*deadly)
+    died, deadly = frozenset[str](), 0
+    for groups in branch.suspects:
+        new = groups.intersection(dead) - died
+        died, deadly = died | new, deadly + bool(new)
+    if deadly >= DEADLY:
         raise PeerLostError(
             f"request {request_id} is given up: {' and '.join(sorted(died))} were lost while they computed "
             f"token {branch.tokens} of its answer, which it may have caused; the last time: {error}"

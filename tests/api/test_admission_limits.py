@@ -109,7 +109,7 @@ def test_a_lower_limit_takes_free_slots() -> None:
 def test_the_limit_of_running_and_queued_answers_follows() -> None:
     admission = Admission(0, 2, Metrics(), Pace(0, 10.0, 1.5))
     admission.enter(2)
-    with pytest.raises(BusyError, match="2 answers running or waiting and takes 2"):
+    with pytest.raises(BusyError, match="2 answers running or queued, limit 2"):
         admission.enter(1)
     admission.resize(1)
     admission.enter(1)

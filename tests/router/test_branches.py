@@ -50,7 +50,9 @@ def test_a_request_is_recovered_a_limited_number_of_times() -> None:
         require_recoverable("r", branch, (), 3, PeerLostError("lost"))
         branch.answers[0].tokens.append(number)
     branch = branch.after_loss({"decode-3"})
-    with pytest.raises(PeerLostError, match=r"lost its groups 4 times, more than router\.max_recoveries = 3"):
+    with pytest.raises(
+        PeerLostError, match=r"failed 4 times on its groups, more than router\.max_recoveries = 3"
+    ):
         require_recoverable("r", branch, (), 3, PeerLostError("lost"))
 
 

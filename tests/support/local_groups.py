@@ -25,6 +25,7 @@ from disagg.core.config.read import (
     GroupConfig,
     MetricsConfig,
     PrefillConfig,
+    RouterConfig,
     TransferConfig,
     TransportConfig,
 )
@@ -49,6 +50,10 @@ from transport.tags import is_active_message
 
 TIMEOUT_S = 30.0
 RANKS: dict[str, type[Any]] = {"prefill": PrefillRank, "decode": DecodeRank, "colocated": ColocatedRank}
+
+
+NOBODY_COMES = RouterConfig(group_wait_s=0.2)
+"""No group is replaced: a request that lost the last group of a role fails soon."""
 
 
 def small_config(
@@ -90,6 +95,7 @@ def small_config(
         ),
         transport=TransportConfig(backend="inproc", peer_memory=peer_memory),
         metrics=MetricsConfig(interval_s=metrics_interval_s),
+        router=NOBODY_COMES,
     )
 
 
@@ -126,6 +132,7 @@ def colocated_config(
         colocated=group,
         cluster=ClusterConfig(mode="colocated"),
         transport=TransportConfig(backend="inproc", peer_memory=False),
+        router=NOBODY_COMES,
     )
 
 

@@ -31,7 +31,7 @@ from slow_parameters import sampled
 
 from decode_node.incoming import IncomingSegment, IncomingTransfer
 from decode_node.landing import Landing
-from disagg.core.config.read import ModelConfig
+from disagg.core.config.read import ModelConfig, RouterConfig
 from disagg.core.errors import ChecksumError, HandshakeError, PeerLostError
 from disagg.core.types import SamplingParams, Segment
 from disagg.model.load.source import ModelSource
@@ -272,9 +272,9 @@ def test_what_is_damaged_twice_ends_its_request(
     """With an error that names the segment and both ranks. Others go on; `local_groups` finds every book empty."""
     source, prompts = checkpoints.source(), random_prompts(70, 55, seed=5)
     install(monkeypatch, always_of(VICTIM))
-    with local_groups(
-        small_config(2, 2, chunk_tokens=16, ring_bytes=16384, peer_memory=peer_memory), source
-    ) as groups:
+    config = small_config(2, 2, chunk_tokens=16, ring_bytes=16384, peer_memory=peer_memory)
+    config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
+    with local_groups(config, source) as groups:
         groups.damages = True
         error, tokens = both(groups, prompts)
         assert mismatches(groups) >= 2

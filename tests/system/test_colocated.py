@@ -243,31 +243,30 @@ def test_both_messages_of_a_request_go_to_one_of_the_groups(checkpoints: Checkpo
     assert {names[0] for names in told.values()} == {"colocated-0", "colocated-2-0"}
 
 
-def test_a_group_that_dies_ends_its_requests_and_the_other_goes_on(checkpoints: Checkpoints) -> None:
+def test_requests_of_a_group_that_dies_go_on_with_the_other(checkpoints: Checkpoints) -> None:
     source, prompts = checkpoints.source(), random_prompts(60, 40, 50, 30)
     groups = LocalGroups(colocated_config(1, groups=2), source, options=SHORT)
     try:
         struck: list[bool] = []
 
         def observe(origin: str, destination: str, message: m.Message) -> None:
-            answers = isinstance(message, m.Tokens) and message.index > 3  # too late to be tried elsewhere
+            answers = isinstance(message, m.Tokens) and message.index > 3
             if answers and origin == "colocated-2-0" and not struck:
                 struck.append(True)
                 groups.kill("colocated-2-0")
 
         groups.observe(observe)
 
-        async def work(router: Router) -> tuple[list[Any], list[Answered], list[str]]:
+        async def work(router: Router) -> tuple[list[Answered], list[Answered], list[str]]:
             asked = (ask(router, f"r{i}", p, SamplingParams(max_tokens=200)) for i, p in enumerate(prompts))
-            found = await asyncio.gather(*asked, return_exceptions=True)
+            found = await asyncio.gather(*asked)
             again = [ask(router, f"again{i}", p, SamplingParams(max_tokens=5)) for i, p in enumerate(prompts)]
             return found, await asyncio.gather(*again), router.missing()
 
         found, again, missing = groups.serve(work)
-        lost = [result for result in found if isinstance(result, BaseException)]
-        assert lost
-        assert len(lost) < len(found), "some were with the other group"
-        assert all(isinstance(error, PeerLostError) for error in lost)
+        assert [a.tokens for a in found] == [checkpoints.greedy(source, p, 200) for p in prompts]
+        recovered = sum(bool(a.report.recoveries) for a in found)
+        assert 0 < recovered < len(found), "some were with the other group"
         assert [a.tokens for a in again] == [checkpoints.greedy(source, p, 5) for p in prompts]
         assert missing == []
         groups.settle(dead=["colocated-2-0"])

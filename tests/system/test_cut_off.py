@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from local_groups import (
     Checkpoints,
@@ -16,6 +17,7 @@ from local_groups import (
     small_config,
 )
 
+from disagg.core.config.read import RouterConfig
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
 from transport.control import messages as m
@@ -38,7 +40,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("side", SIDES)
 def test_a_stream_goes_on_behind_a_cut(checkpoints: Checkpoints, side: str) -> None:
-    with local_groups(small_config(2, 2), checkpoints.source(), options=SOON) as groups:
+    config = msgspec.structs.replace(small_config(2, 2), router=RouterConfig(group_wait_s=TIMEOUT_S))
+    with local_groups(config, checkpoints.source(), options=SOON) as groups:
 
         async def work(router: Router) -> None:
             prompt = random_prompts(60)[0]

@@ -127,7 +127,7 @@ def test_a_checkpoint_is_not_called_random(tmp_path: Path, capsys: pytest.Captur
         (["--model", "/m", "--init-gain", "1"], "--model and --init-gain"),
         (["--model", "/nowhere"], "no such model directory: /nowhere"),
         (["--init-gain", "0"], "--init-gain 0: give a number above 0"),
-        (["--random-init", "nothing"], "no architecture named"),
+        (["--random-init", "nothing"], "unknown architecture"),
         (
             ["--prompt-tokens", "1000"],
             "--prompt-tokens 1000 and --answer-tokens 64 exceed the model's context of 1024",

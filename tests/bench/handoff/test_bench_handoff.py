@@ -177,7 +177,7 @@ def test_another_difference_is_a_failure(view: tuple[float, ...], tokens: list[i
     [
         (["--tokens", "5000"], "exceed the model's context of 1024"),
         (["--steps", "1020"], "--decoder-tokens with --steps"),
-        (["--random-init", "nothing"], "no architecture named"),
+        (["--random-init", "nothing"], "unknown architecture"),
         (["--dtype", "float64"], "dtype"),
         (["--kv-dtype", "int4"], "kv_dtype = 'int4' is not allowed; it must be one of auto, int8"),
         (["--prefill-tp", "5"], "prefill.tp = 5"),

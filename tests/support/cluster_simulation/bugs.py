@@ -104,7 +104,7 @@ def miss_a_lost_peer(patch: pytest.MonkeyPatch) -> None:
 def drop_a_recovery(patch: pytest.MonkeyPatch) -> None:
     """The router gives up a request whose group is lost."""
 
-    def give_up(request_id: str, branch: Any, max_recoveries: int, error: Exception) -> None:
+    def give_up(request_id: str, branch: Any, dead: Any, max_recoveries: int, error: Exception) -> None:
         raise error
 
     patch.setattr("disagg.router.request_run.require_recoverable", give_up)
