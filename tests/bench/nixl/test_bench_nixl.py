@@ -34,7 +34,9 @@ LAYOUT = KVLayout(layers=2, kv_heads=4, head_dim=8, dtype="bfloat16")
 PAIRS = {"1 to 1": (1, 1), "1 to 2": (1, 2), "2 to 1": (2, 1), "3 to 2": (3, 2), "8 to 4": (8, 4)}
 SMALL = ["--device", "cpu", "--layers", "2", "--kv-heads", "4", "--head-dim", "16", "--repeats", "1"]
 RINGS = ["--ring-bytes", "256KiB", "--staging-bytes", "256KiB", "--in-flight", "2"]
-INSTALLED = importlib.util.find_spec("nixl") is not None
+FOUND = importlib.util.find_spec("nixl")
+INSTALLED = FOUND is not None and FOUND.origin is not None
+"""The folder of this file is importable as `nixl` too, as a package without an origin."""
 
 
 def bench(tp: tuple[int, int] = (1, 1), tokens: int = 70, repeats: int = 1) -> TransferBench:
