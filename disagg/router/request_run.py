@@ -25,6 +25,9 @@ from disagg.router.session_driver import SessionDriver
 
 log = structlog.get_logger(__name__)
 
+RELINK_PAUSE_S = 0.25
+"""Pause after a loss without a death: two living groups link again meanwhile. A message that reaches a rank which has
+not linked yet is lost, and its request would wait for the lease's time limit."""
 NO_GROUP_PAUSE_S = 0.25
 """Longest pause before a request looks for a group again, where none is up."""
 
@@ -214,7 +217,7 @@ class RequestRun:
                 resumed=session.resumable,
                 error=str(error),
             )
-            pause_s = max(context.budget.wait_s(), branch.pause_s)
+            pause_s = max(context.budget.wait_s(), branch.pause_s, 0.0 if dead else RELINK_PAUSE_S)
         return branch.unfinished(), pause_s
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
