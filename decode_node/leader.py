@@ -1,18 +1,17 @@
-"""The decode group's leader: admits requests, starts those whose KV has landed, plans steps, streams tokens."""
+"""The decode group's leader: starts requests whose KV has landed, plans steps, streams tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import structlog
 import torch
 
-from decode_node.request import DecodeRequest, Resumption
+from decode_node.admitting_leader import AdmittingLeader
+from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.scheduler import DecodeScheduler, DecodeStatistics
 from disagg.core.errors import (
-    BusyError,
     DisaggError,
     PeerLostError,
     ProtocolError,
@@ -21,32 +20,25 @@ from disagg.core.errors import (
     error_from_code,
 )
 from disagg.core.ports import Clock
-from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import MAX_SEQUENCES, ending_tokens
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.beam_search import BeamSearch, Candidate, candidates_wanted
 from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_tokens
-from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.sampling.penalties import SamplingRow
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import LedRequest, Scheduled, Send, check_request, finish_reason
+from disagg.node.leader import LedRequest, Scheduled, Send, finish_reason
 from disagg.node.plan import StepPlan
-from disagg.node.reserving_leader import ReservingLeader
-from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
-CLAIM_S = 0.5
-"""Longest wait for the pages of an earlier attempt. Behind a lost direct writer they are free after many seconds."""
 
-
-class DecodeLeader(ReservingLeader):
+class DecodeLeader(AdmittingLeader):
     """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
 
     _role = "decode"
-    _scheduler: DecodeScheduler
 
     def __init__(
         self,
@@ -58,13 +50,7 @@ class DecodeLeader(ReservingLeader):
         clock: Clock,
         max_waiting: int,
     ) -> None:
-        super().__init__(spec, send, to_self, clock, max_waiting)
-        self._scheduler = scheduler
-        self._eos_ids = tuple(eos_ids)
-        self._prefill_leaders: dict[str, str] = {}
-        """Control address of each linked prefill group's leader."""
-        self._successors: dict[RequestKey, m.Reserve] = {}
-        """Requests that take over from an earlier attempt once it is settled."""
+        super().__init__(scheduler, eos_ids, spec, send, to_self, clock, max_waiting)
         self._step_began_s = 0.0
 
     def join(self, group: GroupInfo) -> None:
@@ -77,31 +63,6 @@ class DecodeLeader(ReservingLeader):
     def max_sequences(self) -> int:
         """See `DecodeScheduler`."""
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
-
-    def link(self, other: GroupInfo) -> None:
-        """Accepts requests of this prefill group."""
-        with self._changed:
-            self._prefill_leaders[other.name] = other.leader.control_address
-
-    def on_peer_lost(self, peer: str) -> None:
-        """Also fails requests without a first token when the leader of their prefill group is lost."""
-        with self._changed:
-            for old in self._scheduler.requests.values():
-                if old.router == peer:
-                    self._drop_successor(old)
-        super().on_peer_lost(peer)
-        with self._changed:
-            for request in list(self._scheduler.requests.values()):
-                if self._prefill_leaders.get(request.prefill_group) == peer and not request.begun:
-                    self._fail(request, PeerLostError(f"lost the leader of prefill group at {peer}"))
-            self._end_waits(lambda one: self._lost_prefill(one, peer))
-            self._admit_waiting()
-            self._changed.notify_all()
-
-    def _lost_prefill(self, one: WaitingRequest, peer: str) -> DisaggError | None:
-        if self._prefill_leaders.get(one.reserve.prefill_group) != peer:
-            return None
-        return PeerLostError(f"lost the leader of prefill group at {peer}")
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
         """Ends a step: samples the next token of every sequence that has no token left to compute, and streams it.
@@ -238,125 +199,6 @@ class DecodeLeader(ReservingLeader):
                     self._publish_kv_events(PUBLISH_AT_EVENTS)
             case _:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
-
-    def _reserve(self, router: str, message: m.Reserve) -> None:
-        """Admits a request; after an earlier attempt of it in this group has closed, if there was one."""
-        if message.key in self._successors:
-            return  # repeated
-        old = self._scheduler.requests.get(message.after) if message.after is not None else None
-        if old is None or old.router != router or old.successor is not None or self.broken:
-            self._admit(router, message)
-            return
-        old.successor, old.claimed_s = message.key, self._clock()
-        self._successors[message.key] = message
-        self._close(old.key, "another attempt takes over")
-        self._confirm_release(old)
-        self._admit_waiting()
-
-    def _expire(self) -> None:
-        """Also lets an attempt go on without the pages of the earlier one, where a lost writer may still write."""
-        super()._expire()
-        late_s = self._clock() - CLAIM_S
-        for old in [r for r in self._scheduler.requests.values() if r.successor and r.claimed_s < late_s]:
-            if (message := self._drop_successor(old)) is not None:
-                self._admit(old.router, message)
-
-    def _drop_successor(self, old: DecodeRequest) -> m.Reserve | None:
-        """Returns the message of the attempt that was to take over, None without one. Nothing is passed on then."""
-        key, old.successor = old.successor, None
-        return self._successors.pop(key) if key is not None else None
-
-    def _break(self, reason: str) -> None:
-        for old in self._scheduler.requests.values():
-            if (message := self._drop_successor(old)) is not None:
-                self._refuse(old.router, message.key, PeerLostError(reason))
-        super()._break(reason)
-
-    def _confirm_release(self, request: LedRequest) -> None:
-        """Also admits the attempt that takes over from a request which is settled now."""
-        super()._confirm_release(request)
-        assert isinstance(request, DecodeRequest), "requests of this leader"
-        if request.key not in self._scheduler.requests and (message := self._drop_successor(request)):
-            self._admit(request.router, message, self._scheduler.resumption(request, message.answered))
-
-    def _release(self, router: str, message: m.Release) -> None:
-        """Also drops a request that has not taken over from its earlier attempt yet."""
-        if message.key in self._successors:
-            for old in self._scheduler.requests.values():
-                if old.successor == message.key:
-                    self._drop_successor(old)
-        super()._release(router, message)
-
-    def _admit(self, router: str, message: m.Reserve, resumption: Resumption | None = None) -> None:
-        """Reserves memory for a request, or takes over that of `resumption`. Without room the request waits."""
-        known = self._scheduler.requests.get(message.key)
-        if known is not None and not known.closing:
-            if resumption is not None:
-                self._scheduler.drop(resumption)
-            if known.router != router:
-                self._refuse(router, message.key, BusyError(f"request {message.key} runs for another router"))
-            elif len(known.opened_ranks) == self._ranks:
-                self._send(router, m.Reserved(known.key, known.ticket))
-            return
-        if self._waits(router, message):
-            if resumption is not None:
-                self._scheduler.drop(resumption)
-            return
-        resumption = resumption or Resumption(message.answered)
-        try:
-            self._require_admissible(known, message)
-        except DisaggError as error:
-            self._scheduler.drop(resumption)
-            self._refuse(router, message.key, error)
-            return
-        if self._has_ended(router, message):
-            self._scheduler.drop(resumption)
-            return
-        one = self._arrived(router, message)
-        if resumption.block_table is None:
-            self._start_or_wait(one)
-        else:
-            self._resume_or_wait(one, resumption)
-
-    def _resume_or_wait(self, one: WaitingRequest, resumption: Resumption) -> None:
-        """Admits a request that takes over pages, before waiting ones. If they do not suffice, it waits."""
-        try:
-            self._start(one, replace(resumption, only_kept=len(self._waiting) > 0))
-        except BusyError as error:
-            self._wait(one, error)
-        except DisaggError as error:
-            self._refuse(one.router, one.reserve.key, error)
-
-    def _start(self, one: WaitingRequest, resumption: Resumption | None = None) -> None:
-        message = one.reserve
-        request = self._scheduler.reserve(
-            message.key,
-            message.prompt,
-            message.sampling,
-            router=one.router,
-            prefill_group=message.prefill_group,
-            deadline_s=one.deadline_s,
-            prefix=self._prefix_of(message),
-            resumption=resumption or Resumption(message.answered),
-        )
-        if message.sampling.beams:
-            request.search = BeamSearch(message.sampling, ending_tokens(message.sampling, self._eos_ids))
-        for sequence in request.sequences:
-            sequence.history = history_of(message.prompt, message.sampling)
-        pages = request.sequences[0].block_table.pages
-        self._to_ranks(m.OpenReceive(request.ticket, pages, message.prefill_group))
-
-    def _require_admissible(self, known: DecodeRequest | None, message: m.Reserve) -> None:
-        if known is not None:
-            raise BusyError(f"request {message.key} is still being released from its last use")
-        if self.broken:
-            raise PeerLostError(self.broken)
-        if message.prefill_group not in self._prefill_leaders:
-            raise PeerLostError(f"prefill group {message.prefill_group!r} is not linked to this decode group")
-        check_request(message.prompt, message.sampling, self._spec, message.answered)
-
-    def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
-        return self._prefix(message.prompt, message.cache_salt) if self._scheduler.caches_prefixes else None
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
         """Also keeps its pages out of the prefix cache: their KV may be wrong.

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.penalties import TokenHistory
@@ -70,11 +71,8 @@ class Sequence:
 
     def next_tokens(self, count: int) -> list[int]:
         """Returns the `count` tokens behind the computed ones."""
-        inside = len(self.prompt)
-        start, end = self.computed_tokens, self.computed_tokens + count
-        if start >= inside:
-            return self.tokens[start - inside : end - inside]
-        return [*self.prompt[start:end], *self.tokens[: max(0, end - inside)]]
+        start = self.computed_tokens
+        return tokens_at(self.prompt, self.tokens, start, start + count)
 
     def begin_like(self, other: Sequence) -> bool:
         """Returns True when its new row begins as a copy of `other`'s, and publishes the common pages."""
@@ -154,8 +152,6 @@ class DecodeRequest:
     """Closing, but row and pages stay for another attempt: the prefill group was lost; see `Resumption`."""
     successor: RequestKey | None = None
     """The attempt that takes over row and pages once the request is settled."""
-    claimed_s: float = 0.0
-    """Time at which the successor claimed row and pages, on the leader's clock."""
     kept: BlockTable | None = None
     """Its first block table, between the end of the request and the admission of its successor."""
     landed_tokens: dict[int, int] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
-from disagg.core.tokens import TokenIds
+from disagg.core.tokens import TokenIds, tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
@@ -60,11 +60,6 @@ class PrefillRequest:
     def total_tokens(self) -> int:
         """Length of the prompt and of the answer so far."""
         return len(self.prompt) + len(self.answered)
-
-    def tokens(self, start: int, stop: int) -> list[int]:
-        """Returns the tokens to compute at these positions."""
-        inside = len(self.prompt)
-        return [*self.prompt[start:stop], *self.answered[max(0, start - inside) : max(0, stop - inside)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +231,7 @@ class PrefillScheduler:
             request.ticket.number,
             request.block_table.row,
             start,
-            request.tokens(start, start + take),
+            tokens_at(request.prompt, request.answered, start, start + take),
             len(request.prompt),
             request.block_table.pages if start == request.block_table.cached_tokens else [],
             last=request.planned_tokens == request.total_tokens,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily
@@ -17,19 +16,12 @@ COARSE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
 WIRE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
 
-class HasRecoveries(Protocol):
-    """Part of a router."""
-
-    @property
-    def recoveries(self) -> Mapping[str, int]:
-        """Recoveries of requests since the start, by cause."""
-
-
 class RecoveryCollector(Collector):
     """The series `disagg_recoveries_total`, read from a router at each scrape."""
 
-    def __init__(self, router: HasRecoveries) -> None:
-        self._router = router
+    def __init__(self, recoveries: Mapping[str, int]) -> None:
+        """`recoveries`: a router's counts by cause, which it changes."""
+        self._recoveries = recoveries
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yields the family with a sample per cause."""
@@ -39,7 +31,7 @@ class RecoveryCollector(Collector):
         )
         family = CounterMetricFamily(name, text, labels=["cause"])
         for loss in Loss:
-            family.add_metric([loss.value], self._router.recoveries.get(loss.value, 0))
+            family.add_metric([loss.value], self._recoveries.get(loss.value, 0))
         yield family
 
 

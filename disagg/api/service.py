@@ -81,7 +81,7 @@ class Service:
         pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
         self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
         self.metrics.registry.register(GroupCollector(generator.groups))
-        self.metrics.registry.register(RecoveryCollector(generator))
+        self.metrics.registry.register(RecoveryCollector(generator.recoveries))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
         self._tasks: dict[asyncio.Task[None], Answers] = {}

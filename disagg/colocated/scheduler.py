@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from disagg.core.errors import BusyError, PromptTooLongError
 from disagg.core.prefixes import PrefixKey
-from disagg.core.tokens import TokenIds
+from disagg.core.tokens import TokenIds, tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
@@ -64,11 +64,6 @@ class ColocatedRequest:
     def begin_tokens(self) -> int:
         """Tokens to compute before the first one is sampled: the prompt, and the answer so far."""
         return len(self.prompt) + self.answered
-
-    def next_tokens(self, start: int, stop: int) -> list[int]:
-        """Returns the tokens at these positions, which are known."""
-        inside = len(self.prompt)
-        return [*self.prompt[start:stop], *self.tokens[max(0, start - inside) : max(0, stop - inside)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +225,11 @@ class ColocatedScheduler:
                 break  # first come, first served
             request.planned_tokens += take
             left_tokens -= take
-            work.append(self._work(request, start, request.next_tokens(start, request.planned_tokens)))
+            work.append(
+                self._work(
+                    request, start, tokens_at(request.prompt, request.tokens, start, request.planned_tokens)
+                )
+            )
         return work
 
     def _work(self, request: ColocatedRequest, start: int, tokens: list[int]) -> Work:

@@ -31,6 +31,12 @@ def unpack_tokens(data: bytes) -> TokenIds:
     return array("i", data)
 
 
+def tokens_at(prompt: Sequence[int], answer: Sequence[int], start: int, stop: int) -> list[int]:
+    """Returns the tokens at positions `start .. stop` of a prompt followed by the answer so far."""
+    inside = len(prompt)
+    return [*prompt[start:stop], *answer[max(0, start - inside) : max(0, stop - inside)]]
+
+
 def all_below(tokens: TokenIds, limit: int) -> bool:
     """Returns whether all tokens are from 0 to `limit` - 1; `limit` is at most 2^31."""
     if not tokens:

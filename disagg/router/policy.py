@@ -37,6 +37,11 @@ class RoutedGroup:
     held: HeldPrefixes = field(default_factory=HeldPrefixes)
     """Cached prefixes, from KV events; empty if the router does not watch them."""
 
+    @property
+    def usable(self) -> bool:
+        """Whether the group takes new requests."""
+        return not self.lost and not self.draining
+
 
 @dataclass(slots=True)
 class SessionLoad:
@@ -141,8 +146,8 @@ def _of_session(engines: Sequence[RoutedGroup], session: str) -> RoutedGroup:
 
 
 def _usable(engines: Sequence[RoutedGroup]) -> list[RoutedGroup]:
-    usable = [engine for engine in engines if not engine.lost and not engine.draining]
+    usable = [engine for engine in engines if engine.usable]
     if not usable:
-        role = engines[0].group.role if engines else "suitable"
-        raise BusyError(f"no {role} group is up", retry_after_s=1.0)
+        roles = sorted({engine.group.role for engine in engines}) or ["any"]
+        raise BusyError(f"no {'/'.join(roles)} group is up", retry_after_s=1.0)
     return usable

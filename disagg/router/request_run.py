@@ -221,7 +221,9 @@ class RequestRun:
         return branch.unfinished(), pause_s
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        self._releases.add(asyncio.ensure_future(work))
+        task = asyncio.ensure_future(work)
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
 
 
 def _full_groups(full: frozenset[str], session: Session) -> frozenset[str]:

@@ -127,7 +127,7 @@ class Router:
         return engines
 
     def _lost(self, engine: RoutedGroup) -> bool:
-        return not self._dispatcher.lost.isdisjoint(rank.control_address for rank in engine.group.ranks)
+        return _has_rank_in(engine, self._dispatcher.lost)
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """Returns the latest status of each living group, prefill groups first, then by name."""
@@ -151,9 +151,7 @@ class Router:
 
     def missing(self) -> list[str]:
         """Returns the roles without a usable group; empty if requests can be served."""
-        usable = {
-            e.group.role for role in self._roles for e in self._of(role) if not e.lost and not e.draining
-        }
+        usable = {e.group.role for role in self._roles for e in self._of(role) if e.usable}
         missing, now_s = sorted(set(self._roles) - usable), self._clock()
         self._missing_since_s = {role: self._missing_since_s.get(role, now_s) for role in missing}
         return missing
@@ -181,21 +179,20 @@ class Router:
 
     def _decode_groups(self) -> int:
         """Returns the number of usable groups that decode."""
-        return sum(not engine.lost and not engine.draining for engine in self._of(self._roles[-1]))
+        return sum(engine.usable for engine in self._of(self._roles[-1]))
 
-    def _pair(self, request: RoutingRequest, keep: str = "", full: Set[str] = frozenset()) -> Pair:
+    def _pair(self, request: RoutingRequest, keep: str, full: Set[str]) -> Pair:
         """Returns the prefill and the decode group, the same one if colocated.
 
         `keep`: name of the decode group to choose if it has a usable pair. `full`: names of decode groups to avoid if
         another one has a usable pair. Raises `BusyError` if no group is usable.
         """
-        for role in self._roles:
-            if not self._of(role):
-                raise BusyError(f"no {role} group is up", retry_after_s=1.0)
+        if missing := self.missing():
+            raise BusyError(f"no {' and no '.join(missing)} group is up", retry_after_s=1.0)
         if len(self._roles) == 1:
             engines = self._of(self._roles[0])
-            usable = [one for one in engines if not one.lost and not one.draining]
-            both = self._choose([e for e in usable if e.group.name not in full] or engines, request)
+            tried = [e for e in engines if e.usable and e.group.name not in full]
+            both = self._choose(tried or engines, request)
             return both, both
         prefills, decodes = (self._of(role) for role in self._roles)
         paired = [one for one in decodes if any(self._meet(p, one) for p in prefills)]
@@ -206,16 +203,10 @@ class Router:
         met = [other for other in decodes if self._meet(prefill, other)]
         return prefill, self._choose(met or decodes, request)
 
-    def _usable_pair(self, request: RoutingRequest, keep: str, full: Set[str]) -> Pair:
-        """As `_pair`; the end of each outage, if there was one."""
-        pair = self._pair(request, keep, full)
-        self._missing_since_s.clear()
-        return pair
-
     def _meet(self, prefill: RoutedGroup, decode: RoutedGroup) -> bool:
         """Returns whether both groups are usable and the pair is not avoided."""
-        alive = not any(one.lost or one.draining for one in (prefill, decode))
-        return alive and self._shunned.get(_names(prefill, decode), 0.0) <= self._clock()
+        shunned_until_s = self._shunned.get(_names(prefill, decode), 0.0)
+        return prefill.usable and decode.usable and shunned_until_s <= self._clock()
 
     def _shun(self, prefill: RoutedGroup, decode: RoutedGroup) -> None:
         """Avoids a pair after a failed transfer: each group may work, the network between them may not."""
@@ -254,7 +245,7 @@ class Router:
         report.prompt_tokens = len(tokens)
         routed = RoutedRequest(request_id, tokens, cache_salt, began_s, began_s + timeout_s, report)
         request = self._routing_request(tokens, cache_salt, session)
-        run = RequestRun(self._context, routed, partial(self._usable_pair, request), request.missing_tokens)
+        run = RequestRun(self._context, routed, partial(self._pair, request), request.missing_tokens)
         async with aclosing(run.outputs(branch)) as outputs:
             async for output in outputs:
                 yield output
@@ -269,11 +260,8 @@ class Router:
         return {
             name
             for name, engine in engines.items()
-            if engine is None or self._is_dead(engine) or self.statuses.broken(engine)
+            if engine is None or _has_rank_in(engine, self._dispatcher.dead) or self.statuses.broken(engine)
         }
-
-    def _is_dead(self, engine: RoutedGroup) -> bool:
-        return not self._dispatcher.dead.isdisjoint(rank.control_address for rank in engine.group.ranks)
 
 
 def _packed(prompt: Sequence[int]) -> TokenIds:
@@ -281,6 +269,10 @@ def _packed(prompt: Sequence[int]) -> TokenIds:
         return pack_tokens(prompt)
     except ValueError as exc:
         raise InvalidRequestError(f"the prompt cannot be served: {exc}", param="prompt") from exc
+
+
+def _has_rank_in(engine: RoutedGroup, peers: Set[str]) -> bool:
+    return not peers.isdisjoint(rank.control_address for rank in engine.group.ranks)
 
 
 def _names(prefill: RoutedGroup, decode: RoutedGroup) -> tuple[str, str]:

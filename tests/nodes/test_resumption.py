@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from fake_model import fake_spec
 
+from decode_node.admitting_leader import CLAIM_S
 from decode_node.costs import CostEstimates
-from decode_node.leader import CLAIM_S, DecodeLeader
+from decode_node.leader import DecodeLeader
 from decode_node.request import DecodeRequest, Residency
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions

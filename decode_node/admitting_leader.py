@@ -1,0 +1,197 @@
+"""Admission to the decode group: reservations, and requests that take over from an earlier attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from decode_node.request import DecodeRequest, Resumption
+from decode_node.scheduler import DecodeScheduler
+from disagg.core.errors import BusyError, DisaggError, PeerLostError
+from disagg.core.ports import Clock
+from disagg.core.prefixes import PrefixKey
+from disagg.core.sampling import ending_tokens
+from disagg.core.types import GroupInfo, RequestKey
+from disagg.model.sampling.beam_search import BeamSearch
+from disagg.model.sampling.penalties import history_of
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.leader import LedRequest, Send, check_request
+from disagg.node.reserving_leader import ReservingLeader
+from disagg.node.waiting import WaitingRequest
+from transport.control import messages as m
+
+CLAIM_S = 0.5
+"""Longest wait for the pages of an earlier attempt. Behind a lost direct writer they are free after many seconds."""
+
+
+class Claim(NamedTuple):
+    """A request that takes over row and pages of an earlier attempt once that is settled."""
+
+    old: DecodeRequest
+    message: m.Reserve
+    until_s: float
+    """End of the wait for the pages, on the leader's clock."""
+
+
+class AdmittingLeader(ReservingLeader):
+    """The part of `DecodeLeader` that gives requests row and pages. Linked prefill groups are known here."""
+
+    _scheduler: DecodeScheduler
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        eos_ids: Sequence[int],
+        spec: ModelSpec,
+        send: Send,
+        to_self: Callable[[m.Message], None],
+        clock: Clock,
+        max_waiting: int,
+    ) -> None:
+        super().__init__(spec, send, to_self, clock, max_waiting)
+        self._scheduler = scheduler
+        self._eos_ids = tuple(eos_ids)
+        self._prefill_leaders: dict[str, str] = {}
+        """Control address of each linked prefill group's leader."""
+        self._claims: dict[RequestKey, Claim] = {}
+        """By the key of the new attempt: `DecodeRequest.successor` of the old one."""
+
+    def link(self, other: GroupInfo) -> None:
+        """Accepts requests of this prefill group."""
+        with self._changed:
+            self._prefill_leaders[other.name] = other.leader.control_address
+
+    def on_peer_lost(self, peer: str) -> None:
+        """Also fails requests without a first token when the leader of their prefill group is lost."""
+        with self._changed:
+            for claim in list(self._claims.values()):
+                if claim.old.router == peer:
+                    self._drop_claim(claim.old)
+        super().on_peer_lost(peer)
+        with self._changed:
+            lost = {name for name, address in self._prefill_leaders.items() if address == peer}
+            error = PeerLostError(f"lost the leader of prefill group at {peer}")
+            for request in list(self._scheduler.requests.values()):
+                if request.prefill_group in lost and not request.begun:
+                    self._fail(request, error)
+            self._end_waits(lambda one: error if one.reserve.prefill_group in lost else None)
+            self._admit_waiting()
+            self._changed.notify_all()
+
+    def _reserve(self, router: str, message: m.Reserve) -> None:
+        """Admits a request; after an earlier attempt of it in this group has closed, if there was one."""
+        if message.key in self._claims:
+            return  # repeated
+        old = self._scheduler.requests.get(message.after) if message.after is not None else None
+        if old is None or old.router != router or old.successor is not None or self.broken:
+            self._admit(router, message)
+            return
+        old.successor = message.key
+        self._claims[message.key] = Claim(old, message, self._clock() + CLAIM_S)
+        self._close(old.key, "another attempt takes over")
+        self._confirm_release(old)
+        self._admit_waiting()
+
+    def _expire(self) -> None:
+        """Also lets an attempt go on without the pages of the earlier one, where a lost writer may still write."""
+        super()._expire()
+        now_s = self._clock()
+        for claim in [one for one in self._claims.values() if one.until_s < now_s]:
+            self._drop_claim(claim.old)
+            self._admit(claim.old.router, claim.message)
+
+    def _drop_claim(self, old: DecodeRequest) -> m.Reserve | None:
+        """Returns the message of the attempt that was to take over, None without one. Nothing is passed on then."""
+        key, old.successor = old.successor, None
+        return self._claims.pop(key).message if key is not None else None
+
+    def _break(self, reason: str) -> None:
+        for claim in list(self._claims.values()):
+            self._drop_claim(claim.old)
+            self._refuse(claim.old.router, claim.message.key, PeerLostError(reason))
+        super()._break(reason)
+
+    def _confirm_release(self, request: LedRequest) -> None:
+        """Also admits the attempt that takes over from a request which is settled now."""
+        super()._confirm_release(request)
+        assert isinstance(request, DecodeRequest), "requests of this leader"
+        if request.key not in self._scheduler.requests and (message := self._drop_claim(request)):
+            self._admit(request.router, message, self._scheduler.resumption(request, message.answered))
+
+    def _release(self, router: str, message: m.Release) -> None:
+        """Also drops a request that has not taken over from its earlier attempt yet."""
+        claim = self._claims.get(message.key)
+        if claim is not None:
+            self._drop_claim(claim.old)
+        super()._release(router, message)
+
+    def _admit(self, router: str, message: m.Reserve, resumption: Resumption | None = None) -> None:
+        """Reserves memory for a request, or takes over that of `resumption`. Without room the request waits."""
+        resumption = resumption or Resumption(message.answered)
+        if not self._is_admissible(router, message):
+            self._scheduler.drop(resumption)
+            return
+        one = self._arrived(router, message)
+        if resumption.block_table is None:
+            self._start_or_wait(one)
+        else:
+            self._resume_or_wait(one, resumption)
+
+    def _is_admissible(self, router: str, message: m.Reserve) -> bool:
+        """Returns whether the request needs memory. Otherwise it waits already, or the router has a reply."""
+        known = self._scheduler.requests.get(message.key)
+        if known is not None and not known.closing:
+            if known.router != router:
+                self._refuse(router, message.key, BusyError(f"request {message.key} runs for another router"))
+            elif len(known.opened_ranks) == self._ranks:
+                self._send(router, m.Reserved(known.key, known.ticket))
+            return False
+        if self._waits(router, message):
+            return False
+        try:
+            self._require_admissible(known, message)
+        except DisaggError as error:
+            self._refuse(router, message.key, error)
+            return False
+        return not self._has_ended(router, message)
+
+    def _resume_or_wait(self, one: WaitingRequest, resumption: Resumption) -> None:
+        """Admits a request that takes over pages, before waiting ones. If they do not suffice, it waits."""
+        try:
+            self._start(one, replace(resumption, only_kept=len(self._waiting) > 0))
+        except BusyError as error:
+            self._wait(one, error)
+        except DisaggError as error:
+            self._refuse(one.router, one.reserve.key, error)
+
+    def _start(self, one: WaitingRequest, resumption: Resumption | None = None) -> None:
+        message = one.reserve
+        request = self._scheduler.reserve(
+            message.key,
+            message.prompt,
+            message.sampling,
+            router=one.router,
+            prefill_group=message.prefill_group,
+            deadline_s=one.deadline_s,
+            prefix=self._prefix_of(message),
+            resumption=resumption or Resumption(message.answered),
+        )
+        if message.sampling.beams:
+            request.search = BeamSearch(message.sampling, ending_tokens(message.sampling, self._eos_ids))
+        for sequence in request.sequences:
+            sequence.history = history_of(message.prompt, message.sampling)
+        pages = request.sequences[0].block_table.pages
+        self._to_ranks(m.OpenReceive(request.ticket, pages, message.prefill_group))
+
+    def _require_admissible(self, known: DecodeRequest | None, message: m.Reserve) -> None:
+        if known is not None:
+            raise BusyError(f"request {message.key} is still being released from its last use")
+        if self.broken:
+            raise PeerLostError(self.broken)
+        if message.prefill_group not in self._prefill_leaders:
+            raise PeerLostError(f"prefill group {message.prefill_group!r} is not linked to this decode group")
+        check_request(message.prompt, message.sampling, self._spec, message.answered)
+
+    def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:
+        return self._prefix(message.prompt, message.cache_salt) if self._scheduler.caches_prefixes else None
