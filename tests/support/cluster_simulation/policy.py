@@ -25,7 +25,8 @@ def recovered(run: Run, request: ClientRequest) -> str:
     if request.outcome in ("timeout", "busy", "peer_lost") and request.timeout_s < SHORT_S:
         return ""
     outages = run.world.outage_looks(request.router, request.began_s, request.ended_s)
-    if request.outcome in ("busy", "timeout") and outages > OUTAGE_LOOKS:
+    at_deadline = request.ended_s >= request.began_s + request.timeout_s
+    if (request.outcome in ("busy", "timeout") or at_deadline) and outages > OUTAGE_LOOKS:
         return ""
     recoveries, died = len(request.report.recoveries), "is given up" in str(request.error)
     if request.outcome == "peer_lost" and (died or recoveries >= DEFAULTS.max_recoveries):
