@@ -34,6 +34,8 @@ class Launcher(Process):
         self.groups: list[GroupProcess] = []
         self.replaces = True
         self._numbers = {"prefill": itertools.count(1), "decode": itertools.count(1)}
+        self._adding = asyncio.Lock()
+        """One group at a time is brought up, as by `disagg.cluster.lifecycle.Cluster`."""
 
     @property
     def address(self) -> str:
@@ -103,17 +105,18 @@ class Launcher(Process):
     async def _replace(self, role: str) -> None:
         while self.replaces:
             await asyncio.sleep(self.choose.uniform(*RESTART_S))
-            group = self._place(role)
-            self.groups.append(group)
-            try:
-                await self._bring_up(group)
-            except DisaggError as error:
-                self.world.journal.add("not up", group.name, error)
-                self._take_down(group)
-            else:
-                self.world.journal.add("up", group.name)
-                self.announce()
-                return
+            async with self._adding:
+                group = self._place(role)
+                self.groups.append(group)
+                try:
+                    await self._bring_up(group)
+                except DisaggError as error:
+                    self.world.journal.add("not up", group.name, error)
+                    self._take_down(group)
+                else:
+                    self.world.journal.add("up", group.name)
+                    self.announce()
+                    return
 
     def _place(self, role: str) -> GroupProcess:
         number = next(self._numbers[role])
