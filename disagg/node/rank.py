@@ -301,11 +301,17 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """
         if not self._silences.is_linked(peer):
             self._lose(peer)
+            self._loop.post(partial(self._repeat_if_linked, peer))
             return
         if self._silences.mark_silent(peer):
             self._lose(peer)
         self._loop.post(partial(self._mending.control_lost, peer))
         self.control.watch(peer)
+
+    def _repeat_if_linked(self, peer: str) -> None:
+        """Repeats a loss that crossed `link`, which may have connected the peer before the loss ended its work."""
+        if self._silences.is_linked(peer):
+            self.peer_silent(peer)
 
     def _on_met(self, peer: str) -> None:
         """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""

@@ -65,7 +65,7 @@ class RankProcess(Process):
 
     def _replace_threads(self) -> None:
         rank = self.rank
-        rank._loop.call = lambda work, timeout_s=0.0: work()
+        rank._loop.call = self._call_transfer_thread
         rank._loop.start = self._wake_transfer
         rank._loop._guarded = lambda work, otherwise: work()  # an exception is a bug, and ends the simulation
         rank._compute = SimpleNamespace(start=lambda: None, busy=False)
@@ -92,6 +92,13 @@ class RankProcess(Process):
         self.later(partial(self.rank._swapper.copy, swap, after), self.choose.uniform(*SWAP_S))
 
     # --- the transfer thread
+
+    def _call_transfer_thread(self, work: Callable[[], None], timeout_s: float = 0.0) -> None:
+        """Runs `work` behind all posted work, as the thread does."""
+        loop = self.rank._loop
+        loop.post(work)
+        while loop._inbox:
+            loop._inbox.popleft()()
 
     def _wake_transfer(self) -> None:
         self._turn_in(0.0)
