@@ -74,7 +74,12 @@ async def run_chaos(
     injector: FaultInjector | None = None,
     clock: Clock = time.monotonic,
 ) -> ChaosResult:
-    """Runs the bench. Raises `DisaggError` when a request of the quiet run fails."""
+    """Runs the bench. Raises `DisaggError` when no group can be hit, or a request of the quiet run fails."""
+    roles, found = bench.schedule.roles, set(system.groups().values())
+    if bench.schedule.count and found.isdisjoint(roles):
+        raise DisaggError(
+            f"--roles {','.join(roles)}: the groups that run are {' and '.join(sorted(found))} groups"
+        )
     streams = Streams(system.generate, bench.requests, bench.streams, clock)
     report_line(f"quiet run: {len(bench.requests)} requests on {bench.streams} streams")
     quiet = await streams.send_each()
@@ -143,7 +148,7 @@ class _Course:
         """Hits a rank of a group that serves; returns None when there is none within the limit."""
         until_s = self.clock() + self.bench.recover_s
         while self.clock() < until_s:
-            ranks = [rank for rank in self.system.ranks() if rank.group not in self.injector.wounded]
+            ranks = [rank for rank in self.system.ranks() if self._may_hit(rank)]
             if ranks:
                 target = plan.victim(ranks)
                 touched = [one for one in self.streams.running if target.group in one.groups]
@@ -154,6 +159,9 @@ class _Course:
             await asyncio.sleep(POLL_S)
         self.report_line(f"no rank to hit within {self.bench.recover_s:g} s")
         return None
+
+    def _may_hit(self, rank: TargetRank) -> bool:
+        return rank.role in self.bench.schedule.roles and rank.group not in self.injector.wounded
 
     async def _recover(self, fault: FaultRecord) -> None:
         """Waits until the system has its full strength; continues a stopped rank when its time has come."""

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar, get_args
 
+from disagg.core.config.read import Role
 from disagg.core.errors import ConfigError
 
 FaultKind = Literal["kill", "stop", "hang"]
 """`kill`: SIGKILL. `stop`: SIGSTOP, and SIGCONT after a time. `hang`: SIGSTOP for ever."""
 FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+ROLES: tuple[Role, ...] = get_args(Role)
+Name = TypeVar("Name", bound=str)
 
 Victim = TypeVar("Victim")
 
@@ -45,6 +48,8 @@ class Schedule:
     stops_s: tuple[float, ...] = (1.0, 15.0)
     """Durations of a `stop`; each one is equally likely."""
     seed: int = 0
+    roles: tuple[Role, ...] = ROLES
+    """Roles of the groups whose ranks may be victims."""
 
     def faults(self) -> list[PlannedFault]:
         """Returns the faults in order. Kinds alternate at random, each as often as the others (+-1)."""
@@ -63,13 +68,13 @@ class Schedule:
         ]
 
 
-def parse_kinds(flag: str, text: str) -> tuple[FaultKind, ...]:
-    """Parses `kill,stop`. Raises `ConfigError` that names the flag."""
+def parse_names(flag: str, text: str, known: Sequence[Name]) -> tuple[Name, ...]:
+    """Parses `kill,stop`, names among `known`. Raises `ConfigError` that names the flag."""
     names = text.split(",")
-    kinds = tuple(kind for kind in FAULT_KINDS if kind in names)
-    if len(kinds) != len(names):
-        raise ConfigError(f"{flag} {text}: give one or more of {','.join(FAULT_KINDS)}, each once")
-    return kinds
+    found = tuple(name for name in known if name in names)
+    if len(found) != len(names):
+        raise ConfigError(f"{flag} {text}: give one or more of {','.join(known)}, each once")
+    return found
 
 
 def parse_seconds(flag: str, text: str) -> tuple[float, ...]:

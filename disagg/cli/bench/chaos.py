@@ -34,6 +34,10 @@ class FaultFlags:
             help="kill (SIGKILL), stop (SIGSTOP, SIGCONT after --stop-s), hang (SIGSTOP for ever).",
         ),
     ] = "kill"
+    roles: Annotated[
+        str,
+        typer.Option("--roles", metavar="ROLE,...", help="Only ranks of these groups are hit."),
+    ] = "prefill,decode,colocated"
     count: Annotated[int, typer.Option("--count", min=0, help="Number of faults.")] = 10
     duration_s: Annotated[
         float | None, typer.Option("--duration-s", help="No further fault after this time.")
@@ -57,13 +61,14 @@ class FaultFlags:
 
     def schedule(self) -> Schedule:
         """Returns the schedule. Raises `ConfigError`."""
-        from disagg.bench.chaos.schedule import Schedule, parse_kinds, parse_seconds
+        from disagg.bench.chaos.schedule import FAULT_KINDS, ROLES, Schedule, parse_names, parse_seconds
 
         check_positive(
             {"--duration-s": self.duration_s, "--gap-s": self.gap_s, "--recover-s": self.recover_s}
         )
         return Schedule(
-            kinds=parse_kinds("--faults", self.faults),
+            kinds=parse_names("--faults", self.faults, FAULT_KINDS),
+            roles=parse_names("--roles", self.roles, ROLES),
             count=self.count,
             gap_s=self.gap_s,
             stops_s=parse_seconds("--stop-s", self.stop_s),
@@ -167,6 +172,7 @@ def _settings(options: ChaosOptions) -> dict[str, str | float | None]:
         "input_tokens": options.input_tokens,
         "output_tokens": options.output_tokens,
         "faults": faults.faults,
+        "roles": faults.roles,
         "count": faults.count,
         "duration_s": faults.duration_s,
         "gap_s": faults.gap_s,

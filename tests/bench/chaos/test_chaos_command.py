@@ -40,6 +40,7 @@ def test_the_small_model_runs_on_the_cpu() -> None:
     ("flags", "words"),
     [
         (["--faults", "burn"], "--faults burn: give one or more of kill,stop,hang, each once"),
+        (["--roles", "rank"], "--roles rank: give one or more of prefill,decode,colocated, each once"),
         (["--stop-s", "0"], "--stop-s 0: give seconds above 0"),
         (["--gap-s", "-1"], "--gap-s -1: give a number above 0"),
         (

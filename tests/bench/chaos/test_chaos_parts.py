@@ -13,7 +13,7 @@ from disagg.bench.chaos.answers import (
     compare_received,
     logprob_distance,
 )
-from disagg.bench.chaos.schedule import Schedule, parse_kinds, parse_seconds
+from disagg.bench.chaos.schedule import FAULT_KINDS, ROLES, Schedule, parse_names, parse_seconds
 from disagg.bench.chaos.workload import make_requests
 from disagg.bench.serve.lengths import parse_lengths
 from disagg.core.errors import ConfigError
@@ -40,11 +40,12 @@ def test_every_rank_can_be_the_victim() -> None:
 
 
 def test_flags_of_the_schedule() -> None:
-    assert parse_kinds("--faults", "stop,kill") == ("kill", "stop")
+    assert parse_names("--faults", "stop,kill", FAULT_KINDS) == ("kill", "stop")
+    assert parse_names("--roles", "decode", ROLES) == ("decode",)
     assert parse_seconds("--stop-s", "1,0.5") == (1.0, 0.5)
     for text in ("", "kill,kill", "kill,burn"):
         with pytest.raises(ConfigError, match=r"--faults .*kill,stop,hang"):
-            parse_kinds("--faults", text)
+            parse_names("--faults", text, FAULT_KINDS)
     for text in ("", "1,x", "0", "1,-2", "inf"):
         with pytest.raises(ConfigError, match="--stop-s"):
             parse_seconds("--stop-s", text)

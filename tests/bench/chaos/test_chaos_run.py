@@ -172,6 +172,20 @@ def test_the_run_ends_when_a_group_is_not_replaced() -> None:
     assert "fault 1: no full strength within 0.1 s" in lines
 
 
+def test_only_ranks_of_the_chosen_roles_are_hit() -> None:
+    settings = bench(count=8)
+    settings = replace(settings, schedule=replace(settings.schedule, roles=("prefill",)))
+    result = ran(FakeChaosSystem(2, 2), settings)
+    assert [fault.target.role for fault in result.faults] == ["prefill"] * 8
+
+
+def test_roles_that_no_group_has() -> None:
+    settings = bench()
+    settings = replace(settings, schedule=replace(settings.schedule, roles=("colocated",)))
+    with pytest.raises(DisaggError, match="--roles colocated: the groups that run are decode and prefill"):
+        ran(FakeChaosSystem(2, 2), settings)
+
+
 def test_faults_may_overlap() -> None:
     system = FakeChaosSystem(2, 2)
     result = ran(system, bench(count=6, overlap=True))
