@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.skipif(bool(why := why_not()), reason=why or "it can")
 
 TOKENS = 12
 PROMPTS = ["x", "The capital of France is", "A much longer one, of several chunks. " * 8]
+LONG = {"max_tokens": 300, "ignore_eos": True}
 PEER_TIMEOUT_S = 3.0
 CONFIG = """
 [model]
@@ -181,16 +182,24 @@ def test_a_short_cut_costs_time_only(running: Site, expected: list[str]) -> None
     assert texts(asked) == expected
 
 
-def test_after_a_long_cut_the_groups_are_linked_again(running: Site, expected: list[str]) -> None:
-    running.hosts.link.cut()
+@pytest.mark.parametrize(
+    "ends", [(0, 1), (0,), (1,)], ids=["both ways", "to the router", "to the decode rank"]
+)
+def test_requests_go_on_after_a_long_cut(running: Site, expected: list[str], ends: tuple[int, ...]) -> None:
+    """The router loses the decode group, waits until the groups are linked again, and goes on exactly."""
+    recovered = running.log("router").count("request_recovered")
+    carried = running.hosts.link.statistics.carried
+    streaming = running.ask(PROMPTS[1], **LONG)
+    until(lambda: running.hosts.link.statistics.carried > carried + 60)
+    running.hosts.link.cut(*ends)
+    assert not streaming.done()
     asked = [running.ask(prompt) for prompt in PROMPTS]
     until(lambda: not running.ready(), timeout_s=30)
     running.hosts.link.mend()
-    replies = [one.result() for one in asked]
-    assert {reply.status_code for reply in replies} == {503}, [reply.text for reply in replies]
-    assert all("lost the decode group" in reply.text for reply in replies)
+    assert texts(asked) == expected
+    assert texts([streaming]) == texts([running.ask(PROMPTS[1], **LONG)])
+    assert running.log("router").count("request_recovered") > recovered
     until(running.ready, timeout_s=30)
-    until(lambda: running.ask(PROMPTS[0]).result().status_code == 200, timeout_s=30)
     assert texts([running.ask(prompt) for prompt in PROMPTS]) == expected
 
 

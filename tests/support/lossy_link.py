@@ -63,7 +63,8 @@ class LossyLink:
         """When it arrives, a number that keeps the order of equals, at which end, the packet; a heap."""
         self._number = 0
         self._statistics = LinkStatistics()
-        self._cut = threading.Event()
+        self._cut: frozenset[int] = frozenset()
+        """Descriptors of the ends that receive nothing. Replaced as a whole."""
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lossy-link")
 
@@ -82,13 +83,13 @@ class LossyLink:
         """Of this moment."""
         return self._statistics
 
-    def cut(self) -> None:
-        """From now on nothing arrives, nor does what is on its way."""
-        self._cut.set()
+    def cut(self, *ends: int) -> None:
+        """Delivers no more packets to `ends` (0, 1; by default both), nor those already sent."""
+        self._cut = frozenset(self._ends[end] for end in ends or (0, 1))
 
     def mend(self) -> None:
-        """Takes `cut` back."""
-        self._cut.clear()
+        """Ends a cut."""
+        self._cut = frozenset()
 
     # --- the thread
 
@@ -121,7 +122,7 @@ class LossyLink:
         while self._on_the_way and self._on_the_way[0][0] <= now_s:
             _, _, end, packet = heapq.heappop(self._on_the_way)
             try:
-                if self._cut.is_set():
+                if end in self._cut:
                     raise BlockingIOError
                 os.write(end, packet)
             except BlockingIOError:
