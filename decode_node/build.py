@@ -21,7 +21,7 @@ def build_receiver(options: ReceiverOptions, context: ReceiverContext) -> Segmen
     """Returns a receiver whose ring is registered with the transport."""
     device, transport = context.pool.device, context.transport
     queue, sums = DeviceQueue(device), Sums(device) if options.checksum else None
-    messages = ReceiverMessages(transport, context.address)
+    messages = ReceiverMessages(transport, context.send)
     tickets = IncomingTickets(context, messages, checksum=options.checksum)
     repairs = Repairs(context, tickets)
     ring = ReceiveRing(options, context, tickets, messages)

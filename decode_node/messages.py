@@ -17,8 +17,8 @@ RECEIVED = (m.LeaseRequest, m.ProbeRequest, m.ProbeEnded)
 class ReceiverMessages(ActiveMessages):
     """Sends and dispatches active messages. Owned by the transfer thread."""
 
-    def __init__(self, transport: Transport, address: str) -> None:
-        super().__init__(transport, address, dict.fromkeys(RECEIVED, self._dispatch), self._failed)
+    def __init__(self, transport: Transport, announce: Callable[[str, m.Message], None]) -> None:
+        super().__init__(transport, announce, dict.fromkeys(RECEIVED, self._dispatch), self._failed)
         self._registered: dict[type[m.Message], Handler] = {}
         self._failure_handlers: dict[type[m.Message], Callable[[str, Any, TransportError], None]] = {}
 

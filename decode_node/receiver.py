@@ -113,13 +113,17 @@ class SegmentReceiver:
     def link(self, link: Link) -> None:
         """Connects to the prefill ranks that send to this rank. Raises `TransportError`."""
         for peer in link.sources_of(self._rank):
-            self._messages.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
         with self._queue.use():
             warm_copies(link.to_rank(self._rank), self._shard, self._pool, self._sums)
         self._links[link.prefill.name] = link
         for peer in link.sources_of(self._rank):
+            self._messages.link(peer.control_address)
             self._writes.offer(peer.control_address)
+
+    def on_linked(self, peer: str, message: m.Linked) -> bool:
+        """See `disagg.node.rank.Agent`."""
+        return self._messages.on_linked(peer, message)
 
     # --- messages of the leader
 

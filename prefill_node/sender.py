@@ -56,7 +56,7 @@ class SegmentSender:
         self._stale = 0
         self._active_messages = ActiveMessages(
             context.transport,
-            context.control.address,
+            context.control.send,
             {
                 m.LeaseGrant: self._on_grant,
                 m.Watermark: self._on_watermark,
@@ -112,7 +112,6 @@ class SegmentSender:
         """
         self.cutter.link(link)
         for peer in link.destinations_of(self._rank):
-            self._active_messages.know(peer.control_address)
             self._transport.connect(peer.control_address, peer.transport_address)
             self._leases.rings.setdefault(peer.control_address, PeerRing())
             self._flows.link(peer.control_address, f"{link.decode.name} r{peer.rank}")
@@ -122,6 +121,12 @@ class SegmentSender:
             self._pools.warm(link)
         self._links[link.decode.name] = link
         self._pools.linked(link)
+        for peer in link.destinations_of(self._rank):
+            self._active_messages.link(peer.control_address)
+
+    def on_linked(self, peer: str, message: m.Linked) -> bool:
+        """See `disagg.node.rank.Agent`."""
+        return self._active_messages.on_linked(peer, message)
 
     # --- calls of the leader and the compute thread
 
@@ -195,9 +200,9 @@ class SegmentSender:
     def on_peer_lost(self, peer: str) -> None:
         """Fences a lost decode rank: its tickets fail, and the next `progress` ends its sends as failed."""
         self._pools.forget(peer)
+        self._active_messages.forget(peer)
         if self._leases.rings.pop(peer, None) is None:
             return
-        self._active_messages.forget(peer)
         self._flows.forget(peer)
         for name, link in list(self._links.items()):
             if peer in {rank.control_address for rank in link.decode.ranks}:

@@ -3,27 +3,31 @@
 A control message costs six thread wake-ups, too many for small requests. Leases and watermarks therefore use
 the transport directly, without another thread, encryption or a queue.
 
-The tag of an active message identifies its sender. A process that can forge the tag could also write the ring
-directly, so the tag needs no authentication. Messages of one sender are handled in the order of `send`; a
-control message may overtake them. A message arrives or its operation fails. If the connection breaks after
-the send, neither happens, so a sender that needs a reply sets a timeout.
+Each link of a rank with a peer has an *inbox*, whose number is part of the tag. The receiver announces the number
+with `Linked` over the control channel. Until then the sender holds its messages, so none reaches a rank that has
+not linked yet. A fence closes the inbox: a message from before the fence carries an old number, and is dropped.
+
+A process that can forge the tag could also write the ring directly, so the tag needs no authentication. Messages
+of one sender are handled in the order of `send`; a control message may overtake them. A message arrives or its
+operation fails. If the connection breaks after the send, neither happens, so a sender that needs a reply sets a
+timeout.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import secrets
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
-import xxhash
 
 from disagg.core.errors import ProtocolError, TransportError
 from transport.base import Arrival, Operation, OperationState, Transport
-from transport.control.messages import MAX_MESSAGE_BYTES, Message, decode, encode
+from transport.control.messages import MAX_MESSAGE_BYTES, Linked, Message, decode, encode
 from transport.slots import Slot, Slots
-from transport.tags import active_message_tag, is_active_message
+from transport.tags import INBOX_NUMBERS, active_message_tag, inbox_of, is_active_message
 
 log = structlog.get_logger(__name__)
 
@@ -31,16 +35,46 @@ Handler = Callable[[str, Any], None]
 """Called as `(peer, message)`; `message` has the type under which the handler is registered."""
 
 
+MAX_HELD_BYTES = 1 << 20
+"""Most bytes of messages held for one peer that is not linked yet; a message beyond the limit is dropped."""
+
+
 @dataclass(slots=True, eq=False)
-class _ActiveMessage:
-    """The context of an active message's operation."""
+class _Inbox:
+    """What one peer sends to this rank, from the link with the peer to its fence."""
+
+    peer: str
+    number: int
+    coming: deque[_Incoming] = field(default_factory=deque)
+    """Incoming messages in order of arrival. UCX may still fetch a large one after later ones are complete."""
+    closed: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """The context of a receive."""
+
+    slot: Slot
+    inbox: _Inbox
+    came: bool | None = None
+    """None while the operation runs, then whether the bytes arrived."""
+
+
+@dataclass(slots=True, eq=False)
+class _Outgoing:
+    """The context of a send."""
 
     slot: Slot
     peer: str
-    message: Message | None
-    """None for a message being received."""
-    came: bool | None = None
-    """For a received message: None while its operation runs, then whether the bytes arrived."""
+    message: Message
+
+
+@dataclass(slots=True)
+class _Held:
+    """Messages for a linked peer whose inbox is not announced yet."""
+
+    messages: list[tuple[Message, bytes]] = field(default_factory=list)
+    nbytes: int = 0
 
 
 class ActiveMessages:
@@ -49,77 +83,117 @@ class ActiveMessages:
     def __init__(
         self,
         transport: Transport,
-        address: str,
+        announce: Callable[[str, Message], None],
         handlers: Mapping[type[Message], Handler],
         undelivered: Callable[[str, Message, TransportError], None],
     ) -> None:
-        """`address` is this rank's name. `undelivered` is called for each message whose send failed."""
+        """`announce` sends over the control channel. `undelivered` is called for each message whose send failed."""
         self._transport, self._slots = transport, Slots(transport)
-        self._tag = _tag(address)
+        self._announce = announce
         self._handlers, self._undelivered = dict(handlers), undelivered
-        self._peers: dict[int, str] = {}
-        self._coming: defaultdict[str, deque[_ActiveMessage]] = defaultdict(deque)
-        """Incoming messages by sender, in order of arrival. UCX may still fetch a large one after later ones
-        are complete."""
+        self._last_number = secrets.randbelow(INBOX_NUMBERS)
+        self._inboxes: dict[int, _Inbox] = {}
+        """By number."""
+        self._linked: dict[str, _Inbox] = {}
+        """By peer."""
+        self._numbers: dict[str, int] = {}
+        """Number of this rank's inbox at each peer that has announced one. A peer may link first."""
+        self._held: dict[str, _Held] = {}
         self.dropped = 0
-        """Number of messages dropped: the sender or the type is unknown, or the bytes cannot be decoded."""
+        """Number of messages dropped: the inbox is closed, the type unknown, the bytes invalid, or too many held."""
 
-    def know(self, peer: str) -> None:
-        """Accepts active messages of `peer`. Raises `TransportError` when another peer has the same tag."""
-        tag = _tag(peer)
-        if self._peers.setdefault(tag, peer) != peer or tag == self._tag:
-            raise TransportError(
-                f"{peer} and {self._peers[tag]} have the same active-message tag; let one rank listen on another port"
-            )
+    def link(self, peer: str) -> None:
+        """Opens an inbox for `peer`, which is connected, and announces it; no effect if one is open."""
+        if peer in self._linked:
+            return
+        self._last_number = (self._last_number + 1) % INBOX_NUMBERS
+        inbox = _Inbox(peer, self._last_number)
+        self._inboxes[inbox.number] = self._linked[peer] = inbox
+        self._announce(peer, Linked(inbox.number))
+
+    def on_linked(self, peer: str, message: Linked) -> bool:
+        """Sends the messages held for a peer that is linked now. The peer may have linked before this rank.
+
+        Returns False when the peer has fenced this rank since it was linked: messages sent meanwhile are lost.
+        """
+        fenced = peer in self._linked and self._numbers.get(peer, message.inbox) != message.inbox
+        self._numbers[peer] = message.inbox
+        for held, body in self._held.pop(peer, _Held()).messages:
+            self._post(peer, held, body)
+        return not fenced
 
     def forget(self, peer: str) -> None:
-        """Drops active messages of `peer` from now on."""
-        self._peers.pop(_tag(peer), None)
+        """Closes the inbox of a fenced peer: no message from before is handled. Drops the messages held for it."""
+        self._numbers.pop(peer, None)
+        self._held.pop(peer, None)
+        inbox = self._linked.pop(peer, None)
+        if inbox is not None:
+            del self._inboxes[inbox.number]
+            inbox.closed = True
+            for entry in inbox.coming:
+                if entry.came is not None:
+                    self._slots.give(entry.slot)  # the others' when their operations end
+            inbox.coming.clear()
 
     def send(self, peer: str, message: Message) -> None:
-        """Starts sending `message`. Pass the operation to `ended` when it has ended."""
+        """Starts sending `message`, or holds it until the peer is linked. Pass ended operations to `ended`."""
         body = encode(message)
-        entry = _ActiveMessage(self._slots.take(len(body)), peer, message)
+        if peer in self._numbers or peer not in self._linked:  # without a link the operation fails
+            self._post(peer, message, body)
+            return
+        held = self._held.setdefault(peer, _Held())
+        if held.nbytes + len(body) > MAX_HELD_BYTES:
+            self.dropped += 1
+            log.warning("active_message_dropped", peer=peer, error=f"{held.nbytes} bytes wait for its link")
+            return
+        held.messages.append((message, body))
+        held.nbytes += len(body)
+
+    def _post(self, peer: str, message: Message, body: bytes) -> None:
+        entry = _Outgoing(self._slots.take(len(body)), peer, message)
         entry.slot.write(body)
-        self._transport.send(peer, self._tag, entry.slot.view, context=entry)
+        tag = active_message_tag(self._numbers.get(peer, 0))
+        self._transport.send(peer, tag, entry.slot.view, context=entry)
 
     def arrived(self, arrival: Arrival) -> bool:
         """Starts receiving an active message. Returns False for an arrival that is not one."""
         if not is_active_message(arrival.tag):
             return False
-        peer = self._peers.get(arrival.tag)
-        if peer is None or not 0 < arrival.nbytes <= MAX_MESSAGE_BYTES:
+        inbox = self._inboxes.get(inbox_of(arrival.tag))
+        if inbox is None or not 0 < arrival.nbytes <= MAX_MESSAGE_BYTES:
             self.dropped += 1
-            self._transport.discard(peer, arrival)
+            self._transport.discard(inbox.peer if inbox is not None else None, arrival)
         else:
-            entry = _ActiveMessage(self._slots.take(arrival.nbytes), peer, None)
-            self._coming[peer].append(entry)
-            self._transport.receive(peer, arrival, entry.slot.view, context=entry)
+            entry = _Incoming(self._slots.take(arrival.nbytes), inbox)
+            inbox.coming.append(entry)
+            self._transport.receive(inbox.peer, arrival, entry.slot.view, context=entry)
         return True
 
     def ended(self, operation: Operation) -> bool:
         """Passes complete messages to their handlers. Returns False for an operation of another kind."""
         entry = operation.context
-        if not isinstance(entry, _ActiveMessage):
-            return False
         failed = operation.state is OperationState.FAILED
-        if entry.message is None:
+        if isinstance(entry, _Incoming):
             entry.came = not failed
-            self._hand_over(self._coming[entry.peer])
-            return True
-        self._slots.give(entry.slot)
-        if failed:
-            self._undelivered(entry.peer, entry.message, operation.error or TransportError("not delivered"))
-        return True
+            if entry.inbox.closed:
+                self._slots.give(entry.slot)
+            else:
+                self._hand_over(entry.inbox.coming)
+        elif isinstance(entry, _Outgoing):
+            self._slots.give(entry.slot)
+            if failed:
+                error = operation.error or TransportError("not delivered")
+                self._undelivered(entry.peer, entry.message, error)
+        return isinstance(entry, _Incoming | _Outgoing)
 
-    def _hand_over(self, coming: deque[_ActiveMessage]) -> None:
+    def _hand_over(self, coming: deque[_Incoming]) -> None:
         """Handles the received messages at the head of the queue, up to the first that is incomplete."""
         while coming and coming[0].came is not None:
             entry = coming.popleft()
             body = entry.slot.read()
             self._slots.give(entry.slot)
             if entry.came:
-                self._read(entry.peer, body)
+                self._read(entry.inbox.peer, body)
 
     def _read(self, peer: str, body: bytes) -> None:
         try:
@@ -132,7 +206,3 @@ class ActiveMessages:
             log.warning("active_message_dropped", peer=peer, error=str(exc))
         else:
             handler(peer, message)
-
-
-def _tag(address: str) -> int:
-    return active_message_tag(xxhash.xxh32_intdigest(address.encode()))

@@ -5,7 +5,7 @@
 
 The ticket number is unique for the life of a decode group. A message still in flight from an earlier attempt
 therefore never matches a current reservation, and is discarded by its tag. The two largest numbers are
-reserved: one for active messages, with 32 bits of their sender's name (`transport.active_messages`), the
+reserved: one for active messages, with the number of the receiver's inbox (`transport.active_messages`), the
 other for wire probes, with the probe's number.
 """
 
@@ -16,6 +16,8 @@ from typing import NamedTuple
 TICKET_BITS, WRITER_BITS, SEGMENT_BITS = 32, 12, 20
 TICKET_NUMBERS = (1 << TICKET_BITS) - 2
 """Upper bound (exclusive) of ticket numbers."""
+INBOX_NUMBERS = 1 << (WRITER_BITS + SEGMENT_BITS)
+"""Upper bound (exclusive) of inbox numbers."""
 _ACTIVE_MESSAGES, _PROBES = TICKET_NUMBERS, TICKET_NUMBERS + 1
 
 
@@ -49,11 +51,16 @@ def unpack(tag: int) -> Tag:
     )
 
 
-def active_message_tag(sender: int) -> int:
-    """Returns the tag of active messages from `sender`, a 32-bit number. Raises `ValueError` for a larger
+def active_message_tag(inbox: int) -> int:
+    """Returns the tag of active messages to an inbox, by its 32-bit number. Raises `ValueError` for a larger
     number."""
-    _fits("sender", sender, WRITER_BITS + SEGMENT_BITS)
-    return _ACTIVE_MESSAGES << (WRITER_BITS + SEGMENT_BITS) | sender
+    _fits("inbox", inbox, WRITER_BITS + SEGMENT_BITS)
+    return _ACTIVE_MESSAGES << (WRITER_BITS + SEGMENT_BITS) | inbox
+
+
+def inbox_of(tag: int) -> int:
+    """Returns the inbox number in the tag of an active message."""
+    return tag & (INBOX_NUMBERS - 1)
 
 
 def is_active_message(tag: int) -> bool:

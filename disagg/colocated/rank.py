@@ -54,6 +54,10 @@ class NoTransfers:
     def link(self, link: Link) -> None:
         """Never called: `ColocatedRank._make_link` raises."""
 
+    def on_linked(self, peer: str, message: m.Linked) -> bool:
+        """No effect: the agent has no peers."""
+        return True
+
     def on_peer_lost(self, peer: str) -> None:
         """No effect: the agent has no peers."""
 

@@ -1,14 +1,18 @@
-"""Repair of a broken data connection between two living ranks: both sides fence the old one and link again.
+"""Repair of links between living ranks: both sides fence the old data connection and link again.
 
-The transport refuses all operations with a peer whose connection broke, and the control channel still works, so
-nothing else repairs the connection. One round takes a request and a response on the control channel:
+The control channel can lose a peer that lives: then both sides fence at the loss, and link when the channel meets the
+peer again. Or the data connection breaks while the control channel works. Then one round mends it:
 
     the rank that detects the loss      fences the peer, sends `LinkBroken`
-    the other rank                      fences the first, sends `LinkBroken(answer)`, links again
-    the first rank, on the response     links again
+    the other rank                      fences the first, sends `LinkBroken(answer)`, links again, sends `Linked`
+    the first rank, on the answer       links again, sends `Linked`
 
 So neither rank connects before both have fenced, and no fence ends a new connection. Two crossing requests answer
-each other. If the control channel loses the peer meanwhile, `disagg.node.silence` links the groups again.
+each other. A rank sends active messages to a peer only after the `Linked` of the peer's latest link
+(`transport.active_messages`), so none reaches a rank that has not linked yet.
+
+A control channel that loses and meets a peer within a round can leave one side linked before the other's fence. That
+side receives a second `Linked`, and starts another round.
 """
 
 from __future__ import annotations
@@ -46,11 +50,15 @@ class Mending:
         fence: Callable[[str], None],
         send: Callable[[str, m.Message], None],
         link: Callable[[GroupInfo], None],
+        linked: Callable[[str, m.Linked], bool],
         clock: Clock,
     ) -> None:
-        """`fence` ends all work with a peer and disconnects; `send` is the control channel's; `link` links again."""
+        """`fence` ends all work with a peer and disconnects; `send` is the control channel's; `link` links again.
+
+        `linked` opens the way to a peer that has linked; it returns False when the peer has fenced this rank since.
+        """
         self._silences, self._lane, self._clock = silences, lane, clock
-        self._fence, self._send, self._link = fence, send, link
+        self._fence, self._send, self._link, self._linked = fence, send, link, linked
         self._requested: set[str] = set()
         """Peers that are fenced here and have not responded."""
         self._pauses: dict[str, _Pause] = {}
@@ -62,12 +70,7 @@ class Mending:
         pause = self._pauses.get(peer)
         if not self._silences.is_linked(peer) or (pause is not None and self._clock() < pause.until_s):
             return
-        if not self._silences.mark_silent(peer):
-            return  # a round is running, or the control channel lost the peer and links again later
-        self.rounds += 1
-        self._drop(peer)
-        self._requested.add(peer)
-        self._send(peer, m.LinkBroken())
+        self._begin(peer)
 
     def on_link_broken(self, peer: str, message: m.LinkBroken) -> None:
         """Fences the peer, which has fenced this rank, unless that is done; then links again."""
@@ -81,14 +84,37 @@ class Mending:
             if connected:  # a silent peer is linked when the control channel meets it
                 self._link_again(peer)
 
-    def control_lost(self, peer: str) -> None:
-        """Ends the round: the groups are linked again when the control channel meets the peer."""
+    def on_linked(self, peer: str, message: m.Linked) -> None:
+        """Opens the way to a peer that has linked. In a round the message is older than the peer's fence.
+
+        Starts a round when the peer has fenced this rank after this rank linked it.
+        """
+        if peer not in self._requested and not self._linked(peer, message) and self._silences.is_linked(peer):
+            self._begin(peer)
+
+    def on_silent(self, peer: str) -> None:
+        """Fences a peer of a linked group that the control channel lost. Ends a round with it."""
         self._requested.discard(peer)
+        if self._silences.mark_silent(peer):
+            log.warning("peer_lost", peer=peer, lane=self._lane)
+        self._fence(peer)
+
+    def on_met(self, peer: str) -> None:
+        """Links again with a silent peer that is back."""
+        self._link_again(peer)
 
     def dead(self, peer: str) -> None:
         """Removes a dead peer."""
         self._requested.discard(peer)
         self._pauses.pop(peer, None)
+
+    def _begin(self, peer: str) -> None:
+        if not self._silences.mark_silent(peer):
+            return  # a round is running, or the control channel lost the peer and links again later
+        self.rounds += 1
+        self._drop(peer)
+        self._requested.add(peer)
+        self._send(peer, m.LinkBroken())
 
     def _drop(self, peer: str) -> None:
         now_s, last = self._clock(), self._pauses.get(peer)

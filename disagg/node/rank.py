@@ -62,7 +62,10 @@ class Agent(TransferAgent, Protocol):
         """Makes the calling thread the transfer thread."""
 
     def link(self, link: Link) -> None:
-        """Connects to the ranks of the linked group."""
+        """Connects to the ranks of the linked group, and sends `Linked` to each that was not linked."""
+
+    def on_linked(self, peer: str, message: m.Linked) -> bool:
+        """Handles a peer that has linked this rank. Returns False if the peer has fenced this rank since."""
 
     def on_peer_lost(self, peer: str) -> None:
         """Fences the peer and ends all work with it."""
@@ -133,6 +136,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             fence=self._agent.on_peer_lost,
             send=control.send,
             link=self._link_again,
+            linked=self._agent.on_linked,
             clock=clock,
         )
         self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
@@ -267,6 +271,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         handler = self._transfer_handler(peer, message)
         if isinstance(message, m.LinkBroken):
             self._loop.post(partial(self._mending.on_link_broken, peer, message))
+        elif isinstance(message, m.Linked):
+            self._loop.post(partial(self._mending.on_linked, peer, message))
         elif handler is not None:
             self._loop.post(handler, wake=not isinstance(message, self._deferrable))
         elif isinstance(message, m.Plan):
@@ -303,9 +309,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self._lose(peer)
             self._loop.post(partial(self._repeat_if_linked, peer))
             return
-        if self._silences.mark_silent(peer):
-            self._lose(peer)
-        self._loop.post(partial(self._mending.control_lost, peer))
+        self._loop.post(partial(self._mending.on_silent, peer))
+        if self._leader is not None:
+            self._leader.on_peer_lost(peer)
         self.control.watch(peer)
 
     def _repeat_if_linked(self, peer: str) -> None:
@@ -315,10 +321,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def _on_met(self, peer: str) -> None:
         """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""
-        for other in self._silences.mark_met(peer):
-            self._loop.post(partial(self._link_again, other))
-            if self._leader is not None:
-                self._leader.link(other)
+        self._loop.post(partial(self._mending.on_met, peer))
 
     def _link_again(self, other: GroupInfo) -> None:
         try:

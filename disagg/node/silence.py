@@ -1,4 +1,4 @@
-"""Liveness of the peers in linked groups, as the control channel sees it. `disagg.node.rank` acts on the state.
+"""Liveness of the peers in linked groups. `disagg.node.mending` changes and acts on it, on the transfer thread.
 
 A silent peer may be dead or cut off by the network; the cluster reports a death. Until then the rank keeps watching
 the peer. When no peer of its group is silent any more, the groups are linked again.
@@ -21,7 +21,7 @@ class _Linked:
 
 
 class Silences:
-    """Linked groups and their silent peers. Thread-safe."""
+    """Linked groups and their silent peers. Thread-safe: the control thread reads, and a death can come on any."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -30,8 +30,14 @@ class End:
             fence=lambda peer: self.did.append(f"fence {peer}"),
             send=self._send,
             link=lambda group: self.did.append(f"link {group.name}"),
+            linked=self._linked,
             clock=lambda: self.now_s,
         )
+
+    def _linked(self, peer: str, message: m.Linked) -> bool:
+        """Every number above 1 is that of a second link, and the peer has fenced this rank in between."""
+        self.did.append(f"{peer} linked {message.inbox}")
+        return message.inbox == 1
 
     def _send(self, peer: str, message: m.Message) -> None:
         assert isinstance(message, m.LinkBroken)
@@ -48,11 +54,9 @@ class End:
 
     def met(self) -> None:
         """The control channel lost the other one, and has met it again."""
-        if self.silences.mark_silent(self.other):
-            self.did.append(f"fence {self.other}")
-        self.mending.control_lost(self.other)
+        self.mending.on_silent(self.other)
         self.on_the_way.clear()
-        self.did += [f"link {group.name}" for group in self.silences.mark_met(self.other)]
+        self.mending.on_met(self.other)
 
 
 @pytest.fixture
@@ -118,21 +122,21 @@ def test_the_control_channel_breaks_in_a_round(ends: tuple[End, End]) -> None:
     a.find()
     for one in ends:
         one.met()
-    assert (a.did, b.did) == (["fence b", "link b"], ["fence a", "link a"])
+    assert (a.did, b.did) == (["fence b", "fence b", "link b"], ["fence a", "link a"])
     a.now_s += LONGEST_PAUSE_S
     a.find()
     b.hear(a)
     a.hear(b)
-    assert (a.did[2:], b.did[2:]) == (["fence b", "link b"], ["fence a", "link a"])
+    assert (a.did[3:], b.did[2:]) == (["fence b", "link b"], ["fence a", "link a"])
 
 
 def test_an_answer_to_a_forgotten_question_changes_nothing(ends: tuple[End, End]) -> None:
     a, b = ends
     a.find()
     b.hear(a)
-    a.mending.control_lost("b")
+    a.mending.on_silent("b")
     a.hear(b)
-    assert a.did == ["fence b"], "it is linked when the control channel meets the peer"
+    assert a.did == ["fence b", "fence b"], "it is linked when the control channel meets the peer"
     assert not a.on_the_way
 
 
@@ -155,3 +159,28 @@ def test_the_dead_are_not_asked(ends: tuple[End, End]) -> None:
     a.find()
     assert a.did == []
     assert not a.on_the_way
+
+
+def test_an_announcement_of_before_the_peer_s_fence_is_void(ends: tuple[End, End]) -> None:
+    a, b = ends
+    a.find()
+    a.mending.on_linked("b", m.Linked(1))
+    assert a.did == ["fence b"]
+    b.hear(a)
+    a.hear(b)
+    a.mending.on_linked("b", m.Linked(1))
+    assert a.did == ["fence b", "link b", "b linked 1"]
+
+
+def test_a_peer_that_linked_twice_is_mended(ends: tuple[End, End]) -> None:
+    """It has fenced this rank after this rank linked it, so what was sent meanwhile is lost."""
+    a, b = ends
+    a.mending.on_linked("b", m.Linked(2))
+    assert a.did == ["b linked 2", "fence b"]
+    b.hear(a)
+    a.hear(b)
+    assert (a.did[2:], b.did) == (["link b"], ["fence a", "link a"])
+    a.mending.dead("b")
+    a.silences.dead("b")
+    a.mending.on_linked("b", m.Linked(3))
+    assert a.did[3:] == ["b linked 3"]

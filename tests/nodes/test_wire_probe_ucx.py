@@ -34,10 +34,13 @@ class End:
         self.name = name
 
     def join(self, pipe: Connection, peer: str, handlers: dict[Any, Any]) -> None:
-        self.active_messages = ActiveMessages(self.transport, self.name, handlers, lambda *about: None)
-        self.active_messages.know(peer)
         pipe.send(self.transport.address)
         self.transport.connect(peer, pipe.recv())
+        self.active_messages = ActiveMessages(
+            self.transport, lambda peer, linked: pipe.send(linked), handlers, lambda *about: None
+        )
+        self.active_messages.link(peer)
+        assert self.active_messages.on_linked(peer, pipe.recv())
 
     def drive(self, probes: Any, until: Callable[[], bool]) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S

@@ -8,15 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from disagg.core.errors import TransportError
 from disagg.core.types import RequestKey, Segment, Span
-from transport import active_messages as module
-from transport.active_messages import ActiveMessages
+from transport.active_messages import MAX_HELD_BYTES, ActiveMessages
 from transport.base import Arrival, Operation, Transport
 from transport.control import messages as m
 from transport.inproc import InprocFabric, InprocTransport
 from transport.slots import SLOT_BYTES
-from transport.tags import TICKET_NUMBERS, active_message_tag, is_active_message, pack, unpack
+from transport.tags import TICKET_NUMBERS, active_message_tag, inbox_of, is_active_message, pack, unpack
 from transport.ucx.transport import UcxTransport
 
 SEGMENT = Segment(0, 1, 2, Span(0, 2), Span(0, 1), Span(0, 9), 4096)
@@ -30,9 +28,10 @@ class Box:
         self.transport: Transport = InprocTransport(fabric, name)
         self.came: list[tuple[str, m.Message]] = []
         self.lost: list[tuple[str, m.Message, str]] = []
+        self.announced: list[tuple[str, m.Message]] = []
         self.active_messages = ActiveMessages(
             self.transport,
-            name,
+            lambda peer, message: self.announced.append((peer, message)),
             dict.fromkeys((m.Watermark, m.LeaseRequest), self._came),
             lambda peer, message, error: self.lost.append((peer, message, str(error))),
         )
@@ -47,13 +46,33 @@ class Box:
         return [a for a in self.transport.arrivals() if not self.active_messages.arrived(a)]
 
 
+def link(a: Box, b: Box) -> None:
+    for one, other in ((a, b), (b, a)):
+        one.transport.connect(other.name, other.transport.address)
+        one.active_messages.link(other.name)
+        announce(one, other)
+
+
+def announce(source: Box, destination: Box) -> bool:
+    """Delivers the latest announcement of `source`."""
+    peer, message = source.announced[-1]
+    assert peer == destination.name
+    assert isinstance(message, m.Linked)
+    return destination.active_messages.on_linked(source.name, message)
+
+
+def tag_of(box: Box) -> int:
+    """The tag of active messages to the latest inbox of `box`."""
+    message = box.announced[-1][1]
+    assert isinstance(message, m.Linked)
+    return active_message_tag(message.inbox)
+
+
 @pytest.fixture
 def boxes() -> tuple[InprocFabric, Box, Box]:
     fabric = InprocFabric()
     a, b = Box(fabric, "a"), Box(fabric, "b")
-    for one, other in ((a, b), (b, a)):
-        one.transport.connect(other.name, other.transport.address)
-        one.active_messages.know(other.name)
+    link(a, b)
     return fabric, a, b
 
 
@@ -119,9 +138,7 @@ def test_later_messages_do_not_overtake_a_large_one(backend: str) -> None:
         made = Fetching(fabric, box.name + "!") if backend == "inproc" else UcxTransport()
         box.transport = box.active_messages._transport = box.active_messages._slots._transport = made
     try:
-        for one, other in ((a, b), (b, a)):
-            one.transport.connect(other.name, other.transport.address)
-            one.active_messages.know(other.name)
+        link(a, b)
         sent: list[m.Message] = [
             m.LeaseRequest(RequestKey("r"), i, 1, [SEGMENT] * size)
             for i, size in enumerate((1, 400, 1, 200, 1))
@@ -139,21 +156,21 @@ def test_later_messages_do_not_overtake_a_large_one(backend: str) -> None:
             box.transport.close()
 
 
-def spoil_kind(a: Box) -> None:
+def spoil_kind(a: Box, b: Box) -> None:
     a.active_messages.send("b", m.StopSending(RequestKey("r"), 1, "enough"))
 
 
-def spoil_bytes(a: Box) -> None:
+def spoil_bytes(a: Box, b: Box) -> None:
     memory = torch.full((9,), 0xC1, dtype=torch.uint8)
     a.transport.register(memory)
-    a.transport.send("b", module._tag("a"), memory)
+    a.transport.send("b", tag_of(b), memory)
 
 
-def spoil_length(a: Box) -> None:
+def spoil_length(a: Box, b: Box) -> None:
     """Our transports never send this message, but other users of UCX can."""
     memory = torch.ones(9, dtype=torch.uint8)
     a.transport.register(memory)
-    operation = a.transport.send("b", module._tag("a"), memory)
+    operation = a.transport.send("b", tag_of(b), memory)
     [message] = a.transport._wire  # type: ignore[attr-defined]
     message.data = message.data[:0]
     assert not operation.ended
@@ -161,10 +178,10 @@ def spoil_length(a: Box) -> None:
 
 @pytest.mark.parametrize("spoil", [spoil_kind, spoil_bytes, spoil_length])
 def test_invalid_active_messages_are_counted_and_dropped(
-    boxes: tuple[InprocFabric, Box, Box], spoil: Callable[[Box], None]
+    boxes: tuple[InprocFabric, Box, Box], spoil: Callable[[Box, Box], None]
 ) -> None:
     _, a, b = boxes
-    spoil(a)
+    spoil(a, b)
     for arrival in b.transport.arrivals():
         assert b.active_messages.arrived(arrival)
     settle(b)
@@ -198,15 +215,85 @@ def test_data_is_not_an_active_message(boxes: tuple[InprocFabric, Box, Box]) -> 
     assert not b.active_messages.arrived(arrival)
 
 
-def test_two_peers_of_one_tag_are_refused(
-    boxes: tuple[InprocFabric, Box, Box], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_messages_wait_for_the_peer_s_link(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    """Until its `Linked` they are held, in order; an earlier `Linked` than the own link is kept."""
+    fabric, a, b = boxes
+    c = Box(fabric, "c")
+    a.transport.connect("c", c.transport.address)
+    a.active_messages.link("c")
+    sent = [m.Watermark(0, position, 1 << 20) for position in range(4)]
+    for message in sent[:2]:
+        a.active_messages.send("c", message)
+    settle(a, c)
+    assert (c.came, c.active_messages.dropped) == ([], 0)
+    c.transport.connect("a", a.transport.address)
+    c.active_messages.link("a")
+    assert announce(c, a)
+    a.active_messages.send("c", sent[2])
+    settle(a, c)
+    assert announce(a, c)
+    c.active_messages.send("a", sent[3])
+    settle(a, c)
+    assert (c.came, a.came) == ([("a", message) for message in sent[:3]], [("c", sent[3])])
+    assert not b.came
+
+
+def test_held_messages_are_bounded(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    fabric, a, _ = boxes
+    c = Box(fabric, "c")
+    a.transport.connect("c", c.transport.address)
+    a.active_messages.link("c")
+    large = m.LeaseRequest(RequestKey("r"), 1, 1, [SEGMENT] * 4000)
+    fits = MAX_HELD_BYTES // len(m.encode(large))
+    for _ in range(fits + 3):
+        a.active_messages.send("c", large)
+    assert a.active_messages.dropped == 3
+    c.transport.connect("a", a.transport.address)
+    c.active_messages.link("a")
+    announce(c, a)
+    settle(a, c)
+    assert len(c.came) == fits
+
+
+def test_no_message_from_before_a_fence_is_handled(boxes: tuple[InprocFabric, Box, Box]) -> None:
+    """Neither one on the wire, nor one whose receive has ended, nor a held one."""
+    fabric, a, b = boxes
+    old, new = (m.Watermark(0, position, 1 << 20) for position in range(2))
+    fabric.faults.hold(1)
+    a.active_messages.send("b", old)
+    for arrival in b.transport.arrivals():
+        assert b.active_messages.arrived(arrival)
+    a.active_messages.send("b", old)
+    assert fabric.held
+    for arrival in b.transport.arrivals():
+        assert b.active_messages.arrived(arrival)
+    received = b.transport.progress()  # has ended, and is handled after the fence
+    b.transport.disconnect("a")
+    b.active_messages.forget("a")
+    for operation in received:
+        assert b.active_messages.ended(operation)
+    b.transport.connect("a", a.transport.address)
+    b.active_messages.link("a")
+    fabric.release()
+    settle(a, b)
+    assert (b.came, b.active_messages.dropped) == ([], 1)
+    assert not announce(b, a), "the peer has fenced this rank"
+    a.active_messages.send("b", new)
+    settle(a, b)
+    assert b.came == [("a", new)]
+    registered = [box.transport.statistics().registered_bytes for box in (a, b)]
+    assert registered == [64 * SLOT_BYTES] * 2
+
+
+def test_a_message_without_a_link_fails(boxes: tuple[InprocFabric, Box, Box]) -> None:
     _, a, _ = boxes
-    a.active_messages.know("b")  # again: nothing happens
-    monkeypatch.setattr(module, "_tag", lambda address: active_message_tag(7))
-    a.active_messages.know("c")
-    with pytest.raises(TransportError, match="d and c have the same active-message tag"):
-        a.active_messages.know("d")
+    a.transport.disconnect("b")
+    a.active_messages.forget("b")
+    a.active_messages.send("b", m.Watermark(0, 1, 1 << 20))
+    settle(a)
+    [(peer, _, error)] = a.lost
+    assert peer == "b"
+    assert "is not connected" in error
 
 
 def test_active_message_tags_are_no_ticket_s() -> None:
@@ -214,5 +301,6 @@ def test_active_message_tags_are_no_ticket_s() -> None:
     assert is_active_message(tag)
     assert unpack(tag).ticket == TICKET_NUMBERS
     assert not is_active_message(pack(TICKET_NUMBERS - 1, 0, 0))
-    with pytest.raises(ValueError, match="sender"):
+    assert inbox_of(tag) == 0xDEADBEEF
+    with pytest.raises(ValueError, match="inbox"):
         active_message_tag(1 << 32)

@@ -19,7 +19,7 @@ from disagg.core.status import GroupStatus, RankStatus
 from disagg.core.tokens import TokenIds, unpack_tokens
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Segment, Ticket, TokenLogprobs
 from transport.handles import MemoryHandle
-from transport.tags import SEGMENT_BITS, TICKET_NUMBERS, WRITER_BITS
+from transport.tags import INBOX_NUMBERS, SEGMENT_BITS, TICKET_NUMBERS, WRITER_BITS
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Largest encoded message; a prompt of four million tokens fits."""
@@ -28,6 +28,7 @@ TicketNumber = Annotated[int, msgspec.Meta(ge=0, lt=TICKET_NUMBERS)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << WRITER_BITS)]
 SegmentIndex = Annotated[int, msgspec.Meta(ge=0, lt=1 << SEGMENT_BITS)]
 ProbeNumber = Annotated[int, msgspec.Meta(ge=0, lt=1 << (WRITER_BITS + SEGMENT_BITS))]
+InboxNumber = Annotated[int, msgspec.Meta(ge=0, lt=INBOX_NUMBERS)]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -433,6 +434,12 @@ class LinkBroken(Message, frozen=True):
 
     answer: bool = False
     """True for a reply; a message that is not a reply is answered by one."""
+
+
+class Linked(Message, frozen=True):
+    """Rank -> peer rank: the sender has linked the receiver, and takes its active messages under this number."""
+
+    inbox: InboxNumber
 
 
 class SenderEnded(Message, frozen=True):

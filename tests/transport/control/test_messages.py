@@ -88,6 +88,7 @@ EXAMPLES: list[Message] = [
     messages.PoolRefused(1, "it is on another host"),
     messages.LinkBroken(),
     messages.LinkBroken(answer=True),
+    messages.Linked(2**32 - 1),
     messages.Prefilled(KEY, [11]),
     messages.Prefilled(KEY, [11, 4], [TokenLogprobs(11, -0.25, ()), TokenLogprobs(4, -1.5, ())]),
     messages.Transferred(KEY, 1 << 40, 12, 30, 0.25),
