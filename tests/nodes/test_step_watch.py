@@ -103,4 +103,5 @@ def test_a_step_that_never_ends_breaks_the_group(checkpoints: Checkpoints, role:
         assert "hangs" in reasons.get(timeout=LONG_S)
     finally:
         goes_on.set()
+        groups.kill(f"{role}-{rank}")  # a hanging process is killed; its group's other rank leaves the collective
         groups.stop()
