@@ -27,15 +27,24 @@ settings.register_profile(
 settings.register_profile("explore", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
-LONGEST = (
-    "tests/kernels/test_kernels_interpreted.py",
+RAY = (
     "tests/cluster/on_ray/",
-    "tests/system/served/",
     "tests/cluster/test_killed.py",
+    "tests/system/served/",
     "tests/system/test_user_faults_real.py",
-    "tests/system/test_bit_flips.py",
-    "tests/system/test_faults.py",
+    "tests/cluster/test_ray_local.py",
 )
+"""Tests that start Ray. One worker runs them one after another: two Rays at once would starve two cores."""
+LONGEST = (
+    *RAY,
+    "tests/system/test_faults.py",
+    "tests/system/test_cut_off.py",
+    "tests/system/test_cluster_simulation.py",
+    "tests/kernels/test_kernels_interpreted.py",
+    "tests/system/test_bit_flips.py",
+    "tests/system/test_preemption.py",
+)
+"""In the order in which they start."""
 
 # For the test process and for every rank it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,7 +54,7 @@ os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 @pytest.hookimpl(optionalhook=True)  # without xdist there is no such hook
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keeps the files of a folder with an `__init__.py` on one worker: they share a server, or one Ray.
+    """Keeps the files of a folder with an `__init__.py` on one worker, where they share a server; and all of `RAY`.
 
     Files go out as `pytest_collection_modifyitems` orders them; xdist would put those with few tests last.
     """
@@ -56,6 +65,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class WithWholeFolders(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith(RAY):
+                return "ray"
             file: str = super()._split_scope(nodeid)
             folder = Path(file).parent
             return str(folder) if (config.rootpath / folder / "__init__.py").exists() else file
@@ -70,8 +81,13 @@ def pytest_unconfigure() -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the files that take longest first, so that no worker runs one alone at the end."""
+
+    def place(item: pytest.Item) -> int:
+        found = (place for place, name in enumerate(LONGEST) if item.nodeid.startswith(name))
+        return next(found, len(LONGEST))
+
     if hasattr(config, "workerinput"):  # a worker of xdist
-        items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+        items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -120,9 +120,13 @@ def command(
 
 @contextmanager
 def serve_process(
-    folder: Path, *flags: str, api_key: str = API_KEY, environment: Mapping[str, str] | None = None
+    folder: Path,
+    *flags: str,
+    api_key: str = API_KEY,
+    environment: Mapping[str, str] | None = None,
+    prefill_tp: int = 2,
 ) -> Iterator[Served]:
-    """`disagg serve` with a tiny checkpoint, two prefill ranks and one decode rank; see `command`."""
+    """`disagg serve` with a tiny checkpoint, `prefill_tp` prefill ranks and one decode rank; see `command`."""
     checkpoint = make_tiny_checkpoint(folder / "tiny", layers=3, hidden=96, head_dim=8, mlp=96)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TEMPLATE
@@ -135,7 +139,7 @@ def serve_process(
         "--device",
         "cpu",
         "--prefill-tp",
-        "2",
+        str(prefill_tp),
         "--decode-tp",
         "1",
     ]
