@@ -8,7 +8,8 @@ from disagg.core.collection import collection_paused
 from disagg.core.types import GroupInfo
 
 with collection_paused():  # a rank's process imports torch and transformers here
-    from disagg.node.host import RankHost
+    from disagg.node.host import ClaimReply, RankHost
+    from disagg.node.ownership import Owner
     from prefill_node.calibration import Calibration
     from prefill_node.rank import PrefillRank
 
@@ -28,10 +29,16 @@ class PrefillActor(RankHost):
         return rank.calibrate(other)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def pulse(self) -> None:
+    def pulse(self, token: str = "") -> bool:
         """See `RankHost.pulse`."""
+        return super().pulse(token)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def park(self) -> str:
+    def claim(self, claimant: Owner) -> ClaimReply:
+        """See `RankHost.claim`."""
+        return super().claim(claimant)
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def park(self, token: str = "") -> str:
         """See `RankHost.park`."""
-        return super().park()
+        return super().park(token)

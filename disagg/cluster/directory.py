@@ -46,7 +46,7 @@ class Directory:
             return tuple(self._routers)
 
     def start(self) -> None:
-        """Starts to serve; the list of groups is empty until `announce`."""
+        """Starts to serve; routers get the list of groups at the first `announce`."""
         self._control.start(self._on_message, self._on_lost)
 
     def close(self) -> None:
@@ -108,6 +108,8 @@ class Directory:
 
     def _send(self, router: str) -> None:
         latest = self._latest
+        if not latest.version:  # an empty list would end groups that the router has, which may be adopted
+            return
         self._routers[router] |= {group.name for group in latest.groups} - set(latest.draining)
         self._control.send(router, latest)
 

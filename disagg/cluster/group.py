@@ -49,6 +49,17 @@ class Group:
         return self.started[0].spec
 
 
+def group_name(role: Role, number: int) -> str:
+    """Returns the name of a role's group `number`, from 1."""
+    return role if number == 1 else f"{role}-{number}"
+
+
+def group_order(name: str) -> tuple[str, int]:
+    """Returns role and number of a group by its name; sorts names."""
+    role, _, number = name.partition("-")
+    return role, int(number or 1)
+
+
 def with_placement(config: Config, placement: Placement) -> Config:
     """Returns the configuration with TP sizes and devices of the placement, the same for every rank."""
     placed = {role: _placed(getattr(config, role), where) for role, where in placement.kinds.items()}

@@ -16,7 +16,7 @@ from disagg.core.errors import ConfigError
 from disagg.core.folders import cache_folder
 from transport.hosts import is_loopback, own_host
 from transport.keys.curve import make_keys
-from transport.keys.file import replace_keys
+from transport.keys.file import load_keys, replace_keys
 from transport.keys.ring import KeyRing
 
 _MEND = "make them with `disagg keys FILE`, copy the file to every host, and set control.key_file to it"
@@ -30,13 +30,18 @@ def own_keys(config: ControlConfig) -> KeyRing:
     return KeyRing.follow(config.key_file) if config.key_file else KeyRing(make_keys())
 
 
-def launch_keys(config: ControlConfig) -> KeyRing:
+def launch_keys(config: ControlConfig, adopting: Mapping[str, str] | None = None) -> KeyRing:
     """Returns the keys of a cluster that other routers join.
 
-    Raises `ConfigError` for a key file that cannot be used, and without one when `control.host` is beyond loopback.
+    `adopting`: the environment of a launch that may adopt groups of a killed one. Without `control.key_file` these
+    have the keys that it published. Raises `ConfigError` for a key file that cannot be used, and without one when
+    `control.host` is beyond loopback.
     """
     if not config.key_file:
         _refuse_beyond_loopback(own_host(config.host))
+        if adopting is not None:
+            with contextlib.suppress(ConfigError):  # none, as after a launch that ended by itself
+                return KeyRing(load_keys(run_file(str(config.directory_port), adopting)))
     return own_keys(config)
 
 

@@ -1,6 +1,7 @@
 """Life cycle of a cluster's groups: place, start, link, report deaths, stop, take down.
 
     place -> start (models load, channels open) -> join -> link -> serving -> stop -> kill
+    adopt (groups of a killed launch) -------------------------> serving
 
 `disagg.cluster.ranks` runs the processes of the ranks.
 """
@@ -15,7 +16,8 @@ from typing import Any
 
 import structlog
 
-from disagg.cluster.group import Group, group_info, wait_for_exit, with_placement
+from disagg.cluster.adoption import Claimant, Expected, adopt
+from disagg.cluster.group import Group, group_info, group_name, group_order, wait_for_exit, with_placement
 from disagg.cluster.placement import Placement
 from disagg.cluster.pulses import Pulses
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
@@ -24,6 +26,7 @@ from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo
+from disagg.node.ownership import DISOWNED, NO_OWNER, Owner
 from transport.control.base import ControlChannel
 from transport.control.zmq import make_control
 from transport.keys.curve import KeySet
@@ -32,6 +35,8 @@ from transport.keys.ring import AnyKeys, as_ring
 log = structlog.get_logger(__name__)
 
 WATCH_S = 0.2
+OWNER_TIMEOUT_S = 5.0
+"""Time for ranks to reply whether this process still owns them."""
 
 Progress = Callable[[str], None]
 """Receives the current step as text."""
@@ -44,8 +49,18 @@ class Cluster:
     and stop groups; other threads may only read.
     """
 
-    def __init__(self, config: Config, placement: Placement, keys: AnyKeys, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        config: Config,
+        placement: Placement,
+        keys: AnyKeys,
+        ranks: Ranks,
+        claimant: Claimant | None = None,
+    ) -> None:
+        """With a `claimant`, groups outlive this process, and `start` adopts those of a killed one."""
         self.config = with_placement(config, placement)
+        self._claimant = claimant
+        self._owner = Owner(claimant.token, 1) if claimant is not None else NO_OWNER
         self.placement = placement
         self._keys, self._ranks = as_ring(keys), ranks
         self._keys_of: dict[str, KeySet] = {}
@@ -57,22 +72,39 @@ class Cluster:
         self._lock = threading.Lock()  # for `groups` and `_parked`
         self._stopping, self._no_more_groups = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
-        self._pulses = Pulses(ranks, config.cluster.hang_timeout_s)
+        self._pulses = Pulses(ranks, config.cluster.hang_timeout_s, token=self._owner.token)
         self._on_lost: list[Callable[[str], None]] = []
         self._on_group_lost: list[Callable[[Group], None]] = []
         self._on_failed: list[Callable[[], None]] = []
         self.failed = ""
-        """Reason why this cluster has ended all its ranks and cannot start others; empty while it works."""
+        """Reason why this cluster has ended all its ranks and cannot start others; empty while it works.
+
+        `DISOWNED`: another launch has adopted the groups, which go on.
+        """
 
     # --- life
 
     def start(self, progress: Progress) -> None:
-        """Brings all groups up and links them. Raises a rank's error unwrapped."""
-        for role, where in self.placement.kinds.items():
-            for _ in range(where.groups):
-                self._place(role, progress)
-        self._bring_up(self.groups, progress)
+        """Brings all groups up and links them, or adopts groups that live; then some may be `missing`.
+
+        Raises a rank's error unwrapped, and `ConfigError` when another launch owns the groups.
+        """
+        if self._claimant is not None:
+            self._adopt(self._claimant, progress)
         self._watcher.start()
+        if self.groups:
+            return
+        for role in self.missing():
+            self._place(role, progress)
+        self._bring_up(self.groups, progress)
+
+    def missing(self) -> list[Role]:
+        """Returns the role of each group that the placement has and this cluster lacks."""
+        return [
+            role
+            for role, where in self.placement.kinds.items()
+            for _ in range(where.groups - len(self._of(role)))
+        ]
 
     def add_group(self, role: Role, progress: Progress) -> Group:
         """Places, starts and links one more group, under a new name.
@@ -120,6 +152,8 @@ class Cluster:
         self._no_more_groups.set()
         if self._watcher.is_alive():
             self._watcher.join()
+        if not self.failed:
+            self._check_owner()
         groups = self.groups
         for group in groups:
             if self.failed:
@@ -186,14 +220,43 @@ class Cluster:
 
     def _place(self, role: Role, progress: Progress) -> Group:
         """Reserves resources and starts the processes. Names count up and are never reused."""
-        where, number = self.placement.kinds[role], next(self._numbers[role])
-        name = role if number == 1 else f"{role}-{number}"
+        where, name = self.placement.kinds[role], group_name(role, next(self._numbers[role]))
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
         keys = self._keys_of[name] = self._keys.keys
-        group = self._ranks.place(role, name, where, self.config, keys, self._no_more_groups.is_set)
+        group = self._ranks.place(
+            role, name, where, self.config, keys, self._owner, self._no_more_groups.is_set
+        )
         with self._lock:
             self.groups = (*self.groups, group)
         return group
+
+    def _adopt(self, claimant: Claimant, progress: Progress) -> None:
+        found = self._ranks.survivors(self.placement)
+        if not found:
+            return
+        progress("adopting the groups of an earlier launch")
+        expected = Expected(self.config, self.placement, self._keys.keys, claimant.fingerprint())
+        adopted = adopt(self._ranks, found, claimant.token, expected)
+        self._owner = adopted.owner
+        for role in self._numbers:
+            numbers = [number for one, number in map(group_order, adopted.names) if one == role]
+            self._numbers[role] = itertools.count(max(numbers, default=0) + 1)
+        self.groups = tuple(adopted.groups)
+        self._park(self.groups)
+        for address in adopted.dead:
+            self._inform_of_loss(address)
+        log.info("adopted", groups=sorted(group.name for group in self.groups), epoch=self._owner.epoch)
+
+    def _park(self, groups: Sequence[Group]) -> None:
+        token = self._owner.token
+        with self._lock:
+            self._parked.update(
+                {
+                    actor.park.remote(token): (one, rank)
+                    for one in groups
+                    for rank, actor in enumerate(one.actors)
+                }
+            )
 
     def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
         progress("loading the model on every rank")
@@ -204,8 +267,7 @@ class Cluster:
         progress("connecting the groups")
         for group in new:
             self._all(group, "join", group.info)
-        with self._lock:
-            self._parked.update({a.park.remote(): (g, rank) for g in new for rank, a in enumerate(g.actors)})
+        self._park(new)
         for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
             if prefill in new or decode in new:
                 self._link(prefill, decode, new)
@@ -252,6 +314,7 @@ class Cluster:
         if failure := self._ranks.failure():
             self._fail(failure)
             return
+        self._pulses.renew(group for group in self.groups if not group.up)
         with self._lock:
             parked = dict(self._parked)
         if not parked:
@@ -264,8 +327,12 @@ class Cluster:
         for call in ended:
             with self._lock:
                 group, rank = self._parked.pop(call)
+            why = self._why_ended(call)
+            if why == DISOWNED:
+                self._disown()
+                return
             if not self._stopping.is_set():
-                self._lost(group, rank, self._why_ended(call))
+                self._lost(group, rank, why)
         for group, rank in self._pulses.silent(member for member in parked.values() if member[0].up):
             self._hangs(group, rank)
 
@@ -298,6 +365,25 @@ class Cluster:
                 for on_lost in self._on_lost:
                     on_lost(started.info.control_address)
 
+    def _check_owner(self) -> None:
+        """Gives up all groups if another launch has adopted them while this process was paused."""
+        for group in self.groups if self._owner.token else ():
+            calls = [actor.pulse.remote(self._owner.token) for actor in self._alive(group)]
+            with contextlib.suppress(Exception):  # a dead rank
+                if False in self._ranks.results(calls, OWNER_TIMEOUT_S):
+                    self._disown()
+                    return
+
+    def _disown(self) -> None:
+        """Leaves all groups, also starting ones, to the launch that has adopted them."""
+        self.failed = DISOWNED
+        self._no_more_groups.set()
+        with self._lock:
+            self.groups, self._parked = (), {}
+        log.error("disowned", why=DISOWNED, consequence="this command ends, the groups go on")
+        for callback in (*self._on_failed,):
+            callback()
+
     def _send_keys(self) -> None:
         """Sends changed keys to the ranks, whose hosts may have no key file; this process reads the file."""
         keys = self._keys.keys
@@ -322,10 +408,14 @@ class Cluster:
             group.why_lost = group.why_lost or why
         if not group.leaving:
             log.error("rank_lost", group=group.name, rank=rank, address=address, why=why)
-        for other in [one for one in self.groups if one.info is not None]:
-            for actor in self._alive(other):
-                actor.peer_lost.remote(address)
+        self._inform_of_loss(address)
         for callback in self._on_lost:
             callback(address)
         for on_group_lost in self._on_group_lost if dies else ():
             on_group_lost(group)
+
+    def _inform_of_loss(self, address: str) -> None:
+        """Makes every rank end its work with the dead rank at `address`."""
+        for group in self.groups:
+            for actor in self._alive(group) if group.info is not None else ():
+                actor.peer_lost.remote(address)

@@ -33,10 +33,24 @@ class _Pulse:
 class Pulses:
     """Outstanding calls to serving ranks. Used by one thread."""
 
-    def __init__(self, ranks: Ranks, hang_timeout_s: float, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self, ranks: Ranks, hang_timeout_s: float, clock: Clock = time.monotonic, token: str = ""
+    ) -> None:
+        """`token`: the owner's, if the groups outlive this process; see `disagg.node.ownership`."""
         self._ranks, self._hang_timeout_s, self._clock = ranks, hang_timeout_s, clock
+        self._token = token
         self._pulses: dict[Member, _Pulse] = {}
-        self._looked_s = clock()
+        self._looked_s = self._renewed_s = clock()
+
+    def renew(self, starting: Iterable[Group]) -> None:
+        """Shows ranks that start that their owner lives, when due. A start may delay their answers for long."""
+        now_s = self._clock()
+        if not self._token or now_s < self._renewed_s + self._hang_timeout_s / PER_TIMEOUT:
+            return
+        self._renewed_s = now_s
+        for group in starting:
+            for actor in group.actors:
+                actor.pulse.remote(self._token)
 
     def silent(self, members: Iterable[Member]) -> list[Member]:
         """Calls `members` when due; returns those without an answer for `hang_timeout_s`. Never blocks."""
@@ -52,7 +66,7 @@ class Pulses:
             if pulse is None or (
                 pulse.answered and now_s >= pulse.sent_s + self._hang_timeout_s / PER_TIMEOUT
             ):
-                self._pulses[group, rank] = _Pulse(group.actors[rank].pulse.remote(), now_s)
+                self._pulses[group, rank] = _Pulse(group.actors[rank].pulse.remote(self._token), now_s)
         return [
             member
             for member, pulse in self._pulses.items()

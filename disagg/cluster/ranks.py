@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from disagg.cluster.group import Group
-from disagg.cluster.placement import GroupPlacement
+from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.core.config.read import Config, Role
+from disagg.node.ownership import Owner
 from transport.keys.curve import KeySet
 
 CALL_TIMEOUT_S = 60.0
@@ -26,11 +27,18 @@ class Ranks(Protocol):
         where: GroupPlacement,
         config: Config,
         keys: KeySet,
+        owner: Owner,
         given_up: Callable[[], bool],
     ) -> Group:
-        """Reserves resources for a group and starts its processes.
+        """Reserves resources for a group and starts its processes, which outlive this process if `owner` has a token.
 
         Raises `ConfigError` when they do not become free in time, or as soon as `given_up()` is true.
+        """
+
+    def survivors(self, placement: Placement) -> list[Group]:
+        """Returns the groups of launches with the same `cluster.name`, also incomplete ones, by name.
+
+        `actors` holds the living ranks only. Groups of the `placement`'s roles have its placement.
         """
 
     def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:

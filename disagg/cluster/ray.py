@@ -10,15 +10,18 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 
-from disagg.cluster.group import Group
+from disagg.cluster.adoption import Claimant
+from disagg.cluster.group import Group, group_order
 from disagg.cluster.lifecycle import Cluster, Progress
 from disagg.cluster.local_ray import PrivateRay, ensure_token, guarded, loopback_env, session_folder
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
+from disagg.node.ownership import Owner
 from transport.keys.curve import KeySet
 from transport.keys.ring import AnyKeys
 
@@ -39,12 +42,14 @@ def start_cluster(
     keys: AnyKeys,
     progress: Progress = lambda _: None,
     ray: PrivateRay | None = None,
+    claimant: Claimant | None = None,
 ) -> Iterator[Cluster]:
     """Starts a cluster; stops it at the end of the block, also after a failed start or Ctrl-C.
 
-    The death of a server of `ray` ends all ranks.
+    The death of a server of `ray` ends all ranks. With a `claimant` the groups outlive a killed process, and the
+    cluster adopts those that a killed process left.
     """
-    cluster = Cluster(config, placement, keys, RayRanks(ray))
+    cluster = Cluster(config, placement, keys, RayRanks(ray), claimant)
     try:
         cluster.start(progress)
         yield cluster
@@ -65,21 +70,43 @@ class RayRanks:
         where: GroupPlacement,
         config: Config,
         keys: KeySet,
+        owner: Owner,
         given_up: Callable[[], bool],
     ) -> Group:
-        """Places the group on one node; Ray reserves a core and a share of a GPU for each rank."""
+        """Places the group on one node; Ray reserves a core and a share of a GPU for each rank.
+
+        The actors and the reservation of an owner with a token have names in the namespace of `existing_ray`.
+        """
+        import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        placed = _reserve(name, where, given_up)
+        outlives = bool(owner.token)
+        placed = _reserve(name, where, outlives, given_up)
+        release = partial(ray.util.remove_placement_group, placed) if outlives else None
         actor_class = _actor_class(role)
         actors = []
         for rank in range(where.tp):
             strategy = PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=rank)
             options = actor_class.options(
-                num_cpus=1, num_gpus=where.gpus_per_rank, scheduling_strategy=strategy, name=None
+                num_cpus=1,
+                num_gpus=where.gpus_per_rank,
+                scheduling_strategy=strategy,
+                name=f"{name}/{rank}" if outlives else None,
+                lifetime="detached" if outlives else None,
             )
-            actors.append(options.remote(rank, config, keys, name))
+            actors.append(options.remote(rank, config, keys, name, owner, release))
         return Group(name, role, where, actors, placed)
+
+    def survivors(self, placement: Placement) -> list[Group]:
+        """Finds actors and reservations in the namespace of `existing_ray`."""
+        import ray
+
+        actors: dict[str, list[Any]] = {name: [] for name in _reserved()}
+        named = [name.split("/") for name in ray.util.list_named_actors() if "/" in name]
+        for group, rank in sorted(named, key=lambda one: int(one[1])):
+            with contextlib.suppress(ValueError):  # ended meanwhile
+                actors.setdefault(group, []).append(ray.get_actor(f"{group}/{rank}"))
+        return [_survivor(name, actors[name], placement) for name in sorted(actors, key=group_order)]
 
     def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
         """Raises a rank's `DisaggError` unwrapped, and Ray's own errors as `DisaggError`."""
@@ -131,7 +158,7 @@ class RayRanks:
         import ray
 
         self.kill(group)
-        if not self.failure():  # Ray would wait for its dead server
+        if not self.failure() and group.placement_group is not None:  # Ray would wait for its dead server
             ray.util.remove_placement_group(group.placement_group)
 
     def failure(self) -> str:
@@ -139,12 +166,19 @@ class RayRanks:
         return self._private.failure() if self._private is not None else ""
 
 
-def _reserve(name: str, where: GroupPlacement, given_up: Callable[[], bool]) -> Any:
+def _reserve(name: str, where: GroupPlacement, outlives: bool, given_up: Callable[[], bool]) -> Any:
     import ray
     from ray.util.placement_group import placement_group
 
     bundle = {"CPU": 1.0, **({"GPU": where.gpus_per_rank} if where.gpus_per_rank else {})}
-    placed = placement_group([bundle] * where.tp, strategy="STRICT_PACK")
+    options = {"name": _reservation(name), "lifetime": "detached"} if outlives else {}
+    try:
+        placed = placement_group([bundle] * where.tp, strategy="STRICT_PACK", **options)
+    except ray.exceptions.RaySystemError as exc:  # two starts at once
+        raise ConfigError(
+            f"another `disagg launch` with the same cluster.name starts {name} on this Ray cluster: end one, or give "
+            f"each its own cluster.name"
+        ) from exc
     until_s = time.monotonic() + CALL_TIMEOUT_S
     while not (here := placed.wait(1)) and time.monotonic() < until_s:
         if given_up():
@@ -156,6 +190,34 @@ def _reserve(name: str, where: GroupPlacement, given_up: Callable[[], bool]) -> 
             f"free are {ray.available_resources()}"
         )
     return placed
+
+
+def _reservation(group: str) -> str:
+    """Name of a group's placement group; names of all namespaces are listed together."""
+    import ray
+
+    return f"{ray.get_runtime_context().namespace}/{group}"
+
+
+def _reserved() -> list[str]:
+    """Returns the groups of this namespace that have a reservation."""
+    import ray
+
+    prefix, table = _reservation(""), ray.util.placement_group_table()
+    names = [entry["name"] for entry in table.values() if entry["state"] != "REMOVED"]
+    return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+
+def _survivor(name: str, actors: list[Any], placement: Placement) -> Group:
+    import ray
+
+    role = cast(Role, group_order(name)[0])
+    where = placement.kinds.get(role, GroupPlacement(len(actors), "cpu", 0.0, "shared"))
+    try:
+        placed = ray.util.get_placement_group(_reservation(name))
+    except ValueError:  # removed meanwhile: the actors end
+        placed = None
+    return Group(name, role, where, actors, placed)
 
 
 def _actor_class(role: Role) -> Any:
@@ -196,16 +258,17 @@ def local_ray(ranks: int) -> Iterator[PrivateRay]:
 
 
 @contextlib.contextmanager
-def existing_ray(address: str, spans_hosts: bool) -> Iterator[RayResources]:
+def existing_ray(address: str, spans_hosts: bool, namespace: str | None = None) -> Iterator[RayResources]:
     """Connects to a running Ray cluster, `auto` or `host:port`; the cluster survives the block.
 
-    `spans_hosts`: other hosts can reach the ranks. Within a Ray job, `auto` is the job's cluster. Raises
-    `ConfigError` when no such cluster answers, it rejects the token, or it has several nodes without `spans_hosts`.
+    `spans_hosts`: other hosts can reach the ranks. `namespace`: for the names of groups that outlive this process.
+    Within a Ray job, `auto` is the job's cluster. Raises `ConfigError` when no such cluster answers, it rejects the
+    token, or it has several nodes without `spans_hosts`.
     """
     ray = _import_ray()
     try:
         _check_reachable(address)
-        ray.init(address=address, **_QUIET)
+        ray.init(address=address, namespace=namespace, **_QUIET)
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as exc:
         raise ConfigError(
             f"no Ray cluster to join at {address!r}: {str(exc).strip().splitlines()[0]} (cluster.ray, RAY_ADDRESS; "

@@ -40,7 +40,7 @@ WaitUnused = Callable[[Sequence[str], float], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """A group that died and awaits its replacement."""
+    """A group that died, or that an adoption did not find, and awaits its replacement."""
 
     role: Role
     tries: int
@@ -65,7 +65,8 @@ class Supervisor:
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     def start(self) -> None:
-        """Announces the groups and starts to replace dead ones."""
+        """Announces the groups, and starts to replace dead ones and to add those that an adoption did not find."""
+        self._missing = [_Missing(role, 0, time.monotonic()) for role in self._cluster.missing()]
         self.announce()
         self._cluster.on_group_lost(self._on_group_lost)
         self._thread.start()

@@ -8,7 +8,8 @@ from disagg.core.collection import collection_paused
 
 with collection_paused():  # as in prefill_node.actor
     from disagg.colocated.rank import ColocatedRank
-    from disagg.node.host import RankHost
+    from disagg.node.host import ClaimReply, RankHost
+    from disagg.node.ownership import Owner
 
 
 # As in prefill_node.actor: no restarts, and a separate thread for `park`.
@@ -19,10 +20,16 @@ class ColocatedActor(RankHost):
     node_class = ColocatedRank
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def pulse(self) -> None:
+    def pulse(self, token: str = "") -> bool:
         """See `RankHost.pulse`."""
+        return super().pulse(token)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def park(self) -> str:
+    def claim(self, claimant: Owner) -> ClaimReply:
+        """See `RankHost.claim`."""
+        return super().claim(claimant)
+
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
+    def park(self, token: str = "") -> str:
         """See `RankHost.park`."""
-        return super().park()
+        return super().park(token)

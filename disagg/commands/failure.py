@@ -1,4 +1,4 @@
-"""The end of a command whose whole cluster failed: Ray's servers have ended, and every rank was killed."""
+"""The end of a command whose whole cluster failed: Ray's servers have ended, or another launch has the groups."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import threading
 
 from disagg.cluster.lifecycle import Cluster
 from disagg.core.errors import DisaggError
+from disagg.node.ownership import DISOWNED
 
 END_TIMEOUT_S = 30.0
 """Time for the command to end by itself. Calls of a Ray without servers may block for minutes."""
@@ -18,4 +19,6 @@ def raise_failure(cluster: Cluster) -> None:
         end = threading.Timer(END_TIMEOUT_S, os._exit, (1,))
         end.daemon = True
         end.start()
+        if cluster.failed == DISOWNED:
+            raise DisaggError(f"{cluster.failed}, which goes on without this command")
         raise DisaggError(f"{cluster.failed}: all groups have ended, start the command again")

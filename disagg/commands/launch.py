@@ -31,13 +31,15 @@ REMEDY = "remove the cause; `disagg scale` tries again at once"
 def run_launch(config: Config) -> None:
     """Starts the groups and announces them to routers until SIGINT or SIGTERM; a second signal skips the drain.
 
-    At the first signal, routers drain: their requests have `transfer.drain_timeout_s` to finish. Raises `DisaggError`
-    when the whole cluster failed, so that a service manager starts the command again. Raises `ConfigError` before
-    anything starts, and `KeyboardInterrupt` for a signal during the start.
+    At the first signal, routers drain: their requests have `transfer.drain_timeout_s` to finish. On a running Ray
+    cluster the groups outlive a killed command, and the next one adopts them. Raises `DisaggError` when the whole
+    cluster failed, so that a service manager starts the command again. Raises `ConfigError` before anything starts,
+    and `KeyboardInterrupt` for a signal during the start.
     """
     configure(config.log)
     console = Console(stderr=True)
-    keys = launch_keys(config.control)
+    outlives = config.cluster.outlives_launch
+    keys = launch_keys(config.control, os.environ if outlives else None)
     config = with_model(config, console.print)
     stop, stop_now = threading.Event(), threading.Event()
     with handlers_restored():
@@ -47,7 +49,7 @@ def run_launch(config: Config) -> None:
             with (
                 published(keys, config.control, directory.address, os.environ),
                 console.status("starting") as status,
-                placed_cluster(config, keys, status.update, GROWTH) as cluster,
+                placed_cluster(config, keys, status.update, GROWTH, outlives) as cluster,
                 supervised(cluster, directory.announce, directory.wait_unused, REMEDY) as supervisor,
             ):
                 status.stop()

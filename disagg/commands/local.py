@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
+from disagg.cluster.adoption import Claimant
 from disagg.cluster.keys import own_keys
 from disagg.cluster.lifecycle import Cluster, Progress
 from disagg.cluster.placement import Placement, choose_placement, place_colocated
@@ -29,6 +31,9 @@ from transport.hosts import is_loopback, own_host
 from transport.keys.ring import AnyKeys
 
 CACHE = Path("~/.cache/disagg")
+NAMESPACE = "disagg-launch"
+"""Prefix of the Ray namespaces of groups that outlive their launch."""
+TOKEN_BYTES = 16
 
 
 def with_model(config: Config, progress: Progress) -> Config:
@@ -76,13 +81,17 @@ def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def placed_cluster(config: Config, keys: AnyKeys, progress: Progress, growth: int = 1) -> Iterator[Cluster]:
+def placed_cluster(
+    config: Config, keys: AnyKeys, progress: Progress, growth: int = 1, outlives: bool = False
+) -> Iterator[Cluster]:
     """`local_cluster` with the caller's keys, for routers in other processes.
 
-    A private Ray has room for `growth` times the ranks of the start.
+    A private Ray has room for `growth` times the ranks of the start. `outlives`: the groups on a running Ray cluster
+    outlive this process if it is killed, and those of a killed one are adopted.
     """
     source = make_source(config)
     private = None
+    claimant = Claimant(secrets.token_hex(TOKEN_BYTES), lambda: source.fingerprint) if outlives else None
     with contextlib.ExitStack() as stack:
         if config.cluster.ray == "local":
             placement = place(config, torch.cuda.device_count())
@@ -92,12 +101,13 @@ def placed_cluster(config: Config, keys: AnyKeys, progress: Progress, growth: in
         else:
             progress("connecting to Ray")
             spans_hosts = not is_loopback(own_host(config.control.host))
-            found = stack.enter_context(existing_ray(config.cluster.ray, spans_hosts))
+            namespace = f"{NAMESPACE}/{config.cluster.name}" if outlives else None
+            found = stack.enter_context(existing_ray(config.cluster.ray, spans_hosts, namespace))
             placement = place(config, found.gpus)
             check_split(source, placement)
             _check_cpus(placement, found)
         progress(f"placement: {placement.why}")
-        yield stack.enter_context(start_cluster(config, placement, keys, progress, private))
+        yield stack.enter_context(start_cluster(config, placement, keys, progress, private, claimant))
 
 
 def _check_cpus(placement: Placement, found: RayResources) -> None:

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,6 +24,7 @@ from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
+from disagg.node.ownership import DISOWNED, NO_OWNER, Owner, Ownership
 from disagg.node.process import ProcessIdentity, die_with_parent
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.sizing import describe, describe_pool, fill_memory, pool_tokens
@@ -58,6 +60,30 @@ class Started(NamedTuple):
     """Tokens that the rank's KV pool holds."""
 
 
+class RankRecord(NamedTuple):
+    """All that a launch needs to adopt a rank of another one."""
+
+    process: ProcessIdentity
+    config: Config
+    keys: frozenset[str]
+    """Names of the valid generations of keys."""
+    group: GroupInfo | None
+    started: Started | None
+    linked: tuple[GroupInfo, ...]
+    """Groups of the other role, without those whose ranks were reported as dead."""
+    unusable: str
+    """Reason why the rank cannot be adopted; empty if it serves."""
+
+
+class ClaimReply(NamedTuple):
+    """Reply to the claim of a rank."""
+
+    epoch: int
+    """Epoch of the owner, after the claim."""
+    record: RankRecord | None
+    """None: refused, because the owner lives or its epoch is not lower."""
+
+
 def freeze_objects() -> None:
     """Excludes every living object from garbage collection: a full collection would stop all threads for 0.2 s.
 
@@ -68,18 +94,42 @@ def freeze_objects() -> None:
 
 
 class RankHost:
-    """Owns one `RankNode`. Call order: `identify`, `rendezvous` (rank 0 only), `start`, `join`, `link`, `stop`."""
+    """Owns one `RankNode`. Call order: `identify`, `rendezvous` (rank 0 only), `start`, `join`, `link`, `stop`.
+
+    `claim`, `park`, `pulse` may run beside each other and beside the others.
+    """
 
     node_class: ClassVar[type[RankNode[Any, Any, Any]]]
 
-    def __init__(self, rank: int, config: Config, keys: AnyKeys, name: str = "") -> None:
-        """`name`: the group's name; by default its role."""
+    def __init__(
+        self,
+        rank: int,
+        config: Config,
+        keys: AnyKeys,
+        name: str = "",
+        owner: Owner = NO_OWNER,
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        """`name`: the group's name; by default its role.
+
+        `release` frees the group's resources and ends its ranks. It is called when no owner sent a pulse for
+        `cluster.adopt_timeout_s`. None: the rank ends with the process that started it.
+        """
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
         self._node: RankNode[Any, Any, Any] | None = None
         self._collective: Collective | None = None
         self._meeting_folder = ""
-        self._over, self._broken = threading.Event(), ""
+        self._over, self._broken = False, ""
+        self._changed = threading.Condition()  # for the two above, and the owner
+        self._ownership = Ownership(owner, config.cluster.hang_timeout_s)
+        self._group: GroupInfo | None = None
+        self._started: Started | None = None
+        self._linked: tuple[GroupInfo, ...] = ()
+        if release is not None:
+            threading.Thread(
+                target=self._end_when_abandoned, args=(release,), name="owner-watch", daemon=True
+            ).start()
 
     @property
     def group_config(self) -> GroupConfig:
@@ -92,8 +142,16 @@ class RankHost:
         die_with_parent()
         return ProcessIdentity.own()
 
-    def pulse(self) -> None:
-        """Returns at once: the process runs, and its interpreter is not held."""
+    def pulse(self, token: str = "") -> bool:
+        """Returns at once: the process runs, and its interpreter is not held. False: the caller is not the owner."""
+        return self._ownership.pulse(token)
+
+    def claim(self, claimant: Owner) -> ClaimReply:
+        """Makes `claimant` the owner if the present one is dead; then returns what it needs to adopt the rank."""
+        with self._changed:
+            granted = self._ownership.claim(claimant)
+            self._changed.notify_all()  # the `park` call of a former owner
+        return ClaimReply(self._ownership.epoch, self._record() if granted else None)
 
     def rendezvous(self, backend: str) -> Rendezvous:
         """Returns the meeting point of the group's ranks: a private folder that `start` or `stop` removes."""
@@ -145,15 +203,19 @@ class RankHost:
         log_own_sockets([info], descendants=False)
         freeze_objects()
         spec, tokens = runner.spec, pool_tokens(runner)
-        return Started(info, spec, fingerprint.result(), os.getpid(), host, memory, choice.name, tokens)
+        started = Started(info, spec, fingerprint.result(), os.getpid(), host, memory, choice.name, tokens)
+        self._started = started
+        return started
 
     def join(self, group: GroupInfo) -> None:
         """Starts computing; call when all ranks of the group have started."""
         self._running().join(group)
+        self._group = group
 
     def link(self, other: GroupInfo) -> None:
         """Connects to a group of the other role."""
         self._running().link(other)
+        self._linked = (*self._linked, other)
 
     def update_keys(self, keys: KeySet) -> None:
         """Replaces the keys of the rank's channels."""
@@ -161,6 +223,9 @@ class RankHost:
 
     def peer_lost(self, address: str) -> None:
         """Ends all work with a dead peer; the cluster may notice a death before the control channel does."""
+        self._linked = tuple(
+            group for group in self._linked if all(rank.control_address != address for rank in group.ranks)
+        )
         self._running().peer_lost(address)
 
     def spans(self) -> list[TimelineSpan]:
@@ -175,26 +240,54 @@ class RankHost:
         """Raises `InvariantError` if a structure of the rank is inconsistent."""
         self._running().check()
 
-    def park(self) -> str:
-        """Blocks until the rank stops (returns "") or its group fails (returns the reason).
+    def park(self, token: str = "") -> str:
+        """Blocks until the rank stops (returns ""), its group fails (returns the reason), or has another owner.
 
-        The caller notices the end of a rank without polling.
+        The caller notices the end of a rank without polling. The reply to a former owner is `DISOWNED`.
         """
-        self._over.wait()
-        return self._broken
+        with self._changed:
+            self._changed.wait_for(lambda: self._over or not self._ownership.is_owner(token))
+            return self._broken if self._ownership.is_owner(token) else DISOWNED
 
     def stop(self, drain_timeout_s: float) -> None:
         """Ends requests, threads and connections. Idempotent; no effect before `start`."""
+        self._group = None
         if self._node is not None:
             self._node.stop(drain_timeout_s)
         if self._collective is not None:
             self._collective.close()
         self._remove_meeting_folder()
-        self._over.set()
+        self._end_park("")
 
     def _on_broken(self, reason: str) -> None:
-        self._broken = self._broken or reason
-        self._over.set()
+        self._end_park(reason)
+
+    def _end_park(self, reason: str) -> None:
+        with self._changed:
+            self._over, self._broken = True, self._broken or reason
+            self._changed.notify_all()
+
+    def _record(self) -> RankRecord:
+        serves = self._group is not None and not self._over
+        unusable = "" if serves else self._broken or "its start or its end was interrupted"
+        return RankRecord(
+            ProcessIdentity.own(),
+            self._config,
+            self._keys.keys.names,
+            self._group,
+            self._started,
+            self._linked,
+            unusable,
+        )
+
+    def _end_when_abandoned(self, release: Callable[[], None]) -> None:
+        timeout_s = self._config.cluster.adopt_timeout_s
+        self._ownership.wait_abandoned(timeout_s)
+        log.error("abandoned", group=self._name, rank=self._rank, adopt_timeout_s=timeout_s)
+        try:
+            release()  # the resources of all ranks; ends their processes, this one too
+        finally:
+            os._exit(1)  # Ray may be unreachable
 
     def _choose_transport(self) -> Choice:
         if self.node_class.role == "colocated":

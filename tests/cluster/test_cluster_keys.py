@@ -62,6 +62,17 @@ def test_the_next_run_replaces_the_keys_of_one_that_was_killed(tmp_path: Path) -
         assert join_keys(config, DIRECTORY, environment).generations == keys.generations
 
 
+def test_a_launch_that_may_adopt_groups_has_the_keys_of_the_killed_one(tmp_path: Path) -> None:
+    config, environment = ControlConfig(), {"XDG_CACHE_HOME": str(tmp_path)}
+    fresh = launch_keys(config, environment)
+    file = run_file("5570", environment)
+    file.parent.mkdir(parents=True)
+    save_keys(fresh.keys, file)
+    assert launch_keys(config, environment).generations == fresh.generations
+    file.write_text("cut off by the kill")
+    assert launch_keys(config, environment).generations != fresh.generations
+
+
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "disagg").write_text("a file where the folder should be")
     with (

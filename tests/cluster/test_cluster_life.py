@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 from api_server import until
 
+from disagg.cluster.adoption import Claimant
 from disagg.cluster.group import Group
 from disagg.cluster.lifecycle import Cluster
-from disagg.cluster.placement import GroupPlacement, choose_placement
+from disagg.cluster.placement import GroupPlacement, Placement, choose_placement
+from disagg.commands.failure import raise_failure
 from disagg.core.config.read import ClusterConfig, Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import KVLayout
+from disagg.node.host import ClaimReply, RankRecord
+from disagg.node.ownership import DISOWNED, NO_OWNER, Owner
 from disagg.node.process import ProcessIdentity
 from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
@@ -84,6 +88,14 @@ class FakeRanks:
         """Ranks that never start."""
         self.failed = ""
         self.fingerprints: dict[str, str] = {}
+        self.left: list[Group] = []
+        """Groups of a killed launch."""
+        self.records: dict[str, RankRecord] = {}
+        """Of their ranks, by name."""
+        self.disowned: set[str] = set()
+        """Ranks that another launch has adopted."""
+        self.owners: list[Owner] = []
+        """Of the groups that were placed."""
         self.keys: dict[str, KeySet] = {}
         """What each rank was given last."""
         self.killed: list[str] = []
@@ -97,13 +109,18 @@ class FakeRanks:
         where: GroupPlacement,
         config: Config,
         keys: KeySet,
+        owner: Owner,
         given_up: Callable[[], bool],
     ) -> Group:
         if given_up():
             raise ConfigError("no room")
         actors = [FakeActor(self, f"{name}/{rank}") for rank in range(where.tp)]
         self.keys.update((actor.name, keys) for actor in actors)
+        self.owners.append(owner)
         return Group(name, role, where, actors, None)
+
+    def survivors(self, placement: Placement) -> list[Group]:
+        return self.left
 
     def results(self, calls: Sequence[FakeCall], timeout_s: float) -> list[Any]:
         if any(call.name == self.failing for call in calls):
@@ -127,7 +144,12 @@ class FakeRanks:
             pool_tokens=1024,
         )
         identity = ProcessIdentity(-1, f"not {socket.gethostname()}", 0.0)
-        return {"start": started, "identify": identity}.get(method)
+        return {
+            "start": started,
+            "identify": identity,
+            "claim": ClaimReply(2, self.records.get(actor)),
+            "pulse": actor not in self.disowned,
+        }.get(method)
 
     def ended(self, calls: Sequence[FakeCall], timeout_s: float) -> list[FakeCall] | None:
         with self.changed:
@@ -385,3 +407,104 @@ def test_an_abandoned_start_kills_what_is_not_up(cluster: Cluster, ranks: FakeRa
     assert ranks.killed == ["decode"]
     with pytest.raises(ConfigError, match="no room"):
         cluster.add_group("decode", lambda text: None)
+
+
+def claiming(ranks: FakeRanks, keys: KeySet) -> Cluster:
+    """A cluster of a launch on a running Ray cluster; two prefill ranks and a decode rank."""
+    claimant = Claimant("new", lambda: "f")
+    return Cluster(Config(), choose_placement(0, 2, 1, "cpu", (1, 1)), keys, ranks, claimant)
+
+
+def leave(ranks: FakeRanks, keys: KeySet) -> None:
+    """Starts a cluster and leaves its groups, as a launch that is killed."""
+    killed = claiming(ranks, keys)
+    killed.start(lambda text: None)
+    killed._stopping.set()
+    killed._watcher.join()
+    for group in killed.groups:
+        others = tuple(info for info in killed.infos() if info.role != group.role)
+        for actor, started in zip(group.actors, group.started, strict=True):
+            identity = ProcessIdentity(-1, f"not {socket.gethostname()}", 0.0)
+            record = RankRecord(identity, killed.config, keys.names, group.info, started, others, "")
+            ranks.records[actor.name] = record
+        ranks.left.append(Group(group.name, group.role, group.placement, group.actors, None))
+    ranks.calls.clear()
+
+
+def test_groups_of_a_killed_launch_are_adopted_and_none_is_started(ranks: FakeRanks) -> None:
+    keys = KeySet(make_keys())
+    leave(ranks, keys)
+    cluster = claiming(ranks, keys)
+    cluster.start(lambda text: None)
+    try:
+        assert [info.name for info in cluster.infos()] == ["prefill", "decode"]
+        assert cluster.missing() == []
+        methods = [call.split()[1] for call in ranks.calls]
+        assert methods.count("claim") == methods.count("park") == 3
+        assert set(methods) <= {"claim", "park", "update_keys"}
+        groups: queue.Queue[Group] = queue.Queue()
+        cluster.on_group_lost(groups.put)
+        cluster.decode.actors[0].die()
+        assert groups.get(timeout=TIMEOUT_S).name == "decode", "it is supervised"
+        cluster.take_down(cluster.decode)
+        assert cluster.add_group("decode", lambda text: None).name == "decode-2"
+        assert {owner.token for owner in ranks.owners} == {"new"}
+    finally:
+        cluster.stop()
+    assert ranks.taken_down == ["decode", "prefill", "decode-2"], "a normal end ends adopted groups"
+
+
+def test_a_group_that_is_not_adopted_is_missing_and_its_peers_hear_of_its_death(ranks: FakeRanks) -> None:
+    keys = KeySet(make_keys())
+    leave(ranks, keys)
+    ranks.records["decode/0"] = ranks.records["decode/0"]._replace(unusable="it is broken")
+    cluster = claiming(ranks, keys)
+    cluster.start(lambda text: None)
+    try:
+        assert cluster.missing() == ["decode"]
+        assert ranks.taken_down == ["decode"]
+        lost = [call for call in ranks.calls if "peer_lost" in call]
+        assert lost == [f"prefill/{rank} peer_lost tcp://decode/0" for rank in range(2)]
+    finally:
+        cluster.stop()
+
+
+def test_without_a_group_that_lives_all_are_started_under_new_names(ranks: FakeRanks) -> None:
+    keys = KeySet(make_keys())
+    leave(ranks, keys)
+    for name, record in ranks.records.items():
+        ranks.records[name] = record._replace(unusable="it is broken")
+    cluster = claiming(ranks, keys)
+    cluster.start(lambda text: None)
+    assert [info.name for info in cluster.infos()] == ["prefill-2", "decode-2"]
+    cluster.stop()
+
+
+def test_groups_of_other_commands_have_no_owner(cluster: Cluster, ranks: FakeRanks) -> None:
+    assert set(ranks.owners) == {NO_OWNER}
+
+
+def test_a_launch_that_lost_its_groups_to_another_one_ends_and_leaves_them(
+    ranks: FakeRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was paused for long, and its pulses with it."""
+    monkeypatch.setattr("disagg.commands.failure.END_TIMEOUT_S", 1e6)  # then this process would end
+    cluster = claiming(ranks, KeySet(make_keys()))
+    cluster.start(lambda text: None)
+    failed = threading.Event()
+    cluster.on_failed(failed.set)
+    cluster.decode.actors[0].die(DISOWNED)
+    assert failed.wait(TIMEOUT_S)
+    cluster.stop()
+    assert (ranks.killed, ranks.taken_down) == ([], [])
+    with pytest.raises(DisaggError, match="another launch has adopted the group, which goes on"):
+        raise_failure(cluster)
+
+
+def test_a_stop_of_a_launch_that_was_paused_leaves_groups_of_another_one(ranks: FakeRanks) -> None:
+    """The signal may come before the watcher has looked."""
+    cluster = claiming(ranks, KeySet(make_keys()))
+    cluster.start(lambda text: None)
+    ranks.disowned = {"decode/0"}
+    cluster.stop()
+    assert (ranks.killed, ranks.taken_down) == ([], [])

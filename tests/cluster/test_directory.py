@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from disagg.api.service import Service
 from disagg.cluster.directory import Directory, directory_host
@@ -259,6 +260,24 @@ def test_a_lost_directory_is_asked_again_and_its_groups_are_used_on(place: Place
             place.directory = place.new_directory()
             place.tell([group("decode"), group("prefill-7")], [])
             await until(lambda: names(router) == ["decode", "prefill-7"])
+
+    run(main())
+
+
+def test_a_directory_that_starts_says_nothing_of_groups_before_it_has_found_them(place: Place) -> None:
+    """A new launch adopts groups after its directory is up: an empty list would end their requests."""
+
+    async def main() -> None:
+        place.tell([group("prefill")], [])
+        async with place.router() as (router, _):
+            await until(lambda: names(router) == ["prefill"])
+            with capture_logs() as lines:
+                await asyncio.to_thread(place.directory.close)
+                place.directory = place.new_directory()
+                await until(lambda: bool(place.directory.routers))
+                place.tell([group("prefill"), group("decode")], [])
+                await until(lambda: names(router) == ["prefill", "decode"])
+            assert "group_gone" not in [line["event"] for line in lines]
 
     run(main())
 

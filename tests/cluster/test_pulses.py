@@ -17,12 +17,14 @@ class Answers:
 
     def __init__(self) -> None:
         self.sent: list[str] = []
+        self.tokens: set[str] = set()
         self.ended_calls: set[Any] = set()
         self.silent: set[str] = set()
 
     def actor(self, name: str) -> Any:
-        def remote() -> Any:
+        def remote(token: str) -> Any:
             self.sent.append(name)
+            self.tokens.add(token)
             call = object()
             if name not in self.silent:
                 self.ended_calls.add(call)
@@ -36,12 +38,12 @@ class Answers:
 
 
 class Rig:
-    def __init__(self) -> None:
+    def __init__(self, token: str = "") -> None:
         self.now_s = 100.0
         self.answers = Answers()
         actors = [self.answers.actor("a"), self.answers.actor("b")]
         self.group = Group("decode", "decode", None, actors, None)  # type: ignore[arg-type]
-        self.pulses = Pulses(self.answers, TIMEOUT_S, lambda: self.now_s)  # type: ignore[arg-type]
+        self.pulses = Pulses(self.answers, TIMEOUT_S, lambda: self.now_s, token)  # type: ignore[arg-type]
 
     def look(self, seconds: float) -> list[int]:
         """Looks every half second; returns the ranks of the last look."""
@@ -77,3 +79,21 @@ def test_a_pause_of_the_cluster_s_own_process_does_not_count() -> None:
     rig.now_s += 1000.0 + PAUSE_S
     assert rig.look(4) == []
     assert rig.look(TIMEOUT_S) == [0, 1]
+
+
+def test_ranks_that_start_get_pulses_of_an_owner_and_no_verdict() -> None:
+    rig = Rig("owner")
+    rig.answers.silent = {"a", "b"}
+    for _ in range(round(2 * 3 * TIMEOUT_S)):
+        rig.now_s += 0.5
+        rig.pulses.renew([rig.group])
+        assert rig.pulses.silent([]) == []
+    assert rig.answers.sent.count("a") == rig.answers.sent.count("b") == 3 * PER_TIMEOUT
+    assert rig.answers.tokens == {"owner"}
+
+
+def test_without_an_owner_ranks_that_start_get_no_pulses() -> None:
+    rig = Rig()
+    rig.now_s += TIMEOUT_S
+    rig.pulses.renew([rig.group])
+    assert not rig.answers.sent

@@ -37,10 +37,15 @@ class FakeCluster:
     stopped: list[str] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
     blocked: threading.Event | None = None
+    not_adopted: list[str] = field(default_factory=list)
+    """Roles of groups that the cluster lacks."""
     _lost: list[Callable[[Any], None]] = field(default_factory=list)
 
     def on_group_lost(self, callback: Callable[[Any], None]) -> None:
         self._lost.append(callback)
+
+    def missing(self) -> list[Any]:
+        return self.not_adopted
 
     def infos(self) -> list[Any]:
         return [SimpleNamespace(name=group.name) for group in self.groups]
@@ -135,6 +140,17 @@ def test_a_group_that_dies_is_told_of_and_replaced_under_a_new_name(logs: list[A
         cluster.die("prefill-2")
         told.until("decode", "prefill-3")
     assert cluster.dead == ["prefill", "prefill-2"]
+
+
+def test_groups_that_an_adoption_did_not_find_are_started(logs: list[Any]) -> None:
+    """Also without `cluster.restart`, as at a start; the groups that live are announced first."""
+    cluster, told = cluster_with(restart=False), Told()
+    cluster.groups = (FakeGroup("prefill-4", "prefill"),)
+    cluster.not_adopted, cluster.failing = ["decode", "decode"], 1
+    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
+        told.until("prefill-4", "decode-3", "decode-4")
+    assert told.told[0] == (["prefill-4"], [])
+    assert cluster.starts == 3, "the first one failed"
 
 
 def test_a_group_that_does_not_come_up_is_tried_seldom_and_the_others_go_on(

@@ -61,6 +61,11 @@ class KeySet(msgspec.Struct, frozen=True):
             return (self.next, self.current)
         return (self.current, self.next)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all generations."""
+        return frozenset(keys.name for keys in self.generations(0.0))
+
     def is_rotated(self, now_unix_s: float) -> bool:
         """Whether `next` has replaced `current`."""
         return self.next is not None and now_unix_s >= self.next_from_unix_s

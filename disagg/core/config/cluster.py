@@ -51,6 +51,12 @@ class ClusterConfig(Section, frozen=True):
     """split: prefill and decode groups; colocated: groups of both roles, as a baseline."""
     ray: str = "local"
     """`local`: start Ray on this machine; `auto` or `host:port`: use a running cluster."""
+    name: str = "disagg"
+    """Name of the groups of `launch` on a running Ray cluster, different for each `launch` there. A new `launch`
+    adopts the groups that a killed one of the same name left."""
+    adopt_timeout_s: float = 600.0
+    """How long groups on a running Ray cluster serve without a `launch`, which may adopt them; then they end. 0: they
+    end with it."""
     restart: bool = True
     """Whether `launch` and `serve` replace a dead group."""
     restart_backoff_s: float = 1.0
@@ -68,9 +74,15 @@ class ClusterConfig(Section, frozen=True):
     def __post_init__(self) -> None:
         self._one_of("mode", Mode)
         self._needs(bool(self.ray), "ray", "local, auto or the address of a Ray cluster")
-        self._at_least(0, "restart_backoff_s", "step_timeout_s")
+        self._needs(bool(self.name) and "/" not in self.name, "name", "a name without a slash")
+        self._at_least(0, "restart_backoff_s", "step_timeout_s", "adopt_timeout_s")
         self._at_least(1, "restart_tries")
         self._positive("start_timeout_s", "hang_timeout_s")
+
+    @property
+    def outlives_launch(self) -> bool:
+        """Whether groups of `disagg launch` go on when it is killed. A private Ray ends with its command."""
+        return self.ray != "local" and self.adopt_timeout_s > 0
 
     def step_floor_s(self, device: str) -> float:
         """Returns `step_timeout_s`, or its default for `device`, `cpu` or `cuda`."""

@@ -1,0 +1,219 @@
+"""Adopts the groups that a killed `disagg launch` left.
+
+    survivors -> claim (when the pulse of the dead owner has lapsed) -> compare -> adopt, or end
+
+Ranks are claimed one after the other, in the order of the groups' names. So of two launches that claim at once, one
+gets the first rank, and the other one gets none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+
+from disagg.cluster.group import Group
+from disagg.cluster.placement import Placement
+from disagg.cluster.pulses import PER_TIMEOUT
+from disagg.cluster.ranks import Ranks
+from disagg.core.config.read import Config, Role
+from disagg.core.errors import ConfigError
+from disagg.core.types import PROTOCOL_VERSION
+from disagg.node.ownership import Owner
+from transport.keys.curve import KeySet
+
+if TYPE_CHECKING:
+    from disagg.node.host import RankRecord  # imports torch and transformers, which a cluster does not need
+
+log = structlog.get_logger(__name__)
+
+LOOK_S = 0.2
+_OF_LAUNCH = {
+    "control": ("router_port", "directory_port", "key_file"),
+    "cluster": ("name", "ray", "restart", "restart_backoff_s", "restart_tries"),
+}
+"""Settings of these sections that a rank does not use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimant:
+    """A launch whose groups outlive it."""
+
+    token: str
+    """Random."""
+    fingerprint: Callable[[], str]
+    """Returns `ModelSource.fingerprint` of the configured model; may read all weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a group must have in common with the launch that adopts it."""
+
+    config: Config
+    """With the placement."""
+    placement: Placement
+    keys: KeySet
+    fingerprint: str
+
+
+@dataclass(slots=True)
+class Adopted:
+    """The groups of a launch that has claimed all survivors."""
+
+    owner: Owner
+    groups: list[Group] = field(default_factory=list)
+    dead: list[str] = field(default_factory=list)
+    """Control addresses of dead ranks that the groups were linked with."""
+    names: set[str] = field(default_factory=set)
+    """Names that are used up: of survivors, and of groups that survivors were linked with."""
+
+
+def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) -> Adopted:
+    """Claims the groups `found`, and ends those that do not serve or differ from `expected`.
+
+    Waits until the pulse of a dead owner has lapsed. Raises `ConfigError` when the owner lives.
+    """
+    claims = _Claims(ranks, token, expected.config.cluster.hang_timeout_s)
+    claimed = [claims.claim(group) for group in found]
+    adopted = Adopted(claims.owner)
+    # The oldest first: of two groups without a link, the start of the younger one was interrupted.
+    for one in sorted(claimed, key=lambda one: one.began_unix_s):
+        if why := one.unreadable or _difference(one, expected) or _lacks_link(one, claimed, adopted.groups):
+            log.warning(
+                "group_not_adopted", group=one.group.name, why=why, consequence="it is ended and replaced"
+            )
+            ranks.take_down(one.group)
+        else:
+            _set_up(one)
+            adopted.groups.append(one.group)
+    linked = {info.name: info for one in claimed for record in one.records for info in record.linked}
+    adopted.names = {*linked, *(group.name for group in found)}
+    for name in set(linked).difference(group.name for group in adopted.groups):
+        adopted.dead += [rank.control_address for rank in linked[name].ranks]
+    return adopted
+
+
+@dataclass(slots=True)
+class _Claimed:
+    """A group that this launch owns."""
+
+    group: Group
+    records: list[RankRecord]
+    unreadable: str
+    """Why a rank gave no record; empty if each did."""
+
+    @property
+    def began_unix_s(self) -> float:
+        return max((record.process.began_unix_s for record in self.records), default=0.0)
+
+    @property
+    def linked(self) -> set[str]:
+        """Names of the groups that every rank is linked with."""
+        return set.intersection(*({info.name for info in record.linked} for record in self.records))
+
+
+class _OwnedError(ConfigError):
+    """The owner of the groups lives."""
+
+
+class _Claims:
+    """The claims of one launch."""
+
+    def __init__(self, ranks: Ranks, token: str, hang_timeout_s: float) -> None:
+        self._ranks, self._hang_timeout_s = ranks, hang_timeout_s
+        self.owner = Owner(token, 1)
+        """With the highest epoch so far."""
+        # A living owner sends a pulse within this time, and a dead one's last pulse lapses.
+        self._until_s = time.monotonic() + hang_timeout_s * (1 + 2 / PER_TIMEOUT)
+
+    def claim(self, group: Group) -> _Claimed:
+        """Claims every rank of the group, up to one that does not answer."""
+        records: list[RankRecord] = []
+        unreadable = ""
+        try:
+            records.extend(self._claim(group, actor) for actor in group.actors)
+        except _OwnedError:
+            raise
+        except Exception as exc:  # noqa: BLE001 - a dead process, or a reply of another release
+            unreadable = f"a rank does not answer: {exc}"
+        group.processes = [record.process for record in records]
+        return _Claimed(group, records, unreadable)
+
+    def _claim(self, group: Group, actor: Any) -> RankRecord:
+        while True:
+            [reply] = self._ranks.results([actor.claim.remote(self.owner)], self._hang_timeout_s)
+            if reply.record is not None:
+                record: RankRecord = reply.record
+                return record
+            if reply.epoch >= self.owner.epoch:
+                self.owner = self.owner._replace(epoch=reply.epoch + 1)
+            elif time.monotonic() > self._until_s:
+                raise _OwnedError(
+                    f"another `disagg launch` supervises {group.name} on this Ray cluster: end it, or give this one "
+                    f"its own cluster.name"
+                )
+            else:
+                time.sleep(LOOK_S)
+
+
+def _set_up(claimed: _Claimed) -> None:
+    group = claimed.group
+    group.started = [record.started for record in claimed.records if record.started is not None]
+    group.info = claimed.records[0].group
+    group.up = True
+
+
+def _difference(claimed: _Claimed, expected: Expected) -> str:
+    """Returns why the group cannot serve for this launch; empty if it can."""
+    role = claimed.group.role
+    if role not in expected.placement.kinds:
+        return f"this cluster has no {role} groups (cluster.mode)"
+    if len(claimed.records) != (tp := expected.placement.kinds[role].tp):
+        return f"it has {len(claimed.records)} ranks, not {tp}"
+    ours = _of_rank(expected.config, role)
+    for record in claimed.records:
+        if record.unusable or record.group is None:
+            return record.unusable
+        if record.group.protocol_version != PROTOCOL_VERSION:
+            return f"it has protocol version {record.group.protocol_version}, this release {PROTOCOL_VERSION}"
+        theirs = _of_rank(record.config, role)
+        if changed := [name for name in ours if theirs.get(name) != ours[name]]:
+            return f"it started with {changed[0]} = {theirs.get(changed[0])!r}, not {ours[changed[0]]!r}"
+        if record.group.fingerprint != expected.fingerprint:
+            return "the files in model.path have changed since its start"
+        if not record.keys & expected.keys.names:
+            return "it has none of the keys of this launch (control.key_file)"
+    return ""
+
+
+def _lacks_link(one: _Claimed, claimed: Sequence[_Claimed], adopted: Sequence[Group]) -> str:
+    """Returns which link with an adopted group is missing; empty if none."""
+    others = [other for other in claimed if other.group in adopted]
+    for other in others:
+        linked = other.group.name in one.linked and one.group.name in other.linked
+        if not linked and {one.group.role, other.group.role} == {"prefill", "decode"}:
+            return f"its start was interrupted: it is not linked with {other.group.name}"
+    return ""
+
+
+def _of_rank(config: Config, role: Role) -> dict[str, Any]:
+    """Returns the settings that a rank uses."""
+    sections = {
+        "model": config.model,
+        role: msgspec.structs.replace(getattr(config, role), groups=1),
+        "transfer": config.transfer,
+        "transport": config.transport,
+        "control": config.control,
+        "cluster": config.cluster,
+        "metrics": config.metrics,
+    }
+    return {
+        f"{name}.{setting}": value
+        for name, section in sections.items()
+        for setting, value in msgspec.structs.asdict(section).items()
+        if setting not in _OF_LAUNCH.get(name, ())
+    }

@@ -1,0 +1,83 @@
+"""Ownership of a rank that outlives its launch: one launch at a time supervises it, or it ends.
+
+An owner proves its life with pulses. When they stop, another launch may claim the rank with a higher epoch. The old
+owner's pulses are refused from then on, so a launch that was paused notices its loss.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import NamedTuple
+
+from disagg.core.ports import Clock
+
+TICKS = 10
+"""Silent parts of a time limit that make it complete. A pause of this process counts as one part."""
+DISOWNED = "another launch has adopted the group"
+"""Result of the `park` call of a launch that is not the owner any more."""
+
+
+class Owner(NamedTuple):
+    """A launch as the owner of groups."""
+
+    token: str
+    """Random; empty for a command whose groups end with it."""
+    epoch: int
+    """Rises with each launch that adopts groups."""
+
+
+NO_OWNER = Owner("", 0)
+"""Owner of ranks that end with the process that started them."""
+
+
+class Ownership:
+    """The owner of one rank. Thread-safe."""
+
+    def __init__(self, owner: Owner, lapse_s: float, clock: Clock = time.monotonic) -> None:
+        """`lapse_s`: time without a pulse after which another launch may claim the rank."""
+        self._owner, self._lapse_s, self._clock = owner, lapse_s, clock
+        self._lock = threading.Lock()
+        self._pulse_s = clock()
+        self._pulsed = threading.Event()
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the owner."""
+        return self._owner.epoch
+
+    def is_owner(self, token: str) -> bool:
+        """Returns whether `token` is the owner's."""
+        return self._owner.token == token
+
+    def pulse(self, token: str) -> bool:
+        """Notes that the owner lives. Returns False, without effect, when `token` is not the owner's."""
+        with self._lock:
+            if not self.is_owner(token):
+                return False
+            self._note_pulse()
+            return True
+
+    def claim(self, claimant: Owner) -> bool:
+        """Makes `claimant` the owner if its epoch is higher and the owner's pulse has lapsed; returns success.
+
+        The owner may claim its own rank again.
+        """
+        with self._lock:
+            lapsed = self._clock() - self._pulse_s > self._lapse_s
+            if not self.is_owner(claimant.token) and not (lapsed and claimant.epoch > self.epoch):
+                return False
+            self._owner = claimant
+            self._note_pulse()
+            return True
+
+    def wait_abandoned(self, timeout_s: float) -> None:
+        """Blocks until no pulse has come for `timeout_s`."""
+        silent = 0
+        while silent < TICKS:
+            self._pulsed.clear()
+            silent = 0 if self._pulsed.wait(timeout_s / TICKS) else silent + 1
+
+    def _note_pulse(self) -> None:
+        self._pulse_s = self._clock()
+        self._pulsed.set()

@@ -1,0 +1,261 @@
+"""`disagg launch` is killed on a running Ray cluster: its groups serve on, and another launch adopts them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from disagg.cluster.keys import join_keys
+from disagg.cluster.local_ray import LOOPBACK_ENV
+from disagg.cluster.placement import place_colocated
+from disagg.cluster.ray import RayRanks
+from disagg.commands.scale import run_scale
+from disagg.core.config.read import (
+    ClusterConfig,
+    Config,
+    ControlConfig,
+    DecodeConfig,
+    ModelConfig,
+    PrefillConfig,
+)
+from disagg.core.errors import ConfigError
+from disagg.core.types import SamplingParams
+from disagg.model.load.tiny import make_tiny_checkpoint
+from disagg.node.ownership import Owner
+from disagg.reference.answers import reference_answers
+from disagg.router.answers import SessionReport
+from disagg.router.follow import joined
+from disagg.router.response_dispatcher import ResponseDispatcher
+from disagg.router.router import Router
+from disagg.sockets.processes import listeners
+from transport.control.zmq import make_control
+from transport.keys.curve import KeySet, make_keys
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
+
+GREEDY = SamplingParams(max_tokens=40)
+PROMPT = list(range(40, 90))
+TIMEOUT_S = 60.0
+HANG_TIMEOUT_S = 3.0
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class Launch:
+    """A `disagg launch` on the Ray cluster of the tests."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def logged(self, pattern: str) -> str:
+        """Waits until the log matches; returns the first group."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while (match := re.search(pattern, self.log.read_text())) is None:
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < until_s, self.log.read_text()
+            time.sleep(0.02)
+        return match[1]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(TIMEOUT_S)
+
+
+@contextmanager
+def launch(log: Path, checkpoint: Path, *settings: str) -> Iterator[Launch]:
+    """Runs the command within the block; `settings` are `KEY=VALUE`."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    flags = ["--model", str(checkpoint), "--device", "cpu", "--ray", address]
+    flags += [
+        flag
+        for setting in (f"cluster.hang_timeout_s={HANG_TIMEOUT_S:g}", *settings)
+        for flag in ("--set", setting)
+    ]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "disagg", "launch", *flags, "--set", "log.format=json"],
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, **LOOPBACK_ENV},
+        )
+    try:
+        yield Launch(process, log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@asynccontextmanager
+async def joined_router(config: Config, directory: str) -> AsyncIterator[Router]:
+    keys = join_keys(config.control, directory, os.environ)
+    dispatcher = ResponseDispatcher(make_control(config.control, keys), asyncio.get_running_loop())
+    dispatcher.start()
+    try:
+        router = Router(dispatcher, config=config.router)
+        async with joined(dispatcher, router, directory):
+            yield router
+    finally:
+        dispatcher.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+def names(router: Router) -> list[str]:
+    return sorted(engine.group.name for engine in router.engines)
+
+
+def leaders(router: Router) -> dict[str, psutil.Process]:
+    """Process of each group's first rank, by the group's name."""
+    actors = [
+        one for one in psutil.process_iter(["cmdline"]) if "ray::" in " ".join(one.info["cmdline"] or ())
+    ]
+    pids = {str(one): one.pid for one in listeners([one.pid for one in actors])}
+    return {
+        engine.group.name: psutil.Process(pids[engine.group.leader.control_address])
+        for engine in router.engines
+    }
+
+
+async def answer(router: Router, request_id: str) -> list[int]:
+    report = SessionReport()
+    async for _ in router.generate(request_id, PROMPT, GREEDY, timeout_s=TIMEOUT_S, report=report):
+        pass
+    return report.tokens
+
+
+class Stream:
+    """Requests one after the other, until `close`."""
+
+    def __init__(self, router: Router, expected: list[int]) -> None:
+        self._router, self._expected = router, expected
+        self.answered = 0
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while True:
+            assert await answer(self._router, f"r{self.answered}") == self._expected
+            self.answered += 1
+
+    async def more(self, count: int) -> None:
+        """Waits for `count` more answers."""
+        wanted = self.answered + count
+        await until(lambda: self.answered >= wanted or self._task.done())
+        if self._task.done():
+            self._task.result()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def reservations() -> list[str]:
+    import ray
+
+    table = ray.util.placement_group_table().values()
+    return [entry["name"] for entry in table if entry["name"] and entry["state"] != "REMOVED"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_checkpoint(tmp_path_factory.mktemp("tiny"), layers=2, hidden=96, head_dim=8, mlp=96)
+
+
+def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
+    ray_session: None, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The same processes, under a supervisor again, with the router that knew them; a normal end leaves nothing."""
+    port = free_port()
+    directory = f"tcp://127.0.0.1:{port}"
+    settings = (
+        f"control.directory_port={port}",
+        "control.peer_timeout_s=3",
+        "control.heartbeat_s=0.5",
+        "cluster.restart_backoff_s=0.1",
+        "prefill.tp=1",
+    )
+    config = Config(
+        model=ModelConfig(path=str(checkpoint)),
+        prefill=PrefillConfig(device="cpu"),
+        decode=DecodeConfig(device="cpu"),
+        control=ControlConfig(peer_timeout_s=3.0, heartbeat_s=0.5),
+    )
+    [expected] = reference_answers(config, [PROMPT], GREEDY, lambda: None).answers
+
+    async def main(first: Launch) -> None:
+        async with joined_router(config, directory) as router:
+            await until(lambda: not router.missing())
+            before, engines = leaders(router), router.engines
+            stream = Stream(router, expected)
+            await stream.more(1)
+            first.kill()
+            await stream.more(2)
+            with launch(tmp_path / "second", checkpoint, *settings) as second:
+                await asyncio.to_thread(
+                    second.logged, r'("groups": \["decode", "prefill"\].*"event": "adopted")'
+                )
+                await until(lambda: "router_joined" in second.log.read_text())
+                await stream.more(2)
+                await stream.close()
+                assert (leaders(router), router.engines) == (before, engines)
+                before["decode"].suspend()
+                await until(lambda: names(router) == ["decode-2", "prefill"])
+                assert await answer(router, "last") == expected
+                await asyncio.to_thread(run_scale, config, directory, {"decode": 1})  # has an effect already
+                second.process.terminate()
+                assert await asyncio.to_thread(second.process.wait, TIMEOUT_S) == 0
+            assert reservations() == []
+
+    with launch(tmp_path / "first", checkpoint, *settings) as first:
+        first.logged('("event": "launched")')
+        asyncio.run(main(first))
+
+
+def test_ranks_without_an_owner_end_and_free_their_resources(ray_session: None) -> None:
+    """No launch adopts them within `cluster.adopt_timeout_s`."""
+    config = Config(cluster=ClusterConfig(adopt_timeout_s=2.0))
+    placement = place_colocated(0, 1, "cpu")
+    where = placement.kinds["colocated"]
+    ranks = RayRanks()
+    keys = KeySet(make_keys())
+    group = ranks.place("colocated", "colocated-9", where, config, keys, Owner("dead", 1), lambda: False)
+    try:
+        assert ranks.results([actor.pulse.remote("dead") for actor in group.actors], TIMEOUT_S) == [True]
+        [found] = ranks.survivors(placement)
+        assert (found.name, found.role, len(found.actors)) == ("colocated-9", "colocated", 1)
+        [name] = reservations()
+        assert name.endswith("/colocated-9")
+        with pytest.raises(ConfigError, match=r"another `disagg launch` .* starts colocated-9"):
+            ranks.place("colocated", "colocated-9", where, config, keys, Owner("late", 1), lambda: False)
+        ended = ranks.ended([actor.park.remote("dead") for actor in group.actors], TIMEOUT_S)
+        assert ended, "Ray reports the end of the processes"
+        asyncio.run(until(lambda: not reservations() and not ranks.survivors(placement)))
+    finally:
+        ranks.take_down(group)
