@@ -1,4 +1,4 @@
-"""Processes of `disagg serve` that are killed or stopped from outside: ends, replacements, and nothing left over."""
+"""Processes of `disagg serve` and `launch` that are killed or stopped: ends, replacements, and nothing left over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serve_process import Served, serve_process
+from serve_process import Served, command, serve_process
+
+from disagg.model.load.tiny import make_tiny_checkpoint
 
 TIMEOUT_S = 60.0
 GONE_S = 10.0
@@ -76,6 +78,22 @@ def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path) -> Non
         until_gone(family, GONE_S)
         log = served.log.read_text()
         assert log.count(f"Ray's raylet (pid {raylet.pid}) has ended") == 2, (
+            "a log line and the command's last line"
+        )
+
+
+def test_without_its_gcs_a_launch_ends_with_status_1(tmp_path: Path) -> None:
+    checkpoint = make_tiny_checkpoint(tmp_path / "tiny", layers=2, hidden=96, head_dim=8, mlp=96)
+    flags = ["--model", str(checkpoint), "--device", "cpu", "--colocated"]
+    with command(tmp_path, ["launch", *flags, "--set", "control.directory_port=0"]) as launched:
+        launched.logged("(launched)")
+        family = launched.family()
+        [gcs] = [one for one in family if one.name() == "gcs_server"]
+        os.kill(gcs.pid, signal.SIGKILL)
+        assert launched.process.wait(TIMEOUT_S) == 1
+        until_gone(family, GONE_S)
+        log = launched.log.read_text()
+        assert log.count(f"Ray's gcs_server (pid {gcs.pid}) has ended") == 2, (
             "a log line and the command's last line"
         )
 
