@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from decode_node.request import DecodeRequest, Resumption
 from decode_node.scheduler import DecodeScheduler
-from disagg.core.errors import BusyError, DisaggError, PeerLostError
+from disagg.core.errors import BusyError, DisaggError, NotLinkedError, PeerLostError
 from disagg.core.ports import Clock
 from disagg.core.prefixes import PrefixKey
 from disagg.core.sampling import ending_tokens
@@ -190,7 +190,9 @@ class AdmittingLeader(ReservingLeader):
         if self.broken:
             raise PeerLostError(self.broken)
         if message.prefill_group not in self._prefill_leaders:
-            raise PeerLostError(f"prefill group {message.prefill_group!r} is not linked to this decode group")
+            raise NotLinkedError(
+                f"prefill group {message.prefill_group!r} is not linked to this decode group"
+            )
         check_request(message.prompt, message.sampling, self._spec, message.answered)
 
     def _prefix_of(self, message: m.Reserve) -> PrefixKey | None:

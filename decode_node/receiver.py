@@ -35,7 +35,7 @@ from decode_node.ring import ReceiveRing
 from decode_node.tickets import IncomingTickets
 from decode_node.verifier import Verifier
 from decode_node.writes import PeerWrites
-from disagg.core.errors import InvariantError, PeerLostError, TransportError
+from disagg.core.errors import InvariantError, NotLinkedError, PeerLostError, TransportError
 from disagg.core.status import RankStatus
 from disagg.kv.pages import slots_of
 from disagg.node.device import DeviceQueue, device_name
@@ -132,7 +132,7 @@ class SegmentReceiver:
         ticket = message.ticket
         link = self._links.get(message.prefill_group)
         if link is None:
-            error = PeerLostError(f"prefill group {message.prefill_group!r} is not linked")
+            error = NotLinkedError(f"prefill group {message.prefill_group!r} is not linked")
             self._tickets.refuse(ticket, error)
             return
         if ticket.number not in self._tickets.open:

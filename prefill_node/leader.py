@@ -7,7 +7,7 @@ from collections.abc import Callable
 import structlog
 import torch
 
-from disagg.core.errors import DisaggError, PeerLostError, RequestError, error_from_code
+from disagg.core.errors import DisaggError, NotLinkedError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
@@ -126,7 +126,7 @@ class PrefillLeader(Leader):
             if self.broken:
                 raise PeerLostError(self.broken)
             if message.ticket.group not in self._decode_leaders:
-                raise PeerLostError(
+                raise NotLinkedError(
                     f"decode group {message.ticket.group!r} is not linked to this prefill group"
                 )
             check_request(message.prompt, message.sampling, self._spec, message.answered)

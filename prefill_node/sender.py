@@ -10,7 +10,7 @@ StagingSpace      the holders of staging
 
 from __future__ import annotations
 
-from disagg.core.errors import PeerLostError, TransportError
+from disagg.core.errors import NotLinkedError, TransportError
 from disagg.core.status import Path, RankStatus
 from disagg.core.types import RequestKey, Span
 from disagg.kv.pages import slots_of
@@ -138,7 +138,7 @@ class SegmentSender:
         link = self._links.get(ticket.group)
         if link is None:
             self._tickets.refuse(
-                message.key, ticket.number, PeerLostError(f"decode group {ticket.group!r} is not linked")
+                message.key, ticket.number, NotLinkedError(f"decode group {ticket.group!r} is not linked")
             )
             return
         try:

@@ -111,6 +111,12 @@ class PeerLostError(TransportError):
     code = "peer_lost"
 
 
+class NotLinkedError(PeerLostError):
+    """The two groups of a request are not linked now: the network between them is cut, or they link again."""
+
+    code = "not_linked"
+
+
 class ChecksumError(TransportError):
     """A segment arrived damaged twice: memory or the network between two ranks is faulty."""
 

@@ -20,6 +20,8 @@ from disagg.router.answers import Answer
 
 DEADLY = 2
 """Sessions in which a request may lose a group at the same token; then it counts as the cause."""
+FIRST_LINK_PAUSE_S, LONGEST_LINK_PAUSE_S = 0.05, 2.0
+"""Pause after a session whose groups were not linked; doubles while that goes on."""
 SECOND_PAUSE_S = 1.0
 """Pause before the second recovery of a request; four times as long before each later one."""
 
@@ -35,6 +37,8 @@ class Branch:
     """Names of the groups of each session that failed in a row without a new token; a death may show later."""
     tokens: int = 0
     """Tokens of the answers at the latest loss."""
+    unlinked: int = 0
+    """Latest sessions in a row whose groups were not linked."""
 
     @property
     def is_fresh(self) -> bool:
@@ -46,12 +50,21 @@ class Branch:
         """Pause before the next session: none at first, then time for a connection or a group to come back."""
         return 0.0 if self.recoveries < 2 else SECOND_PAUSE_S * 4.0 ** (self.recoveries - 2)
 
+    @property
+    def link_pause_s(self) -> float:
+        """Pause before the next session, after one whose groups were not linked."""
+        return min(FIRST_LINK_PAUSE_S * 2.0 ** (self.unlinked - 1), LONGEST_LINK_PAUSE_S)
+
     def after_loss(self, groups: Iterable[str]) -> Branch:
         """Returns the branch after a session with these groups has failed."""
         tokens = sum(len(answer.tokens) for answer in self.answers)
         before = self.suspects if tokens == self.tokens else ()
         return replace(
-            self, recoveries=self.recoveries + 1, suspects=(*before, frozenset(groups)), tokens=tokens
+            self,
+            recoveries=self.recoveries + 1,
+            suspects=(*before, frozenset(groups)),
+            tokens=tokens,
+            unlinked=0,
         )
 
     def unfinished(self) -> list[Branch]:

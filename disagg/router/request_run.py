@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence, Set
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import structlog
@@ -25,9 +25,6 @@ from disagg.router.session_driver import SessionDriver
 
 log = structlog.get_logger(__name__)
 
-RELINK_PAUSE_S = 0.25
-"""Pause after a loss without a death: two living groups link again meanwhile. A message that reaches a rank which has
-not linked yet is lost, and its request would wait for the lease's time limit."""
 NO_GROUP_PAUSE_S = 0.25
 """Longest pause before a request looks for a group again, where none is up."""
 
@@ -64,8 +61,10 @@ class RunContext:
     options: RecoveryOptions
     budget: RecoveryBudget
     clock: Clock
-    recovered: Callable[[Loss, Pair], None]
-    """Called for each recovery with the groups of the failed session."""
+    recovered: Callable[[Loss], None]
+    """Called for each recovery."""
+    avoid: Callable[[Pair], None]
+    """Called with the groups of each failed session whose request goes on: another pair is better for some time."""
     dead_groups: Callable[[Iterable[str]], set[str]]
     """Returns those of the named groups that are dead, and not only silent."""
     decode_groups: Callable[[], int]
@@ -126,7 +125,7 @@ class RequestRun:
                     branches: list[Branch] = []
                 except DisaggError as error:
                     branches, pause_s = self._recover(branch, session, load, error)
-                    lost = error if session.loss is not None else lost
+                    lost = lost if isinstance(error, BusyError) else error
                     full = _full_groups(full, session)
             except BaseException:
                 await driver.release()
@@ -195,7 +194,13 @@ class RequestRun:
     ) -> tuple[list[Branch], float]:
         """Returns what is left of `branch`, and the pause before. Raises `error`, or why the request is given up."""
         request, context = self.request, self.context
-        if session.loss is None:
+        if session.unlinked:
+            branch = replace(branch, unlinked=branch.unlinked + 1)
+            context.avoid((load.prefill, load.decode))
+            pause_s = branch.link_pause_s
+            if branch.unlinked == 1:
+                log.info("request_waits_for_a_link", request=str(session.key), error=str(error))
+        elif session.loss is None:
             again = session.no_room or branch.recoveries > 0
             if not isinstance(error, BusyError) or not again:
                 raise error
@@ -206,7 +211,8 @@ class RequestRun:
             branch = branch.after_loss({session.prefill.name, session.decode.name})
             dead = context.dead_groups(frozenset().union(*branch.suspects))
             require_recoverable(request.request_id, branch, dead, context.options.max_recoveries, error)
-            context.recovered(session.loss, (load.prefill, load.decode))
+            context.recovered(session.loss)
+            context.avoid((load.prefill, load.decode))
             request.report.recoveries.append(session.loss.value)
             log.info(
                 "request_recovered",
@@ -217,7 +223,7 @@ class RequestRun:
                 resumed=session.resumable,
                 error=str(error),
             )
-            pause_s = max(context.budget.wait_s(), branch.pause_s, 0.0 if dead else RELINK_PAUSE_S)
+            pause_s = max(context.budget.wait_s(), branch.pause_s)
         return branch.unfinished(), pause_s
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:

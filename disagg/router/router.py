@@ -53,7 +53,14 @@ class Router:
         budget = RecoveryBudget(config.recoveries_per_s, clock)
         options = RecoveryOptions(config.reserve_wait_s, config.max_recoveries, config.group_wait_s)
         self._context = RunContext(
-            dispatcher, options, budget, clock, self._recovered, self._dead_groups, self._decode_groups
+            dispatcher,
+            options,
+            budget,
+            clock,
+            self._recovered,
+            self._shun,
+            self._dead_groups,
+            self._decode_groups,
         )
         self._missing_since_s: dict[str, float] = {}
         """When each role without a usable group was first found to have none."""
@@ -208,11 +215,11 @@ class Router:
         shunned_until_s = self._shunned.get(_names(prefill, decode), 0.0)
         return prefill.usable and decode.usable and shunned_until_s <= self._clock()
 
-    def _shun(self, prefill: RoutedGroup, decode: RoutedGroup) -> None:
+    def _shun(self, pair: Pair) -> None:
         """Avoids a pair after a failed transfer: each group may work, the network between them may not."""
         now_s = self._clock()
-        self._shunned = {pair: until_s for pair, until_s in self._shunned.items() if until_s > now_s}
-        self._shunned[_names(prefill, decode)] = now_s + SHUNNED_S
+        self._shunned = {one: until_s for one, until_s in self._shunned.items() if until_s > now_s}
+        self._shunned[_names(*pair)] = now_s + SHUNNED_S
 
     async def generate(
         self,
@@ -250,10 +257,9 @@ class Router:
             async for output in outputs:
                 yield output
 
-    def _recovered(self, loss: Loss, pair: Pair) -> None:
-        """Counts a recovery and avoids the pair."""
+    def _recovered(self, loss: Loss) -> None:
+        """Counts a recovery."""
         self.recoveries[loss.value] += 1
-        self._shun(*pair)
 
     def _dead_groups(self, names: Iterable[str]) -> set[str]:
         engines = {name: self._engines.get(name) for name in names}

@@ -32,6 +32,7 @@ from disagg.core.errors import (
     ChecksumError,
     DisaggError,
     InvariantError,
+    NotLinkedError,
     PeerLostError,
     RequestTimeoutError,
     error_from_code,
@@ -157,6 +158,8 @@ class Session:
     """Set with the error of a request that another session can continue."""
     no_room: bool = False
     """The session failed because the decode group had no room in time; another group may have some."""
+    unlinked: bool = False
+    """The session failed because its groups were not linked: nothing was computed for it."""
     resumable: bool = False
     """The decode group keeps row and pages for a session with this one's key as `after`."""
     _answered: list[int] = field(init=False)
@@ -217,6 +220,8 @@ class Session:
     def _note_loss(self, error: DisaggError, *, prefill: bool, resumable: bool) -> None:
         if isinstance(error, ChecksumError):
             self.loss = Loss.DAMAGE
+        elif isinstance(error, NotLinkedError):
+            self.unlinked, self.resumable = True, resumable
         elif isinstance(error, PeerLostError):
             self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
         elif isinstance(error, BusyError):

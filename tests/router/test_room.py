@@ -1,4 +1,4 @@
-"""A router whose decode groups are full: how long a request waits at each, and the order in which it tries them."""
+"""A router whose decode groups are full, or not linked: how long a request waits, and the order of its tries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from disagg.core.config.read import RouterConfig
-from disagg.core.errors import BusyError, DisaggError, RequestTimeoutError
+from disagg.core.errors import BusyError, DisaggError, NotLinkedError, RequestTimeoutError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span, Ticket
 from disagg.router.answers import SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -28,8 +28,15 @@ def group(role: str, name: str) -> GroupInfo:
 class Cluster:
     """A router and scripted leaders: each decode leader refuses as often as `refusals` says, then serves."""
 
-    def __init__(self, refusals: dict[str, int], *, colocated: bool = False, pause_s: float = 0.0) -> None:
-        self.refusals, self.pause_s = dict(refusals), pause_s
+    def __init__(
+        self,
+        refusals: dict[str, int],
+        *,
+        colocated: bool = False,
+        pause_s: float = 0.0,
+        code: str = BusyError.code,
+    ) -> None:
+        self.refusals, self.pause_s, self.code = dict(refusals), pause_s, code
         self.prefill_busy = False
         self.reserves: list[tuple[str, m.Reserve]] = []
         self.released: list[str] = []
@@ -48,7 +55,7 @@ class Cluster:
                     return
                 if self.refusals[name] > 0:
                     self.refusals[name] -= 1
-                    send("router", m.Failed(message.key, "busy", "full", True, self.pause_s))
+                    send("router", m.Failed(message.key, self.code, "refused", True, self.pause_s))
                 else:
                     send("router", m.Reserved(message.key, Ticket(message.key, 1, name, Span(0, 1))))
             case m.Prefill() if self.prefill_busy:
@@ -189,3 +196,24 @@ def test_a_request_past_its_deadline_reaches_no_group() -> None:
     cluster = Cluster({"d1": 0})
     assert isinstance(error_of(cluster, timeout_s=0.0), RequestTimeoutError)
     assert cluster.reserves == []
+
+
+def test_a_request_leaves_a_pair_that_is_not_linked() -> None:
+    cluster = Cluster({"d1": 1000, "d2": 0}, code=NotLinkedError.code)
+    report = answered(cluster)
+    assert cluster.tried == ["d1", "d2"]
+    assert report.decode == "d2"
+
+
+def test_a_request_waits_for_the_link_of_the_only_pair() -> None:
+    """More often than it may be recovered: nothing was computed for it, and no group was lost."""
+    cluster = Cluster({"d1": RouterConfig().max_recoveries + 2}, code=NotLinkedError.code)
+    assert answered(cluster).recoveries == []
+    assert len(cluster.tried) == RouterConfig().max_recoveries + 3
+
+
+def test_a_wait_for_a_link_ends_at_the_deadline() -> None:
+    cluster = Cluster({"d1": 1000}, code=NotLinkedError.code)
+    error = error_of(cluster, timeout_s=1.0)
+    assert isinstance(error, NotLinkedError)
+    assert 2 < len(cluster.tried) < 8, "the pause grows"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from cluster_simulation.bugs import BUGS
 from cluster_simulation.run import Run, simulate
-from cluster_simulation.scale import Scale
+from cluster_simulation.scale import PEER_TIMEOUT_S, Scale
 from slow_parameters import sampled
 
 SAMPLE, ALL, AT_ONCE = 200, 10_000, 25
@@ -46,6 +46,14 @@ def test_any_faults(first: int) -> None:
     assert found["done"] > AT_ONCE, found
     struck = {kind for run in runs for kind in run.faults.struck}
     assert len(struck) > 4, f"only these faults struck: {struck}"
+
+
+def test_a_cut_in_one_direction() -> None:
+    """For up to a minute: the side that receives does not take the other for linked, and requests wait."""
+    run = simulate(1303)
+    assert [one.outcome for one in run.requests if one.timeout_s > PEER_TIMEOUT_S and not one.aborted] == [
+        "done"
+    ] * 3
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ PeerLost = Callable[[str], None]
 No earlier message of the peer is delivered afterwards; a later `send` starts a new stream."""
 
 PeerMet = Callable[[str], None]
-"""Called as `on_peer_met(peer)` on the channel's own thread: the first sign of life from a watched peer, or
-the first since the peer was lost."""
+"""Called as `on_peer_met(peer)` on the channel's own thread: messages pass in both directions with a watched peer,
+for the first time or for the first time since the peer was lost."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ acknowledged. Acknowledgements are cumulative and piggyback on envelopes of the 
 
 A peer is *lost* after too long a silence while it is watched or owes acknowledgements, or when it has
 forgotten this side (a new stream, or a reset). After a loss, no message of the old streams is delivered, and
-both directions start new streams.
+both directions start new streams. A watched peer is *met* when it names this side's stream: both directions work
+then. A network cut in one direction therefore leaves both sides without the other.
 
 The idea is TCP's: sequence numbers, resets, and an initial sequence number drawn from a clock, here the
 stream number. An envelope of an older stream is therefore recognised as stale, however late it arrives.
@@ -84,7 +85,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """Event: the first envelope of a watched peer, or the first since its loss."""
+    """Event: the first envelope of a watched peer that names this side's stream, or the first since its loss."""
 
     peer: str
 
@@ -105,6 +106,8 @@ class _StreamPeer:
     early: dict[int, bytes] = field(default_factory=dict)
     ack_at_s: float | None = None
     watched: bool = False
+    met: bool = False
+    """The peer has received an envelope of this stream."""
     spoke_s: float = 0.0
     """Time of the last envelope to the peer."""
 
@@ -152,7 +155,7 @@ class Reliable:
         peer = self._peer(name, now_s)
         if not peer.watched:
             peer.watched, peer.since_s = True, now_s
-            if peer.their_stream:
+            if peer.met:
                 self.events.append(Met(name))
 
     def forget(self, name: str) -> None:
@@ -182,6 +185,9 @@ class Reliable:
         peer.since_s = now_s
         if envelope.ack_of == peer.stream:
             self._acknowledged(peer, envelope.ack, now_s)
+            if peer.watched and not peer.met:
+                self.events.append(Met(peer.name))
+            peer.met = True
         if envelope.seq:
             self._take(peer, envelope)
             peer.ack_at_s = now_s + ACK_DELAY_S if peer.ack_at_s is None else peer.ack_at_s
@@ -270,8 +276,6 @@ class Reliable:
             return None
         peer = peer or self._peer(envelope.source, now_s)
         peer.their_stream = envelope.stream
-        if peer.watched:
-            self.events.append(Met(peer.name))
         return peer
 
     def _has_room(self, now_s: float) -> bool:

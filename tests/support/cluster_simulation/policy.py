@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster_simulation.requests import ClientRequest
-from disagg.router.router import DEFAULTS
 
 if TYPE_CHECKING:
     from cluster_simulation.run import Run
@@ -22,13 +21,12 @@ OUTAGE_LOOKS = 10
 
 def recovered(run: Run, request: ClientRequest) -> str:
     """A request survives the faults, unless its deadline is short, or the router gives it up by its own rules."""
-    if request.outcome in ("timeout", "busy", "peer_lost") and request.timeout_s < SHORT_S:
+    if request.outcome in ("timeout", "busy", "peer_lost", "not_linked") and request.timeout_s < SHORT_S:
         return ""
     outages = run.world.outage_looks(request.router, request.began_s, request.ended_s)
     at_deadline = request.ended_s >= request.began_s + request.timeout_s
     if (request.outcome in ("busy", "timeout") or at_deadline) and outages > OUTAGE_LOOKS:
         return ""
-    recoveries, died = len(request.report.recoveries), "is given up" in str(request.error)
-    if request.outcome == "peer_lost" and (died or recoveries >= DEFAULTS.max_recoveries):
+    if request.outcome == "peer_lost" and "is given up" in str(request.error):
         return ""
     return f"{request.outcome} may not end it after the faults {run.faults.struck}"
