@@ -12,8 +12,8 @@ from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.scheduler import DecodeScheduler, DecodeStatistics
 from disagg.core.errors import (
+    ChecksumError,
     DisaggError,
-    PeerLostError,
     ProtocolError,
     RequestError,
     TransportError,
@@ -203,7 +203,8 @@ class DecodeLeader(AdmittingLeader):
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
         """Also keeps its pages out of the prefix cache: their KV may be wrong.
 
-        After the loss of the prefill group row and pages are held: the router may continue the request here.
+        After a failed transfer row and pages are held, unless its KV is damaged: the router may continue the request
+        here.
         """
         assert isinstance(request, DecodeRequest), "requests of this leader"
         if request.closing:
@@ -212,7 +213,8 @@ class DecodeLeader(AdmittingLeader):
                 self._close(request.key, str(error))
             return
         request.prefix = None
-        held = isinstance(error, PeerLostError) and not self.broken and not self._has_begun(request)
+        transfer_failed = isinstance(error, TransportError) and not isinstance(error, ChecksumError)
+        held = transfer_failed and not self.broken and not self._has_begun(request)
         self._refuse(request.router, request.key, error, resumable=held)
         self._close(request.key, str(error))
         if held:

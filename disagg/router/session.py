@@ -35,6 +35,7 @@ from disagg.core.errors import (
     NotLinkedError,
     PeerLostError,
     RequestTimeoutError,
+    TransportError,
     error_from_code,
 )
 from disagg.core.tokens import TokenIds
@@ -124,6 +125,8 @@ class Loss(Enum):
     """The decode group, or a colocated one."""
     DAMAGE = "damaged_kv"
     """KV arrived damaged twice."""
+    TRANSFER = "transfer_failed"
+    """The request's transfer failed, and no group was lost: a late lease, a failed send, a launch that failed."""
 
 
 @dataclass(slots=True)
@@ -224,6 +227,8 @@ class Session:
             self.unlinked, self.resumable = True, resumable
         elif isinstance(error, PeerLostError):
             self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
+        elif isinstance(error, TransportError):
+            self.loss, self.resumable = Loss.TRANSFER, resumable
         elif isinstance(error, BusyError):
             self.resumable = resumable
 

@@ -99,6 +99,11 @@ def small_config(
     )
 
 
+def without_recovery(config: Config) -> Config:
+    """A request fails with its session."""
+    return msgspec.structs.replace(config, router=msgspec.structs.replace(config.router, max_recoveries=0))
+
+
 def with_quarantine(config: Config, quarantine_s: float) -> Config:
     """Frees pages and ring bytes `quarantine_s` after their writer was lost; by default after 20 s."""
     control = msgspec.structs.replace(

@@ -10,7 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from local_groups import (
+    Checkpoints,
+    LocalGroups,
+    ask,
+    local_groups,
+    random_prompts,
+    small_config,
+    without_recovery,
+)
 
 import decode_node.receiver
 import prefill_node.sender
@@ -54,7 +62,7 @@ def error_of(groups: LocalGroups, request_id: str) -> DisaggError | None:
 def test_no_memory_for_a_ticket_ends_its_request_alone(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, module: Any
 ) -> None:
-    with local_groups(small_config(1, 1), checkpoints.source()) as groups:
+    with local_groups(without_recovery(small_config(1, 1)), checkpoints.source()) as groups:
         monkeypatch.setattr(module, "slots_of", fails_once(module.slots_of))
         assert isinstance(error_of(groups, "victim"), TransportError)
         assert error_of(groups, "next") is None

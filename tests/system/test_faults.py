@@ -1,4 +1,7 @@
-"""Whatever goes wrong ends one request with a clear error, gives everything back, and leaves the others exact."""
+"""Whatever goes wrong ends one session with a clear error, gives everything back, and leaves the others exact.
+
+Recovery is off, so that the error shows; `test_recovery.py` has it on.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from local_groups import Answered, Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
+from local_groups import (
+    Answered,
+    Checkpoints,
+    LocalGroups,
+    ask,
+    local_groups,
+    random_prompts,
+    small_config,
+    without_recovery,
+)
 
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, TransportError
@@ -48,7 +60,7 @@ KINDS = [
 
 
 def tight_config(**changes: Any) -> Any:
-    return small_config(2, 2, ring_bytes=4096, chunk_tokens=16, **changes)
+    return without_recovery(small_config(2, 2, ring_bytes=4096, chunk_tokens=16, **changes))
 
 
 class Run:
@@ -266,7 +278,7 @@ def test_a_sender_that_stalls_is_ended_by_its_lease(checkpoints: Checkpoints) ->
 
 def test_a_letter_that_nobody_hears_of_ends_its_request(checkpoints: Checkpoints) -> None:
     """A connection can break behind a send that is done: no lease, no error, no chunk behind it; then time is up."""
-    config = small_config(2, 2, ring_bytes=4096, chunk_tokens=128, lease_timeout_s=0.5)
+    config = without_recovery(small_config(2, 2, ring_bytes=4096, chunk_tokens=128, lease_timeout_s=0.5))
     with local_groups(config, checkpoints.source()) as groups:
         run = Run(groups, checkpoints)
         groups.fabric.faults.truncate(

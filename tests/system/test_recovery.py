@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import itertools
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from disagg.router.answers import Output, SessionReport
 from disagg.router.router import Router
 from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
+from transport.tags import is_active_message
 
 SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.6)
 TOKENS = 30
@@ -85,8 +88,9 @@ class System:
         groups: tuple[int, int],
         router: RouterConfig | None = None,
         source: ModelSource | None = None,
+        **settings: Any,
     ) -> None:
-        config = small_config(1, 1, groups=groups)
+        config = small_config(1, 1, groups=groups, **settings)
         if router is not None:
             config = msgspec.structs.replace(config, router=router)
         self.groups = LocalGroups(config, source or checkpoints.source(), options=SHORT)
@@ -215,6 +219,81 @@ def test_a_stream_does_not_notice_the_death_of_its_prefill_group(checkpoints: Ch
     assert system.killed == ["prefill-0"]
     assert found.tokens[0] == checkpoints.greedy(system.groups.source, prompt, 200)
     assert found.report.recoveries == []
+
+
+def fails_once(monkeypatch: pytest.MonkeyPatch, where: str) -> list[str]:
+    """The second call of a function raises; returns what has struck."""
+    module, name = where.rsplit(".", 1)
+    real, struck, calls = getattr(importlib.import_module(module), name), list[str](), itertools.count()
+
+    def failing(*arguments: Any) -> Any:
+        if next(calls) == 1:
+            struck.append(name)
+            raise RuntimeError("out of memory, say")
+        return real(*arguments)
+
+    monkeypatch.setattr(where, failing)
+    return struck
+
+
+LAUNCHES = ["prefill_node.mover.gather", "decode_node.landing.scatter", "decode_node.receiver.slots_of"]
+
+
+@pytest.mark.parametrize("where", LAUNCHES)
+def test_a_launch_that_fails_costs_a_recovery(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    struck = fails_once(monkeypatch, where)
+    check_one_recovery(checkpoints, lambda system: None)
+    assert struck
+
+
+MESSAGES: dict[str, Callable[[str, str, int], bool]] = {
+    "segment": lambda source, destination, tag: not is_active_message(tag),
+    "lease request": lambda source, destination, tag: is_active_message(tag) and source.startswith("prefill"),
+    "grant": lambda source, destination, tag: is_active_message(tag) and source.startswith("decode"),
+}
+
+
+@pytest.mark.parametrize("what", ["fail", "lose"])
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_a_message_that_fails_or_is_lost_costs_a_recovery(
+    checkpoints: Checkpoints, kind: str, what: str
+) -> None:
+    """A lost one fails its request by `transfer.lease_timeout_s`."""
+
+    def strike(system: System) -> None:
+        faults = system.groups.fabric.faults
+        if what == "fail":
+            faults.fail_send(1, MESSAGES[kind])
+        elif kind == "segment":
+            faults.hold(1, MESSAGES[kind])
+            system.groups.observe(
+                lambda source, destination, message: (
+                    system.groups.fabric.release() if isinstance(message, m.SenderEnded) else None
+                )
+            )
+        else:
+            faults.truncate(1, 1, MESSAGES[kind])
+
+    check_one_recovery(checkpoints, strike)
+
+
+def check_one_recovery(checkpoints: Checkpoints, strike: Callable[[System], None]) -> None:
+    """Two requests on one pair of groups, of which one meets a fault; both are exact."""
+    prompts, sampling = random_prompts(90, 60), SamplingParams(max_tokens=12)
+    with System(checkpoints, (1, 1), chunk_tokens=256, lease_timeout_s=0.5) as system:
+        strike(system)
+
+        async def work(router: Router) -> list[Answers]:
+            return await asyncio.gather(
+                *(answers_of(router, f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts))
+            )
+
+        answers: list[Answers] = system.groups.serve(work)
+    for one, prompt in zip(answers, prompts, strict=True):
+        assert one.tokens[0] == checkpoints.greedy(system.groups.source, prompt, 12)
+    assert sorted(one.report.recoveries for one in answers) == [[], ["transfer_failed"]]
 
 
 def test_a_request_is_not_recovered_more_often_than_allowed(checkpoints: Checkpoints) -> None:
