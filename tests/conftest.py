@@ -98,6 +98,22 @@ def _one_torch_thread() -> None:
         torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _threads_on_one_core(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Under xdist, files that run `LocalGroups` have one core: the GIL moves between cores for a third of their time.
+
+    Only threads that the tests start from here inherit it. Without xdist, as in `make test-slow`, ranks run on all.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not {"LocalGroups", "local_groups"} & set(vars(request.module)):
+        yield
+        return
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[int(worker.removeprefix("gw")) % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
 @pytest.fixture(autouse=True)
 def _no_leaked_threads() -> Iterator[None]:
     """A non-daemon thread that outlives its test would keep the process from ending: name it here instead."""
