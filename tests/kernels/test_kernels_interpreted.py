@@ -12,54 +12,52 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
-ROOT = FOLDER.parent.parent
+TESTS = Path(__file__).parent.parent
+ROOT = TESTS.parent
 COPIES = (
-    "copy/test_copy_kernels.py",
-    "copy/test_move_kernel.py",
-    "copy/test_page_copy.py",
-    "copy/test_checksum.py",
-    "copy/test_quantize.py",
+    "kernels/copy/test_copy_kernels.py",
+    "kernels/copy/test_move_kernel.py",
+    "kernels/copy/test_page_copy.py",
+    "kernels/copy/test_checksum.py",
+    "kernels/copy/test_quantize.py",
 )
 ATTENTION = (
-    "attention/test_prefill_attention.py",
-    "attention/test_decode_attention.py",
-    "attention/test_kv_write.py",
+    "kernels/attention/test_prefill_attention.py",
+    "kernels/attention/test_decode_attention.py",
+    "kernels/attention/test_kv_write.py",
 )
-LAYERS = ("layers/test_small_layers.py", "layers/test_rank_sum.py")
+LAYERS = ("kernels/layers/test_small_layers.py", "kernels/layers/test_rank_sum.py")
+MODELS = (
+    "model/attention/test_attention_kernels.py::test_greedy_equals_generate",
+    "model/attention/test_attention_kernels.py::test_a_quantized_pool_gives_what_the_torch_path_gives",
+)
+BENCHMARKS = (
+    "bench/kernels/test_bench_attention.py::test_figures_have_ceilings",
+    "bench/kernels/test_bench_attention.py::test_wrong_results_are_no_figure",
+)
 SWEEPS = (
-    "attention/test_prefill_attention.py",
-    "attention/test_decode_attention.py",
-    "copy/test_checksum.py",
+    "kernels/attention/test_prefill_attention.py",
+    "kernels/attention/test_decode_attention.py",
+    "kernels/copy/test_checksum.py",
+    *MODELS,
 )
-
-
-def interpret(*command: str) -> None:
-    """Runs `command` under this Python with the Triton backend interpreted; fails with its output."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "DISAGG_KERNELS": "triton", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 @pytest.mark.parametrize(
-    ("files", "marked"),
+    ("tests", "marked"),
     [
-        pytest.param((*COPIES, *LAYERS), "not slow and not gpu", id="copies and small layers"),
-        pytest.param(ATTENTION, "not slow and not gpu", id="attention"),
+        pytest.param(
+            (*COPIES, *LAYERS, *ATTENTION, *MODELS, *BENCHMARKS), "not slow and not gpu", id="all kernels"
+        ),
         pytest.param(SWEEPS, "slow and not gpu", id="rest of the sweeps", marks=pytest.mark.slow),
     ],
 )
-def test_tests_pass_in_the_interpreter(files: tuple[str, ...], marked: str) -> None:
-    interpret(
-        "-m",
-        "pytest",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        marked,
-        "-k",
-        "not reference and not cuda",
-        *(str(FOLDER / name) for name in files),
+def test_tests_pass_in_the_interpreter(tests: tuple[str, ...], marked: str) -> None:
+    """All in one process, because its imports take longer than most of the tests."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "DISAGG_KERNELS": "triton", "PYTHONPATH": str(ROOT)}
+    chosen = ["-m", marked, "-k", "not reference and not cuda"]
+    command = ["-m", "pytest", "-p", "no:cacheprovider", *chosen, *(str(TESTS / name) for name in tests)]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
     )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

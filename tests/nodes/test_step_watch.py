@@ -103,6 +103,7 @@ def test_a_step_that_never_ends_breaks_the_group(checkpoints: Checkpoints, role:
         assert "hangs" in reasons.get(timeout=LONG_S)
     finally:
         goes_on.set()
-        # A hanging process is killed; the other rank of its group leaves the collective.
-        groups.kill(f"{role}-{rank}")
+        groups.kill(
+            f"{role}-{rank}"
+        )  # a hanging process is killed; its group's other rank leaves the collective
         groups.stop()

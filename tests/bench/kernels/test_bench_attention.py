@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -16,7 +11,6 @@ from disagg.cli.app import run
 from disagg.core.errors import InvariantError
 from kernels.dispatch import INTERPRETED
 
-ROOT = Path(__file__).parents[3]
 CPU = torch.device("cpu")
 SMALL = {
     "decodes": ((2, 20),),
@@ -28,16 +22,9 @@ SMALL = {
     "dtype": torch.float32,
     "kv_dtypes": (torch.float32, torch.int8),
 }
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="`test_in_the_interpreter` runs it")
-
-
-def test_in_the_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "DISAGG_KERNELS": "triton", "PYTHONPATH": str(ROOT)}
-    command = ["-m", "pytest", "-p", "no:cacheprovider", "-k", "figure", __file__]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+interpreted = pytest.mark.skipif(
+    not INTERPRETED, reason="`tests/kernels/test_kernels_interpreted.py` runs it"
+)
 
 
 @interpreted
@@ -65,6 +52,7 @@ def test_figures_have_ceilings() -> None:
         ("prefill_attention", "prefill attention is wrong"),
         ("kv_write", "other bytes than its reference"),
     ],
+    ids=["decode", "prefill", "write"],
 )
 def test_wrong_results_are_no_figure(kernel: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = getattr(bench, kernel)

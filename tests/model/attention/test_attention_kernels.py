@@ -1,14 +1,10 @@
 """Models whose attention the Triton kernels do: the same tokens as transformers', and who decides.
 
-The first two run in Triton's interpreter, in a process of their own (`test_they_run_in_the_interpreter`), and on a
-GPU.
+The first two run in Triton's interpreter (`tests/kernels/test_kernels_interpreted.py`) and on a GPU.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +21,6 @@ from disagg.model.collective.base import ThreadCollective, run_ranks
 from disagg.model.unsplit import generate_unsplit
 from kernels.dispatch import INTERPRETED
 
-ROOT = Path(__file__).parents[3]
 DEVICES = [*(["cpu"] if INTERPRETED else []), pytest.param("cuda", marks=pytest.mark.gpu)]
 TOKENS = 3
 GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
@@ -58,17 +53,6 @@ def test_a_quantized_pool_gives_what_the_torch_path_gives(
         return generate_unsplit(runner, prompts()[:2], GREEDY)
 
     assert answers("triton") == answers("torch")
-
-
-@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_they_run_in_the_interpreter(marked: str) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "DISAGG_KERNELS": "triton", "PYTHONPATH": str(ROOT)}
-    chosen = ["-m", f"{marked} and not gpu", "-k", "generate or quantized"]
-    command = ["-m", "pytest", "-p", "no:cacheprovider", *chosen, __file__]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 @pytest.mark.parametrize(
