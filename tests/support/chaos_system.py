@@ -69,8 +69,12 @@ class FakeChaosSystem:
         """Number of losses from which groups are replaced; then the earlier ones too."""
         self._waiting: list[str] = []
         self.salts: list[str] = []
+        self.known_obstacle = ""
 
     # --- the system
+
+    def obstacle(self) -> str:
+        return self.known_obstacle
 
     def groups(self) -> dict[str, str]:
         return dict(self.up)

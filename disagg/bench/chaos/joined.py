@@ -34,9 +34,15 @@ FindPids = Callable[[], dict[str, int]]
 class JoinedSystem(RoutedSystem):
     """The groups of a directory, with a router of this process."""
 
-    def __init__(self, router: Router, timeout_s: float, find_pids: FindPids) -> None:
+    def __init__(
+        self, router: Router, timeout_s: float, find_pids: FindPids, directory_lost: Callable[[], bool]
+    ) -> None:
         super().__init__(router, timeout_s)
-        self._find_pids = find_pids
+        self._find_pids, self._directory_lost = find_pids, directory_lost
+
+    def obstacle(self) -> str:
+        """Returns that the directory is lost: groups serve without `disagg launch`, but are not replaced."""
+        return "its directory is lost: start `disagg launch` again" if self._directory_lost() else ""
 
     def ranks(self) -> list[TargetRank]:
         """Returns the rank processes on this host of the groups that serve."""
@@ -67,7 +73,8 @@ async def joined_system(config: Config, directory: str) -> AsyncIterator[JoinedS
             joined(dispatcher, router, directory),
             watching(router.statuses, config.metrics.interval_s),
         ):
-            system = JoinedSystem(router, config.router.request_timeout_s, ray_addresses)
+            timeout_s = config.router.request_timeout_s
+            system = JoinedSystem(router, timeout_s, ray_addresses, lambda: directory in dispatcher.lost)
             await _wait_for_groups(system, router, directory)
             if not system.ranks():
                 raise ConfigError(

@@ -157,7 +157,7 @@ class _Course:
                     self.report_line(self._words(self.faults[-1]))
                     return self.faults[-1]
             await asyncio.sleep(POLL_S)
-        self.report_line(f"no rank to hit within {self.bench.recover_s:g} s")
+        self.report_line(f"no rank to hit{self._limit()}")
         return None
 
     def _may_hit(self, rank: TargetRank) -> bool:
@@ -175,7 +175,7 @@ class _Course:
             self.injector.finish(fault.target)
             fault.full_s = await self._full_strength()
         if fault.full_s is None:
-            self.report_line(f"fault {fault.plan.number}: no full strength within {self.bench.recover_s:g} s")
+            self.report_line(f"fault {fault.plan.number}: no full strength{self._limit()}")
             return
         self.report_line(
             f"fault {fault.plan.number}: full strength after {fault.full_s - fault.at_s:.1f} s, "
@@ -190,6 +190,10 @@ class _Course:
                 return now_s
             await asyncio.sleep(POLL_S)
         return None
+
+    def _limit(self) -> str:
+        obstacle = self.system.obstacle()
+        return f" within {self.bench.recover_s:g} s" + (f", because {obstacle}" if obstacle else "")
 
     def _words(self, fault: FaultRecord) -> str:
         plan, target = fault.plan, fault.target

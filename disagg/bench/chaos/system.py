@@ -34,6 +34,9 @@ class ChaosSystem(Protocol):
     def groups(self) -> dict[str, str]:
         """Returns the role of each group that gets new requests, by name."""
 
+    def obstacle(self) -> str:
+        """Returns why no group is replaced now; empty if no reason is known."""
+
 
 def strength(system: ChaosSystem, without: Collection[str] = ()) -> Counter[str]:
     """Returns the number of serving groups by role, not counting those named in `without`."""
@@ -64,6 +67,10 @@ class RoutedSystem:
         """Returns the role of each living group, without draining ones."""
         draining = self._router.draining()
         return {one.name: one.role for one in self._router.groups() if one.name not in draining}
+
+    def obstacle(self) -> str:
+        """Returns "": this process supervises the groups."""
+        return ""
 
 
 class SupervisedSystem(RoutedSystem):

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,11 +91,15 @@ def test_the_target_ranks_of_a_joined_cluster() -> None:
     router: Any = SimpleNamespace(
         engines=[SimpleNamespace(group=group)], groups=lambda: [group], draining=lambda: ()
     )
-    system = joined.JoinedSystem(router, 1.0, lambda: {"tcp://h:1": 77})
+    lost = threading.Event()
+    system = joined.JoinedSystem(router, 1.0, lambda: {"tcp://h:1": 77}, lost.is_set)
     assert system.groups() == {"decode-2": "decode"}
     assert system.ranks() == [TargetRank("decode-2", "decode", 1, 77)], "rank 0 is not on this host"
     router.draining = lambda: ("decode-2",)
     assert system.ranks() == []
+    assert system.obstacle() == ""
+    lost.set()
+    assert system.obstacle() == "its directory is lost: start `disagg launch` again"
 
 
 @pytest.mark.slow

@@ -186,6 +186,13 @@ def test_roles_that_no_group_has() -> None:
         ran(FakeChaosSystem(2, 2), settings)
 
 
+def test_the_reason_is_named_when_no_group_is_replaced_for_it() -> None:
+    system, lines = FakeChaosSystem(2, 2, replaces=False), list[str]()
+    system.known_obstacle = "its directory is lost"
+    ran(system, bench(recover_s=0.1), lines)
+    assert "fault 1: no full strength within 0.1 s, because its directory is lost" in lines
+
+
 def test_faults_may_overlap() -> None:
     system = FakeChaosSystem(2, 2)
     result = ran(system, bench(count=6, overlap=True))
