@@ -156,7 +156,7 @@ class Cluster:
             self._check_owner()
         groups = self.groups
         for group in groups:
-            if self.failed:
+            if self.failed and self.failed != DISOWNED:
                 self._ranks.kill(group)
             else:
                 self.stop_group(group, drain_timeout_s)
@@ -375,11 +375,11 @@ class Cluster:
                     return
 
     def _disown(self) -> None:
-        """Leaves all groups, also starting ones, to the launch that has adopted them."""
+        """Leaves the groups to the launch that has adopted them; `stop` ends those that were starting."""
         self.failed = DISOWNED
         self._no_more_groups.set()
         with self._lock:
-            self.groups, self._parked = (), {}
+            self.groups, self._parked = tuple(group for group in self.groups if not group.up), {}
         log.error("disowned", why=DISOWNED, consequence="this command ends, the groups go on")
         for callback in (*self._on_failed,):
             callback()

@@ -493,10 +493,11 @@ def test_a_launch_that_lost_its_groups_to_another_one_ends_and_leaves_them(
     cluster.start(lambda text: None)
     failed = threading.Event()
     cluster.on_failed(failed.set)
+    cluster._place("decode", lambda text: None)  # no launch adopts a group that starts
     cluster.decode.actors[0].die(DISOWNED)
     assert failed.wait(TIMEOUT_S)
     cluster.stop()
-    assert (ranks.killed, ranks.taken_down) == ([], [])
+    assert (ranks.killed, ranks.taken_down) == ([], ["decode-2"])
     with pytest.raises(DisaggError, match="another launch has adopted the group, which goes on"):
         raise_failure(cluster)
 
