@@ -33,13 +33,18 @@ class Follower:
         self._draining: dict[str, asyncio.Task[None]] = {}
 
     def apply(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
-        """Adopts the complete list of groups: drains those in `draining`, removes missing ones, which are dead."""
+        """Adopts the complete list of groups: drains those in `draining`, removes missing ones, which are dead.
+
+        A group that drained for a directory that died, and does not for the next one, is used again.
+        """
         listed = {group.name: group for group in groups}
         for engine in self._router.engines:
             ours, theirs = engine.group, listed.get(engine.group.name)
             if theirs is None or theirs.leader.control_address != ours.leader.control_address:
                 log.warning("group_gone", group=ours.name)
                 self._router.remove(ours.name)
+        for name in set(self._draining).intersection(listed).difference(draining):
+            self._draining[name].cancel()
         for name in set(draining).intersection(self.using()).difference(self._draining):
             self._draining[name] = task = asyncio.create_task(self._router.drain(name))
             task.add_done_callback(partial(self._drained, name))

@@ -105,14 +105,22 @@ class Router:
             self._report_groups()
 
     async def drain(self, name: str) -> None:
-        """Stops new requests to the group, waits for its running ones, then removes the group."""
+        """Stops new requests to the group, waits for its running ones, then removes the group.
+
+        A cancelled drain leaves the group in use.
+        """
         engine = self._engines.get(name)
         if engine is None:
             return
         engine.draining = True
         self._report_groups()
-        while engine.requests and not self._lost(engine):
-            await asyncio.sleep(DRAIN_PAUSE_S)
+        try:
+            while engine.requests and not self._lost(engine):
+                await asyncio.sleep(DRAIN_PAUSE_S)
+        except asyncio.CancelledError:
+            engine.draining = False
+            self._report_groups()
+            raise
         if self._engines.get(name) is engine:
             del self._engines[name]
             self._dispatcher.forget(engine.group.leader.control_address)

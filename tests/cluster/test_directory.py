@@ -187,6 +187,28 @@ def test_a_group_drains_until_no_router_uses_it(place: Place) -> None:
     run(main())
 
 
+def test_a_group_that_a_new_directory_does_not_drain_is_used_again(place: Place) -> None:
+    """The launch was killed while it removed the group, and the next one has adopted it."""
+
+    async def main() -> None:
+        place.tell([group("prefill"), group("decode")], [])
+        async with place.router() as (router, _):
+            await until(lambda: not router.missing())
+            engine = next(e for e in router.engines if e.group.name == "decode")
+            engine.requests = 1
+            place.tell([group("prefill"), group("decode")], ["decode"])
+            await until(lambda: engine.draining)
+            await asyncio.to_thread(place.directory.close)
+            place.directory = place.new_directory()
+            place.tell([group("prefill"), group("decode")], [])
+            await until(lambda: not engine.draining)
+            engine.requests = 0
+            assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.1)
+            assert names(router) == ["prefill", "decode"]
+
+    run(main())
+
+
 def test_a_router_that_is_gone_is_not_waited_for(place: Place) -> None:
     async def main() -> None:
         place.tell([group("decode")], [])
