@@ -74,7 +74,7 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Ordered:
     config = small_config(1, 1, chunk_tokens=64, layer_groups=1, peer_memory=True)
     simulation = Ordered(config, 0, monkeypatch)
     simulation.deliver(D, P)
-    simulation.deliver(P, D)
+    simulation.deliver(P, D)  # both have linked
     assert simulation.ranks[P].statistics()["transfer"].open_pools == 1
     return simulation
 

@@ -80,7 +80,7 @@ class Simulation:
         self.fabric = InprocFabric()
         self.queues: dict[tuple[str, str], deque[m.Message]] = {}
         self.dead: set[str] = set()
-        self.router = SimulatedRouter(partial(self.post, ROUTER), self.choose)
+        self.router = SimulatedRouter(partial(self.post, ROUTER), self.choose, lambda: self.now_s)
         self.damages = False
         """Segments are damaged on purpose; without that no checksum may differ."""
         self.seen: list[m.Message] = []
@@ -107,6 +107,7 @@ class Simulation:
                 (DecodeRank, config.decode, codes),
             )
         ]
+        self.router.groups = (self.groups[0], self.groups[1])
         patch.setattr("prefill_node.peer_pools.open_memory", self._open_memory)
         for rank in self.ranks.values():
             rank.link(self.groups[rank.role == "prefill"])
@@ -142,8 +143,7 @@ class Simulation:
     def kill_router(self) -> None:
         """The router is gone with all its requests."""
         self.kill(ROUTER)
-        for request in self.router.requests.values():
-            request.ended, request.unreleased = request.ended or "gone", set()
+        self.router.die()
 
     def probe(self) -> None:
         """A prefill rank shall time its wire to one of its decode ranks."""

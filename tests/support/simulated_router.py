@@ -1,7 +1,8 @@
-"""The router's side of the protocol, for the simulation: `disagg.router.session` without its event loop."""
+"""A router without an event loop, for the simulation in one thread: performs the actions of real sessions at once."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,151 +10,190 @@ from typing import Any
 
 from fake_model import VOCAB, fake_answers
 
+from disagg.core.errors import BusyError, DisaggError, PeerLostError
 from disagg.core.tokens import pack_tokens
-from disagg.core.types import RequestKey, SamplingParams, Ticket
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket
+from disagg.router.answers import SessionReport, new_answers
+from disagg.router.session import (
+    RaiseError,
+    SendMessage,
+    Session,
+    SessionAction,
+    SessionPhase,
+    SessionTrigger,
+)
+from disagg.router.text import TextStream
 from transport.control import messages as m
 
 FOREVER_S = 1e6
 STEM_TOKENS = 48
 
 
+class Letters:
+    """A tokenizer for stop strings: each token is a letter, and `stop` is the string that ends an answer."""
+
+    STOP = "!"
+
+    def __init__(self) -> None:
+        self.stopping = False
+
+    def __call__(self, tokens: Any) -> str:
+        """Decodes all tokens as one letter each; the latest as `STOP` once the answer is to end."""
+        return "a" * (len(tokens) - 1) + (self.STOP if self.stopping else "a") if tokens else ""
+
+
 @dataclass
 class SimulatedRequest:
-    """A request as its router sees it."""
+    """A request with its latest session."""
 
-    key: RequestKey
     prompt: list[int]
     sampling: SamplingParams
+    letters: list[Letters]
+    session: Session = field(init=False)
     ticket: Ticket | None = None
-    early: dict[tuple[int, int], m.Tokens] = field(default_factory=dict)
-    """By answer and index."""
-    answers: list[list[int]] = field(default_factory=list)
-    over_answers: set[int] = field(default_factory=set)
-    stopped: set[int] = field(default_factory=set)
-    """Answers that were not wanted to their end."""
-    involved: set[str] = field(default_factory=set)
-    unreleased: set[str] = field(default_factory=set)
     transferred: bool = False
-    """The prefill group told what it sent."""
+    """The prefill group has reported what it sent."""
     ended: str = ""
-    """`done`, `aborted`, or the code of the error."""
+    """`done`, `aborted`, `gone` with its router, or the code of the error."""
 
     @property
     def over(self) -> bool:
-        """Ended, and both groups said so."""
-        return bool(self.ended) and not self.unreleased
+        """Ended, and released by both groups."""
+        return bool(self.ended) and (self.session.phase is SessionPhase.ENDED or self.ended == "gone")
+
+    @property
+    def answers(self) -> list[list[int]]:
+        """Tokens of each answer so far."""
+        return [answer.tokens for answer in self.session.answers]
 
     @property
     def tokens(self) -> list[int]:
-        """Of the first answer."""
+        """Tokens of the first answer."""
         return self.answers[0]
+
+    @property
+    def stopped(self) -> set[int]:
+        """Answers that a stop string ended."""
+        return {one.number for one in self.session.answers if one.stream is not None and one.stream.stopped}
 
 
 class SimulatedRouter:
-    """One router with all its requests."""
+    """One router with all its requests. They are not recovered: each group is the only one of its kind."""
 
-    def __init__(self, send: Callable[[str, m.Message], None], choose: random.Random) -> None:
-        self._send, self._choose = send, choose
-        self.requests: dict[RequestKey, SimulatedRequest] = {}
+    def __init__(
+        self, send: Callable[[str, m.Message], None], choose: random.Random, clock: Callable[[], float]
+    ) -> None:
+        self._send, self._choose, self._clock = send, choose, clock
+        self.groups: tuple[GroupInfo, GroupInfo]
+        """Prefill and decode group, set before the first request."""
+        self.requests: dict[str, SimulatedRequest] = {}
+        """By request id."""
         self.lost: set[str] = set()
         self._stems = [self._draw(STEM_TOKENS) for _ in range(2)]
 
     def submit(
         self, prompt_tokens: int, sampling: SamplingParams, deadline_s: float = FOREVER_S
     ) -> SimulatedRequest:
-        """Some prompts begin alike, some are a beginning of another, some go on from an answer so far."""
+        """Sends a request. Some prompts have common beginnings, or continue an answer so far."""
         common = self._choose.choice([0, STEM_TOKENS // 2, STEM_TOKENS])
         answered = [r.prompt + r.tokens for r in self.requests.values() if r.tokens]
         stems = answered if answered and self._choose.random() < 0.3 else self._stems
         prompt = (self._choose.choice(stems)[:common] + self._draw(prompt_tokens))[:prompt_tokens]
-        answers: list[list[int]] = [[] for _ in range(sampling.n)]
-        request = SimulatedRequest(RequestKey(f"r{len(self.requests)}"), prompt, sampling, answers=answers)
-        self.requests[request.key] = request
-        packed, wait_s = pack_tokens(prompt), self._choose.choice([0.0, deadline_s])
-        reserve = m.Reserve(request.key, packed, sampling, deadline_s, "prefill", wait_s=wait_s)
-        self._tell(request, "decode-0", reserve)
+        request = SimulatedRequest(prompt, sampling, [Letters() for _ in range(sampling.n)])
+        key = RequestKey(f"r{len(self.requests)}")
+        self.requests[key.request_id] = request
+        self._begin(request, key, self._clock() + deadline_s, self._choose.choice([0.0, math.inf]))
         return request
 
     def _draw(self, tokens: int) -> list[int]:
         return [self._choose.randrange(VOCAB) for _ in range(tokens)]
 
+    def _begin(
+        self, request: SimulatedRequest, key: RequestKey, deadline_s: float, reserve_wait_s: float
+    ) -> None:
+        answers = new_answers(request.sampling, None)
+        stopping = request.sampling.n > 1 and not request.sampling.beams
+        for answer, letters in zip(answers, request.letters, strict=True):
+            if stopping:
+                answer.stream = TextStream(letters, [Letters.STOP])
+        request.session = Session(
+            *self.groups,
+            key,
+            pack_tokens(request.prompt),
+            request.sampling,
+            self._clock(),
+            deadline_s,
+            answers,
+            SessionReport(),
+            reserve_wait_s,
+            "",
+            self.lost,
+        )
+        self._perform(request, request.session.on_signal(SessionTrigger.START, self._clock()))
+
     def end(self, request: SimulatedRequest, how: str) -> None:
+        """Ends the request before its last token, as when the client has gone."""
         if not request.ended:
-            request.ended, request.unreleased = how, request.involved - self.lost
-            for peer in sorted(request.unreleased):
-                self._send(peer, m.Release(request.key, how))
+            request.ended = how
+            self._perform(request, request.session.on_signal(SessionTrigger.CLOSE, self._clock()))
 
     def stop(self, request: SimulatedRequest, answer: int) -> None:
-        """No more of one answer is wanted, as when its text has a stop string."""
-        if not request.ended and answer not in request.over_answers and request.answers[answer]:
-            request.stopped.add(answer)
-            self._send("decode-0", m.EndAnswer(request.key, answer))
-            self._answer_ended(request, answer)
+        """The answer's next token completes a stop string."""
+        if not request.ended:
+            request.letters[answer].stopping = True
 
-    def _tell(self, request: SimulatedRequest, peer: str, message: m.Message) -> None:
-        request.involved.add(peer)
-        self._send(peer, message)
+    def die(self) -> None:
+        """The router is gone with all its requests."""
+        for request in self.requests.values():
+            request.ended = request.ended or "gone"
 
     def receive(self, peer: str, message: Any) -> None:
-        request = self.requests[message.key]
+        """Handles a message of a leader. Messages of ended sessions are dropped, as by the response dispatcher."""
+        request = self.requests[message.key.request_id]
+        session = request.session
+        if message.key != session.key or session.phase is SessionPhase.ENDED:
+            return
         if isinstance(message, m.Released):
-            assert request.ended, "released before it was asked for"
-            request.unreleased.discard(peer)
+            assert session.phase is SessionPhase.RELEASING, "released without a request for it"
             # The first tokens do not need the KV.
             came = request.ended == "done" and any(len(tokens) > 1 for tokens in request.answers)
             assert request.transferred or peer != "prefill-0" or not came, (
-                "all came, and nobody tells how much"
+                "all arrived, and nothing is reported"
             )
         elif isinstance(message, m.Transferred):
             request.transferred = True
-        elif not request.ended:
-            self._answered(request, message)
-
-    def _answered(self, request: SimulatedRequest, message: Any) -> None:
-        prompt = pack_tokens(request.prompt)
-        match message:
-            case m.Failed(code="busy"):
-                again = m.Reserve(request.key, prompt, request.sampling, FOREVER_S, "prefill")
-                self._tell(request, "decode-0", again)
-            case m.Failed():
-                self.end(request, message.code)
-            case m.Reserved():
-                assert request.ticket is None, "reserved twice"
-                request.ticket = message.ticket
-                prefill = m.Prefill(request.key, prompt, request.sampling, message.ticket, FOREVER_S)
-                self._tell(request, "prefill-0", prefill)
-            case m.Prefilled():
-                for number, token in enumerate(message.first_tokens):
-                    self._came(request, m.Tokens(request.key, 0, [token], answer=number))
-            case m.Tokens():
-                self._came(request, message)
-
-    def _came(self, request: SimulatedRequest, message: m.Tokens) -> None:
-        number, answer = message.answer, request.answers[message.answer]
-        if number in request.over_answers:
-            assert number in request.stopped, "an answer goes on behind its end"
-            return
-        request.early[number, message.index] = message
-        while (tokens := request.early.pop((number, len(answer)), None)) is not None:
-            answer.extend(tokens.tokens)
-            if tokens.finish is not None:
-                self._answer_ended(request, number)
-            if not tokens.tokens or tokens.finish is not None:
-                break
-
-    def _answer_ended(self, request: SimulatedRequest, number: int) -> None:
-        request.over_answers.add(number)
-        if len(request.over_answers) == len(request.answers):
-            self.end(request, "done")
+        elif isinstance(message, m.Reserved):
+            assert request.ticket is None, "reserved twice"
+            request.ticket = message.ticket
+        self._perform(request, session.on_message(peer, message, self._clock()))
 
     def lose(self, name: str) -> None:
+        """The process at `name` is lost."""
         self.lost.add(name)
         for request in self.requests.values():
-            request.unreleased.discard(name)
-            if name in request.involved:
-                self.end(request, "peer_lost")
+            if request.session.phase is not SessionPhase.ENDED:
+                lost = PeerLostError(f"lost {name}")
+                self._perform(request, request.session.on_message(name, lost, self._clock()))
+
+    def _perform(self, request: SimulatedRequest, actions: list[SessionAction]) -> None:
+        for action in actions:
+            if isinstance(action, SendMessage):
+                self._send(action.peer, action.message)
+            elif isinstance(action, RaiseError):
+                self._failed(request, action.error)
+        if request.session.phase is SessionPhase.ANSWERED:
+            self.end(request, "done")
+
+    def _failed(self, request: SimulatedRequest, error: DisaggError) -> None:
+        session = request.session
+        self.end(request, error.code)
+        if isinstance(error, BusyError) and session.no_room:  # a second session, with patience
+            key = RequestKey(session.key.request_id, session.key.epoch + 1)
+            request.ended = ""
+            self._begin(request, key, session.deadline_s, math.inf)
 
     def exact(self, request: SimulatedRequest) -> bool:
+        """Returns whether the answers so far are those of the unsplit model, and whole if they are done."""
         wanted = fake_answers(request.prompt, request.sampling)
         return all(
             answer == whole
