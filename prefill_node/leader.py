@@ -21,9 +21,6 @@ from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
-SEND_ON_S = 30.0
-"""Time for which KV of a lost router's requests is still sent. A decode group that lost the router too stops it."""
-
 
 class PrefillLeader(Leader):
     """Message handlers and scheduler of rank 0; see `disagg.node.leader` for its threads."""
@@ -49,12 +46,20 @@ class PrefillLeader(Leader):
             self._decode_leaders[other.name] = other.leader.control_address
 
     def _on_router_lost(self, request: LedRequest) -> None:
-        """Sends a computed prompt to its end: only the router may be cut off, and the decode group goes on."""
+        """Sends a computed prompt to its end: only the router may be cut off, and the decode group goes on.
+
+        A decode group that lost the router too stops the transfer.
+        """
         assert isinstance(request, PrefillRequest), "requests of this leader"
-        if request.computed and not request.closing:
-            request.deadline_s = min(request.deadline_s, self._clock() + SEND_ON_S)
+        sending = request.computed and not request.closing and request.block_table is not None
+        if sending and not request.unwanted:
+            request.router_lost = True
         else:
             super()._on_router_lost(request)
+
+    def _end_without_router(self, request: PrefillRequest) -> None:
+        if request.router_lost:
+            self._close(request.key, "lost the router")
 
     def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
         """Ends a step: samples the first tokens of the completed prompts and sends them to the decode leader.
@@ -103,6 +108,10 @@ class PrefillLeader(Leader):
                 self._release(peer, message)
             case m.RankSent():
                 self._sent(message)
+            case m.RankStopped():
+                if request := self._current(message.key, message.ticket):
+                    request.unwanted = True
+                    self._end_without_router(request)
             case m.RankFailed():
                 if request := self._current(message.key, message.ticket):
                     self._fail(request, error_from_code(message.code, message.message))
@@ -166,6 +175,7 @@ class PrefillLeader(Leader):
                 request.key, request.nbytes, request.segments, request.messages, request.transfer_s
             )
             self._send(request.router, done)
+            self._end_without_router(request)
 
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)

@@ -49,6 +49,10 @@ class PrefillRequest:
     closing: bool = False
     release_requested: bool = False
     """The router waits for `Released`."""
+    router_lost: bool = False
+    """No `Release` comes: the leader closes the request when its KV is sent or not wanted any more."""
+    unwanted: bool = False
+    """The decode group has stopped the transfer."""
     sent_ranks: set[int] = field(default_factory=set)
     closed_ranks: set[int] = field(default_factory=set)
     nbytes: int = 0

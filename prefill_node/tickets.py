@@ -101,6 +101,7 @@ class OutgoingTickets:
             self.send_end(outgoing, peer, message.reason)
         outgoing.expecting.add(peer)  # it waits for the answer, also when nothing was to be sent to it yet
         self.stop(outgoing, message.reason)
+        self._to_leader(m.RankStopped(message.key, message.ticket))
 
     def on_peer_lost(self, peer: str) -> None:
         """Fails the tickets of a lost and fenced peer's group, except those whose KV was sent."""

@@ -240,3 +240,41 @@ def test_pages_that_were_given_back_are_not_sent_again(order: Ordered) -> None:
     assert agent.statistics().segments_sent_again == 0
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("also", ["", "before", "after"])
+def test_a_prefill_group_without_its_router_sends_to_the_end(order: Ordered, also: str) -> None:
+    """However long that takes; then nothing is kept. The decode group stops it when it loses the router too."""
+    order.reserve()
+    order.compute()
+    prefill, decode = order.ranks[P], order.ranks[D]
+
+    def lose_both() -> None:
+        decode._leader.on_peer_lost(ROUTER)
+        order.work(D)
+        order.deliver(D, P)
+
+    if also == "before":
+        lose_both()
+    prefill._leader.on_peer_lost(ROUTER)
+    order.now_s += 20.0
+    prefill._leader._expire()
+    order.work(P)
+    if not also:
+        assert not any(request.closing for request in prefill._leader._requests())
+    elif also == "after":
+        lose_both()
+    for _ in range(8):
+        while order.devices[P].work:
+            order.devices[P].step()
+        order.wire(P)
+        order.wire(D)
+        while order.devices[D].work:
+            order.devices[D].step()
+        order.work(P)
+    assert not list(prefill._leader._requests()), "the router cannot release it"
+    assert prefill._agent.statistics().segments_written
+    assert (not also) == (decode._agent.statistics().segments_landed > 0)
+    if also:
+        order.router.end(order.request, "peer_lost")
+    order.settle()

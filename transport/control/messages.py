@@ -267,6 +267,13 @@ class RankSent(Message, frozen=True):
     seconds: Seconds
 
 
+class RankStopped(Message, frozen=True):
+    """Prefill rank -> its leader: the decode side wants no more of the ticket."""
+
+    key: RequestKey
+    ticket: TicketNumber
+
+
 class OpenReceive(Message, frozen=True):
     """Decode leader -> its ranks: a ticket is open; its KV comes from `prefill_group` and goes into `pages`."""
 

@@ -94,6 +94,7 @@ EXAMPLES: list[Message] = [
     messages.Transferred(KEY, 1 << 40, 12, 30, 0.25),
     messages.OpenSend(KEY, TICKET, [0, 3, 1]),
     messages.RankSent(KEY, 7, 1, 1 << 40, 12, 30, 0.25),
+    messages.RankStopped(KEY, 7),
     messages.OpenReceive(TICKET, [2, 1], "p0"),
     messages.RankOpened(KEY, 7, 1),
     messages.CloseTransfer(KEY, 7, "aborted"),
