@@ -171,7 +171,9 @@ def test_the_same_bits_recorded(name: str, kind: str, directory: Callable[[str],
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["llama", "latent attention and routed experts"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama", marks=pytest.mark.slow), "latent attention and routed experts"]
+)
 def test_the_same_bits_on_two_ranks(name: str, device: str, directory: Callable[[str], Path]) -> None:
     def rank(collective: ThreadCollective) -> None:
         compare(runner_of(directory(name), device, 8, collective), (5,))

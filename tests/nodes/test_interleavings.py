@@ -15,7 +15,7 @@ from simulated_groups import Simulation
 from disagg.core.types import SamplingParams
 from transport.control import messages as m
 
-FIRST_SEEDS = 5
+FIRST_SEEDS = 3
 SEEDS = 40
 SEEDS_OF = {
     "abort fail death": 60,

@@ -163,9 +163,9 @@ def test_sharing_in_a_pool_that_is_too_small_with_aborts(
     )
     config = msgspec.structs.replace(config, decode=decode)
     stems = random_prompts(48, 48, seed=8)
-    prompts = [stems[i % 2] + random_prompts(choose.randrange(1, 20), seed=i)[0] for i in range(16)]
+    prompts = [stems[i % 2] + random_prompts(choose.randrange(1, 20), seed=i)[0] for i in range(12)]
     sampling = SamplingParams(max_tokens=40)
-    victims = {index: choose.randrange(1, 30) for index in range(0, 16, 4)}
+    victims = {index: choose.randrange(1, 30) for index in range(0, 12, 4)}
     with local_groups(config, checkpoints.source()) as groups:
         poison_pages(groups.decode[0]._leader._scheduler._kv_manager, groups.decode)
         results = answers_with_aborts(groups, prompts, sampling, victims)

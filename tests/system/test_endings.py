@@ -58,7 +58,7 @@ def test_pages_of_aborted_requests_are_never_written_again(
     """A third of the requests are cancelled, each when some message passes. The others are exact."""
     choose = random.Random(sum(tp) + peer_memory)
     source, config = checkpoints.source(), config_of(tp, peer_memory)
-    prompts = random_prompts(*[choose.randrange(5, 150) for _ in range(18)], seed=3)
+    prompts = random_prompts(*[choose.randrange(5, 150) for _ in range(12)], seed=3)
     runner = make_runner(config, config.decode, source, SingleCollective(), torch.device(device))
     expected = generate_unsplit(runner, prompts, SamplingParams(max_tokens=TOKENS))
     victims = {index: choose.randrange(1, 25) for index in range(0, len(prompts), 3)}

@@ -25,7 +25,7 @@ from disagg.router.router import Router
 WAYS = ["recompute", "swap"]
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 PROMPTS = random_prompts(9, 21, 14, 30, 5, 17, seed=6)
-TOKENS = 40
+TOKENS = 30
 POOL_TOKENS = 96
 """Room for two answers; all six prompts fit at once."""
 
@@ -137,9 +137,9 @@ def test_a_recurrent_state_has_the_same_bits_with_model_deterministic(
 
 def test_windows_and_both_ways_in_one_run(checkpoints: Checkpoints) -> None:
     """Host memory for one request at most: who finds it full is computed again."""
-    source = checkpoints.source("gemma2", 2)
+    source, tokens = checkpoints.source("gemma2", 2), 40
     config = config_of((2, 1), "swap", swap_bytes=40_000)
-    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     answers: list[Any] = []
     with local_groups(config, source) as groups:
         poisoned(groups)
@@ -151,7 +151,7 @@ def test_windows_and_both_ways_in_one_run(checkpoints: Checkpoints) -> None:
     assert recomputed > 0
     assert swapped > 0
     for prompt, answer in zip(PROMPTS * (len(answers) // len(PROMPTS)), answers, strict=True):
-        wanted = checkpoints.greedy(source, prompt, TOKENS)
+        wanted = checkpoints.greedy(source, prompt, tokens)
         assert answer.tokens[: len(wanted)] == wanted
 
 

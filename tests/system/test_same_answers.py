@@ -75,7 +75,7 @@ def test_alone_and_under_pressure(
     checkpoints: Checkpoints, tp: tuple[int, int], way: str, sampling: SamplingParams, device: str
 ) -> None:
     source = checkpoints.source("qwen3", 2)
-    sampling = msgspec.structs.replace(sampling, max_tokens=24)
+    sampling = msgspec.structs.replace(sampling, max_tokens=14)
     expected = alone(config_of(tp), source, device, sampling, PRESSED)
     config = uncached(config_of(tp, way, pool_tokens=64))
     with local_groups(config, source, device=device) as groups:
