@@ -363,7 +363,10 @@ def test_the_word_that_all_is_verified_is_lost(
 
         def failing(self: ActiveMessages, peer: str, message: m.Message) -> None:
             if isinstance(message, m.TransferVerified):
-                groups.fabric.faults.fail_send(0, lambda source, destination, tag: tag == self._tag)
+                own = self._transport.address.decode()
+                groups.fabric.faults.fail_send(
+                    0, lambda source, destination, tag: is_active_message(tag) and source == own
+                )
             send(self, peer, message)
 
         monkeypatch.setattr(ActiveMessages, "send", failing)
