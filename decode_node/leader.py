@@ -76,7 +76,7 @@ class DecodeLeader(AdmittingLeader):
         beams = {i: stepped[i][0] for i in ended if stepped[i][0].search is not None}
         chosen = self._next_tokens(logits, [stepped[i][1] for i in single], single)
         searched = self._next_beams(logits, beams)
-        with self._changed:
+        with self._changed, self._one_message_each():
             generated = 0
             for i, token in zip(single, chosen, strict=True):
                 generated += self._go_on(*stepped[i], token)

@@ -68,7 +68,7 @@ class ColocatedLeader(ReservingLeader):
         tokens = next_tokens(wanted, rows, self._spec.eos_ids) if rows else []
         works = zip(plan.work, requests, strict=True)
         prompt_tokens = sum(len(work.tokens) for work, of in works if work.start < of.begin_tokens)
-        with self._changed:
+        with self._changed, self._one_message_each():
             generated = sum(
                 self._answer(request, chosen) for request, chosen in zip(answering, tokens, strict=True)
             )

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, NamedTuple, Protocol
 
 import structlog
@@ -134,6 +135,8 @@ class Leader(ABC):
         self._group: GroupInfo | None = None
         self._reports = Reports(send, clock)
         self._kv_event_publisher = KVEventPublisher(send)
+        self._step_tokens: dict[str, list[m.Tokens]] | None = None
+        """By router: the tokens of the step that is being committed; None between steps."""
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None
@@ -321,11 +324,43 @@ class Leader(ABC):
             self._send(request.router, m.Released(request.key))
 
     def _send(self, router: str, message: m.Message) -> None:
-        """Sends to a router or another leader. A message that is too large fails its request instead."""
+        """Sends to a router or another leader. A message that is too large fails its request instead.
+
+        Tokens of a step wait for the step's other tokens to the same router, or for the next message to it.
+        """
+        if self._step_tokens is not None:
+            if isinstance(message, m.Tokens):
+                self._step_tokens.setdefault(router, []).append(message)
+                return
+            self._send_together(router, self._step_tokens.pop(router, []))
+        self._send_now(router, message)
+
+    def _send_now(self, router: str, message: m.Message) -> None:
         try:
             self._channel_send(router, message)
         except ProtocolError as error:
             self._fail_too_large(message, error)
+
+    @contextmanager
+    def _one_message_each(self) -> Iterator[None]:
+        """Sends the tokens of the block in one message to each router: encoded once, with one wake-up."""
+        self._step_tokens = {}
+        try:
+            yield
+        finally:
+            together, self._step_tokens = self._step_tokens, None
+            for router, tokens in together.items():
+                self._send_together(router, tokens)
+
+    def _send_together(self, router: str, tokens: list[m.Tokens]) -> None:
+        if len(tokens) > 1:
+            try:
+                self._channel_send(router, m.StepTokens(tokens))
+                return
+            except ProtocolError:
+                log.info("step_tokens_sent_apart", role=self._role, messages=len(tokens))
+        for one in tokens:
+            self._send_now(router, one)
 
     def _to_ranks(self, message: m.Message) -> None:
         """Sends to all ranks of the group. A message that is too large goes to no rank and fails its request."""

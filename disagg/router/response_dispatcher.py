@@ -95,6 +95,10 @@ class ResponseDispatcher:
         self._loop.call_soon_threadsafe(self._met, peer)
 
     def _deliver(self, peer: str, message: m.Message) -> None:
+        if isinstance(message, m.StepTokens):
+            for tokens in message.tokens:
+                self._deliver(peer, tokens)
+            return
         key = getattr(message, "key", None)
         if isinstance(key, RequestKey):
             if key in self._inboxes:

@@ -149,6 +149,10 @@ class SimulatedRouter:
 
     def receive(self, peer: str, message: Any) -> None:
         """Handles a message of a leader. Messages of ended sessions are dropped, as by the response dispatcher."""
+        if isinstance(message, m.StepTokens):
+            for tokens in message.tokens:
+                self.receive(peer, tokens)
+            return
         request = self.requests[message.key.request_id]
         session = request.session
         if message.key != session.key or session.phase is SessionPhase.ENDED:

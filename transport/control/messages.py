@@ -144,6 +144,12 @@ class Tokens(Message, frozen=True):
     """Index of the answer within the request."""
 
 
+class StepTokens(Message, frozen=True):
+    """Decode leader -> router: the tokens that one step gave the requests of the router."""
+
+    tokens: list[Tokens]
+
+
 class EndAnswer(Message, frozen=True):
     """Router -> decode leader: end one answer; the request's other answers continue. Idempotent."""
 
