@@ -116,7 +116,7 @@ class Transport(ABC):
         """Fences `peer`: after the return, only operations that are still pending touch this rank's memory.
 
         Usually all its operations have ended with `PeerLostError`, and the next `progress` returns them. A backend
-        may need longer: then `progress` continues the fence, and ends all operations of the peer together. It
+        may need longer: then `progress` continues the fence, and ends each operation once its memory is free. It
         raises `TransportError` when the fence cannot be proven in time: the rank must end, and the memory of the
         pending operations must never be used again. `disconnect` may raise that error too. An unknown name is
         accepted.

@@ -35,7 +35,9 @@ from transport.tls.stream import TlsStream
 log = structlog.get_logger(__name__)
 
 FENCE_TIMEOUT_S = 10.0
-"""Time limit for `disconnect` to wait until no thread uses the memory of a disconnected peer."""
+"""Time limit until no thread uses the memory of a disconnected peer."""
+FENCE_WAIT_S = 0.02
+"""Time that `disconnect` waits for that. Threads usually leave at once; `progress` follows up on a slow one."""
 _MOST_DEFAULT_LANES = 2
 MAX_CHANNELS_PER_PEER = 4
 """A peer needs one channel; after a reconnect, its previous one may not have ended here yet."""
@@ -49,6 +51,15 @@ UPKEEP_S = 1.0
 class _TLSPeer:
     address: bytes
     outgoing: OutgoingChannel
+
+
+@dataclass(frozen=True, slots=True)
+class _TLSFence:
+    """A disconnected peer whose channels still have threads."""
+
+    peer: str
+    channels: Sequence[Channel]
+    until_s: float
 
 
 class TlsTransport(Transport):
@@ -72,8 +83,7 @@ class TlsTransport(Transport):
         self._outgoing: set[OutgoingChannel] = set()
         """Outgoing channels; those of disconnected peers stay until they are quiet."""
         self._closed = False
-        self._unproven: TransportError | None = None
-        """Error of a fence that could not be proven."""
+        self._fences: list[_TLSFence] = []
         self._upkeep_at_s = 0.0
         self._address = Address(host, self._listener.port, os.urandom(ID_BYTES)).pack()
         self._listener.start()
@@ -109,11 +119,8 @@ class TlsTransport(Transport):
                 mine += [
                     channel for channel in self._incoming.values() if channel.peer_address == known.address
                 ]
-        try:
-            self._fence(peer, mine, f"{peer} was disconnected")
-        except TransportError as exc:
-            self._unproven = exc
-            raise
+        if not self._end(mine, f"{peer} was disconnected", FENCE_WAIT_S):
+            self._fences.append(_TLSFence(peer, mine, time.monotonic() + FENCE_TIMEOUT_S))
 
     def lost_peers(self) -> list[str]:
         with self._state.lock:
@@ -178,8 +185,8 @@ class TlsTransport(Transport):
 
     def progress(self) -> list[Operation]:
         self._ensure_open()
-        if self._unproven is not None:
-            raise self._unproven
+        if self._fences:
+            self._check_fences()
         self._upkeep()
         if not self._state.tracker.has_ended():
             return []
@@ -216,7 +223,8 @@ class TlsTransport(Transport):
             self._state.mailbox.clear()
             self._state.tracker.take_arrivals()
         try:
-            self._fence("close", channels, "this transport was closed")
+            if not self._end(channels, "this transport was closed", FENCE_TIMEOUT_S):
+                raise TransportError(f"tls: close: threads still run after {FENCE_TIMEOUT_S:g} s; no fence")
         finally:
             # Accepted connections run in the listener's threads; after `_closed` none becomes a channel.
             self._listener.close(FENCE_TIMEOUT_S)
@@ -293,16 +301,23 @@ class TlsTransport(Transport):
                 for channel in [*self._outgoing, *self._incoming.values()]:
                     channel.follow(contexts)
 
-    def _fence(self, what: str, channels: Sequence[Channel], why: str) -> None:
+    def _end(self, channels: Sequence[Channel], why: str, timeout_s: float) -> bool:
+        """Ends channels; returns whether their last threads left in time."""
         for channel in channels:
             channel.end(why)
-        deadline_s = time.monotonic() + FENCE_TIMEOUT_S
         with self._state.lock:
-            while not all(channel.quiet for channel in channels):
-                if not self._state.quiet.wait(deadline_s - time.monotonic()):
-                    raise TransportError(
-                        f"tls: {what}: threads still run after {FENCE_TIMEOUT_S} s; no fence"
-                    )
+            return self._state.quiet.wait_for(lambda: all(one.quiet for one in channels), timeout_s)
+
+    def _check_fences(self) -> None:
+        """Forgets proven fences. Raises `TransportError` for one that could not be proven in time."""
+        with self._state.lock:
+            self._fences = [fence for fence in self._fences if not all(one.quiet for one in fence.channels)]
+        for fence in self._fences:
+            if time.monotonic() > fence.until_s:
+                raise TransportError(
+                    f"tls: {fence.peer} was disconnected, but threads still use its operations' memory after "
+                    f"{FENCE_TIMEOUT_S:g} s: no fence"
+                )
 
     def _usable(self, operation: Operation) -> OutgoingChannel | None:
         """Returns the peer's channel. Without one, ends the operation and returns None."""

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from functools import partial
 from typing import Any
 
@@ -217,20 +218,49 @@ PHASES = {
 STRANGERS = [("old", "new"), ("new", "old")]
 
 
+class LateThread:
+    """A thread of the channel to a peer that leaves when the test says so."""
+
+    def __init__(self, station: Any, peer: str) -> None:
+        self._channel = station.transport._peers[peer].outgoing
+        with self._channel.state.lock:
+            self._channel._threads += 1
+
+    def leave(self) -> None:
+        self._channel._leave()
+
+
+def test_a_late_fence_blocks_no_other_peer() -> None:
+    """Memory of the fenced peer's operations is held until its last thread has left."""
+    with stations(3) as [a, b, c]:
+        link(a, b)
+        link(a, c, b_name="c")
+        late = LateThread(a, "b")
+        held = a.transport.send("b", 1, a.memory[:MIB])
+        began_s = time.monotonic()
+        a.transport.disconnect("b")
+        assert time.monotonic() - began_s < transport.tls.transport.FENCE_TIMEOUT_S / 4
+        move(a, c, MIB, b_name="c")
+        b.transport.disconnect("a")
+        link(a, b)
+        move(a, b, MIB)
+        assert not held.ended
+        late.leave()
+        pump_until(lambda: held.ended, a)
+        assert isinstance(held.error, PeerLostError)
+
+
 def test_a_fence_that_cannot_be_proven_ends_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """`progress` raises on the transfer thread, which breaks the rank."""
-
-    def unproven(*arguments: object) -> None:
-        raise TransportError("threads still run; no fence")
-
     with stations(2) as [a, b]:
         link(a, b)
+        late = LateThread(a, "b")
         with monkeypatch.context() as patch:
-            patch.setattr(a.transport, "_fence", unproven)
+            patch.setattr(transport.tls.transport, "FENCE_TIMEOUT_S", 0.0)
+            a.transport.disconnect("b")
             with pytest.raises(TransportError, match="no fence"):
-                a.transport.disconnect("b")
-        with pytest.raises(TransportError, match="no fence"):
-            a.transport.progress()
+                a.transport.progress()
+        late.leave()
 
 
 class TestRotation:
