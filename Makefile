@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Compiled tests are kept from run to run: to rewrite the asserts of all files takes each worker 4 s.
+unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed
 PACKAGES := disagg kernels staging transport prefill_node decode_node deploy
 SOURCES := $(PACKAGES) tests docs .ci

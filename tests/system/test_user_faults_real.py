@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,12 +49,13 @@ def test_a_rank_that_cannot_load_its_weights(tmp_path: Path, fault: str) -> None
     one_line(done, said)
 
 
-def test_a_demo_whose_disk_is_full(tmp_path: Path) -> None:
-    """The answers are printed before the picture cannot be written."""
+def test_a_demo_over_tls_whose_disk_is_full(tmp_path: Path) -> None:
+    """The answers are printed, and exact, before the picture cannot be written."""
     folder = make_tiny_checkpoint(tmp_path / "model", layers=2)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "timeline.png").symlink_to("/dev/full")
-    sizes = ["--prefill-tp", "1", "--decode-tp", "1", "--max-tokens", "2"]
-    done = run(tmp_path, "demo", *sizes, "--prompt", "hello", "--out", "out", "--model", str(folder))
+    sizes = ["--prefill-tp", "1", "--decode-tp", "1", "--max-tokens", "12"]
+    asked = ["--prompt", "The capital of France is " * 4, "--set", "transport.backend=tls"]
+    done = run(tmp_path, "demo", *sizes, *asked, "--out", "out", "--model", str(folder))
     one_line(done, "--out out: cannot be written: No space left on device")
-    assert "demo-0" in done.stdout
+    assert re.search(r"^ *demo-0 .* yes *$", done.stdout, re.MULTILINE), done.stdout

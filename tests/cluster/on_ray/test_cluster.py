@@ -135,8 +135,8 @@ def test_every_token_of_two_prefill_ranks_equals_hugging_face(shared: Shared) ->
 @pytest.mark.parametrize(
     ("prefill_tp", "decode_tp", "backend"),
     [
-        (1, 1, "tls"),
         pytest.param(1, 1, None, marks=pytest.mark.slow),
+        pytest.param(1, 1, "tls", marks=pytest.mark.slow),
         pytest.param(1, 2, None, marks=pytest.mark.slow),
         pytest.param(1, 2, "tls", marks=pytest.mark.slow),
         pytest.param(2, 1, "tls", marks=pytest.mark.slow),
@@ -146,6 +146,7 @@ def test_every_token_of_two_prefill_ranks_equals_hugging_face(shared: Shared) ->
 def test_every_token_equals_hugging_face(
     ray_session: None, checkpoint: Path, prefill_tp: int, decode_tp: int, backend: str | None
 ) -> None:
+    """`make test` has TLS in the demo of `tests/system/test_user_faults_real.py`."""
     config = config_for(checkpoint, prefill_tp, decode_tp)
     if backend is not None:
         config = msgspec.structs.replace(config, transport=TransportConfig(backend=backend))
