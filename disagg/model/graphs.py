@@ -4,6 +4,9 @@ As in vLLM and SGLang, decode steps are recorded for a few batch sizes and short
 tokens, the padding buckets. All graphs share one memory pool. A smaller step is padded with the trash row, whose
 tokens all lie in the trash page. A model that reads device values on the host cannot be recorded; its steps launch
 kernel by kernel.
+
+A recorded grid covers the longest context that the step may have. With a limit of 131,072 tokens most of the
+attention's programs would find no token, so decode steps are recorded for short contexts too.
 """
 
 from __future__ import annotations
@@ -23,12 +26,16 @@ log = structlog.get_logger(__name__)
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 _STEP = 32
 _CHUNK_SIZES = (16, 32, 64, 128, 256)
+_SHORT_TOKENS = 4096
 _WARM_UPS = 2
 
 cuda: Any = torch.cuda  # its graphs carry no types
 
-Compute = Callable[[torch.Tensor], torch.Tensor]
-"""Computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`; launches only."""
+Compute = Callable[[torch.Tensor, int], torch.Tensor]
+"""Computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`; launches only.
+
+The second argument is the longest context, in tokens, that a sequence may have after the step.
+"""
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
@@ -42,16 +49,30 @@ def chunk_sizes(chunk_tokens: int) -> tuple[int, ...]:
     return tuple(size for size in _CHUNK_SIZES if size <= chunk_tokens)
 
 
+def context_limits(max_tokens: int) -> tuple[int, ...]:
+    """Returns the longest contexts of decode steps that are recorded, ascending."""
+    return (_SHORT_TOKENS, max_tokens) if max_tokens > 2 * _SHORT_TOKENS else (max_tokens,)
+
+
 class StepGraphs(ABC):
     """The recorded steps of one rank, owned by the thread that runs steps; no synchronization after `record`."""
 
     def __init__(
-        self, compute: Compute, sizes: tuple[int, ...], trash_row: int, vocab_size: int, device: torch.device
+        self,
+        compute: Compute,
+        sizes: tuple[int, ...],
+        limits: tuple[int, ...],
+        trash_row: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
-        self._compute, self._sizes, self._device = compute, sizes, device
+        """Both ascending, with a graph for each pair: `sizes`, the padding buckets, and `limits`, in tokens."""
+        self._compute, self._sizes, self._limits, self._device = compute, sizes, limits, device
         self._trash_row, self._vocab_size = trash_row, vocab_size
         self._numbers: dict[int, torch.Tensor] = {}
-        self._graphs: dict[int, Any] = {}
+        """By size."""
+        self._graphs: dict[tuple[int, int], Any] = {}
+        """By size and limit."""
         self._logits = torch.empty(0)
 
     @property
@@ -63,11 +84,14 @@ class StepGraphs(ABC):
         """Records every size; all ranks of a group together. Logs a model that cannot be recorded."""
         rows = max((self._rows(size) for size in self._sizes), default=0)
         self._logits = torch.empty(rows, self._vocab_size, dtype=torch.float32, device=self._device)
-        graphs: dict[int, Any] = {}
+        graphs: dict[tuple[int, int], Any] = {}
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         try:
             for size in reversed(self._sizes):
-                graphs[size] = self._record(size, pool, stream)
+                numbers = torch.tensor(self._step_numbers(size, ()), dtype=torch.int64, device=self._device)
+                self._numbers[size] = numbers
+                for limit in self._limits:
+                    graphs[size, limit] = self._record(size, limit, pool, stream)
         except (RuntimeError, ValueError) as exc:
             self._numbers.clear()
             self._logits = torch.empty(0)
@@ -82,11 +106,15 @@ class StepGraphs(ABC):
         """Whether a graph fits the step."""
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them."""
+        """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them.
+
+        No sequence may be longer than the largest limit: `require_fits` checks that.
+        """
         size = self._sizes[bisect_left(self._sizes, batch.tokens)]
         host = torch.tensor(self._step_numbers(size, batch.sequences), dtype=torch.int64).pin_memory()
         self._numbers[size].copy_(host, non_blocking=True)
-        self._graphs[size].replay()
+        longest = max(one.stop for one in batch.sequences)
+        self._graphs[size, self._limits[bisect_left(self._limits, longest)]].replay()
         return self._logits[: len(batch.sequences)]
 
     @abstractmethod
@@ -114,17 +142,16 @@ class StepGraphs(ABC):
         with cuda.graph(cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
             torch.zeros(1, device=self._device)
 
-    def _record(self, size: int, pool: Any, stream: Any) -> Any:
-        numbers = torch.tensor(self._step_numbers(size, ()), dtype=torch.int64, device=self._device)
-        self._numbers[size], rows = numbers, self._rows(size)
+    def _record(self, size: int, limit: int, pool: Any, stream: Any) -> Any:
+        numbers, rows = self._numbers[size], self._rows(size)
         stream.wait_stream(cuda.current_stream(self._device))
         with cuda.stream(stream):  # kernels compile and libraries load before the recording
             for _ in range(_WARM_UPS):
-                self._logits[:rows].copy_(self._compute(numbers))
+                self._logits[:rows].copy_(self._compute(numbers, limit))
         graph = cuda.CUDAGraph()
         # Transfer threads of this process may call CUDA meanwhile: only this thread's calls are checked.
         with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            self._logits[:rows].copy_(self._compute(numbers))
+            self._logits[:rows].copy_(self._compute(numbers, limit))
         return graph
 
 

@@ -32,6 +32,7 @@ from disagg.model.graphs import (
     StepGraphs,
     batch_sizes,
     chunk_sizes,
+    context_limits,
 )
 from disagg.model.layers.fused import fuse
 from disagg.model.layers.rope import long_tokens, wrap_ropes
@@ -180,16 +181,20 @@ class ModelRunner:
 
     def record(self, largest: int) -> None:
         """Records decode steps of up to `largest` requests, where `recordable`; all ranks of a group together."""
-        self._record(DecodeGraphs, self._decode, batch_sizes(largest))
+        limits = context_limits(self.req_to_token.max_tokens)
+        self._record(DecodeGraphs, self._decode, batch_sizes(largest), limits)
 
     def record_chunks(self, chunk_tokens: int) -> None:
         """Records short prefill steps of up to `chunk_tokens` tokens, where `recordable`; all ranks together."""
-        self._record(ChunkGraphs, self._chunk, chunk_sizes(chunk_tokens))
+        limits = (self.req_to_token.max_tokens,)
+        self._record(ChunkGraphs, self._chunk, chunk_sizes(chunk_tokens), limits)
 
-    def _record(self, kind: type[StepGraphs], compute: Compute, sizes: tuple[int, ...]) -> None:
+    def _record(
+        self, kind: type[StepGraphs], compute: Compute, sizes: tuple[int, ...], limits: tuple[int, ...]
+    ) -> None:
         if self.recordable and sizes:
             trash_row = self.req_to_token.trash_row
-            self._graphs = kind(compute, sizes, trash_row, self.spec.vocab_size, self.device)
+            self._graphs = kind(compute, sizes, limits, trash_row, self.spec.vocab_size, self.device)
             self._graphs.record()
 
     @contextmanager
@@ -299,14 +304,14 @@ class ModelRunner:
         ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)
         return self._run(ids, positions, index.last if cache is None else 1, context, cache)
 
-    def _decode(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _decode(self, numbers: torch.Tensor, max_tokens: int) -> torch.Tensor:
         """Runs a step of one token per request from device tensors alone; see `graphs.Compute`."""
         ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
-        context = self._kernel_step(one_each(rows, positions), slots)
+        context = self._kernel_step(one_each(rows, positions), slots, max_tokens=max_tokens)
         return self._run(ids[None], positions[None], 0, context, None)
 
-    def _chunk(self, numbers: torch.Tensor) -> torch.Tensor:
+    def _chunk(self, numbers: torch.Tensor, _: int) -> torch.Tensor:
         """Runs a step of several tokens per request from device tensors alone; see `graphs.ChunkGraphs`."""
         of_sequences = numbers[-5 * ChunkGraphs.SEQUENCES :]
         ids, positions, rows = numbers[: -len(of_sequences)].view(3, -1)
@@ -317,12 +322,17 @@ class ModelRunner:
         return self._run(ids[None], positions[None], last, context, None)
 
     def _kernel_step(
-        self, index: KernelIndex, slots: torch.Tensor, on_layer: LayerHook | None = None
+        self,
+        index: KernelIndex,
+        slots: torch.Tensor,
+        on_layer: LayerHook | None = None,
+        max_tokens: int | None = None,
     ) -> AttentionContext:
         def make(
             _: AttentionClass, pool: MHATokenToKVPool, hook: LayerHook | None, writes: bool
         ) -> AttentionContext:
-            return KernelStep(pool, self.req_to_token, index, slots, hook, self.deterministic, writes)
+            table, deterministic = self.req_to_token, self.deterministic
+            return KernelStep(pool, table, index, slots, hook, deterministic, writes, max_tokens)
 
         return self._context(make, on_layer)
 

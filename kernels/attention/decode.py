@@ -82,6 +82,7 @@ def decode_attention(
     out: torch.Tensor,
     *,
     deterministic: bool = False,
+    max_tokens: int | None = None,
     splits: Splits | None = None,
     tile: DecodeTile | None = None,
 ) -> None:
@@ -96,6 +97,8 @@ def decode_attention(
     - out: `[n, q_heads, v_dim]` of q's type, contiguous.
     - deterministic: fixed splits. A sequence's result then has the same bits for any batch, and the same as
       from `prefill_attention`.
+    - max_tokens: upper bound of the lengths, by default the table's width. It bounds the splits of a sequence,
+      and so the programs that end at once.
     - splits, tile: derived from the device and the sizes if omitted.
 
     Quantized values are multiplied as float16, which represents all of them exactly, if the queries have 16
@@ -115,7 +118,7 @@ def decode_attention(
     tile = tile or tile_of(q.dtype, kv.k.element_size(), max(q.shape[2], out.shape[2]))
     block_rows = min(_MAX_GROUP_ROWS.get(q.dtype, 64), block_of(group))
     parts = -(-group // block_rows)
-    seen = min(table.shape[1], params.window_tokens or table.shape[1])
+    seen = min(max_tokens or table.shape[1], params.window_tokens or table.shape[1])
     if splits is None and deterministic:
         splits = fixed_splits(seen, window=params.window_tokens is not None)
     splits = splits or decode_splits_of(n * kv.k.shape[1] * parts, seen, q.device)

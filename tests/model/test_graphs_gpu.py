@@ -10,7 +10,7 @@ import torch
 from model_helpers import make_runner, prompts
 
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes
+from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes, context_limits
 from disagg.model.runner import ModelRunner
 
 
@@ -29,8 +29,14 @@ def test_chunk_sizes() -> None:
     assert chunk_sizes(2048) == (16, 32, 64, 128, 256)
 
 
+def test_context_limits() -> None:
+    assert context_limits(100) == (100,)
+    assert context_limits(8192) == (8192,)
+    assert context_limits(131_072) == (4096, 131_072)
+
+
 def test_the_numbers_of_a_step_smaller_than_its_bucket() -> None:
-    graphs = ChunkGraphs(lambda numbers: numbers, (16,), 9, 5, torch.device("cpu"))
+    graphs = ChunkGraphs(lambda numbers, limit: numbers, (16,), (100,), 9, 5, torch.device("cpu"))
     numbers = torch.tensor(
         graphs._step_numbers(16, (SequenceSlice(3, 7, (50, 51)), SequenceSlice(1, 0, (60,))))
     )
@@ -92,6 +98,26 @@ def test_recorded_steps_equal_launched_ones(
         assert torch.allclose(a, b, atol=close * float(a.abs().max()), rtol=0)
         if dtype == torch.float32:
             assert torch.equal(a.argmax(-1), b.argmax(-1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tokens", [20, 31, 32, 33, 60])
+def test_steps_of_short_and_of_long_contexts(
+    tokens: int, deterministic: bool, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contexts below the limit of the first graphs, at it, and above; one is always short."""
+    monkeypatch.setattr("disagg.model.graphs._SHORT_TOKENS", 32)
+    texts = [prompts()[0][:tokens], prompts()[1][:9]]
+    launched, recorded = (
+        make_runner(checkpoint("llama"), device="cuda", pages=40, deterministic=deterministic)
+        for _ in range(2)
+    )
+    recorded.record(4)
+    outcomes = [steps(runner, texts, prefilled(runner, texts)) for runner in (launched, recorded)]
+    for a, b in zip(*outcomes, strict=True):
+        assert torch.allclose(a, b, atol=1e-4 * float(a.abs().max()), rtol=0)
+        assert torch.equal(a.argmax(-1), b.argmax(-1))
 
 
 @pytest.mark.gpu

@@ -44,6 +44,8 @@ class DecodeBench:
     """Also measures the deterministic mode, and prefill steps in both modes."""
     prefill_tokens: int = 4096
     """Tokens of a prefill step, taken from the prompts of as many requests as needed."""
+    max_context_tokens: int = 0
+    """Longest context that the block table has room for, as in a server; at least `context_tokens`."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "context_tokens", "page_size", "repeats", "prefill_tokens"):
@@ -104,6 +106,7 @@ def _decode_results(
         "dtype": str(bench.dtype).removeprefix("torch."),
         "batch": bench.batch,
         "context_tokens": bench.context_tokens,
+        "max_context_tokens": runner.req_to_token.max_tokens,
         "page_size": bench.page_size,
         "recorded": int(runner.recorded),
         "deterministic": int(runner.deterministic),
@@ -175,7 +178,7 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
             pool_tokens=(pages + 1) * bench.page_size,
             page_size=bench.page_size,
             rows=bench.batch,
-            max_tokens=bench.context_tokens,
+            max_tokens=max(bench.context_tokens, bench.max_context_tokens),
             deterministic=deterministic,
         ),
         collective=SingleCollective(),

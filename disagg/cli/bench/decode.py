@@ -38,6 +38,12 @@ class DecodeOptions:
         int | None,
         typer.Option("--context-tokens", min=1, help="Context of each request [2048; 128 on a CPU]."),
     ] = None
+    max_context_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-context-tokens", min=0, help="Room of the block table, as in a server [--context-tokens]."
+        ),
+    ] = 0
     page_size: PageSizeFlag = 16
     deterministic: Annotated[
         bool,
@@ -72,6 +78,7 @@ def decode(options: DecodeOptions) -> None:
         options.repeats,
         options.deterministic,
         options.prefill_tokens,
+        options.max_context_tokens,
     )
     with progress() as update:
         results = run(bench, update)

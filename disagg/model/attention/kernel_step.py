@@ -65,10 +65,13 @@ class KernelStep:
         on_layer: LayerHook | None,
         deterministic: bool = False,
         writes: bool = True,
+        max_tokens: int | None = None,
     ) -> None:
-        """`slots`: where each token's K and V go, int64 `[T]`. `deterministic`: see `decode_attention`. `writes`: see
-        `PagedStep`."""
-        self._deterministic, self._writes = deterministic, writes
+        """`slots`: where each token's K and V go, int64 `[T]`. `writes`: see `PagedStep`.
+
+        `deterministic`, and `max_tokens` of the sequences with one token: see `decode_attention`.
+        """
+        self._deterministic, self._writes, self._max_tokens = deterministic, writes, max_tokens
         self._pool, self._table = pool, table.table
         self._index, self._slots, self._on_layer = index, slots, on_layer
 
@@ -94,6 +97,7 @@ class KernelStep:
                 params,
                 out[:n],
                 deterministic=self._deterministic,
+                max_tokens=self._max_tokens,
             )
         if index.chunks.most:
             prefill_attention(
