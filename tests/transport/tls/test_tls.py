@@ -414,6 +414,7 @@ class TestPieces:
     def test_device_memory_goes_through_pinned_buffers(self) -> None:
         view = torch.randint(0, 256, (3 * PIECE_BYTES + 7,), dtype=torch.uint8, device="cuda")
         into = torch.zeros_like(view)
+        torch.cuda.synchronize()  # copies run on other streams; a transport is given complete bytes
         source, sink = PieceSource(), PieceSink()
         for offset in range(0, view.numel(), PIECE_BYTES):
             nbytes = min(PIECE_BYTES, view.numel() - offset)
