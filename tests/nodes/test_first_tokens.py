@@ -120,8 +120,8 @@ def test_an_answer_may_end_before_anything_is_here(ended: int) -> None:
     assert row in [work.row for work in plan.work], "the ticket's row is some answer's until it is closed"
     decode.leader.commit(plan, torch.zeros(2, VOCAB))
     decode.tell(m.EndAnswer(KEY, ended))
-    told = [message for message in decode.sent if isinstance(message, m.Tokens)]
-    assert [one.answer for one in told] == left
+    [sent] = [message for message in decode.sent if isinstance(message, m.StepTokens)]
+    assert [one.answer for one in sent.tokens] == left
     for number in left:
         assert not decode.scheduler.requests[KEY].closing
         decode.tell(m.EndAnswer(KEY, number))

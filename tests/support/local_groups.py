@@ -222,13 +222,21 @@ class LocalGroups:
                 time.sleep(0.002)
 
     def observe(self, callback: Callable[[str, str, m.Message], None]) -> None:
-        """Calls back with source, destination and message, whichever way it goes. Under a lock: must not send."""
+        """Calls back with source, destination and message, whichever way it goes. Under a lock: must not send.
+
+        A message with the tokens of several requests comes first, then the tokens of each.
+        """
+
+        def control(source: str, destination: str, message: m.Message) -> None:
+            callback(source, destination, message)
+            for tokens in message.tokens if isinstance(message, m.StepTokens) else ():
+                callback(source, destination, tokens)
 
         def letter(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
             if is_active_message(tag):
                 callback(source, destination, m.decode(data.numpy().tobytes()))
 
-        self.hub.observe(callback)
+        self.hub.observe(control)
         self.fabric.observe(letter)
 
     def transport(self, name: str) -> Transport:

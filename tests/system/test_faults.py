@@ -49,7 +49,7 @@ KINDS = [
     m.Landed,
     m.Prefilled,
     m.FirstTokens,
-    m.Tokens,
+    m.StepTokens,
     m.Transferred,
     m.Release,
     m.CloseTransfer,

@@ -64,6 +64,7 @@ EXAMPLES: list[Message] = [
     messages.EndAnswer(KEY, 3),
     messages.Tokens(KEY, 4, [1, 2], "stop"),
     messages.Tokens(KEY, 4, [9], None, [TokenLogprobs(9, -0.5, ((9, -0.5), (3, float("-inf"))))]),
+    messages.StepTokens([messages.Tokens(KEY, 4, [1]), messages.Tokens(KEY, 9, [2], "length", answer=1)]),
     messages.Watch(1.5, "all"),
     messages.CacheDigest("p0", Digest(None, 3, 64, b"12345678", b""), 4096),
     messages.Release(KEY, "done"),
