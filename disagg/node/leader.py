@@ -2,13 +2,15 @@
 
 A leader connects rank 0's scheduler to the control channel. Messages arrive on the control thread (and from rank 0's
 transfer thread); steps run on the compute thread. One lock guards the scheduler and is never held while the model
-runs. No operation under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted.
+runs. No operation under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted. The transfer
+thread never waits for the lock, under which whole plans are encoded: it posts its messages.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import ClassVar, NamedTuple, Protocol
@@ -132,6 +134,8 @@ class Leader(ABC):
         self._to_self = to_self
         self._clock = clock
         self._changed = threading.Condition()
+        self._posted: deque[tuple[str, m.Message]] = deque()
+        """Messages of threads that must not wait for the lock, in order."""
         self._group: GroupInfo | None = None
         self._reports = Reports(send, clock)
         self._kv_event_publisher = KVEventPublisher(send)
@@ -161,6 +165,26 @@ class Leader(ABC):
                 case _:
                     self._on_message(peer, message)
             self._changed.notify_all()
+
+    def post(self, peer: str, message: m.Message) -> bool:
+        """Handles a message, behind earlier ones, unless another thread has the lock; never blocks.
+
+        Returns False in that case: `handle_posted` must follow, on a thread that may wait.
+        """
+        self._posted.append((peer, message))
+        if not self._changed.acquire(blocking=False):
+            return False
+        try:
+            self.handle_posted()
+        finally:
+            self._changed.release()
+        return True
+
+    def handle_posted(self) -> None:
+        """Handles the messages given to `post`, in order."""
+        with self._changed:
+            while self._posted:
+                self.handle(*self._posted.popleft())
 
     def on_peer_lost(self, peer: str) -> None:
         """Ends the requests of a lost router; a lost rank breaks the group."""

@@ -288,8 +288,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.on_message(self.control.address, message)
 
     def _to_leader(self, message: m.Message) -> None:
+        """Passes a message to the leader; any thread. Never waits for the lock: a step's plan is encoded under it."""
         if self._leader is not None:
-            self._leader.handle(self.control.address, message)
+            if not self._leader.post(self.control.address, message):
+                self.control.call_soon(self._leader.handle_posted)
         else:
             self.control.send(self.group.leader.control_address, message)
 

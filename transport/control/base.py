@@ -68,6 +68,13 @@ class ControlChannel(ABC):
         """Starts the channel's thread. Call it once."""
 
     @abstractmethod
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` on the channel's own thread; any thread may call this; never blocks.
+
+        On a closed channel, it has no effect.
+        """
+
+    @abstractmethod
     def send(self, peer: str, message: Message) -> None:
         """Queues a message; any thread may call it; never blocks. Order is kept per peer and sending thread.
 

@@ -36,6 +36,7 @@ class ThreadedControl(ControlChannel):
         self.address, self._max_message_bytes, self._clock = address, max_message_bytes, clock
         self._streams = Reliable(address, options)
         self._work: deque[Callable[[float], None]] = deque()
+        self._calls: deque[Callable[[], None]] = deque()
         self._lock = (
             threading.Lock()
         )  # guards `_streams`, which `statistics` and `check` read from other threads
@@ -69,6 +70,11 @@ class ThreadedControl(ControlChannel):
 
     def watch(self, peer: str) -> None:
         self._post(lambda now_s: self._streams.watch(peer, now_s))
+
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        if not self._closing.is_set():
+            self._calls.append(callback)
+            self._wake()
 
     def forget(self, peer: str) -> None:
         def work(now_s: float) -> None:
@@ -149,7 +155,7 @@ class ThreadedControl(ControlChannel):
                 due_s = self._safe_turn()
                 if self._closing.is_set():
                     due_s = min(due_s, self._linger_until_s)
-                if not self._work:
+                if not self._work and not self._calls:
                     self._wait(max(0.0, min(due_s - self._clock(), 1.0)))
         finally:
             self._released()
@@ -192,6 +198,8 @@ class ThreadedControl(ControlChannel):
                     self._lose(event.peer, event.reason)
                 else:
                     self._call(self._on_peer_met, event.peer)
+        while self._calls:
+            self._call(self._calls.popleft())
         return due_s
 
     def _transmit_all(self) -> None:

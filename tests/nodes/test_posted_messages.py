@@ -1,0 +1,55 @@
+"""Messages of a rank's transfer thread to the leader of the same process, whose lock another thread may have."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
+
+from disagg.core.types import RequestKey, SamplingParams
+from disagg.router.router import Router
+from transport.control import messages as m
+
+TIMEOUT_S = 20.0
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_transfer_thread_does_not_wait_for_the_leader(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """It goes on while a thread has the lock; then the messages are handled in order."""
+    handled: list[int] = []
+    done = threading.Event()
+    with local_groups(small_config(1, 1), checkpoints.source()) as groups:
+        rank: Any = getattr(groups, role)[0]
+        real = rank._leader._on_message
+
+        def on_message(peer: str, message: m.Message) -> None:
+            if isinstance(message, m.RankClosed) and message.key.request_id == "nobody":
+                handled.append(message.ticket)
+                if message.ticket == 9:
+                    done.set()
+            real(peer, message)
+
+        monkeypatch.setattr(rank._leader, "_on_message", on_message)
+
+        def report(number: int) -> None:
+            rank._to_leader(m.RankClosed(RequestKey("nobody"), number, 0))
+
+        with rank._leader._changed:
+            for number in range(5):
+                rank._loop.call(lambda number=number: report(number), TIMEOUT_S)
+            assert handled == []
+        for number in range(5, 10):
+            rank._loop.call(lambda number=number: report(number), TIMEOUT_S)
+        assert done.wait(TIMEOUT_S)
+        assert handled == list(range(10))
+
+        async def work(router: Router) -> None:
+            prompt = random_prompts(40)[0]
+            answer = await ask(router, "r", prompt, SamplingParams(max_tokens=4))
+            assert answer.tokens == checkpoints.greedy(groups.source, prompt, 4)
+
+        groups.serve(work)
