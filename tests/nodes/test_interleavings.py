@@ -9,7 +9,7 @@ import itertools
 import random
 
 import pytest
-from interleaved_runs import ENDS, add_faults, config_of, damage, ends_of, run_seeds
+from interleaved_runs import ENDS, STRIKES, add_faults, config_of, damage, ends_of, run_seeds
 from simulated_groups import Simulation
 
 from disagg.core.types import SamplingParams
@@ -18,6 +18,7 @@ from transport.control import messages as m
 FIRST_SEEDS = 3
 SEEDS = 40
 SEEDS_OF = {
+    "abort and fail": 60,
     "abort fail death": 60,
     "messages fail": 60,
     "crowded": 5,
@@ -46,7 +47,8 @@ def test_any_order_of_many(what: str) -> None:
     requests = run_seeds(range(first_seeds(what), SEEDS_OF.get(what, SEEDS)), what)
     assert ends_of(requests) == ENDS[what], "each of these ends must occur, and no other"
     shared = sum(request.ticket is not None and request.ticket.tokens.start > 0 for request in requests)
-    assert shared or "crowded" in what, "some prompts had a prefix in the decode group's cache"
+    few = "crowded" in what or STRIKES & set(what.split())  # few requests end before another one begins
+    assert shared or few, "some prompts had a prefix in the decode group's cache"
 
 
 def test_the_simulation_reaches_what_it_is_for() -> None:

@@ -164,7 +164,7 @@ def run(
     for step in range(kill_at + 200 if STRIKES & set(what.split()) else pace * STEPS):
         if left and choose.random() < often:
             left -= 1
-            answer, limit_s = choose.choice(answers), 0.3 * pace * choose.random()
+            answer, limit_s = choose.choice(answers), 3.0 * choose.random()
             limits = {"deadline_s": limit_s} if "deadline" in what else {}
             prompt_tokens = choose.choice(prompts)
             sampling = sampling_of(simulation, prompt_tokens, answer, choose)
@@ -231,7 +231,7 @@ ENDS = {
     "deadline": {"done", "timeout"},
     "crowded": {"done"},
     "crowded abort": {"done", "aborted"},
-    "crowded death": {"done", "peer_lost", "not_linked"},
+    "crowded death": {"done", "peer_lost"},
     "crowded deadline": {"done", "timeout"},
 }
 """The ends that requests may have, for each kind of trouble."""

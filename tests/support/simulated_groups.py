@@ -37,6 +37,8 @@ ROUTER = "router"
 LOST: Any = object()
 """In a queue: its source is gone."""
 DRAIN_ROUNDS = 3000
+TAKE_DOWN_ROUND = 300
+"""When the processes of groups that lost a rank end, as the cluster ends them."""
 
 
 class Channel(ControlChannel):
@@ -193,7 +195,9 @@ class Simulation:
 
     def settle(self) -> None:
         """Lets everything happen that can, time included; then every request is over and every book empty."""
-        for _ in range(DRAIN_ROUNDS):
+        for number in range(DRAIN_ROUNDS):
+            if number == TAKE_DOWN_ROUND:
+                self._take_down_broken_groups()
             for _, action in self.actions():
                 action()
             self.now_s += 0.01
@@ -216,6 +220,11 @@ class Simulation:
                 rank._agent.check()
                 if rank._leader is not None:
                     rank._leader.check()
+
+    def _take_down_broken_groups(self) -> None:
+        for name, rank in self.ranks.items():
+            if name not in self.dead and self._group_is_broken(rank.role):
+                self.kill(name)
 
     def _group_is_broken(self, role: str) -> bool:
         return any(name.startswith(role) for name in self.dead)

@@ -55,11 +55,13 @@ class SimulatedRequest:
     """The prefill group has reported what it sent."""
     ended: str = ""
     """`done`, `aborted`, `gone` with its router, or the code of the error."""
+    gone: bool = False
+    """The router is gone: its groups release the request by themselves."""
 
     @property
     def over(self) -> bool:
         """Ended, and released by both groups."""
-        return bool(self.ended) and (self.session.phase is SessionPhase.ENDED or self.ended == "gone")
+        return bool(self.ended) and (self.session.phase is SessionPhase.ENDED or self.gone)
 
     @property
     def answers(self) -> list[list[int]]:
@@ -145,7 +147,7 @@ class SimulatedRouter:
     def die(self) -> None:
         """The router is gone with all its requests."""
         for request in self.requests.values():
-            request.ended = request.ended or "gone"
+            request.ended, request.gone = request.ended or "gone", True
 
     def receive(self, peer: str, message: Any) -> None:
         """Handles a message of a leader. Messages of ended sessions are dropped, as by the response dispatcher."""
