@@ -125,7 +125,8 @@ class RequestRun:
                     branches: list[Branch] = []
                 except DisaggError as error:
                     branches, pause_s = self._recover(branch, session, load, error)
-                    lost = lost if isinstance(error, BusyError) else error
+                    if session.loss is not None or (session.unlinked and lost is None):
+                        lost = error
                     full = _full_groups(full, session)
             except BaseException:
                 await driver.release()
