@@ -265,16 +265,16 @@ def test_a_message_that_fails_or_is_lost_costs_a_recovery(
     def strike(system: System) -> None:
         faults = system.groups.fabric.faults
         if what == "fail":
-            faults.fail_send(1, MESSAGES[kind])
+            faults.fail_send(0, MESSAGES[kind])
         elif kind == "segment":
-            faults.hold(1, MESSAGES[kind])
+            faults.hold(0, MESSAGES[kind])
             system.groups.observe(
                 lambda source, destination, message: (
                     system.groups.fabric.release() if isinstance(message, m.SenderEnded) else None
                 )
             )
         else:
-            faults.truncate(1, 1, MESSAGES[kind])
+            faults.truncate(1, 0, MESSAGES[kind])
 
     check_one_recovery(checkpoints, strike)
 
@@ -282,7 +282,7 @@ def test_a_message_that_fails_or_is_lost_costs_a_recovery(
 def check_one_recovery(checkpoints: Checkpoints, strike: Callable[[System], None]) -> None:
     """Two requests on one pair of groups, of which one meets a fault; both are exact."""
     prompts, sampling = random_prompts(90, 60), SamplingParams(max_tokens=12)
-    with System(checkpoints, (1, 1), chunk_tokens=256, lease_timeout_s=0.5) as system:
+    with System(checkpoints, (1, 1), chunk_tokens=256, lease_timeout_s=1.0) as system:
         strike(system)
 
         async def work(router: Router) -> list[Answers]:
