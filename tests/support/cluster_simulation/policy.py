@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cluster_simulation.requests import ClientRequest
+from disagg.router.router import DEFAULTS
 
 if TYPE_CHECKING:
     from cluster_simulation.run import Run
@@ -15,6 +16,8 @@ ErrorPolicy = Callable[["Run", ClientRequest], str]
 
 SHORT_S = 10.0
 """A shorter deadline may pass for many reasons; within a longer one every loss is noticed."""
+BREAKS = ("kill", "hang", "pause", "isolate")
+"""Faults that can end a group. Each costs a request one recovery, and no other fault may end the request."""
 OUTAGE_LOOKS = 10
 """A request may fail when its router reached no working pair of groups at more looks, one each second."""
 
@@ -27,6 +30,8 @@ def recovered(run: Run, request: ClientRequest) -> str:
     at_deadline = request.ended_s >= request.began_s + request.timeout_s
     if (request.outcome in ("busy", "timeout") or at_deadline) and outages > OUTAGE_LOOKS:
         return ""
-    if request.outcome == "peer_lost" and "is given up" in str(request.error):
+    breaks = sum(kind in BREAKS for kind in run.faults.struck)
+    given_up = "is given up" in str(request.error) or breaks > DEFAULTS.max_recoveries
+    if request.outcome == "peer_lost" and given_up:
         return ""
     return f"{request.outcome} may not end it after the faults {run.faults.struck}"
