@@ -61,10 +61,11 @@ UCX_MAGIC = struct.pack("<QQ", 0, 33)
 
 @contextmanager
 def guarded() -> Iterator[list[Station]]:
-    """Two linked stations that work before and after the block."""
+    """Two stations that work before and after the block. Within it, all their own connections are accepted."""
     with stations(2) as [a, b]:
         link(a, b)
         move(a, b, 100)
+        move(b, a, 100, 8, "b", "a")
         yield [a, b]
         move(a, b, 2 * MIB)
         move(b, a, 100, 8, "b", "a")
