@@ -491,9 +491,10 @@ def test_a_channel_has_a_limit_of_connections(monkeypatch: pytest.MonkeyPatch) -
             return stream
 
         assert FrameReader(connect(REPLY_LANE)).frame() == Frame(Kind.WELCOME, 0)
-        opened = [connect(0) for _ in range(3)]
-        channel = b.transport._incoming[name]
-        pump_until(lambda: channel._lane_connections == 3, a, b)
+        channel, opened = b.transport._incoming[name], []
+        for count in range(1, 4):  # one after another: the first one has the lane
+            opened.append(connect(0))
+            pump_until(lambda count=count: channel._lane_connections == count, a, b)
         refused = b.transport._listener.refused
         assert not read_or_end(connect(0))
         pump_until(lambda: b.transport._listener.refused == refused + 1, a, b)
