@@ -72,6 +72,10 @@ class Mending:
             return
         self._begin(peer)
 
+    def on_fenced(self, peer: str) -> None:
+        """Starts a round with a peer of a linked group that this rank has fenced outside of a round."""
+        self._begin(peer)
+
     def on_link_broken(self, peer: str, message: m.LinkBroken) -> None:
         """Fences the peer, which has fenced this rank, unless that is done; then links again."""
         if peer in self._requested:

@@ -317,9 +317,14 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.control.watch(peer)
 
     def _repeat_if_linked(self, peer: str) -> None:
-        """Repeats a loss that crossed `link`, which may have connected the peer before the loss ended its work."""
+        """Repeats a loss that crossed `link`, which may have connected the peer before the loss ended its work.
+
+        The control channel may have met the peer again before this call. A round links again in any case.
+        """
         if self._silences.is_linked(peer):
-            self.peer_silent(peer)
+            self._mending.on_fenced(peer)
+            if self._leader is not None:
+                self.control.call_soon(partial(self._leader.on_peer_lost, peer))
 
     def _on_met(self, peer: str) -> None:
         """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""
