@@ -13,6 +13,7 @@ from decode_node.costs import CostEstimates
 from decode_node.leader import DecodeLeader
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
+from disagg.core.errors import ProtocolError
 from disagg.core.sampling import sampling_of
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
@@ -140,6 +141,26 @@ def test_no_beam_ends_by_itself() -> None:
     plan = decode.scheduler.next_step()
     assert plan is not None
     assert len(plan.work) == 2
+
+
+def test_a_beam_search_whose_answers_are_too_large_fails() -> None:
+    """The router would wait in vain for answers that no message can carry."""
+    decode = Decode(SamplingParams(max_tokens=2, beams=2, n=2))
+    send = decode.leader._channel_send
+
+    def limited(peer: str, message: m.Message) -> None:
+        if isinstance(message, m.Tokens | m.StepTokens):
+            raise ProtocolError("too large")
+        send(peer, message)
+
+    decode.leader._channel_send = limited
+    decode.tell(m.Landed(KEY, 7, 0))
+    decode.tell(m.FirstTokens(KEY, 7, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0]))
+    plan = decode.scheduler.next_step()
+    assert plan is not None
+    decode.leader.commit(plan, torch.zeros(2, VOCAB))
+    (failed,) = [message for message in decode.sent if isinstance(message, m.Failed)]
+    assert failed.code == "protocol"
 
 
 def test_many_answers_to_many_prompts_are_chosen_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
