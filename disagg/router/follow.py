@@ -44,7 +44,7 @@ class Follower:
                 log.warning("group_gone", group=ours.name)
                 self._router.remove(ours.name)
         for name in set(self._draining).intersection(listed).difference(draining):
-            self._draining[name].cancel()
+            self._draining.pop(name).cancel()  # at once: the next list may drain it again
         for name in set(draining).intersection(self.using()).difference(self._draining):
             self._draining[name] = task = asyncio.create_task(self._router.drain(name))
             task.add_done_callback(partial(self._drained, name))
@@ -65,7 +65,8 @@ class Follower:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _drained(self, name: str, task: asyncio.Task[None]) -> None:
-        del self._draining[name]
+        if self._draining.get(name) is task:
+            del self._draining[name]
         self._changed()
 
 

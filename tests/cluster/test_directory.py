@@ -20,7 +20,7 @@ from disagg.commands.scale import scale
 from disagg.core.config.read import ApiConfig, ControlConfig
 from disagg.core.errors import ConfigError, DisaggError, PeerLostError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Shard, Span
-from disagg.router.follow import joined
+from disagg.router.follow import Follower, joined
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from transport.control import messages as m
@@ -205,6 +205,27 @@ def test_a_group_that_a_new_directory_does_not_drain_is_used_again(place: Place)
             engine.requests = 0
             assert not await asyncio.to_thread(place.directory.wait_unused, ["decode"], 0.1)
             assert names(router) == ["prefill", "decode"]
+
+    run(main())
+
+
+def test_lists_in_quick_succession_drain_a_group_again(place: Place) -> None:
+    """Both come in one turn of the event loop, before the first drain has noticed its end."""
+
+    async def main() -> None:
+        groups = [group("prefill"), group("decode")]
+        place.tell(groups, [])
+        async with place.router() as (router, _):
+            await until(lambda: not router.missing())
+            engine = next(e for e in router.engines if e.group.name == "decode")
+            engine.requests = 1
+            follower = Follower(router)
+            follower.apply(groups, ["decode"])
+            await until(lambda: engine.draining)
+            follower.apply(groups, [])
+            follower.apply(groups, ["decode"])
+            engine.requests = 0
+            await until(lambda: names(router) == ["prefill"])
 
     run(main())
 
