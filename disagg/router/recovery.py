@@ -55,6 +55,10 @@ class Branch:
         """Pause before the next session, after one whose groups were not linked."""
         return min(FIRST_LINK_PAUSE_S * 2.0 ** (self.unlinked - 1), LONGEST_LINK_PAUSE_S)
 
+    def has_just_lost(self, group: str) -> bool:
+        """Returns whether the latest failed session that counts used the group of this name."""
+        return bool(self.suspects) and group in self.suspects[-1]
+
     def after_loss(self, groups: Iterable[str]) -> Branch:
         """Returns the branch after a session with these groups has failed."""
         tokens = sum(len(answer.tokens) for answer in self.answers)

@@ -208,6 +208,8 @@ class RequestRun:
             if error.retry_after_s >= session.left_s(context.clock()):
                 raise error
             pause_s = error.retry_after_s
+        elif session.lost_unreserved and branch.has_just_lost(session.decode.name):
+            pause_s = context.budget.wait_s()  # the prefill group had noticed the same loss first
         else:
             branch = branch.after_loss({session.prefill.name, session.decode.name})
             dead = context.dead_groups(frozenset().union(*branch.suspects))

@@ -165,6 +165,9 @@ class Session:
     """The session failed because its groups were not linked: nothing was computed for it."""
     resumable: bool = False
     """The decode group keeps row and pages for a session with this one's key as `after`."""
+    lost_unreserved: bool = False
+    """The decode group's leader was lost before it reserved memory: nothing was computed for the session."""
+    _reserved: bool = False
     _answered: list[int] = field(init=False)
     """Tokens of the answer at the start of the session."""
     _decoded: bool = False
@@ -264,6 +267,7 @@ class Session:
         return [self._send(self.decode, reserve)]
 
     def _prefill(self, ticket: Ticket) -> list[SessionAction]:
+        self._reserved = True
         self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
         left_s = self.left_s(self._now_s)
         prefill = m.Prefill(
@@ -309,6 +313,7 @@ class Session:
 
     def _fail_lost(self, peer: str) -> list[SessionAction]:
         error, prefill = self._lost_error(peer), self._is_prefill(peer)
+        self.lost_unreserved = not prefill and not self._reserved
         self._note_loss(error, prefill=prefill, resumable=prefill)
         return self._fail(error)
 

@@ -9,7 +9,7 @@ from contextlib import aclosing
 import pytest
 
 from disagg.core.config.read import RouterConfig
-from disagg.core.errors import BusyError, DisaggError, NotLinkedError, RequestTimeoutError
+from disagg.core.errors import BusyError, DisaggError, NotLinkedError, PeerLostError, RequestTimeoutError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span, Ticket
 from disagg.router.answers import SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -38,6 +38,8 @@ class Cluster:
     ) -> None:
         self.refusals, self.pause_s, self.code = dict(refusals), pause_s, code
         self.prefill_busy = False
+        self.dies, self.gone = False, ""
+        """A decode group whose death the prefill group has noticed, and the router has not."""
         self.reserves: list[tuple[str, m.Reserve]] = []
         self.released: list[str] = []
         self.replies = True
@@ -51,7 +53,7 @@ class Cluster:
         match message:
             case m.Reserve():
                 self.reserves.append((name, message))
-                if not self.replies:
+                if not self.replies or name == self.gone:
                     return
                 if self.refusals[name] > 0:
                     self.refusals[name] -= 1
@@ -60,6 +62,9 @@ class Cluster:
                     send("router", m.Reserved(message.key, Ticket(message.key, 1, name, Span(0, 1))))
             case m.Prefill() if self.prefill_busy:
                 send("router", m.Failed(message.key, "busy", "prefill is full", True, 0.0))
+            case m.Prefill() if message.ticket.group == "d1" and self.dies:
+                self.gone = "d1"
+                send("router", m.Failed(message.key, PeerLostError.code, "d1 is gone", True))
             case m.Prefill():
                 send("router", m.Prefilled(message.key, [5]))
                 decode = self.leaders[message.ticket.group]
@@ -217,3 +222,25 @@ def test_a_wait_for_a_link_ends_at_the_deadline() -> None:
     error = error_of(cluster, timeout_s=1.0)
     assert isinstance(error, NotLinkedError)
     assert 2 < len(cluster.tried) < 8, "the pause grows"
+
+
+def test_a_death_that_two_groups_notice_is_one_recovery() -> None:
+    """The prefill group reports it first. The router returns to the only decode group, whose death it learns then."""
+    cluster = Cluster({"d1": 0})
+    cluster.dies = True
+
+    async def work(router: Router) -> None:
+        asked = asyncio.ensure_future(ask(router))
+        while len(cluster.tried) < 2:
+            await asyncio.sleep(0.005)
+        assert cluster.gone == "d1"
+        router._dispatcher.lose("d1")
+        cluster.dies, cluster.gone = False, ""
+        router._dispatcher.revive(["d1"])  # its replacement
+        tokens, report = await asked
+        assert tokens == [5, 6]
+        assert report.recoveries == ["prefill_lost"]
+        assert router.recoveries == {"prefill_lost": 1}
+        router.recoveries.clear()
+
+    cluster.run(work)
