@@ -63,7 +63,11 @@ class AdmittingLeader(ReservingLeader):
             self._prefill_leaders[other.name] = other.leader.control_address
 
     def on_peer_lost(self, peer: str) -> None:
-        """Also fails requests without a first token when the leader of their prefill group is lost."""
+        """Also fails requests without a first token when the leader of their prefill group is lost.
+
+        Nothing was computed for waiting ones: for them the groups are not linked, which costs no recovery. A cut in
+        the network is noticed again and again.
+        """
         with self._changed:
             for claim in list(self._claims.values()):
                 if claim.old.router == peer:
@@ -75,7 +79,8 @@ class AdmittingLeader(ReservingLeader):
             for request in list(self._scheduler.requests.values()):
                 if request.prefill_group in lost and not request.begun:
                     self._fail(request, error)
-            self._end_waits(lambda one: error if one.reserve.prefill_group in lost else None)
+            unlinked = NotLinkedError(f"not linked: {error}")
+            self._end_waits(lambda one: unlinked if one.reserve.prefill_group in lost else None)
             self._admit_waiting()
             self._changed.notify_all()
 

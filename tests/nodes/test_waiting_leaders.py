@@ -252,11 +252,12 @@ def test_a_leader_is_not_idle_while_a_request_waits(role: str) -> None:
 
 
 def test_the_loss_of_its_prefill_group_ends_a_wait() -> None:
+    """Nothing was computed for it: its next attempt costs no recovery, however long the network is cut."""
     full = Group("decode")
     full.fill()
     full.reserve("r0")
     full.leader.on_peer_lost("prefill-0")
-    assert [one.code for one in full.failed("r0")] == ["peer_lost"]
+    assert [one.code for one in full.failed("r0")] == ["not_linked"]
     assert full.waiting == []
 
 

@@ -231,7 +231,7 @@ ENDS = {
     "deadline": {"done", "timeout"},
     "crowded": {"done"},
     "crowded abort": {"done", "aborted"},
-    "crowded death": {"done", "peer_lost"},
+    "crowded death": {"done", "peer_lost", "not_linked"},
     "crowded deadline": {"done", "timeout"},
 }
 """The ends that requests may have, for each kind of trouble."""
