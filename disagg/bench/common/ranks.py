@@ -214,7 +214,9 @@ class BenchRank(ABC):
 
     def _on_message(self, peer: str, message: m.Message) -> None:
         handler = self._handler(peer, message)
-        if handler is None:
+        if isinstance(message, m.Linked):
+            self._loop.post(partial(self._agent.on_linked, peer, message))
+        elif handler is None:
             self._reports.note(message)
         else:
             self._loop.post(handler)
