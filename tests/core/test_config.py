@@ -72,6 +72,7 @@ def test_the_cluster_section(tmp_path: Path) -> None:
         ("cluster.restart_tries", 0, "at least 1"),
         ("cluster.step_timeout_s", -1, "at least 0"),
         ("cluster.hang_timeout_s", 0, "more than 0"),
+        ("cluster.adopt_timeout_s", 15, "0, or more than hang_timeout_s \\(15\\)"),
         ("cluster.start_timeout_s", 0, "more than 0"),
         ("cluster.ray", "", "local, auto or the address"),
         ("control.directory_port", 65536, "from 0 to 65535"),

@@ -55,8 +55,8 @@ class ClusterConfig(Section, frozen=True):
     """Name of the groups of `launch` on a running Ray cluster, different for each `launch` there. A new `launch`
     adopts the groups that a killed one of the same name left."""
     adopt_timeout_s: float = 600.0
-    """How long groups on a running Ray cluster serve without a `launch`, which may adopt them; then they end. 0: they
-    end with it."""
+    """How long groups on a running Ray cluster serve without a `launch`, which may adopt them; then they end. More
+    than `hang_timeout_s`, or 0: they end with it."""
     restart: bool = True
     """Whether `launch` and `serve` replace a dead group."""
     restart_backoff_s: float = 1.0
@@ -78,6 +78,9 @@ class ClusterConfig(Section, frozen=True):
         self._at_least(0, "restart_backoff_s", "step_timeout_s", "adopt_timeout_s")
         self._at_least(1, "restart_tries")
         self._positive("start_timeout_s", "hang_timeout_s")
+        # Within hang_timeout_s a living launch may be silent, and no other one can adopt its groups.
+        kept = self.adopt_timeout_s == 0 or self.adopt_timeout_s > self.hang_timeout_s
+        self._needs(kept, "adopt_timeout_s", f"0, or more than hang_timeout_s ({self.hang_timeout_s:g})")
 
     @property
     def outlives_launch(self) -> bool:

@@ -240,7 +240,7 @@ def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
 
 def test_ranks_without_an_owner_end_and_free_their_resources(ray_session: None) -> None:
     """No launch adopts them within `cluster.adopt_timeout_s`."""
-    config = Config(cluster=ClusterConfig(adopt_timeout_s=2.0))
+    config = Config(cluster=ClusterConfig(hang_timeout_s=1.0, adopt_timeout_s=2.0))
     placement = place_colocated(0, 1, "cpu")
     where = placement.kinds["colocated"]
     ranks = RayRanks()
