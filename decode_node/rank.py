@@ -89,18 +89,18 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         return link.sources_of(self.rank)
 
     def _ring_bytes(self) -> int:
-        return self._agent.ring_bytes
+        return self.agent.ring_bytes
 
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         match message:
             case m.OpenReceive():
-                return partial(self._agent.open, message)
+                return partial(self.agent.open, message)
             case m.CloseTransfer():
-                return partial(self._agent.close, message)
+                return partial(self.agent.close, message)
             case m.SenderEnded():
-                return partial(self._agent.on_sender_ended, peer, message)
+                return partial(self.agent.on_sender_ended, peer, message)
             case m.PoolRefused():
-                return partial(self._agent.on_pool_refused, peer, message)
+                return partial(self.agent.on_pool_refused, peer, message)
         return None
 
     def _step(self, plan: StepPlan) -> None:
@@ -113,8 +113,8 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         if plan.work:
             with self.timeline.span("decode", self.lane):
                 logits = self._forward(plan)
-                if self._leader is not None:
-                    self._leader.commit(plan, logits)
+                if self.leader is not None:
+                    self.leader.commit(plan, logits)
 
     def _swapped(self, swap: Swap, seconds: float, error: str) -> None:
         self._to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))

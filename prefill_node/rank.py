@@ -42,7 +42,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self.config.transfer,
             self.runner.device,
             self.group_config.chunk_tokens,
-            self._agent,
+            self.agent,
             self._loop,
         )
         return calibrator.run(self._make_link(other)) if calibrator.wanted else None
@@ -81,17 +81,17 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         match message:
             case m.OpenSend():
-                return partial(self._agent.open, message)
+                return partial(self.agent.open, message)
             case m.CloseTransfer():
-                return partial(self._agent.close, message)
+                return partial(self.agent.close, message)
             case m.StopSending():
-                return partial(self._agent.on_stop_sending, peer, message)
+                return partial(self.agent.on_stop_sending, peer, message)
             case m.SendAgain():
-                return partial(self._agent.on_send_again, peer, message)
+                return partial(self.agent.on_send_again, peer, message)
             case m.TransferVerified():
-                return partial(self._agent.on_verified, peer, message)
+                return partial(self.agent.on_verified, peer, message)
             case m.PoolOffer():
-                return partial(self._agent.on_pool_offer, peer, message)
+                return partial(self.agent.on_pool_offer, peer, message)
         return None
 
     def _step(self, plan: StepPlan) -> None:
@@ -108,7 +108,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self._plan_chunk(chunk, work.key, work.span)
         for work in ended:
             self._plan_chunk(state, work.key, Span(work.span.stop, work.span.stop + state_tokens))
-        parts, ends = self.runner.shard.parts, {group.stop for group in self._agent.groups}
+        parts, ends = self.runner.shard.parts, {group.stop for group in self.agent.groups}
 
         def on_layer(layer: int) -> None:
             stop = parts[0].layers.start + layer + 1
@@ -121,8 +121,8 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             if ended:
                 self._store_states(ended)
                 self._layers_ready(state, self._all_layers)
-            if self._leader is not None:
-                self._leader.commit(plan, logits)
+            if self.leader is not None:
+                self.leader.commit(plan, logits)
 
     def _send_cached(self, plan: StepPlan) -> None:
         """Sends the cached positions of the plan's prompts, behind the steps on the device that computed them."""
@@ -140,11 +140,11 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self.runner.states.store(work.row, work.span.stop)
 
     def _plan_chunk(self, part: StepPart, key: RequestKey, positions: Span) -> None:
-        self._loop.post(partial(self._agent.plan_chunk, part, key, positions))
+        self._loop.post(partial(self.agent.plan_chunk, part, key, positions))
 
     def _layers_ready(self, part: StepPart, layers: Span) -> None:
         event = record_event(self.runner.device)
-        self._loop.post(partial(self._agent.layers_ready, part, layers, event))
+        self._loop.post(partial(self.agent.layers_ready, part, layers, event))
 
     @property
     def _all_layers(self) -> Span:

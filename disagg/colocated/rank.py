@@ -108,5 +108,5 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
     def _step(self, plan: StepPlan) -> None:
         with self.timeline.span("step", self.lane):
             logits = self._forward(plan)
-            if self._leader is not None:
-                self._leader.commit(plan, logits)
+            if self.leader is not None:
+                self.leader.commit(plan, logits)

@@ -126,23 +126,25 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             "kv_bytes": pool_bytes(runner),
             "device_bytes": device_limit_bytes(runner.device, group_config),
         }
-        self._leader: LeaderT | None = self._make_leader() if rank == 0 else None
-        if self._leader is not None:
-            self._leader.on_broken = lambda reason: self.on_broken(reason)
-        self._agent: AgentT = self._make_agent(transport)
+        self.leader: LeaderT | None = self._make_leader() if rank == 0 else None
+        """The group's leader; None on ranks other than 0."""
+        if self.leader is not None:
+            self.leader.on_broken = lambda reason: self.on_broken(reason)
+        self.agent: AgentT = self._make_agent(transport)
+        """Sender or receiver of KV; used on the transfer thread."""
         self._mending = Mending(
             self._silences,
             self.lane,
-            fence=self._agent.on_peer_lost,
+            fence=self.agent.on_peer_lost,
             send=control.send,
             link=self._link_again,
-            linked=self._agent.on_linked,
+            linked=self.agent.on_linked,
             clock=clock,
         )
         self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
         self._hung = False
         self._loop = self._make_loop(transport)
-        next_plan = self._leader.next_plan if self._leader else self._plans.next_plan
+        next_plan = self.leader.next_plan if self.leader else self._plans.next_plan
         self._compute = ComputeThread(
             self.lane, next_plan, self._step, self._on_broken, runner.device, self._step_watch
         )
@@ -157,7 +159,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         )
         spin_s = self.config.transfer.spin_s if self.runner.device.type == "cuda" else 0.0
         return TransferLoop(
-            self.lane, transport, self._agent, callbacks, spin_s, self.config.metrics.interval_s
+            self.lane, transport, self.agent, callbacks, spin_s, self.config.metrics.interval_s
         )
 
     # --- life
@@ -168,7 +170,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self._loop.start()
         if self.runner.device.type == "cuda":
             self._loop.call(partial(torch.cuda.set_device, self.runner.device))
-            self._loop.call(self._agent.adopt_thread)
+            self._loop.call(self.agent.adopt_thread)
         return self.info()
 
     def info(self) -> RankInfo:
@@ -181,15 +183,15 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             transport,
             self._ring_bytes(),
             self._swap_blocks(),
-            self._leader.max_sequences if self._leader is not None else 1,
+            self.leader.max_sequences if self.leader is not None else 1,
             self._pool_tokens(),
         )
 
     def join(self, group: GroupInfo) -> None:
         """Starts the compute thread; call when all ranks of the group have started."""
         self._group = group
-        if self._leader is not None:
-            self._leader.join(group)
+        if self.leader is not None:
+            self.leader.join(group)
         for peer in group.ranks:
             if (self.rank == 0) != (peer.rank == 0):  # the leader watches its ranks, each rank its leader
                 self.control.watch(peer.control_address)
@@ -199,24 +201,24 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Links this group with one of the other role. Raises `HandshakeError`, `ConfigError`, `TransportError`."""
         link = self._make_link(other)
         peers = {peer.control_address for peer in self._data_peers(link)}
-        if self._leader is not None:
+        if self.leader is not None:
             peers.add(other.leader.control_address)
 
         def connect() -> None:
-            self._agent.link(link)
+            self.agent.link(link)
             self._silences.linked(other, peers)  # before this thread can detect a broken connection
 
         self._loop.call(connect)
-        if self._leader is not None:
-            self._leader.link(other)
+        if self.leader is not None:
+            self.leader.link(other)
         for peer in sorted(peers):
             self.control.watch(peer)
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Waits for running requests, then ends every thread and closes the transport. Idempotent."""
-        if self._leader is not None and drain_timeout_s > 0:
-            self._leader.wait_idle(drain_timeout_s)
-        self._compute.stop(self._leader.wake if self._leader is not None else self._plans.wake)
+        if self.leader is not None and drain_timeout_s > 0:
+            self.leader.wait_idle(drain_timeout_s)
+        self._compute.stop(self.leader.wake if self.leader is not None else self._plans.wake)
         self._end_copies()
         self._loop.stop()
         self.control.close(linger_s=0.1)
@@ -232,30 +234,28 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     @property
     def broken(self) -> str:
         """On rank 0: reason why the group cannot serve any more; empty while the group works."""
-        return self._leader.broken if self._leader is not None else ""
+        return self.leader.broken if self.leader is not None else ""
 
     def check(self) -> None:
         """Raises `InvariantError` if any structure of this rank is inconsistent."""
-        if self._leader is not None:
-            self._leader.check()
-        self._loop.call(self._agent.check)
+        if self.leader is not None:
+            self.leader.check()
+        self._loop.call(self.agent.check)
         self._loop.call(self._transport.check)
         self.control.check()
 
     def statistics(self) -> dict[str, Any]:
         """Returns the statistics of each structure, by name."""
         statistics: dict[str, Any] = {"control": self.control.statistics()}
-        self._loop.call(
-            lambda: statistics.update(transfer=self._agent.statistics(), faults=self._loop.faults)
-        )
-        if self._leader is not None:
-            statistics["leader"] = self._leader.statistics()
+        self._loop.call(lambda: statistics.update(transfer=self.agent.statistics(), faults=self._loop.faults))
+        if self.leader is not None:
+            statistics["leader"] = self.leader.statistics()
         return statistics
 
     def _report(self) -> None:
         """Sends the rank's status to the leader. Called on the transfer thread every `metrics.interval_s`."""
         if self._group is not None:
-            status = self._agent.status()
+            status = self.agent.status()
             faults = status.faults_total + self._loop.faults
             status = msgspec.structs.replace(status, faults_total=faults, **self._memory)
             self._to_leader(m.RankReport(status))
@@ -277,21 +277,21 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self._loop.post(handler, wake=not isinstance(message, self._deferrable))
         elif isinstance(message, m.Plan):
             self._plans.put(StepPlan.decode(message.body))
-        elif self._leader is None:
+        elif self.leader is None:
             log.warning("unexpected_message", kind=type(message).__name__, peer=peer, lane=self.lane)
         elif isinstance(message, m.RankBroken):
-            self._leader.break_group(message.reason)
+            self.leader.break_group(message.reason)
         else:
-            self._leader.handle(peer, message)
+            self.leader.handle(peer, message)
 
     def _to_self(self, message: m.Message) -> None:
         self.on_message(self.control.address, message)
 
     def _to_leader(self, message: m.Message) -> None:
         """Passes a message to the leader; any thread. Never waits for the lock: a step's plan is encoded under it."""
-        if self._leader is not None:
-            if not self._leader.post(self.control.address, message):
-                self.control.call_soon(self._leader.handle_posted)
+        if self.leader is not None:
+            if not self.leader.post(self.control.address, message):
+                self.control.call_soon(self.leader.handle_posted)
         else:
             self.control.send(self.group.leader.control_address, message)
 
@@ -312,8 +312,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self._loop.post(partial(self._repeat_if_linked, peer))
             return
         self._loop.post(partial(self._mending.on_silent, peer))
-        if self._leader is not None:
-            self._leader.on_peer_lost(peer)
+        if self.leader is not None:
+            self.leader.on_peer_lost(peer)
         self.control.watch(peer)
 
     def _repeat_if_linked(self, peer: str) -> None:
@@ -323,8 +323,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """
         if self._silences.is_linked(peer):
             self._mending.on_fenced(peer)
-            if self._leader is not None:
-                self.control.call_soon(partial(self._leader.on_peer_lost, peer))
+            if self.leader is not None:
+                self.control.call_soon(partial(self.leader.on_peer_lost, peer))
 
     def _on_met(self, peer: str) -> None:
         """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""
@@ -332,7 +332,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def _link_again(self, other: GroupInfo) -> None:
         try:
-            self._agent.link(self._make_link(other))
+            self.agent.link(self._make_link(other))
         except DisaggError as exc:
             log.error("not_linked_again", group=other.name, lane=self.lane, error=str(exc))
         else:
@@ -340,16 +340,16 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def _lose(self, peer: str) -> None:
         log.warning("peer_lost", peer=peer, lane=self.lane)
-        self._loop.post(partial(self._agent.on_peer_lost, peer))
-        if self._leader is not None:
-            self._leader.on_peer_lost(peer)
+        self._loop.post(partial(self.agent.on_peer_lost, peer))
+        if self.leader is not None:
+            self.leader.on_peer_lost(peer)
         elif self._group is not None and peer == self._group.leader.control_address:
             self.on_broken(f"{self.lane} lost its leader {peer}")
 
     def _on_broken(self, error: Exception) -> None:
         reason = f"{self.lane} failed: {type(error).__name__}: {error}"
-        if self._leader is not None:
-            self._leader.break_group(reason)
+        if self.leader is not None:
+            self.leader.break_group(reason)
         else:
             self._to_leader(m.RankBroken(self.rank, reason))
             self.on_broken(reason)
@@ -364,11 +364,11 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             f"{self.lane} hangs: a step has not ended after {overdue_s:.0f} s (limit: {STEP_FACTOR:g} times the "
             f"longest step, at least cluster.step_timeout_s)"
         )
-        if self._leader is None:
+        if self.leader is None:
             self._to_leader(m.RankBroken(self.rank, reason))
         else:
             # The hanging thread may hold the leader's lock.
-            breaking = threading.Thread(target=self._leader.break_group, args=(reason,), daemon=True)
+            breaking = threading.Thread(target=self.leader.break_group, args=(reason,), daemon=True)
             breaking.start()
             breaking.join(BREAK_WAIT_S)
         self.on_broken(reason)

@@ -24,7 +24,7 @@ def test_the_transfer_thread_does_not_wait_for_the_leader(
     done = threading.Event()
     with local_groups(small_config(1, 1), checkpoints.source()) as groups:
         rank: Any = getattr(groups, role)[0]
-        real = rank._leader._on_message
+        real = rank.leader._on_message
 
         def on_message(peer: str, message: m.Message) -> None:
             if isinstance(message, m.RankClosed) and message.key.request_id == "nobody":
@@ -33,12 +33,12 @@ def test_the_transfer_thread_does_not_wait_for_the_leader(
                     done.set()
             real(peer, message)
 
-        monkeypatch.setattr(rank._leader, "_on_message", on_message)
+        monkeypatch.setattr(rank.leader, "_on_message", on_message)
 
         def report(number: int) -> None:
             rank._to_leader(m.RankClosed(RequestKey("nobody"), number, 0))
 
-        with rank._leader._changed:
+        with rank.leader._changed:
             for number in range(5):
                 rank._loop.call(lambda number=number: report(number), TIMEOUT_S)
             assert handled == []

@@ -67,7 +67,7 @@ def test_a_prompt_that_is_never_computed_is_closed(checkpoints: Checkpoints, pee
     """Told of without waking anybody, and closed: the close comes behind it. The book-keeping is `local_groups`'."""
     (prompt,) = random_prompts(40)
     with local_groups(small_config(peer_memory=peer_memory), checkpoints.source()) as groups:
-        leader = groups.prefill[0]._leader
+        leader = groups.prefill[0].leader
         leader._scheduler.next_step = lambda: None
 
         async def work(router: Any) -> None:

@@ -153,15 +153,15 @@ class Simulation:
     def probe(self) -> None:
         """A prefill rank shall time its wire to one of its decode ranks."""
         rank = self.choose.choice([r for r in self.ranks.values() if r.role == "prefill"])
-        peers = [p for link in rank._agent._links.values() for p in link.destinations_of(rank.rank)]
+        peers = [p for link in rank.agent._links.values() for p in link.destinations_of(rank.rank)]
         if peers:
             peer = self.choose.choice(peers)
             arguments = (peer.control_address, peer.ring_bytes, lambda host, device: None, self.probed.append)
-            rank._loop.post(partial(rank._agent.prober.start, *arguments))
+            rank._loop.post(partial(rank.agent.prober.start, *arguments))
 
     def probing(self) -> bool:
         """Whether a rank that lives has to do with a probe."""
-        agents = [rank._agent for name, rank in self.ranks.items() if name not in self.dead]
+        agents = [rank.agent for name, rank in self.ranks.items() if name not in self.dead]
         senders = [agent.prober for agent in agents if hasattr(agent, "prober")]
         receivers = [agent._probes for agent in agents if hasattr(agent, "_probes")]
         return any(p._probe or p.leases for p in senders) or any(p.lease for p in receivers)
@@ -217,9 +217,9 @@ class Simulation:
         """Every book is right, at any moment."""
         for name, rank in self.ranks.items():
             if name not in self.dead:
-                rank._agent.check()
-                if rank._leader is not None:
-                    rank._leader.check()
+                rank.agent.check()
+                if rank.leader is not None:
+                    rank.leader.check()
 
     def _take_down_broken_groups(self) -> None:
         for name, rank in self.ranks.items():
@@ -230,20 +230,20 @@ class Simulation:
         return any(name.startswith(role) for name in self.dead)
 
     def _check_empty(self, name: str, rank: Any) -> None:
-        rank._agent.check()
-        transfer = rank._agent.statistics()
+        rank.agent.check()
+        transfer = rank.agent.statistics()
         assert transfer.tickets == 0, f"{name}: {transfer}"
         held = getattr(transfer, "ring_in_use_bytes", 0) + getattr(transfer, "staging_in_use_bytes", 0)
         assert held == 0, f"{name}: {transfer}"
         mismatches = getattr(transfer, "checksum_mismatches", 0)
         assert self.damages or not mismatches, f"{name}: nothing was damaged, and a checksum differs"
         assert rank._transport.statistics().pending == 0, f"{name}: an operation never ends"
-        if rank._leader is not None:
-            found = rank._leader.statistics()
+        if rank.leader is not None:
+            found = rank.leader.statistics()
             memory, host = found.memory, getattr(found, "host", None)
             assert memory.free_rows == memory.rows, f"{name}: {memory}"
             assert host is None or host.used_blocks == 0, f"{name}: {host}"
-            assert rank._leader.wait_idle(0.0), name
+            assert rank.leader.wait_idle(0.0), name
 
     def _deliver(self, source: str, destination: str) -> None:
         queue = self.queues[source, destination]
@@ -264,10 +264,10 @@ class Simulation:
     def _wire(self, rank: Any) -> None:
         """The transfer thread looks at its transport and its device, in the order in which it does so."""
         for operation in rank._transport.progress():
-            rank._agent.on_operation(operation)
+            rank.agent.on_operation(operation)
         for arrival in rank._transport.arrivals():
-            rank._agent.on_arrival(arrival)
-        rank._agent.poll(self.now_s)
+            rank.agent.on_arrival(arrival)
+        rank.agent.poll(self.now_s)
         self.now_s += 0.0005
 
     def _compute(self, rank: Any) -> None:
@@ -276,12 +276,12 @@ class Simulation:
         if role in self.computing:
             return
         plan, waiting = self.plans.get(role, (None, set()))
-        if rank._leader is None:
+        if rank.leader is None:
             if name in waiting and not rank._plans._plans.empty():
                 waiting.discard(name)
                 self._run_step(rank, rank._plans.next_plan())
         elif plan is None:
-            plan = rank._leader.next_plan()
+            plan = rank.leader.next_plan()
             if plan is not None:
                 followers = {n for n, r in self.ranks.items() if r.role == role and n != name}
                 self.plans[role] = (plan, followers)
@@ -330,8 +330,8 @@ class Simulation:
             rank._loop.call = lambda work, timeout_s=0.0: work()
             rank._compute = SimpleNamespace(start=lambda: None)
             self.ranks[name], self.devices[name] = rank, Device()
-            rank._agent._queue.record_event = self.devices[name].record_event
-            memory = rank._agent._ring if cls is DecodeRank else rank._agent._space
+            rank.agent._queue.record_event = self.devices[name].record_event
+            memory = rank.agent._ring if cls is DecodeRank else rank.agent._space
             poison_ring(memory.allocator, memory.buffer.memory)
             if cls is DecodeRank:
                 self._copy_late(name, rank)
@@ -350,9 +350,9 @@ class Simulation:
         mine = [rank for rank in self.ranks.values() if rank.role == cls.role]
         for rank in mine:
             rank.join(info)
-        poison_pages(mine[0]._leader._scheduler._kv_manager, mine)
+        poison_pages(mine[0].leader._scheduler._kv_manager, mine)
         if cls is DecodeRank:
-            poison_host(mine[0]._leader._scheduler, mine)
+            poison_host(mine[0].leader._scheduler, mine)
         return info
 
     def _copy_late(self, name: str, rank: Any) -> None:

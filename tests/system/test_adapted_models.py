@@ -48,5 +48,5 @@ def test_recomputed_after_preemption(directory: Path) -> None:
     prompts = random_prompts(30, 25, 28, 33)
     with local_groups(config, ModelSource.from_directory(directory)) as groups:
         answers = groups.answers(prompts, SamplingParams(max_tokens=24, ignore_eos=True))
-        assert groups.decode[0]._leader.status().preemptions_total > 0
+        assert groups.decode[0].leader.status().preemptions_total > 0
     assert [answer.tokens for answer in answers] == greedy(directory, prompts, 24)

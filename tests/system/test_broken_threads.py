@@ -114,7 +114,7 @@ def test_a_silent_rank_of_the_own_group_breaks_the_group(checkpoints: Checkpoint
 def test_a_planner_that_raises_breaks_its_group(checkpoints: Checkpoints) -> None:
     groups = LocalGroups(small_config(1, 1), checkpoints.source())
     try:
-        leader = groups.prefill[0]._leader
+        leader = groups.prefill[0].leader
         leader._next_step = fails_once(leader._next_step)
         assert isinstance(error_of(groups, "victim"), PeerLostError)
     finally:

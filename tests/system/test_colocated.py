@@ -51,7 +51,7 @@ def steps_of(groups: LocalGroups, name: str = "colocated") -> list[StepPlan]:
 def poisoned(groups: LocalGroups) -> LocalGroups:
     """Its pages turn to NaN when they are freed."""
     for ranks in groups.groups.values():
-        poison_pages(ranks[0]._leader._scheduler._kv_manager, ranks)
+        poison_pages(ranks[0].leader._scheduler._kv_manager, ranks)
     return groups
 
 
@@ -208,7 +208,7 @@ def test_a_group_tells_of_itself(checkpoints: Checkpoints) -> None:
         groups.settle()
         rank = groups.groups["colocated"][0]
         rank._loop.call(rank._report)
-        status = rank._leader.status()
+        status = rank.leader.status()
     assert (status.role, status.tokens_total) == ("colocated", 80 + 2 * TOKENS)
     assert status.steps_total > TOKENS
     assert (status.requests_running, status.pages_used, status.ranks[0].name) == (0, 0, "colocated r0")
@@ -317,7 +317,7 @@ def test_messages_that_are_void_change_nothing(checkpoints: Checkpoints) -> None
     prompt, sampling = pack_tokens(random_prompts(20)[0]), SamplingParams(max_tokens=3)
     replies: list[m.Message] = []
     with local_groups(colocated_config(1, max_requests=1), source) as groups:
-        leader = groups.groups["colocated"][0]._leader
+        leader = groups.groups["colocated"][0].leader
         leader._send = lambda peer, message: replies.append(message)
         reserve = m.Reserve(RequestKey("r"), prompt, sampling, 30.0, "colocated")
         leader.handle("router", reserve)

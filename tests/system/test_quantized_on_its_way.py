@@ -240,7 +240,7 @@ def test_forks_and_swapped_pages_of_codes(
         watermark=0.0,
     )
     with local_groups(msgspec.structs.replace(roomy, decode=decode), source) as groups:
-        scheduler = groups.decode[0]._leader._scheduler
+        scheduler = groups.decode[0].leader._scheduler
         poison_pages(scheduler._kv_manager, groups.decode)
         poison_host(scheduler, groups.decode)
         for _ in range(12):  # who meets whom is up to the threads

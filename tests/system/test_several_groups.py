@@ -129,7 +129,7 @@ def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
     ahead_s = [0.0]
     prompts = random_prompts(*range(20, 32))
     with local_groups(small_config(1, 1, groups=(1, 2)), checkpoints.source()) as groups:
-        known = groups.prefill[0]._leader._decode_leaders
+        known = groups.prefill[0].leader._decode_leaders
         address = known.pop("decode-2")
 
         epochs: list[int] = []
@@ -169,7 +169,7 @@ def test_a_request_without_other_groups_says_why_it_failed(checkpoints: Checkpoi
     config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
     with local_groups(config, checkpoints.source()) as groups:
         for ranks in (groups.prefill, groups.groups["prefill-2"]):
-            ranks[0]._leader._decode_leaders.clear()
+            ranks[0].leader._decode_leaders.clear()
 
         async def work(router: Router) -> Any:
             return await ask(router, "r", prompt, SamplingParams(max_tokens=3))

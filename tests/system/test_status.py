@@ -176,7 +176,7 @@ def test_a_router_that_stops_asking_is_forgotten(
 ) -> None:
     config = small_config(2, 1, metrics_interval_s=INTERVAL_S)
     with local_groups(config, checkpoints.source()) as groups:
-        leader = groups.prefill[0]._leader
+        leader = groups.prefill[0].leader
         ranks_told: list[int] = []
         silent: list[bool] = []
         send = InprocControl.send

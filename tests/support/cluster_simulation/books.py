@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 def check(world: World) -> None:
     """Every structure of every living process is consistent."""
     for process in world.ranks():
-        process.rank._agent.check()
+        process.rank.agent.check()
         process.rank._transport.check()
         process.control.check()
-        if process.rank._leader is not None:
-            process.rank._leader.check()
+        if process.rank.leader is not None:
+            process.rank.leader.check()
     for router in world.living_routers():
         router.control.check()
 
@@ -39,7 +39,7 @@ def check_empty(world: World) -> None:
 
 def _check_rank(process: RankProcess) -> None:
     name, rank = process.name, process.rank
-    transfer: Any = rank._agent.statistics()
+    transfer: Any = rank.agent.statistics()
     assert transfer.tickets == 0, f"{name} holds tickets: {transfer}"
     held = getattr(transfer, "ring_in_use_bytes", 0) + getattr(transfer, "staging_in_use_bytes", 0)
     assert held == 0, f"{name} holds ring or staging space: {transfer}"
@@ -48,12 +48,12 @@ def _check_rank(process: RankProcess) -> None:
     assert pending == 0, f"{name}: {pending} operations never end: {rank._transport._tracker.pending()}"
     assert not rank._loop._inbox, f"{name}: work was never done"
     assert process.control.statistics().unacknowledged == 0, f"{name}: {process.control.statistics()}"
-    if rank._leader is None:
+    if rank.leader is None:
         return
     assert not rank.broken, f"{name}: {rank.broken}"
-    found = rank._leader.statistics()
+    found = rank.leader.statistics()
     memory, host = found.memory, getattr(found, "host", None)
-    assert rank._leader.wait_idle(0.0), f"{name} holds requests: {list(rank._leader._requests())}"
+    assert rank.leader.wait_idle(0.0), f"{name} holds requests: {list(rank.leader._requests())}"
     assert memory.free_rows == memory.rows, f"{name} holds rows: {memory}"
     cached = memory.cache.cached_pages if memory.cache else 0
     assert memory.pages.references == cached, f"{name} holds pages: {memory}"

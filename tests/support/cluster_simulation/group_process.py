@@ -36,7 +36,7 @@ class GroupProcess:
         self._look_at_s = float("inf")
         self.ranks = [RankProcess(world, self, number, config) for number in range(self.section.ranks)]
         self.info = self._info()
-        leader = self.leader.rank._leader
+        leader = self.leader.rank.leader
         poison_pages(leader._scheduler._kv_manager, [one.rank for one in self.ranks])
         if role == "decode":
             poison_host(leader._scheduler, [one.rank for one in self.ranks])
@@ -96,7 +96,7 @@ class GroupProcess:
         if due_s != self._look_at_s:
             return
         self._look_at_s = float("inf")
-        leader = self.leader.rank._leader
+        leader = self.leader.rank.leader
         if self._plan is None:
             self._plan = leader.next_plan()
             if self._plan is not None:

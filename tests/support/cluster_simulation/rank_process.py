@@ -69,8 +69,8 @@ class RankProcess(Process):
         rank._loop.start = self._wake_transfer
         rank._loop._guarded = lambda work, otherwise: work()  # an exception is a bug, and ends the simulation
         rank._compute = SimpleNamespace(start=lambda: None, busy=False)
-        rank._agent._queue.record_event = self.device.record_event
-        memory = rank._agent._ring if self.group.role == "decode" else rank._agent._space
+        rank.agent._queue.record_event = self.device.record_event
+        memory = rank.agent._ring if self.group.role == "decode" else rank.agent._space
         poison_ring(memory.allocator, memory.buffer.memory)
         if self.group.role == "decode":
             rank._swapper.order = self._order_swap
