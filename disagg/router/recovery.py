@@ -53,7 +53,8 @@ class Branch:
     @property
     def link_pause_s(self) -> float:
         """Pause before the next session, after one whose groups were not linked."""
-        return min(FIRST_LINK_PAUSE_S * 2.0 ** (self.unlinked - 1), LONGEST_LINK_PAUSE_S)
+        doublings = min(self.unlinked - 1, 16)  # a long wait for the link must not overflow
+        return min(FIRST_LINK_PAUSE_S * 2.0**doublings, LONGEST_LINK_PAUSE_S)
 
     def has_just_lost(self, group: str) -> bool:
         """Returns whether the latest failed session that counts used the group of this name."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from disagg.core.errors import PeerLostError
 from disagg.core.sampling import derived_seed
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.router.answers import Answer, new_answers
-from disagg.router.recovery import Branch, RecoveryBudget, require_recoverable
+from disagg.router.recovery import LONGEST_LINK_PAUSE_S, Branch, RecoveryBudget, require_recoverable
 from transport.control import messages as m
 
 KEY = RequestKey("r")
@@ -35,6 +37,12 @@ def test_each_answer_with_tokens_goes_on_by_itself() -> None:
     assert [one.answers[0].number for one in (first, third)] == [0, 2]
     assert first.sampling == SamplingParams(seed=9, max_tokens=8)
     assert third.sampling == SamplingParams(seed=derived_seed(9, 2), max_tokens=8)
+
+
+def test_the_pause_for_a_link_doubles_up_to_its_limit() -> None:
+    branch = branch_of(SamplingParams())
+    pauses_s = [replace(branch, unlinked=count).link_pause_s for count in (1, 2, 3, 7, 5000)]
+    assert pauses_s == [0.05, 0.1, 0.2, LONGEST_LINK_PAUSE_S, LONGEST_LINK_PAUSE_S]
 
 
 def test_a_beam_search_starts_again() -> None:
