@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serve_process import Served, command, serve_process
+from serve_process import Command, Served, command, serve_process
 
 from disagg.model.load.tiny import make_tiny_checkpoint
 
@@ -69,17 +69,22 @@ def test_a_killed_server_leaves_no_process(tmp_path: Path) -> None:
         until_gone(family, GONE_S)
 
 
+def ends_without(command: Command, name: str) -> None:
+    """Kills the server of Ray of this name; the command ends with status 1, says why, and leaves no process."""
+    family = command.family()
+    [server] = [one for one in family if one.name() == name]
+    os.kill(server.pid, signal.SIGKILL)
+    assert command.process.wait(TIMEOUT_S) == 1
+    until_gone(family, GONE_S)
+    log = command.log.read_text()
+    assert log.count(f"Ray's {name} (pid {server.pid}) has ended") == 2, (
+        "a log line and the command's last line"
+    )
+
+
 def test_without_its_raylet_the_server_ends_with_status_1(tmp_path: Path) -> None:
     with serve_process(tmp_path, prefill_tp=1) as served:
-        family = served.family()
-        [raylet] = [one for one in family if one.name() == "raylet"]
-        os.kill(raylet.pid, signal.SIGKILL)
-        assert served.process.wait(TIMEOUT_S) == 1
-        until_gone(family, GONE_S)
-        log = served.log.read_text()
-        assert log.count(f"Ray's raylet (pid {raylet.pid}) has ended") == 2, (
-            "a log line and the command's last line"
-        )
+        ends_without(served, "raylet")
 
 
 def test_without_its_gcs_a_launch_ends_with_status_1(tmp_path: Path) -> None:
@@ -87,15 +92,7 @@ def test_without_its_gcs_a_launch_ends_with_status_1(tmp_path: Path) -> None:
     flags = ["--model", str(checkpoint), "--device", "cpu", "--colocated"]
     with command(tmp_path, ["launch", *flags, "--set", "control.directory_port=0"]) as launched:
         launched.logged("(launched)")
-        family = launched.family()
-        [gcs] = [one for one in family if one.name() == "gcs_server"]
-        os.kill(gcs.pid, signal.SIGKILL)
-        assert launched.process.wait(TIMEOUT_S) == 1
-        until_gone(family, GONE_S)
-        log = launched.log.read_text()
-        assert log.count(f"Ray's gcs_server (pid {gcs.pid}) has ended") == 2, (
-            "a log line and the command's last line"
-        )
+        ends_without(launched, "gcs_server")
 
 
 @pytest.mark.slow
