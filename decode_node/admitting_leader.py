@@ -98,9 +98,9 @@ class AdmittingLeader(ReservingLeader):
         self._confirm_release(old)
         self._admit_waiting()
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         """Also lets an attempt go on without the pages of the earlier one, where a lost writer may still write."""
-        super()._expire()
+        super().expire()
         now_s = self._clock()
         for claim in [one for one in self._claims.values() if one.until_s < now_s]:
             self._drop_claim(claim.old)
@@ -164,7 +164,7 @@ class AdmittingLeader(ReservingLeader):
     def _resume_or_wait(self, one: WaitingRequest, resumption: Resumption) -> None:
         """Admits a request that takes over pages, before waiting ones. If they do not suffice, it waits."""
         try:
-            self._start(one, replace(resumption, only_kept=len(self._waiting) > 0))
+            self._start(one, replace(resumption, only_kept=len(self.waiting) > 0))
         except BusyError as error:
             self._wait(one, error)
         except DisaggError as error:

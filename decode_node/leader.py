@@ -156,7 +156,7 @@ class DecodeLeader(AdmittingLeader):
         counts = self._scheduler.statistics()
         preemptions = counts.recomputed_total + counts.swapped_total
         running = counts.receiving + counts.running
-        waiting = counts.preempted + len(self._waiting)
+        waiting = counts.preempted + len(self.waiting)
         return Scheduled(waiting, running, counts.closing, counts.memory, preemptions)
 
     def _kv_events(self) -> KVEventLog | None:

@@ -38,12 +38,13 @@ class PrefillLeader(Leader):
     ) -> None:
         super().__init__(spec, send, to_self, clock)
         self._scheduler = scheduler
-        self._decode_leaders: dict[str, str] = {}
+        self.decode_leaders: dict[str, str] = {}
+        """Control address of each linked decode group's leader; guarded by the lock."""
 
     def link(self, other: GroupInfo) -> None:
         """Accepts requests for this decode group."""
         with self._changed:
-            self._decode_leaders[other.name] = other.leader.control_address
+            self.decode_leaders[other.name] = other.leader.control_address
 
     def _on_router_lost(self, request: LedRequest) -> None:
         """Sends a computed prompt to its end: only the router may be cut off, and the decode group goes on.
@@ -134,7 +135,7 @@ class PrefillLeader(Leader):
         try:
             if self.broken:
                 raise PeerLostError(self.broken)
-            if message.ticket.group not in self._decode_leaders:
+            if message.ticket.group not in self.decode_leaders:
                 raise NotLinkedError(
                     f"decode group {message.ticket.group!r} is not linked to this prefill group"
                 )
@@ -158,7 +159,7 @@ class PrefillLeader(Leader):
     def _hand_over(self, request: PrefillRequest, first: First) -> None:
         settled = [] if first.scores else first.tokens
         self._send(request.router, m.Prefilled(request.key, settled, first.logprobs))
-        leader = self._decode_leaders.get(request.ticket.group)
+        leader = self.decode_leaders.get(request.ticket.group)
         if leader is not None:
             self._send(leader, m.FirstTokens(request.key, request.ticket.number, first.tokens, first.scores))
 

@@ -87,7 +87,7 @@ class ColocatedLeader(ReservingLeader):
     def _scheduled(self) -> Scheduled:
         counts = self._scheduler.statistics()
         running = counts.reserved + counts.prefilling + counts.decoding
-        return Scheduled(len(self._waiting), running, counts.closing, counts.memory)
+        return Scheduled(len(self.waiting), running, counts.closing, counts.memory)
 
     def _kv_events(self) -> KVEventLog | None:
         return self._scheduler.kv_events

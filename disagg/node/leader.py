@@ -146,6 +146,21 @@ class Leader(ABC):
         self.on_broken: Callable[[str], None] = lambda reason: None
         """Called once, under the lock, with the reason: whoever runs the rank's process ends the group."""
 
+    @property
+    def changed(self) -> threading.Condition:
+        """The leader's lock, notified at each change that may give the next step work or end a wait."""
+        return self._changed
+
+    @property
+    def watchers(self) -> tuple[str, ...]:
+        """Routers that receive the group's reports."""
+        return self._reports.watchers
+
+    @property
+    def scheduler(self) -> LedScheduler:
+        """The scheduler, guarded by the leader's lock."""
+        return self._scheduler
+
     # --- for the rank that hosts it
 
     def join(self, group: GroupInfo) -> None:
@@ -205,7 +220,7 @@ class Leader(ABC):
     def next_plan(self) -> StepPlan | None:
         """Returns the next plan, already sent to the other ranks; None after `IDLE_S` without work."""
         with self._changed:
-            self._expire()
+            self.expire()
             plan = None if self.broken else self._next_step()
             if plan is None:
                 self._changed.wait(IDLE_S)
@@ -438,7 +453,7 @@ class Leader(ABC):
         if first:
             self.on_broken(reason)  # last: the group's processes may end at once
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         now_s = self._clock()
         for request in [r for r in self._requests() if now_s > r.deadline_s]:
             self._fail(request, RequestTimeoutError(f"request {request.key} is past its deadline"))

@@ -45,7 +45,8 @@ class ReservingLeader(Leader):
         max_waiting: int,
     ) -> None:
         super().__init__(spec, send, to_self, clock)
-        self._waiting = WaitingQueue(max_waiting)
+        self.waiting = WaitingQueue(max_waiting)
+        """Requests without room, guarded by the lock."""
 
     def handle(self, peer: str, message: m.Message) -> None:
         """Handles a message to the leader, then admits waiting requests if the message can have freed room."""
@@ -57,21 +58,21 @@ class ReservingLeader(Leader):
     def on_peer_lost(self, peer: str) -> None:
         """Also removes the waiting requests of a lost router."""
         with self._changed:
-            for one in [one for one in self._waiting if one.router == peer]:
-                self._waiting.remove(one.reserve.key)
+            for one in [one for one in self.waiting if one.router == peer]:
+                self.waiting.remove(one.reserve.key)
             super().on_peer_lost(peer)
             self._admit_waiting()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Waits until no request is left, neither admitted nor waiting; returns False on timeout."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._requests(), timeout_s)
+            return self._changed.wait_for(lambda: not self.waiting and not self._requests(), timeout_s)
 
     def check(self) -> None:
         """Also checks the waiting requests."""
         with self._changed:
             super().check()
-            self._waiting.check()
+            self.waiting.check()
 
     @abstractmethod
     def _start(self, one: WaitingRequest) -> None:
@@ -79,7 +80,7 @@ class ReservingLeader(Leader):
 
     def _start_or_wait(self, one: WaitingRequest) -> None:
         """Admits a request, behind those that wait already."""
-        message, count = one.reserve, len(self._waiting)
+        message, count = one.reserve, len(self.waiting)
         try:
             self._scheduler.require_fits(len(message.prompt), message.sampling)
             if count:
@@ -94,24 +95,24 @@ class ReservingLeader(Leader):
         """Queues a request without room. Refuses with `error` one that does not wait."""
         if one.reserve.wait_s == 0:
             self._refuse(one.router, one.reserve.key, error)
-        elif self._waiting.full:
+        elif self.waiting.full:
             full = (
-                f"{len(self._waiting)} requests wait for room in the group already ({self._role}.max_waiting)"
+                f"{len(self.waiting)} requests wait for room in the group already ({self._role}.max_waiting)"
             )
             self._refuse(one.router, one.reserve.key, BusyError(full, QUEUE_FULL_RETRY_S))
         else:
-            self._waiting.add(one)
+            self.waiting.add(one)
 
     def _admit_waiting(self) -> None:
         """Admits from the head of the queue until the head has no room."""
-        while (one := self._waiting.head) is not None:
+        while (one := self.waiting.head) is not None:
             try:
                 self._start(one)
             except BusyError:
                 return
             except DisaggError as error:
                 self._refuse(one.router, one.reserve.key, error)
-            self._waiting.take()
+            self.waiting.take()
 
     def _arrived(self, router: str, message: m.Reserve) -> WaitingRequest:
         now_s = self._clock()
@@ -120,35 +121,35 @@ class ReservingLeader(Leader):
 
     def _waits(self, router: str, message: m.Reserve) -> bool:
         """Returns whether the request waits already, and keeps its position. Refuses that of another router."""
-        known = self._waiting.get(message.key)
+        known = self.waiting.get(message.key)
         if known is not None and known.router != router:
             self._refuse(router, message.key, BusyError(f"request {message.key} is in use by another router"))
         return known is not None
 
     def _release(self, router: str, message: m.Release) -> None:
         """Also removes a waiting request."""
-        known = self._waiting.get(message.key)
+        known = self.waiting.get(message.key)
         if known is not None and known.router == router:
-            self._waiting.remove(message.key)
+            self.waiting.remove(message.key)
         super()._release(router, message)
 
     def _break(self, reason: str) -> None:
         self._end_waits(lambda one: PeerLostError(reason))
         super()._break(reason)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         """Also ends the waits that are over; then admits, before each step is planned."""
-        super()._expire()
+        super().expire()
         now_s = self._clock()
         self._end_waits(lambda one: self._wait_error(one) if now_s > one.wait_until_s else None)
         self._admit_waiting()
 
     def _end_waits(self, error_of: Callable[[WaitingRequest], DisaggError | None]) -> None:
         """Refuses each waiting request that `error_of` returns an error for."""
-        for one in list(self._waiting):
+        for one in list(self.waiting):
             error = error_of(one)
             if error is not None:
-                self._waiting.remove(one.reserve.key)
+                self.waiting.remove(one.reserve.key)
                 self._refuse(one.router, one.reserve.key, error)
 
     def _wait_error(self, one: WaitingRequest) -> DisaggError:

@@ -45,9 +45,10 @@ class Decode:
                 rates=CostEstimates(1e3, 1e3),
             ),
         )
-        send = lambda peer, message: self.sent.append(message)  # noqa: E731
+        self.too_large: tuple[type[m.Message], ...] = ()
+        """Messages that the control channel refuses."""
         spec = fake_spec(layers=1, kv_heads=1)
-        self.leader = DecodeLeader(self.scheduler, (), spec, send, lambda message: None, lambda: 0.0, 4)
+        self.leader = DecodeLeader(self.scheduler, (), spec, self._send, lambda message: None, lambda: 0.0, 4)
         rank = SimpleNamespace(control_address="decode-0", swap_blocks=0)
         group: Any = SimpleNamespace(ranks=(rank,), role="decode", name="decode", leader=rank)
         self.leader.join(group)
@@ -57,6 +58,11 @@ class Decode:
 
     def tell(self, message: m.Message) -> None:
         self.leader.handle("peer", message)
+
+    def _send(self, peer: str, message: m.Message) -> None:
+        if isinstance(message, self.too_large):
+            raise ProtocolError("too large")
+        self.sent.append(message)
 
 
 BEAMS = SamplingParams(max_tokens=3, beams=2, n=2)
@@ -146,14 +152,7 @@ def test_no_beam_ends_by_itself() -> None:
 def test_a_beam_search_whose_answers_are_too_large_fails() -> None:
     """The router would wait in vain for answers that no message can carry."""
     decode = Decode(SamplingParams(max_tokens=2, beams=2, n=2))
-    send = decode.leader._channel_send
-
-    def limited(peer: str, message: m.Message) -> None:
-        if isinstance(message, m.Tokens | m.StepTokens):
-            raise ProtocolError("too large")
-        send(peer, message)
-
-    decode.leader._channel_send = limited
+    decode.too_large = (m.Tokens, m.StepTokens)
     decode.tell(m.Landed(KEY, 7, 0))
     decode.tell(m.FirstTokens(KEY, 7, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0]))
     plan = decode.scheduler.next_step()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -111,7 +113,9 @@ def test_the_end_of_a_wait_at_the_head_keeps_its_router_first() -> None:
 def test_an_inconsistent_queue_is_reported() -> None:
     queue = WaitingQueue(10)
     queue.add(waiting("a", 0))
-    queue._routers[RequestKey("lost")] = "b"
+    lost: Any = SimpleNamespace(router="a", reserve=waiting("a", 1).reserve)
+    queue.add(lost)
+    lost.router = "b"
     with pytest.raises(InvariantError, match="the waiting queue is inconsistent"):
         queue.check()
 

@@ -19,6 +19,7 @@ from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
 from disagg.node.kv_manager import KVManager
+from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m
 
 ROWS, POOL_TOKENS, PAGE, MAX_WAITING = 8, 84, 4, 4
@@ -89,7 +90,7 @@ class Group:
 
     def release(self, name: str, router: str = "a") -> None:
         self.leader.handle(router, m.Release(RequestKey(name), "over"))
-        request = self.leader._scheduler.requests.get(RequestKey(name))
+        request = self.leader.scheduler.requests.get(RequestKey(name))
         if request is not None:
             self.leader.handle("rank-0", m.RankClosed(RequestKey(name), request.ticket.number, 0))
         self.leader.check()
@@ -97,17 +98,17 @@ class Group:
     def expire(self, now_s: float) -> None:
         """As the compute thread does before each step."""
         self.now_s = now_s
-        with self.leader._changed:
-            self.leader._expire()
+        with self.leader.changed:
+            self.leader.expire()
         self.leader.check()
 
     @property
     def admitted(self) -> list[str]:
-        return [str(key.request_id) for key in self.leader._scheduler.requests]
+        return [str(key.request_id) for key in self.leader.scheduler.requests]
 
     @property
     def waiting(self) -> list[str]:
-        return [str(one.reserve.key.request_id) for one in self.leader._waiting]
+        return [str(one.reserve.key.request_id) for one in self.leader.waiting]
 
     def failed(self, name: str) -> list[m.Failed]:
         return [x for _, x in self.sent if isinstance(x, m.Failed) and x.key.request_id == name]
@@ -239,10 +240,10 @@ def test_a_leader_is_not_idle_while_a_request_waits(role: str) -> None:
     """A step's end may free all room; the next admission is before the next step."""
     group = Group(role)
     group.reserve("first", wait_s=0.0)
-    waiting = group.leader._arrived("a", group.message("r0"))
+    waiting = WaitingRequest("a", group.message("r0"), DEADLINE_S, DEADLINE_S)
     group.release("first")
     assert group.leader.wait_idle(0.0)
-    group.leader._waiting.add(waiting)
+    group.leader.waiting.add(waiting)
     assert not group.leader.wait_idle(0.0)
     group.expire(0.0)
     assert group.admitted == ["r0"]
@@ -267,7 +268,7 @@ def resumed(tokens: int) -> Group:
     group.reserve("lost", tokens=ROOM, wait_s=0.0)
     group.reserve("second", tokens=44, wait_s=0.0)
     assert group.admitted == ["lost", "second"]
-    ticket = group.leader._scheduler.requests[RequestKey("lost")].ticket.number
+    ticket = group.leader.scheduler.requests[RequestKey("lost")].ticket.number
     group.leader.on_peer_lost("prefill-0")
     for number in range(2):
         group.reserve(f"r{number}", tokens=30)
