@@ -99,7 +99,7 @@ class Preemptor:
             need = len(self._growing(request))
             fits = self._grow([request])
             while not fits and coming < need and (victim := self._youngest_behind(request)) is not None:
-                coming += self._preempt(victim)
+                coming += self.preempt(victim)
                 fits = self._grow([request])
             if fits:
                 taken.add(request)
@@ -193,7 +193,7 @@ class Preemptor:
         landed = len(request.landed_ranks) == self._ranks
         return landed and request.begun and not request.closing and request.residency is Residency.RESIDENT
 
-    def _preempt(self, victim: DecodeRequest) -> int:
+    def preempt(self, victim: DecodeRequest) -> int:
         """Takes all pages of a request. Returns how many of them are free only after a copy."""
         assert not victim.in_step, "steps are planned one after the other"
         pages, kind = victim.pages(), self._kind(victim)

@@ -91,7 +91,7 @@ class SegmentReceiver:
     """The transfer agent of a decode rank. Every method but the constructor runs on the transfer thread."""
 
     def __init__(self, options: ReceiverOptions, context: ReceiverContext, parts: ReceiverParts) -> None:
-        self._options, self._context = options, context
+        self._options, self._context, self.parts = options, context, parts
         self.ring_bytes = options.ring_bytes
         """Size of the receive ring."""
         self._rank, self._shard, self._pool = context.rank, context.shard, context.pool
@@ -100,7 +100,8 @@ class SegmentReceiver:
         self._tickets, self._repairs, self._ring = parts.tickets, parts.repairs, parts.ring
         self._landing, self._verifier = parts.landing, parts.verifier
         self._writes, self._probes = parts.writes, parts.probes
-        self._polls = self._pool.device.type == "cuda"
+        self.polls = self._pool.device.type == "cuda"
+        """Whether `poll` asks for short intervals while data is expected."""
         self._links: dict[str, Link] = {}
         self._stale = 0
 
@@ -264,7 +265,7 @@ class SegmentReceiver:
         self._probes.poll(now_s)
         if now_s >= self._ring.due_s:
             self._ring.maintain(now_s)
-        if self._polls and self._expects_data():
+        if self.polls and self._expects_data():
             return ARRIVAL_POLL_S
         idle_s = self._ring.due_s - now_s if self._ring.allocator.oldest() else IDLE_S
         return min(idle_s, self._tickets.due_s - now_s)

@@ -42,7 +42,8 @@ class PeerWrites:
         self._context, self._tickets, self._verifier = context, tickets, verifier
         self._rank, self._pool, self._clock = context.rank, context.pool, context.clock
         self._transport, self._quarantine_s = context.transport, options.quarantine_s
-        self._fences = FenceWords(options.fence_rows, self._pool.device) if options.fence_rows else None
+        self.fences = FenceWords(options.fence_rows, self._pool.device) if options.fence_rows else None
+        """Fence words of the tickets; None without direct writes."""
         self._notifications = CompletionNotifications(context.transport)
         self.peers: set[str] = set()
         """Peers that were offered the pool, and did not refuse."""
@@ -55,11 +56,11 @@ class PeerWrites:
 
     def offer(self, peer: str) -> None:
         """Lets a prefill rank write to the pool, for tickets made from now on."""
-        if self._fences is None:
+        if self.fences is None:
             return
         try:
             pools = tuple(offer(part.buffer) for part in self._pool.parts)
-            words = offer(self._fences.words)
+            words = offer(self.fences.words)
         except TransportError as exc:
             log.info("pool_not_offered", peer=peer, why=str(exc), how="KV comes through the ring")
             return
@@ -84,14 +85,14 @@ class PeerWrites:
 
     def open_fence(self, incoming: IncomingTransfer) -> None:
         """Lets the ticket's writers write, if it has any."""
-        if self._fences is not None and any(source.writes for source in incoming.sources.values()):
-            self._fences.open(incoming.ticket.row, incoming.ticket.number)
+        if self.fences is not None and any(source.writes for source in incoming.sources.values()):
+            self.fences.open(incoming.ticket.row, incoming.ticket.number)
             incoming.fence_open = True
 
     def close_fence(self, incoming: IncomingTransfer) -> None:
         """Makes later writes of the ticket void; writes that have begun may go on."""
-        if incoming.fence_open and self._fences is not None:
-            self._fences.close(incoming.ticket.row)
+        if incoming.fence_open and self.fences is not None:
+            self.fences.close(incoming.ticket.row)
             incoming.fence_open = False
 
     # --- ends of writers

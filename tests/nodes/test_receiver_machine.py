@@ -97,7 +97,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     # --- choices
 
     def transfers(self) -> list[IncomingTransfer]:
-        return list(self.receiver._tickets.open.values())
+        return list(self.receiver.parts.tickets.open.values())
 
     def items(self, state: ReceiveState) -> list[IncomingSegment]:
         return [item for one in self.transfers() for item in one.items.values() if item.state is state]
@@ -123,7 +123,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             for i in range(start, min(TOKENS, start + count))
         ]
         request = m.LeaseRequest(incoming.key, incoming.ticket.number, src_rank, segments)
-        self.receiver._ring.on_lease_request(PEERS[src_rank], request)
+        self.receiver.parts.ring.on_lease_request(PEERS[src_rank], request)
         known = [index for rank, index in incoming.items if rank == src_rank]
         self.leased[incoming.ticket.number, src_rank] = max(known, default=-1) + 1
 
@@ -136,7 +136,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     def deliver(self) -> None:
         """Every writable segment arrives, and all receives succeed."""
         for item in self.items(ReceiveState.LEASED):
-            if self.receiver._ring.allocator.writable(item.lease):
+            if self.receiver.parts.ring.allocator.writable(item.lease):
                 self.arrive_one(item)
         self.end_receives()
         self.receiver.poll(self.now_s)
@@ -162,7 +162,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             return
         incoming = data.draw(st.sampled_from(self.transfers()))
         grant = m.LeaseGrant(incoming.key, incoming.ticket.number, 0, [], RING_BYTES, 0)
-        self.receiver._tickets.grant_failed(PEERS[0], grant, TransportError("gone"))
+        self.receiver.parts.tickets.grant_failed(PEERS[0], grant, TransportError("gone"))
 
     @precondition(lambda self: self.transfers())
     @rule(data=st.data(), now=SELDOM)
@@ -225,7 +225,7 @@ class ReceiverMachine(RuleBasedStateMachine):
 
     @invariant()
     def reported_once(self) -> None:
-        open_tickets = set(self.receiver._tickets.open)
+        open_tickets = set(self.receiver.parts.tickets.open)
         counts = Counter((type(report), report.ticket) for report in self.reports)
         for number in range(self.next_ticket):
             assert counts[m.RankFailed, number] <= 1

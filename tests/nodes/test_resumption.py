@@ -194,7 +194,7 @@ def test_a_preempted_request_passes_no_pages_on() -> None:
     for message in (m.RankOpened(OLD, ticket, 0), m.Landed(OLD, ticket, 0), m.FirstTokens(OLD, ticket, [1])):
         decode.handle(message)
     request = decode.scheduler.requests[OLD]
-    decode.scheduler.preemptor._preempt(request)
+    decode.scheduler.preemptor.preempt(request)
     plan = decode.scheduler.next_step()
     assert plan is not None
     assert request.residency is Residency.RESIDENT
