@@ -22,8 +22,10 @@ class ResponseDispatcher:
 
     def __init__(self, control: ControlChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._control, self._loop = control, loop
-        self._inboxes: dict[RequestKey, ResponseInbox] = {}
-        self._listeners: dict[str, Listener] = {}
+        self.inboxes: dict[RequestKey, ResponseInbox] = {}
+        """Inboxes of open sessions; see `open`."""
+        self.listeners: dict[str, Listener] = {}
+        """By peer; see `listen`."""
         self._watched: set[str] = set()
         self.lost: set[str] = set()
         """Peers that are dead or silent."""
@@ -48,11 +50,11 @@ class ResponseDispatcher:
 
     def listen(self, peer: str, listener: Listener) -> None:
         """Sets the listener of `peer` for messages outside of requests."""
-        self._listeners[peer] = listener
+        self.listeners[peer] = listener
 
     def ignore(self, peer: str) -> None:
         """Removes the listener of `peer`; no effect without one."""
-        self._listeners.pop(peer, None)
+        self.listeners.pop(peer, None)
 
     def revive(self, peers: Iterable[str]) -> None:
         """Clears the loss of `peers`: new processes use these addresses."""
@@ -71,15 +73,15 @@ class ResponseDispatcher:
         Raises `RequestInUseError`.
         """
         inbox: ResponseInbox = asyncio.Queue()
-        if key in self._inboxes:
+        if key in self.inboxes:
             raise RequestInUseError(
                 f"request id {key.request_id!r} is in use: give each running request its own id"
             )
-        self._inboxes[key] = inbox
+        self.inboxes[key] = inbox
         try:
             yield inbox
         finally:
-            del self._inboxes[key]
+            del self.inboxes[key]
 
     def close(self) -> None:
         """Closes the channel."""
@@ -101,12 +103,12 @@ class ResponseDispatcher:
             return
         key = getattr(message, "key", None)
         if isinstance(key, RequestKey):
-            if key in self._inboxes:
-                self._inboxes[key].put_nowait((peer, message))
+            if key in self.inboxes:
+                self.inboxes[key].put_nowait((peer, message))
             else:
                 self.unclaimed += 1
-        elif peer in self._listeners:
-            self._listeners[peer](message)
+        elif peer in self.listeners:
+            self.listeners[peer](message)
         else:
             self.unclaimed += 1
 
@@ -128,7 +130,7 @@ class ResponseDispatcher:
 
     def _lose(self, peer: str) -> None:
         self.lost.add(peer)
-        for inbox in self._inboxes.values():
+        for inbox in self.inboxes.values():
             inbox.put_nowait((peer, PeerLostError(f"lost {peer}")))
-        if peer in self._listeners:
-            self._listeners[peer](PeerLostError(f"lost {peer}"))
+        if peer in self.listeners:
+            self.listeners[peer](PeerLostError(f"lost {peer}"))

@@ -48,7 +48,7 @@ class Router:
         clock: Clock = time.monotonic,
     ) -> None:
         """`clock` runs as the event loop's; it may be finer than the `time()` of that loop."""
-        self._dispatcher, self._choose = dispatcher, POLICIES[config.policy]
+        self._dispatcher, self.choose = dispatcher, POLICIES[config.policy]
         self._clock = clock
         budget = RecoveryBudget(config.recoveries_per_s, clock)
         options = RecoveryOptions(config.reserve_wait_s, config.max_recoveries, config.group_wait_s)
@@ -180,7 +180,7 @@ class Router:
     def _compares(self, engine: RoutedGroup) -> bool:
         """Returns whether the policy compares cached prefixes of this group: several groups, prefix-aware policy."""
         kinds = Counter(e.group.role for e in self._engines.values())
-        return self._choose is prefix_aware and kinds[engine.group.role] > 1
+        return self.choose is prefix_aware and kinds[engine.group.role] > 1
 
     def _routing_request(self, prompt: TokenIds, cache_salt: str, session: str) -> RoutingRequest:
         """Returns the request's properties for the policy; hashes the prompt only if a compared group caches
@@ -207,16 +207,16 @@ class Router:
         if len(self._roles) == 1:
             engines = self._of(self._roles[0])
             tried = [e for e in engines if e.usable and e.group.name not in full]
-            both = self._choose(tried or engines, request)
+            both = self.choose(tried or engines, request)
             return both, both
         prefills, decodes = (self._of(role) for role in self._roles)
         paired = [one for one in decodes if any(self._meet(p, one) for p in prefills)]
         kept = [one for one in paired if one.group.name == keep]
         decodes = kept or [one for one in paired if one.group.name not in full] or decodes
         met = [one for one in prefills if any(self._meet(one, other) for other in decodes)]
-        prefill = self._choose(met or prefills, request)
+        prefill = self.choose(met or prefills, request)
         met = [other for other in decodes if self._meet(prefill, other)]
-        return prefill, self._choose(met or decodes, request)
+        return prefill, self.choose(met or decodes, request)
 
     def _meet(self, prefill: RoutedGroup, decode: RoutedGroup) -> bool:
         """Returns whether both groups are usable and the pair is not avoided."""

@@ -76,6 +76,7 @@ class Cluster:
     def run(self, work: Callable[[Router], Awaitable[None]], wait_s: float = WAIT_S) -> None:
         async def main() -> None:
             dispatcher = ResponseDispatcher(InprocControl(self.hub, "router"), asyncio.get_running_loop())
+            self.dispatcher = dispatcher
             for one in self.groups:
                 self.leaders[one.name] = leader = InprocControl(self.hub, one.name)
                 name = one.name
@@ -234,9 +235,9 @@ def test_a_death_that_two_groups_notice_is_one_recovery() -> None:
         while len(cluster.tried) < 2:
             await asyncio.sleep(0.005)
         assert cluster.gone == "d1"
-        router._dispatcher.lose("d1")
+        cluster.dispatcher.lose("d1")
         cluster.dies, cluster.gone = False, ""
-        router._dispatcher.revive(["d1"])  # its replacement
+        cluster.dispatcher.revive(["d1"])  # its replacement
         tokens, report = await asked
         assert tokens == [5, 6]
         assert report.recoveries == ["prefill_lost"]
