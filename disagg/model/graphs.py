@@ -88,7 +88,7 @@ class StepGraphs(ABC):
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         try:
             for size in reversed(self._sizes):
-                numbers = torch.tensor(self._step_numbers(size, ()), dtype=torch.int64, device=self._device)
+                numbers = torch.tensor(self.step_numbers(size, ()), dtype=torch.int64, device=self._device)
                 self._numbers[size] = numbers
                 for limit in self._limits:
                     graphs[size, limit] = self._record(size, limit, pool, stream)
@@ -111,7 +111,7 @@ class StepGraphs(ABC):
         No sequence may be longer than the largest limit: `require_fits` checks that.
         """
         size = self._sizes[bisect_left(self._sizes, batch.tokens)]
-        host = torch.tensor(self._step_numbers(size, batch.sequences), dtype=torch.int64).pin_memory()
+        host = torch.tensor(self.step_numbers(size, batch.sequences), dtype=torch.int64).pin_memory()
         self._numbers[size].copy_(host, non_blocking=True)
         longest = max(one.stop for one in batch.sequences)
         self._graphs[size, self._limits[bisect_left(self._limits, longest)]].replay()
@@ -122,7 +122,7 @@ class StepGraphs(ABC):
         """Returns the number of rows of a graph's logits."""
 
     @abstractmethod
-    def _step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
+    def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
         """Returns the numbers of a step, padded to its bucket."""
 
     def _tokens(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
@@ -166,7 +166,7 @@ class DecodeGraphs(StepGraphs):
     def _rows(self, size: int) -> int:
         return size
 
-    def _step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
+    def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
         return self._tokens(size, sequences)
 
 
@@ -183,7 +183,7 @@ class ChunkGraphs(StepGraphs):
     def _rows(self, size: int) -> int:
         return self.SEQUENCES
 
-    def _step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
+    def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
         """Appends for each sequence: row, first token, its position, number of tokens, last token."""
         fill = self.SEQUENCES - len(sequences)
         ends, end = [], 0

@@ -20,8 +20,8 @@ class LengthRope(nn.Module):
     def __init__(self, rotary: Any, switch_tokens: int) -> None:
         """Requests of more than `switch_tokens` tokens use the long frequencies."""
         super().__init__()
-        self._rotary = rotary
-        self._switch_tokens = switch_tokens
+        self.rotary = rotary
+        self.switch_tokens = switch_tokens
         self.long: torch.Tensor | None = None
         """bool `[1, T]`: tokens whose request is long; None takes all for short."""
 
@@ -29,13 +29,13 @@ class LengthRope(nn.Module):
         self, x: torch.Tensor, position_ids: torch.Tensor, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin `[1, T, dim]` of int64 `position_ids` `[1, T]`, in the dtype of `x`."""
-        last = self._switch_tokens - 1
+        last = self.switch_tokens - 1
         # The module looks at the highest position only. A token beyond the switch is long in any case.
-        short: tuple[torch.Tensor, torch.Tensor] = self._rotary(x, position_ids.clamp(max=last), **more)
+        short: tuple[torch.Tensor, torch.Tensor] = self.rotary(x, position_ids.clamp(max=last), **more)
         if self.long is None:
             return short
         beyond = torch.full_like(position_ids[:, :1], last + 1)
-        long = self._rotary(x, torch.cat([position_ids, beyond], dim=1), **more)
+        long = self.rotary(x, torch.cat([position_ids, beyond], dim=1), **more)
         cos, sin = (torch.where(self.long[..., None], a[:, :-1], b) for a, b in zip(long, short, strict=True))
         return cos, sin
 

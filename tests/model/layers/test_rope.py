@@ -15,6 +15,7 @@ from transformers import LlamaConfig, Phi3Config
 from disagg.core.errors import PromptTooLongError
 from disagg.core.types import SamplingParams
 from disagg.model.collective.base import ThreadCollective, run_ranks
+from disagg.model.layers.rope import LengthRope
 from disagg.model.unsplit import generate_unsplit
 
 SWITCH_TOKENS = 40
@@ -59,8 +60,9 @@ def test_the_switch_changes_answers(tmp_path: Path) -> None:
     [text] = texts((SWITCH_TOKENS + 1,))
     params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     [right] = generate_unsplit(runner, [text], params)
-    runner._ropes[0]._switch_tokens = runner.spec.context_tokens
-    runner._ropes[0]._rotary.config.rope_parameters["original_max_position_embeddings"] = 1000
+    [rope] = [module for module in runner.model.modules() if isinstance(module, LengthRope)]
+    rope.switch_tokens = runner.spec.context_tokens
+    rope.rotary.config.rope_parameters["original_max_position_embeddings"] = 1000
     assert generate_unsplit(runner, [text], params) != [right]
 
 

@@ -130,10 +130,12 @@ def test_a_layer_that_only_attends_has_no_state_in_the_cache() -> None:
             call()
 
 
-def test_a_state_of_another_shape_is_not_stored(tmp_path: Path) -> None:
+def test_a_state_of_another_shape_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, row = _runner_with_row(save(HYBRIDS["lfm2"](), tmp_path), None)
     assert runner.states is not None
-    runner.states._caches[row] = RequestCache(runner.model.config)
+    monkeypatch.setattr("disagg.model.recurrent.state.make_cache", RequestCache)
+    with runner.states.of([SequenceSlice(row, 0, (1,))]):
+        pass
     with pytest.raises(InvariantError, match="changed its shapes"):
         runner.states.store(row, 1)
 
