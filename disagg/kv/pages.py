@@ -14,6 +14,7 @@ import torch
 
 from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.types import Span
+from disagg.kv.free_pages import FreePages
 from disagg.kv.page_values import Growing, PageCopy, PageStatistics
 
 TRASH_PAGE = 0
@@ -58,7 +59,8 @@ class TokenToKVPoolAllocator:
             )
         self.pages = pages
         self.page_size = page_size
-        self._free = list(range(pages - 1, TRASH_PAGE, -1))
+        self.unused = FreePages(range(TRASH_PAGE + 1, pages))
+        """Pages without a reference."""
         self._readers = [0] * pages
         self._filled = [
             0
@@ -70,7 +72,7 @@ class TokenToKVPoolAllocator:
     @property
     def free_pages(self) -> int:
         """Pages that can be allocated now."""
-        return len(self._free)
+        return len(self.unused)
 
     def readers(self, page: int) -> int:
         """Returns the references of a page, 0 if free. Raises ValueError for a number outside the pool."""
@@ -89,7 +91,7 @@ class TokenToKVPoolAllocator:
         if want_tokens > have_tokens and self._must_copy(have_tokens, pages):
             raise ValueError(f"page {pages[-1]} is shared and must not be written: use append_tokens")
         need = pages_for(want_tokens, self.page_size) - len(pages)
-        if need > len(self._free):
+        if need > len(self.unused):
             return None
         self._take_tokens(have_tokens, want_tokens, pages)
         return pages[len(pages) - need :]
@@ -102,7 +104,7 @@ class TokenToKVPoolAllocator:
         """
         self._require_growth(have_tokens, want_tokens, pages)
         copied = want_tokens > have_tokens and self._must_copy(have_tokens, pages)
-        if pages_for(want_tokens, self.page_size) - len(pages) + copied > len(self._free):
+        if pages_for(want_tokens, self.page_size) - len(pages) + copied > len(self.unused):
             return None
         copies = [self._replace_last(have_tokens, pages)] if copied else []
         self._take_tokens(have_tokens, want_tokens, pages)
@@ -115,7 +117,7 @@ class TokenToKVPoolAllocator:
         """
         size, readers, filled = self.page_size, self._readers, self._filled
         needy = self._needy(growing)
-        if needy and self._pages_to_go_on(needy) > len(self._free):
+        if needy and self._pages_to_go_on(needy) > len(self.unused):
             return None
         copies: list[PageCopy] = []
         for one in needy:
@@ -163,16 +165,17 @@ class TokenToKVPoolAllocator:
         Raises ValueError, changing nothing, for a free or repeated page.
         """
         self.require(pages)
-        readers, before = self._readers, len(self._free)
+        readers, freed = self._readers, list[int]()
         for page in pages:
             left = readers[page] - 1
             readers[page] = left
             if not left:
                 self._used_tokens -= self._filled[page]
                 self._filled[page] = 0
-                self._free.append(page)
+                freed.append(page)
+        self.unused.put(freed)
         self._references -= len(pages)
-        return len(self._free) - before
+        return len(freed)
 
     def require(self, pages: Sequence[int]) -> None:
         """Raises ValueError unless `pages` are allocated and distinct."""
@@ -185,13 +188,13 @@ class TokenToKVPoolAllocator:
 
     def statistics(self) -> PageStatistics:
         """Counts at this moment."""
-        used = self.pages - 1 - len(self._free)
+        used = self.pages - 1 - len(self.unused)
         peak = self._peak_used_pages
         return PageStatistics(self.pages - 1, used, self.page_size, self._used_tokens, peak, self._references)
 
     def check(self) -> None:
         """Raises InvariantError, with a dump, unless each page but the trash page is free once or has readers."""
-        free = sorted(self._free)
+        free = self.unused.numbers()
         unread = [page for page in range(1, self.pages) if self._readers[page] == 0]
         sound = (
             free == unread
@@ -261,13 +264,11 @@ class TokenToKVPoolAllocator:
         return copy
 
     def _take_pages(self, count: int) -> list[int]:
-        keep = len(self._free) - count
-        taken = self._free[keep:][::-1]
-        del self._free[keep:]
+        taken = self.unused.take(count)
         for page in taken:
             self._readers[page] = 1
         self._references += count
-        self._peak_used_pages = max(self._peak_used_pages, self.pages - 1 - keep)
+        self._peak_used_pages = max(self._peak_used_pages, self.pages - 1 - len(self.unused))
         return taken
 
     def _require_growth(self, have_tokens: int, want_tokens: int, pages: Sequence[int]) -> None:

@@ -43,6 +43,8 @@ class RadixStatistics:
     """Cached pages that cannot be evicted now."""
     nodes: int
     """Nodes without the roots."""
+    salts: int
+    """Salts with cached pages, or with a lock."""
     hits: int
     """Counted requests with a hit of at least one page."""
     misses: int
@@ -165,6 +167,7 @@ class RadixCache:
             cached_pages=self._cached_pages,
             locked_pages=self._locked_pages,
             nodes=self._nodes,
+            salts=len(self._roots),
             hits=self._hits,
             misses=self._misses,
             hit_tokens=self._hit_tokens,

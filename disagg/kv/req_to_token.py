@@ -43,7 +43,8 @@ class ReqToTokenPool:
         self.rows = rows
         self.max_tokens = max_tokens
         self.table = torch.zeros(rows + 1, max_tokens, dtype=torch.int32, device=device)
-        self._free = list(reversed(range(rows)))
+        self.unused = list(reversed(range(rows)))
+        """Free rows; the last one is allocated next."""
         self._used = [False] * rows
 
     @property
@@ -54,15 +55,15 @@ class ReqToTokenPool:
     @property
     def free_rows(self) -> int:
         """Rows that can be allocated now."""
-        return len(self._free)
+        return len(self.unused)
 
     def alloc(self) -> int:
         """Allocates a row, owned by the caller until `free(row)`. Raises BusyError if all rows are in use."""
-        if not self._free:
+        if not self.unused:
             raise BusyError(
                 f"all {self.rows} request rows are in use; wait for a request to end or raise `rows`"
             )
-        row = self._free.pop()
+        row = self.unused.pop()
         self._used[row] = True
         return row
 
@@ -71,16 +72,16 @@ class ReqToTokenPool:
 
         Raises ValueError if the row is in use or does not exist.
         """
-        if row not in self._free:
+        if row not in self.unused:
             raise ValueError(f"row {row} is in use, or not one of rows 0..{self.rows - 1}")
-        self._free.remove(row)
+        self.unused.remove(row)
         self._used[row] = True
 
     def free(self, row: int) -> None:
         """Frees the row. Raises ValueError if the row is free or does not exist."""
         self._require_used(row)
         self._used[row] = False
-        self._free.append(row)
+        self.unused.append(row)
 
     def set_slots(self, row: int, start: int, slots: torch.Tensor | Sequence[int]) -> None:
         """Sets the slots (integers, 1-D) of positions `start ..` of the request at `row`.
@@ -135,11 +136,11 @@ class ReqToTokenPool:
 
     def statistics(self) -> RowStatistics:
         """Counts at this moment."""
-        return RowStatistics(self.rows, self.rows - len(self._free), self.max_tokens)
+        return RowStatistics(self.rows, self.rows - len(self.unused), self.max_tokens)
 
     def check(self) -> None:
         """Raises InvariantError, with a dump, unless every row is either free once or in use."""
-        free = sorted(self._free)
+        free = sorted(self.unused)
         expected = [row for row in range(self.rows) if not self._used[row]]
         if free != expected:
             raise InvariantError(f"request rows: free list {free} but unused rows are {expected}")

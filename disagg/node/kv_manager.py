@@ -80,35 +80,37 @@ class KVManager:
         self, *, pool_tokens: int, page_size: int, rows: int, eviction: EvictionName | None = None
     ) -> None:
         """`eviction`: policy of the prefix cache; None: no prefix cache."""
-        self._pages = TokenToKVPoolAllocator(pool_tokens // page_size + 1, page_size)
-        self._cache = RadixCache(self._pages, eviction) if eviction else None
+        self.allocator = TokenToKVPoolAllocator(pool_tokens // page_size + 1, page_size)
+        """Pages of the pool; only the KV manager allocates and frees."""
+        self.cache = RadixCache(self.allocator, eviction) if eviction else None
+        """The prefix cache; None without one."""
         self._rows = rows
         self._free_rows = list(range(rows - 1, -1, -1))
 
     @property
     def page_size(self) -> int:
         """Tokens in a page."""
-        return self._pages.page_size
+        return self.allocator.page_size
 
     @property
     def caches(self) -> bool:
         """Whether the group has a prefix cache."""
-        return self._cache is not None
+        return self.cache is not None
 
     @property
     def kv_events(self) -> KVEventLog | None:
         """KV events of the prefix cache; None without one."""
-        return self._cache.kv_events if self._cache is not None else None
+        return self.cache.kv_events if self.cache is not None else None
 
     @property
     def capacity_tokens(self) -> int:
         """Tokens of the largest sequence that fits the pool."""
-        return (self._pages.pages - 1) * self._pages.page_size
+        return (self.allocator.pages - 1) * self.allocator.page_size
 
     @property
     def pages(self) -> int:
         """Pages of the pool without the trash page."""
-        return self._pages.pages - 1
+        return self.allocator.pages - 1
 
     @property
     def rows(self) -> int:
@@ -123,7 +125,7 @@ class KVManager:
     @property
     def free_pages(self) -> int:
         """Pages that can be allocated now, including cached pages that can be evicted."""
-        return self._pages.free_pages + (self._cache.evictable_pages if self._cache is not None else 0)
+        return self.allocator.free_pages + (self.cache.evictable_pages if self.cache is not None else 0)
 
     def reserve(
         self, tokens: int, prompt: PrefixKey | None = None, spare_pages: int = 0
@@ -135,12 +137,12 @@ class KVManager:
         """
         if not self._free_rows:
             return None
-        block_table, hit = BlockTable(self._free_rows[-1], KVSequence(self._pages)), None
-        if self._cache is not None and prompt is not None:
-            hit = self._cache.match(prompt, prompt.tokens - 1)
-            self._cache.lock(hit.node)
+        block_table, hit = BlockTable(self._free_rows[-1], KVSequence(self.allocator)), None
+        if self.cache is not None and prompt is not None:
+            hit = self.cache.match(prompt, prompt.tokens - 1)
+            self.cache.lock(hit.node)
             block_table = BlockTable(
-                block_table.row, KVSequence(self._pages, hit.pages), hit.tokens, hit.node
+                block_table.row, KVSequence(self.allocator, hit.pages), hit.tokens, hit.node
             )
         need = pages_for(tokens, self.page_size) - len(block_table.pages)
         if need + spare_pages > self.free_pages or not self._make_room(need):
@@ -151,8 +153,8 @@ class KVManager:
             tokens - block_table.tokens
         )  # shared pages are full: no copies are needed
         self._free_rows.pop()
-        if self._cache is not None and hit is not None:
-            self._cache.count(hit)
+        if self.cache is not None and hit is not None:
+            self.cache.count(hit)
         return block_table
 
     def pass_on(
@@ -172,22 +174,22 @@ class KVManager:
 
     def _make_room(self, pages: int) -> bool:
         """Evicts until `pages` pages are free; False, changing nothing, if eviction cannot free enough."""
-        short = pages - self._pages.free_pages
+        short = pages - self.allocator.free_pages
         if short <= 0:
             return True
-        if self._cache is None or self._cache.evictable_pages < short:
+        if self.cache is None or self.cache.evictable_pages < short:
             return False
-        return self._cache.evict(short) == short
+        return self.cache.evict(short) == short
 
     def keep(self, block_table: BlockTable, prompt: PrefixKey) -> None:
         """Caches the full pages of `prompt`, whose KV is computed: requests with the same prefix may read them."""
-        if self._cache is None:
+        if self.cache is None:
             return
         pages = block_table.pages[: prompt.tokens // self.page_size]
-        before, block_table.node = block_table.node, self._cache.insert(prompt, pages)
-        self._cache.lock(block_table.node)
+        before, block_table.node = block_table.node, self.cache.insert(prompt, pages)
+        self.cache.lock(block_table.node)
         if before is not None:
-            self._cache.unlock(before)
+            self.cache.unlock(before)
 
     def fork(self, block_table: BlockTable) -> BlockTable | None:
         """Allocates a row for a fork of the sequence, which shares its pages; None if no row is free."""
@@ -206,8 +208,8 @@ class KVManager:
 
     def _read_cached(self, block_table: BlockTable, other: BlockTable) -> None:
         """Locks the cached prefix of `other` for `block_table` too."""
-        if self._cache is not None and other.node is not None:
-            self._cache.lock(other.node)
+        if self.cache is not None and other.node is not None:
+            self.cache.lock(other.node)
         block_table.cached_tokens, block_table.node = other.cached_tokens, other.node
 
     def grow(self, block_tables: Sequence[BlockTable]) -> list[PageCopy] | None:
@@ -216,9 +218,9 @@ class KVManager:
         Returns the page copies that must precede the write: a shared page that is not full is copied on write.
         """
         sequences = [block_table.sequence for block_table in block_tables]
-        copies = self._pages.append_one_to_each(sequences)
-        if copies is None and self._make_room(self._pages.pages_to_append(sequences)):
-            copies = self._pages.append_one_to_each(sequences)
+        copies = self.allocator.append_one_to_each(sequences)
+        if copies is None and self._make_room(self.allocator.pages_to_append(sequences)):
+            copies = self.allocator.append_one_to_each(sequences)
         return copies
 
     def shrink(self, block_table: BlockTable, tokens: int) -> None:
@@ -250,7 +252,7 @@ class KVManager:
         for block_table, (tokens, numbers) in zip(block_tables, layout.sequences, strict=True):
             shared = [pages[number] for number in numbers if number < len(pages)]
             block_table.sequence.free()
-            block_table.sequence = KVSequence(self._pages, shared)
+            block_table.sequence = KVSequence(self.allocator, shared)
             if tokens < block_table.tokens:  # the last page is shared and not full
                 block_table.sequence.truncate(tokens)
             else:
@@ -268,25 +270,25 @@ class KVManager:
 
     def _forget(self, block_table: BlockTable) -> None:
         """Unlocks the cached prefix of the sequence."""
-        if self._cache is not None and block_table.node is not None:
-            self._cache.unlock(block_table.node)
+        if self.cache is not None and block_table.node is not None:
+            self.cache.unlock(block_table.node)
         block_table.node, block_table.cached_tokens = None, 0
 
     def statistics(self) -> KVManagerStatistics:
         """Counts at this moment."""
-        cache = self._cache.statistics() if self._cache is not None else None
-        return KVManagerStatistics(self._rows, len(self._free_rows), self._pages.statistics(), cache)
+        cache = self.cache.statistics() if self.cache is not None else None
+        return KVManagerStatistics(self._rows, len(self._free_rows), self.allocator.statistics(), cache)
 
     def check(self, requests: Sequence[Sequence[BlockTable]]) -> None:
         """Raises `InvariantError` unless `requests` own all rows and pages in use: none lost, none owned twice.
 
         `requests`: the block tables of each request. Different requests share cached pages only.
         """
-        self._pages.check()
+        self.allocator.check()
         cached: list[int] = []
-        if self._cache is not None:
-            self._cache.check()
-            cached = self._cache.pages()
+        if self.cache is not None:
+            self.cache.check()
+            cached = self.cache.pages()
         block_tables = [block_table for request in requests for block_table in request]
         rows = sorted(self._free_rows + [h.row for h in block_tables])
         references = Counter(page for h in block_tables for page in h.pages) + Counter(cached)
@@ -296,8 +298,8 @@ class KVManager:
             rows == list(range(self._rows))
             and TRASH_PAGE not in references
             and all(count == 1 for page, count in owners.items() if page not in shared)
-            and all(self._pages.readers(page) == count for page, count in references.items())
-            and self._pages.statistics().references == references.total()
+            and all(self.allocator.readers(page) == count for page, count in references.items())
+            and self.allocator.statistics().references == references.total()
         )
         if not sound:
             raise InvariantError(

@@ -66,7 +66,7 @@ def test_a_pool_of_the_trash_page_alone_is_a_config_error() -> None:
 
 def test_check_finds_a_broken_allocator() -> None:
     allocator = TokenToKVPoolAllocator(4, 2)
-    allocator._free.append(2)
+    allocator.unused.put([2])
     with pytest.raises(InvariantError, match="free"):
         allocator.check()
 
@@ -113,7 +113,7 @@ def test_a_row_takes_only_what_fits() -> None:
         table.set_slots(row, 0, torch.zeros(1))
     with pytest.raises(ConfigError, match="rows >= 1"):
         ReqToTokenPool(0, 4)
-    table._free.append(row)
+    table.unused.append(row)
     with pytest.raises(InvariantError, match="free list"):
         table.check()
 

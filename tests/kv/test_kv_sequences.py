@@ -147,10 +147,10 @@ def test_a_wrong_share_raises_and_changes_nothing(wrong: list[int]) -> None:
         allocator.readers(8)
 
 
-def test_check_finds_a_lost_reference() -> None:
+def test_check_finds_a_lost_page() -> None:
     allocator = TokenToKVPoolAllocator(8, 4)
-    allocator._readers[grown(allocator, 1).pages[0]] += 1
-    with pytest.raises(InvariantError, match="references"):
+    allocator.unused.take(1)
+    with pytest.raises(InvariantError, match="free"):
         allocator.check()
 
 

@@ -73,13 +73,16 @@ def make(
     **more: Any,
 ) -> DecodeScheduler:
     kv_manager = KVManager(pool_tokens=pool_tokens, page_size=page_size, rows=rows, eviction=eviction)
+    return scheduling(kv_manager, watermark=watermark, max_batch=max_batch or rows, **more)
+
+
+def scheduling(kv_manager: KVManager, watermark: float = 0.0, **more: Any) -> DecodeScheduler:
     return DecodeScheduler(
         kv_manager,
         SchedulerOptions(
             group="decode",
             ranks=1,
-            max_batch=max_batch or rows,
-            max_context_tokens=pool_tokens,
+            max_context_tokens=kv_manager.capacity_tokens,
             first_ticket=0,
             rates=CostEstimates(1e3, 1e3),
             watermark=watermark,
@@ -226,7 +229,8 @@ def test_who_waits_for_pages_does_not_take_the_turn_of_the_oldest(max_batch: int
 @pytest.mark.parametrize("which", [0, 1])
 def test_an_answer_that_ends_before_it_is_computed_again_leaves_no_gap(which: int, again: bool) -> None:
     """What both answers share is computed by the first one, wanted or not, and cached when it is there."""
-    scheduler = make(64, 6, chunks=PromptChunks(8), eviction="lru")
+    kv_manager = KVManager(pool_tokens=64, page_size=4, rows=6, eviction="lru")
+    scheduler = scheduling(kv_manager, max_batch=6, chunks=PromptChunks(8))
     one, two = start(scheduler, 1, 12, 30), start(scheduler, 2, 22, 12, n=2)
     while two.residency is Residency.RESIDENT:
         step(scheduler)
@@ -235,7 +239,7 @@ def test_an_answer_that_ends_before_it_is_computed_again_leaves_no_gap(which: in
         scheduler.end(two, ended)
     scheduler.close(one)
     scheduler.rank_closed(one, 0)
-    cache = scheduler._kv_manager._cache
+    cache = kv_manager.cache
     assert cache is not None
     kept = set(cache.pages())  # the other request's
     computed: set[tuple[int, int]] = set()

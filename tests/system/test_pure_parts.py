@@ -258,3 +258,12 @@ def test_ledger_notices_a_page_owned_twice() -> None:
     assert one is not None
     with pytest.raises(InvariantError):
         kv_manager.check([[one], [BlockTable(1, one.sequence)]])
+
+
+def test_ledger_notices_a_lost_reference() -> None:
+    kv_manager = KVManager(pool_tokens=64, page_size=16, rows=2)
+    one = kv_manager.reserve(16)
+    assert one is not None
+    kv_manager.allocator.share(one.pages)  # nobody drops it
+    with pytest.raises(InvariantError):
+        kv_manager.check([[one]])

@@ -218,7 +218,7 @@ class DecodeMachine(RuleBasedStateMachine):
             ),
         )
         self.scheduler.join(blocks)
-        take = self.kv_manager._pages._take_pages
+        take = self.kv_manager.allocator.unused.take
 
         def emptied(count: int) -> list[int]:
             pages = take(count)
@@ -226,7 +226,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 self.kv.pop(slot, None)
             return pages
 
-        self.kv_manager._pages._take_pages = emptied  # type: ignore[method-assign]
+        self.kv_manager.allocator.unused.take = emptied  # type: ignore[method-assign]
         self.whole_prompts, self.state_tokens = whole_prompts, state_tokens
         self.fixed = fixed and state_tokens > 0
 
@@ -409,7 +409,7 @@ class DecodeMachine(RuleBasedStateMachine):
         assert table[:needed] == pages[:needed], "the ranks know every page that the step touches"
         for page in pages[work.start // 4 : needed]:
             readers, own = (
-                self.kv_manager._pages.readers(page),
+                self.kv_manager.allocator.readers(page),
                 sum(page in h.pages for h in request.block_tables),
             )
             assert readers == own, "what others share is not written"
@@ -497,7 +497,7 @@ class DecodeMachine(RuleBasedStateMachine):
             if request.in_step or len(request.landed_ranks) < RANKS:
                 assert request.pages(), "a step, or a segment, may still write its pages"
             if len(request.landed_ranks) < RANKS:
-                readers = [self.kv_manager._pages.readers(page) for page in request.ticket.pages]
+                readers = [self.kv_manager.allocator.readers(page) for page in request.ticket.pages]
                 own = len(request.sequences)
                 assert readers == [own] * len(readers), "segments are written where nobody else reads"
 
