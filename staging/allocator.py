@@ -87,12 +87,17 @@ class StagingAllocator:
             )
         self.size_bytes = size_bytes
         self.alignment_bytes = alignment_bytes
-        self._head = 0
+        self.head = 0
+        """Position behind the newest lease. Callers only read this and the next four."""
         self._next_id = 0
-        self._order: deque[Lease] = deque()  # by assignment; freed leases are dropped at the front
-        self._leases: dict[int, Lease] = {}  # unfreed
-        self._by_owner: dict[Hashable, dict[int, None]] = {}  # ids of unfreed leases, oldest first
-        self._in_use_bytes = 0
+        self.order: deque[Lease] = deque()
+        """Leases in the order of assignment; freed leases are dropped at the front."""
+        self.leases: dict[int, Lease] = {}
+        """Unfreed leases, oldest first, by id."""
+        self.by_owner: dict[Hashable, dict[int, None]] = {}
+        """Ids of unfreed leases, oldest first, by owner."""
+        self.in_use_bytes = 0
+        """Bytes of unfreed leases; more than `size_bytes` when overcommitted."""
         self._peak_in_use_bytes = 0
         self._waited = 0
         self._skipped_bytes = 0
@@ -100,12 +105,7 @@ class StagingAllocator:
     @property
     def watermark(self) -> int:
         """Start of the oldest unfreed lease, or the head when there is none. It never decreases."""
-        return self._order[0].start if self._order else self._head
-
-    @property
-    def in_use_bytes(self) -> int:
-        """Bytes of unfreed leases; more than `size_bytes` when overcommitted."""
-        return self._in_use_bytes
+        return self.order[0].start if self.order else self.head
 
     @property
     def waited(self) -> int:
@@ -120,19 +120,19 @@ class StagingAllocator:
         """
         if not 1 <= nbytes <= self.size_bytes:
             raise ValueError(f"a lease needs 1 to {self.size_bytes} bytes (the ring's size); got {nbytes}")
-        start = -(-self._head // self.alignment_bytes) * self.alignment_bytes
+        start = -(-self.head // self.alignment_bytes) * self.alignment_bytes
         left = self.size_bytes - start % self.size_bytes
         if nbytes > left:
             start += left
             self._skipped_bytes += left
         lease = Lease(self._next_id, start, start + nbytes, owner)
         self._next_id += 1
-        self._head = lease.end
-        self._order.append(lease)
-        self._leases[lease.id] = lease
-        self._by_owner.setdefault(owner, {})[lease.id] = None
-        self._in_use_bytes += nbytes
-        self._peak_in_use_bytes = max(self._peak_in_use_bytes, self._in_use_bytes)
+        self.head = lease.end
+        self.order.append(lease)
+        self.leases[lease.id] = lease
+        self.by_owner.setdefault(owner, {})[lease.id] = None
+        self.in_use_bytes += nbytes
+        self._peak_in_use_bytes = max(self._peak_in_use_bytes, self.in_use_bytes)
         self._waited += not self.writable(lease)
         return lease
 
@@ -149,40 +149,40 @@ class StagingAllocator:
 
         Raises ValueError for an unknown lease (never assigned, or already freed).
         """
-        lease = self._leases.pop(lease_id, None)
+        lease = self.leases.pop(lease_id, None)
         if lease is None:
             raise ValueError(f"lease {lease_id} is not held: never assigned, or freed before")
-        owned = self._by_owner[lease.owner]
+        owned = self.by_owner[lease.owner]
         del owned[lease_id]
         if not owned:
-            del self._by_owner[lease.owner]
-        self._in_use_bytes -= lease.nbytes
-        while self._order and self._order[0].id not in self._leases:
-            self._order.popleft()
+            del self.by_owner[lease.owner]
+        self.in_use_bytes -= lease.nbytes
+        while self.order and self.order[0].id not in self.leases:
+            self.order.popleft()
         return lease
 
     def free_owner(self, owner: Hashable) -> tuple[Lease, ...]:
         """Frees and returns all leases of `owner`, possibly none. The caller gives the same guarantee as for
         `free`."""
-        return tuple(self.free(lease_id) for lease_id in list(self._by_owner.get(owner, ())))
+        return tuple(self.free(lease_id) for lease_id in list(self.by_owner.get(owner, ())))
 
     def oldest(self) -> Lease | None:
         """Returns the unfreed lease at the watermark, which is always writable; None when there is none."""
-        return self._order[0] if self._order else None
+        return self.order[0] if self.order else None
 
     def outstanding(self) -> tuple[Lease, ...]:
         """Returns all unfreed leases, oldest first."""
-        return tuple(self._leases.values())
+        return tuple(self.leases.values())
 
     def statistics(self) -> RingStatistics:
         """Returns a snapshot of the ring."""
         return RingStatistics(
             size_bytes=self.size_bytes,
-            head=self._head,
+            head=self.head,
             watermark=self.watermark,
-            in_use_bytes=self._in_use_bytes,
+            in_use_bytes=self.in_use_bytes,
             peak_in_use_bytes=self._peak_in_use_bytes,
-            leases=len(self._leases),
+            leases=len(self.leases),
             assigned=self._next_id,
             waited=self._waited,
             skipped_bytes=self._skipped_bytes,
@@ -193,23 +193,23 @@ class StagingAllocator:
         leases = self.outstanding()
         oldest = self.oldest()
         if oldest:
-            self._require(oldest.id in self._leases, "a freed lease holds the watermark")
+            self._require(oldest.id in self.leases, "a freed lease holds the watermark")
             self._require(self.writable(oldest), "the oldest lease is not writable")
         self._require(
-            [x for x in self._order if x.id in self._leases] == list(leases), "order and leases differ"
+            [x for x in self.order if x.id in self.leases] == list(leases), "order and leases differ"
         )
-        self._require(self._in_use_bytes == sum(lease.nbytes for lease in leases), "bytes in use miscounted")
-        owned = sorted(lease_id for ids in self._by_owner.values() for lease_id in ids)
+        self._require(self.in_use_bytes == sum(lease.nbytes for lease in leases), "bytes in use miscounted")
+        owned = sorted(lease_id for ids in self.by_owner.values() for lease_id in ids)
         self._require(owned == [lease.id for lease in leases], "owners and leases differ")
-        self._require(all(self._by_owner.values()), "an owner without a lease is kept")
+        self._require(all(self.by_owner.values()), "an owner without a lease is kept")
         previous = self.watermark
         for lease in leases:
             self._require(
-                previous <= lease.start < lease.end <= self._head, f"{lease} overlaps or is out of order"
+                previous <= lease.start < lease.end <= self.head, f"{lease} overlaps or is out of order"
             )
             self._require(lease.start % self.alignment_bytes == 0, f"{lease} is not aligned")
             self._require(self.offset(lease) + lease.nbytes <= self.size_bytes, f"{lease} wraps")
-            self._require(lease.id in self._by_owner.get(lease.owner, ()), f"{lease} is under another owner")
+            self._require(lease.id in self.by_owner.get(lease.owner, ()), f"{lease} is under another owner")
             previous = lease.end
 
     def _require(self, holds: bool, what: str) -> None:

@@ -137,12 +137,12 @@ def test_statistics_count_and_are_frozen() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda ring: ring._order.clear(), "order and leases differ"),
-        (lambda ring: ring._leases.pop(0), "a freed lease holds the watermark"),
-        (lambda ring: ring._by_owner.clear(), "owners and leases differ"),
-        (lambda ring: ring._by_owner.update(b={}), "an owner without a lease"),
-        (lambda ring: setattr(ring, "_in_use_bytes", 1), "bytes in use miscounted"),
-        (lambda ring: setattr(ring, "_head", 64), "overlaps or is out of order"),
+        (lambda ring: ring.order.clear(), "order and leases differ"),
+        (lambda ring: ring.leases.pop(0), "a freed lease holds the watermark"),
+        (lambda ring: ring.by_owner.clear(), "owners and leases differ"),
+        (lambda ring: ring.by_owner.update(b={}), "an owner without a lease"),
+        (lambda ring: setattr(ring, "in_use_bytes", 1), "bytes in use miscounted"),
+        (lambda ring: setattr(ring, "head", 64), "overlaps or is out of order"),
         (lambda ring: setattr(ring, "alignment_bytes", 1000), "is not aligned"),
         (lambda ring: setattr(ring, "size_bytes", 64), "the oldest lease is not writable"),
     ],
