@@ -111,6 +111,10 @@ class ActiveMessages:
         self._inboxes[inbox.number] = self._linked[peer] = inbox
         self._announce(peer, Linked(inbox.number))
 
+    def is_linked(self, peer: str) -> bool:
+        """Returns whether messages from `peer` are received: it is linked, and not forgotten since."""
+        return peer in self._linked
+
     def on_linked(self, peer: str, message: Linked) -> bool:
         """Sends the messages held for a peer that is linked now. The peer may have linked before this rank.
 

@@ -101,7 +101,7 @@ class InprocTransport(Transport):
         self._peers: dict[str, str] = {}
         self._lost: set[str] = set()
         self._mailbox: deque[_Message] = deque()
-        self._wire: list[_Message] = []
+        self.wire: list[_Message] = []
         """Messages sent by this transport whose memory may still be read."""
         self._receives: deque[tuple[Operation, _Message]] = deque()
         self._wake_up = threading.Event()
@@ -215,7 +215,7 @@ class InprocTransport(Transport):
         with self._fabric.lock:
             self._tracker.check()
             waiting = {operation for operation, _ in self._receives}
-            sending = {message.sender for message in self._wire}
+            sending = {message.sender for message in self.wire}
             for operation in self._tracker.pending():
                 if operation not in (sending if operation.kind == "send" else waiting):
                     raise InvariantError(f"inproc {self._name}: {operation} can never end")
@@ -235,7 +235,7 @@ class InprocTransport(Transport):
     def end(self, operation: Operation, error: TransportError | None = None) -> None:
         """Ends an operation of this transport."""
         self._tracker.end(operation, error)
-        self._wire = [message for message in self._wire if message.sender is not operation]
+        self.wire = [message for message in self.wire if message.sender is not operation]
         self._wake_up.set()
 
     def lose(self, name: str, why: str) -> None:
@@ -265,7 +265,7 @@ class InprocTransport(Transport):
 
     def _transmit(self, message: _Message) -> None:
         rules = self._fabric.faults.take(message.source, message.destination, message.tag)
-        self._wire.append(message)
+        self.wire.append(message)
         for rule in rules:
             if rule.action == "kill":
                 self._fabric.kill(rule.victim)
@@ -309,7 +309,7 @@ class InprocTransport(Transport):
         The peer is not notified: its own operations end when it disconnects in turn, or when this transport
         dies.
         """
-        for message in [message for message in self._wire if message.destination == name]:
+        for message in [message for message in self.wire if message.destination == name]:
             message.void = True
             self._fabric.end_send(message, error)
         for pair in [pair for pair in self._receives if pair[0].peer == peer]:

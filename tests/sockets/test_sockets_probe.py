@@ -248,9 +248,9 @@ def test_the_start_log_connects_to_no_tls_port(host: str) -> None:
             log_own_sockets([rank], descendants=False)
             [listed] = until(lambda: [one for one in lines if f":{address.port}" in one.get("address", "")])
             assert (listed["purpose"], listed["protection"]) == ("KV transport", "TLS 1.3")
-            assert transport._listener.refused == 0
+            assert transport.listener.refused == 0
             assert probe("127.0.0.1", address.port) == ProbeReply("tls", guarded=True)
-            until(lambda: transport._listener.refused > 0)  # by the probe, which the log reports
+            until(lambda: transport.listener.refused > 0)  # by the probe, which the log reports
         finally:
             transport.close()
     assert lines.index(listed) < [one["event"] for one in lines].index("tls_refused")

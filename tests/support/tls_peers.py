@@ -100,7 +100,7 @@ def move(a: Station, b: Station, nbytes: int, tag: int = 7, a_name: str = "a", b
 
 def dial(station: Station) -> socket.socket:
     """A stranger's connection."""
-    return socket.create_connection((HOST, station.transport._listener.port), 10)
+    return socket.create_connection((HOST, station.transport.listener.port), 10)
 
 
 def is_hung_up(connection: socket.socket) -> bool:

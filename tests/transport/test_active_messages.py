@@ -23,9 +23,9 @@ SEGMENT = Segment(0, 1, 2, Span(0, 2), Span(0, 1), Span(0, 9), 4096)
 class Box:
     """One rank: its received messages, and the messages that could not be sent."""
 
-    def __init__(self, fabric: InprocFabric, name: str) -> None:
+    def __init__(self, fabric: InprocFabric, name: str, transport: Transport | None = None) -> None:
         self.name = name
-        self.transport: Transport = InprocTransport(fabric, name)
+        self.transport: Transport = transport or InprocTransport(fabric, name)
         self.came: list[tuple[str, m.Message]] = []
         self.lost: list[tuple[str, m.Message, str]] = []
         self.announced: list[tuple[str, m.Message]] = []
@@ -133,10 +133,9 @@ class Fetching(InprocTransport):
 def test_later_messages_do_not_overtake_a_large_one(backend: str) -> None:
     """A chunk's lease request may have tens of KiB; an earlier arrival of the next chunk's would leave a gap."""
     fabric = InprocFabric()
-    a, b = Box(fabric, "a"), Box(fabric, "b")
-    for box in (a, b):
-        made = Fetching(fabric, box.name + "!") if backend == "inproc" else UcxTransport()
-        box.transport = box.active_messages._transport = box.active_messages._slots._transport = made
+    a, b = (
+        Box(fabric, name, Fetching(fabric, name) if backend == "inproc" else UcxTransport()) for name in "ab"
+    )
     try:
         link(a, b)
         sent: list[m.Message] = [
@@ -171,7 +170,7 @@ def spoil_length(a: Box, b: Box) -> None:
     memory = torch.ones(9, dtype=torch.uint8)
     a.transport.register(memory)
     operation = a.transport.send("b", tag_of(b), memory)
-    [message] = a.transport._wire  # type: ignore[attr-defined]
+    [message] = a.transport.wire  # type: ignore[attr-defined]
     message.data = message.data[:0]
     assert not operation.ended
 

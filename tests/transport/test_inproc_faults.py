@@ -187,7 +187,7 @@ def test_a_receive_from_a_peer_that_gave_us_up_waits_for_our_own_disconnect(two:
 
 def test_check_finds_an_operation_that_nothing_will_end(two: Two) -> None:
     two.a.send("b", 1, two.source[:SIZE])
-    two.a._wire.clear()
+    two.a.wire.clear()
     with pytest.raises(InvariantError, match="can never end"):
         two.a.check()
 

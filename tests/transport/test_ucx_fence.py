@@ -44,8 +44,8 @@ class Trio:
             node.connect("a", self.a.address)
         self.ended: list[Operation] = []
         self.receive = self.start(self.b, "b", self.memory[0][:NBYTES], 1)
-        self.request = Late(self.a._requests[self.receive])
-        self.a._requests[self.receive] = self.request
+        self.request = Late(self.a.requests[self.receive])
+        self.a.requests[self.receive] = self.request
 
     def start(self, source: UcxTransport, name: str, into: torch.Tensor, tag: int) -> Operation:
         source.send("a", tag, self.memory[1 if name == "b" else 2][: into.numel()])

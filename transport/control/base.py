@@ -49,6 +49,8 @@ class ControlStatistics:
     peers_lost: int
     last_lost: str = ""
     """Peer and reason of the latest loss; empty when no peer was lost."""
+    refused: int = 0
+    """Envelopes of stale or unknown streams, refused with a reset."""
     clients_refused: int = 0
     """Connections refused because their key does not belong to this cluster."""
     handshakes_failed: int = 0

@@ -130,7 +130,7 @@ class Doors:
         self._authenticator.stop()
 
     def _open(self, keys: ControlKeys) -> None:
-        listener = self._listen()
+        listener = self.listen()
         router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         try:
             router.linger = 0
@@ -154,7 +154,7 @@ class Doors:
             raise self._cannot_listen(exc) from exc
         self._doors.append(_Door(keys, listener, router))
 
-    def _listen(self) -> socket.socket:
+    def listen(self) -> socket.socket:
         """Binds the port exclusively; during a rotation, a second listener of the same user shares the port."""
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:

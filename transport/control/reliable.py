@@ -122,7 +122,8 @@ class Reliable:
     def __init__(self, address: str, options: ReliableOptions, first_stream: int | None = None) -> None:
         self._address, self._options = address, options
         self._last_stream = time.time_ns() if first_stream is None else first_stream
-        self._peers: dict[str, _StreamPeer] = {}
+        self.known: dict[str, _StreamPeer] = {}
+        """Streams of each peer."""
         self._ticked_s: float | None = None
         self._past: dict[str, int] = {}
         """Latest ended stream of each source; that stream and older ones are rejected."""
@@ -160,20 +161,20 @@ class Reliable:
 
     def forget(self, name: str) -> None:
         """Drops all state of `name` without an event."""
-        peer = self._peers.pop(name, None)
+        peer = self.known.pop(name, None)
         if peer is not None:
             self._bury(peer)
 
     def resend_at(self, name: str, at_s: float) -> None:
         """Schedules retransmission of unacknowledged messages for `at_s`, unless one is due earlier."""
-        peer = self._peers.get(name)
+        peer = self.known.get(name)
         if peer is not None:
             peer.resend_at_s = min(peer.resend_at_s, at_s)
 
     def receive(self, envelope: Envelope, now_s: float) -> None:
         """Processes a received envelope."""
         if envelope.flags & RESET:
-            reset = self._peers.get(envelope.source)
+            reset = self.known.get(envelope.source)
             if reset is not None and reset.stream == envelope.ack_of:
                 # After a clock was set back, new numbers must not look stale to the other side.
                 self._last_stream = max(self._last_stream, envelope.stream)
@@ -198,7 +199,7 @@ class Reliable:
         """Does the work that is due; returns the latest time of the next call."""
         self._pardon(now_s)
         due_s = now_s + self._options.heartbeat_s
-        for peer in list(self._peers.values()):
+        for peer in list(self.known.values()):
             owed = peer.watched or bool(peer.unacknowledged)
             if owed and now_s - peer.since_s > self._options.peer_timeout_s:
                 self._lose(peer, f"silent for {self._options.peer_timeout_s:g} s")
@@ -218,20 +219,20 @@ class Reliable:
     @property
     def peers(self) -> int:
         """Number of peers known now."""
-        return len(self._peers)
+        return len(self.known)
 
     def knows(self, name: str) -> bool:
         """Whether any state is kept for the peer."""
-        return name in self._peers
+        return name in self.known
 
     @property
     def unacknowledged(self) -> int:
         """Number of unacknowledged messages, over all peers."""
-        return sum(len(peer.unacknowledged) for peer in self._peers.values())
+        return sum(len(peer.unacknowledged) for peer in self.known.values())
 
     def check(self) -> None:
         """Raises `InvariantError` unless the sequence numbers have no gap."""
-        for peer in self._peers.values():
+        for peer in self.known.values():
             numbers = [seq for seq, _ in peer.unacknowledged]
             owed_bytes = sum(len(body) for _, body in peer.unacknowledged)
             sound = (
@@ -248,15 +249,15 @@ class Reliable:
     # --- internal
 
     def _peer(self, name: str, now_s: float) -> _StreamPeer:
-        peer = self._peers.get(name)
+        peer = self.known.get(name)
         if peer is None:
             self._last_stream += 1
-            peer = self._peers[name] = _StreamPeer(name, self._last_stream, now_s)
+            peer = self.known[name] = _StreamPeer(name, self._last_stream, now_s)
         return peer
 
     def _known(self, envelope: Envelope, now_s: float) -> _StreamPeer | None:
         """Returns the peer of an envelope; None for a stale envelope or one answered by a reset."""
-        peer = self._peers.get(envelope.source)
+        peer = self.known.get(envelope.source)
         newest = peer.their_stream if peer is not None else 0
         if envelope.stream <= 0:
             self.refused += 1
@@ -280,9 +281,9 @@ class Reliable:
 
     def _has_room(self, now_s: float) -> bool:
         """Whether a new peer fits; a full table drops the peer that was idle longest."""
-        if len(self._peers) < MAX_PEERS:
+        if len(self.known) < MAX_PEERS:
             return True
-        idle = [peer for peer in self._peers.values() if not (peer.watched or peer.unacknowledged)]
+        idle = [peer for peer in self.known.values() if not (peer.watched or peer.unacknowledged)]
         oldest = min(idle, key=lambda peer: peer.since_s, default=None)
         if oldest is None or now_s - oldest.since_s < IDLE_S:
             return False
@@ -294,12 +295,12 @@ class Reliable:
         gap_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
         self._ticked_s = now_s
         if gap_s > self._options.heartbeat_s + self._options.peer_timeout_s / 2:
-            for peer in self._peers.values():
+            for peer in self.known.values():
                 peer.since_s = min(now_s, peer.since_s + gap_s)
 
     def _refuse(self, envelope: Envelope) -> None:
         self.refused += 1
-        known = self._peers.get(envelope.source)
+        known = self.known.get(envelope.source)
         newest = max(self._past.get(envelope.source, 0), known.their_stream if known is not None else 0)
         self.outbox.append(
             (envelope.source, Envelope(self._address, newest, 0, 1, 0, envelope.stream, RESET))
@@ -337,7 +338,7 @@ class Reliable:
         self.outbox.append((peer.name, envelope))
 
     def _lose(self, peer: _StreamPeer, reason: str) -> None:
-        del self._peers[peer.name]
+        del self.known[peer.name]
         self._bury(peer)
         self.events.append(Lost(peer.name, reason))
 

@@ -97,6 +97,7 @@ class ThreadedControl(ControlChannel):
                 handler_errors=self._handler_errors,
                 peers_lost=self._lost,
                 last_lost=self._last_lost,
+                refused=streams.refused,
             )
 
     def check(self) -> None:

@@ -81,7 +81,8 @@ class ZmqControl(ThreadedControl):
         except ConfigError:
             self._context.term()
             raise
-        self._links = Links(self._context, self._generations, self._resend, HIGH_WATER_MARK)
+        self.links = Links(self._context, self._generations, self._resend, HIGH_WATER_MARK)
+        """Outgoing connections; used on the channel's thread."""
         self._look_at_s, self._complaint = 0.0, ""
         self._alarm = Alarm()
         self._poller = self._make_poller()
@@ -92,7 +93,7 @@ class ZmqControl(ThreadedControl):
         return replace(
             super().statistics(),
             clients_refused=self._doors.refused,
-            handshakes_failed=self._links.failed_handshakes,
+            handshakes_failed=self.links.failed_handshakes,
         )
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -109,7 +110,7 @@ class ZmqControl(ThreadedControl):
         generations = self._keys.generations
         if generations != self._generations:
             self._follow(generations)
-        self._links.look()
+        self.links.look()
         self._look_at_s = now_s + self._look_every_s()
 
     def _follow(self, generations: tuple[ControlKeys, ...]) -> None:
@@ -121,10 +122,10 @@ class ZmqControl(ThreadedControl):
                 self._complaint = str(exc)
                 log.error("control_keys_not_listened_for", channel=self.address, error=self._complaint)
         self._poller = self._make_poller()
-        self._links.follow(generations)
+        self.links.follow(generations)
 
     def _look_every_s(self) -> float:
-        return UNSETTLED_S if self._links.unsettled else SETTLED_S
+        return UNSETTLED_S if self.links.unsettled else SETTLED_S
 
     def _make_poller(self) -> zmq.Poller:
         poller = zmq.Poller()
@@ -151,17 +152,17 @@ class ZmqControl(ThreadedControl):
         if not _ADDRESS.fullmatch(peer):
             self._bad_frame(ProtocolError(f"{peer[:100]!r} is not the address of a control channel"))
             return None
-        if peer not in self._links:
+        if peer not in self.links:
             self._drop_strays()
             self._look_at_s = 0.0
         try:
-            return self._links.socket(peer)
+            return self.links.socket(peer)
         except zmq.ZMQError as exc:
             self._bad_frame(ProtocolError(f"{peer} is not an address: {exc}"))
             return None
 
     def _drop_strays(self) -> None:
-        strays = [peer for peer in self._links.peers if not self._streams.knows(peer)]
+        strays = [peer for peer in self.links.peers if not self._streams.knows(peer)]
         for peer in strays[: max(0, len(strays) - MAX_STRAY_PEERS)]:
             self._hang_up(peer)
 
@@ -185,12 +186,12 @@ class ZmqControl(ThreadedControl):
         self._alarm.wake()
 
     def _hang_up(self, peer: str) -> None:
-        self._links.drop(peer)
+        self.links.drop(peer)
 
     def _released(self) -> None:
         if self._alarm.closed:
             return
-        self._links.close()
+        self.links.close()
         self._alarm.close()
         self._doors.close()
         self._context.term()

@@ -32,9 +32,11 @@ class Channel(ABC):
         self.state, self.peer_address, self.label = state, peer_address, label
         self.error: PeerLostError | None = None
         """The error that ended the channel; None while the channel is open."""
-        self._work = threading.Condition(state.lock)
+        self.work = threading.Condition(state.lock)
+        """Notified when a thread of the channel may have something to do."""
         self._threads = 0
-        self._streams: set[TlsStream] = set()
+        self.streams: set[TlsStream] = set()
+        """Open connections."""
 
     @property
     def ended(self) -> bool:
@@ -52,9 +54,9 @@ class Channel(ABC):
             if self.ended:
                 return
             self.error = PeerLostError(f"{self.label}: {why}")
-            for stream in self._streams:
+            for stream in self.streams:
                 stream.shut()
-            self._work.notify_all()
+            self.work.notify_all()
             if self._threads == 0:
                 self._settle_all()
             self.on_end()
@@ -78,7 +80,7 @@ class Channel(ABC):
     def attach(self, stream: TlsStream) -> None:
         """Makes `end` shut `stream`. Raises `ConnectionAbortedError` when the channel has ended."""
         with self.state.lock:
-            self._streams.add(stream)
+            self.streams.add(stream)
             if self.ended:
                 stream.shut()
                 raise ConnectionAbortedError("the channel has ended")
@@ -86,13 +88,13 @@ class Channel(ABC):
     def detach(self, stream: TlsStream) -> None:
         """Frees `stream`. Call from the thread that used it."""
         with self.state.lock:
-            self._streams.discard(stream)
+            self.streams.discard(stream)
         stream.close()
 
     def follow(self, contexts: Contexts) -> None:
         """Ends the channel if one of its connections was made with keys that are no longer valid."""
         with self.state.lock:
-            if not all(stream.certificates <= contexts.trusted for stream in self._streams):
+            if not all(stream.certificates <= contexts.trusted for stream in self.streams):
                 self.end("the keys of its connection are no longer valid")
 
     def pending(self) -> set[Operation]:
@@ -122,7 +124,7 @@ class Channel(ABC):
 
     def _settle_all(self) -> None:
         self._settle()
-        for stream in list(self._streams):
+        for stream in list(self.streams):
             self.detach(stream)
         self.on_quiet()
         self.state.quiet.notify_all()

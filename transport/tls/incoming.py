@@ -64,7 +64,7 @@ class IncomingChannel(Channel):
     def __init__(self, state: ChannelState, peer_address: bytes, label: str) -> None:
         super().__init__(state, peer_address, label)
         self._lanes: set[int] = set()
-        self._lane_connections = 0
+        self.lane_connections = 0
         """Open lane connections, including those that wait for the end of an earlier one."""
         self._had_lanes = False
         self._next_number = 0
@@ -130,7 +130,7 @@ class IncomingChannel(Channel):
 
     def _reply(self, frame: Frame) -> None:
         self._replies.append(frame)
-        self._work.notify_all()
+        self.work.notify_all()
 
     # --- worker threads
 
@@ -142,8 +142,8 @@ class IncomingChannel(Channel):
         with self.state.lock:
             if self._replying and not self.ended:
                 replaced, self._fresh = self._fresh, stream
-                self._streams.add(stream)
-                self._work.notify_all()
+                self.streams.add(stream)
+                self.work.notify_all()
                 if replaced is not None:
                     self.detach(replaced)
                 return
@@ -156,9 +156,9 @@ class IncomingChannel(Channel):
         Raises `ProtocolError` when the peer has too many lane connections.
         """
         with self.state.lock:
-            if self._lane_connections >= MAX_LANE_CONNECTIONS:
-                raise ProtocolError(f"the peer already has {self._lane_connections} lane connections")
-            self._lane_connections += 1
+            if self.lane_connections >= MAX_LANE_CONNECTIONS:
+                raise ProtocolError(f"the peer already has {self.lane_connections} lane connections")
+            self.lane_connections += 1
         self.adopt(partial(self._lane, lane, stream, reader))
 
     def _write(self, stream: TlsStream) -> None:
@@ -183,7 +183,7 @@ class IncomingChannel(Channel):
         """Returns bytes to write and a new reply connection, if any. Neither: the channel has ended."""
         with self.state.lock:
             while not self._replies and self._fresh is None and not self.ended:
-                waited = self._work.wait(None if self._had_lanes else LANES_TIMEOUT_S)
+                waited = self.work.wait(None if self._had_lanes else LANES_TIMEOUT_S)
                 if not waited and not self._had_lanes:
                     raise ProtocolError("the peer opened no lane")
             if self.ended:
@@ -199,15 +199,15 @@ class IncomingChannel(Channel):
             self.attach(stream)
             self._enter(lane)
             try:
-                while self._read(reader, sink):
+                while self.read(reader, sink):
                     pass
             finally:
                 with self.state.lock:
                     self._lanes.discard(lane)
-                    self._work.notify_all()
+                    self.work.notify_all()
         finally:
             with self.state.lock:
-                self._lane_connections -= 1
+                self.lane_connections -= 1
             sink.finish()
             self.detach(stream)
 
@@ -216,14 +216,14 @@ class IncomingChannel(Channel):
         deadline_s = time.monotonic() + LANES_TIMEOUT_S
         with self.state.lock:
             while lane in self._lanes and not self.ended:
-                if not self._work.wait(deadline_s - time.monotonic()) and lane in self._lanes:
+                if not self.work.wait(deadline_s - time.monotonic()) and lane in self._lanes:
                     raise ProtocolError(f"lane {lane} was opened twice")
             self._lanes.add(lane)
             self._had_lanes = True
-            self._work.notify_all()
+            self.work.notify_all()
 
-    def _read(self, reader: FrameReader, sink: PieceSink) -> bool:
-        """Processes one frame. Returns False at the end of the connection."""
+    def read(self, reader: FrameReader, sink: PieceSink) -> bool:
+        """Processes one frame. Returns False at the end of the connection. Raises `ProtocolError`."""
         frame = reader.frame()
         if frame is None:
             self.end("the peer has ended the connection")

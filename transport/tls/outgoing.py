@@ -64,7 +64,7 @@ class OutgoingChannel(Channel):
         self._stale: set[int] = set()
         """Lanes that must continue in new connections."""
         self._renew_at_s = 0.0
-        self._fresh: TlsStream | None = None
+        self.fresh: TlsStream | None = None
         """The reply connection that replaces the current one."""
         self._next_number = 0
         self._held_messages = self._held_bytes = 0
@@ -96,11 +96,11 @@ class OutgoingChannel(Channel):
         super().follow(contexts)
         now_s = time.monotonic()
         with self.state.lock:
-            old = any(stream.certificates - {contexts.presented} for stream in self._streams)
+            old = any(stream.certificates - {contexts.presented} for stream in self.streams)
             if old and not self.ended and now_s >= self._renew_at_s:
                 self._renew_at_s = now_s + RENEW_INTERVAL_S
                 self._stale.update(range(self._lanes))
-                self._work.notify_all()
+                self.work.notify_all()
 
     def pending(self) -> set[Operation]:
         return {send.operation for send in self._sends.values()}
@@ -115,7 +115,7 @@ class OutgoingChannel(Channel):
 
     def _dial_and_read(self) -> None:
         deadline_s = time.monotonic() + DIAL_TIMEOUT_S
-        stream = self._dial(REPLY_LANE, deadline_s)
+        stream = self.dial(REPLY_LANE, deadline_s)
         try:
             reader = self._welcomed(stream)
             for lane in range(self._lanes):
@@ -128,7 +128,7 @@ class OutgoingChannel(Channel):
                 kernel_tls=stream.kernel_tls(),
             )
             while self._read(reader):
-                fresh = self._take_fresh()
+                fresh = self.take_fresh()
                 self.detach(stream)
                 stream = fresh
                 reader = self._welcomed(stream)
@@ -149,7 +149,7 @@ class OutgoingChannel(Channel):
         return reader
 
     def _open_lane(self, lane: int, deadline_s: float) -> None:
-        stream = self._dial(lane, deadline_s)
+        stream = self.dial(lane, deadline_s)
         stream.wait_forever()
         try:
             self.start(f"tls-lane-{lane}-{self.label}", partial(self._write, lane, stream))
@@ -157,7 +157,7 @@ class OutgoingChannel(Channel):
             self.detach(stream)
             raise
 
-    def _dial(self, lane: int, deadline_s: float) -> TlsStream:
+    def dial(self, lane: int, deadline_s: float) -> TlsStream:
         """Returns a connection whose hello has been sent. Raises `OSError`."""
         for _ in range(_ATTEMPTS - 1):
             try:
@@ -218,12 +218,12 @@ class OutgoingChannel(Channel):
         self.end("the peer has ended the connection")
         return False
 
-    def _take_fresh(self) -> TlsStream:
+    def take_fresh(self) -> TlsStream:
         """Returns the reply connection that lane 0 has dialled; the peer may see it before this side does."""
         with self.state.lock:
-            self._work.wait_for(lambda: self._fresh is not None or self.ended, DIAL_TIMEOUT_S)
-            fresh, self._fresh = self._fresh, None
-            self._work.notify_all()
+            self.work.wait_for(lambda: self.fresh is not None or self.ended, DIAL_TIMEOUT_S)
+            fresh, self.fresh = self.fresh, None
+            self.work.notify_all()
             if fresh is None or self.ended:
                 raise ProtocolError("received a RENEW that was not requested")
             return fresh
@@ -233,7 +233,7 @@ class OutgoingChannel(Channel):
         send.cleared = True
         self._credit(0, 1)
         self._pieces.append(send)
-        self._work.notify_all()
+        self.work.notify_all()
 
     def _drop(self, number: int) -> None:
         send = self._announced(number)
@@ -263,7 +263,7 @@ class OutgoingChannel(Channel):
             self._held_messages += 1
             self._held_bytes += send.eager_bytes
             self._frames.append(self._waiting.popleft())
-            self._work.notify_all()
+            self.work.notify_all()
 
     def _write(self, lane: int, stream: TlsStream) -> None:
         source = PieceSource()
@@ -295,7 +295,7 @@ class OutgoingChannel(Channel):
                     break
                 if not wait or lane in self._stale:
                     return None
-                self._work.wait()
+                self.work.wait()
             else:
                 return None
         piece.read = source.stage(piece.send.view, piece.offset, piece.nbytes)
@@ -355,7 +355,7 @@ class OutgoingChannel(Channel):
         if lane == 0:
             self._renew_replies()
         stream.write(Frame(Kind.RENEW, 0).pack())
-        fresh = self._dial(lane, time.monotonic() + DIAL_TIMEOUT_S)
+        fresh = self.dial(lane, time.monotonic() + DIAL_TIMEOUT_S)
         fresh.wait_forever()
         self.detach(stream)
         return fresh
@@ -363,10 +363,10 @@ class OutgoingChannel(Channel):
     def _renew_replies(self) -> None:
         """Renews one at a time: the peer would write replies to a connection that is already replaced here."""
         with self.state.lock:
-            self._work.wait_for(lambda: self._fresh is None or self.ended, DIAL_TIMEOUT_S)
-            if self._fresh is not None:
+            self.work.wait_for(lambda: self.fresh is None or self.ended, DIAL_TIMEOUT_S)
+            if self.fresh is not None:
                 raise ProtocolError("the peer did not take the last renewal")
-        fresh = self._dial(REPLY_LANE, time.monotonic() + DIAL_TIMEOUT_S)
+        fresh = self.dial(REPLY_LANE, time.monotonic() + DIAL_TIMEOUT_S)
         with self.state.lock:
-            self._fresh = fresh
-            self._work.notify_all()
+            self.fresh = fresh
+            self.work.notify_all()

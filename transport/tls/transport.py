@@ -75,18 +75,21 @@ class TlsTransport(Transport):
         if not 0 <= lanes <= MAX_LANES:
             raise ValueError(f"lanes {lanes}: expected 0 to {MAX_LANES}")
         self._identities, self._lanes = Identities(keys), lanes or default_lanes()
-        self._listener = TLSListener(host, self._identities, self._on_connection)
-        self._state = ChannelState()
-        self._peers: dict[str, _TLSPeer] = {}
-        self._incoming: dict[bytes, IncomingChannel] = {}
+        self.listener = TLSListener(host, self._identities, self._on_connection)
+        """The port, with the count of refused connections."""
+        self.state = ChannelState()
+        """Lock, operations and arrivals, shared with the channels."""
+        self.peers: dict[str, _TLSPeer] = {}
+        """Connected peers; `state.lock` guards them, and the channels."""
+        self.incoming: dict[bytes, IncomingChannel] = {}
         """Incoming channels by their random bytes."""
-        self._outgoing: set[OutgoingChannel] = set()
+        self.outgoing: set[OutgoingChannel] = set()
         """Outgoing channels; those of disconnected peers stay until they are quiet."""
         self._closed = False
         self._fences: list[_TLSFence] = []
         self._upkeep_at_s = 0.0
-        self._address = Address(host, self._listener.port, os.urandom(ID_BYTES)).pack()
-        self._listener.start()
+        self._address = Address(host, self.listener.port, os.urandom(ID_BYTES)).pack()
+        self.listener.start()
 
     @property
     def address(self) -> bytes:
@@ -94,52 +97,52 @@ class TlsTransport(Transport):
 
     def connect(self, peer: str, address: bytes) -> None:
         self._ensure_open()
-        with self._state.lock:
-            known = self._peers.get(peer)
+        with self.state.lock:
+            known = self.peers.get(peer)
             if known is not None:
                 if known.address != address:
                     raise TransportError(f"{peer} is connected with another address; disconnect it first")
                 return
             where = parse_address(peer, address)
-            outgoing = OutgoingChannel(self._state, self._address, where, self._identities, self._lanes)
+            outgoing = OutgoingChannel(self.state, self._address, where, self._identities, self._lanes)
             outgoing.on_end = partial(self._on_lost, outgoing)
-            outgoing.on_quiet = partial(self._outgoing.discard, outgoing)
-            self._peers[peer] = _TLSPeer(address, outgoing)
-            self._outgoing.add(outgoing)
+            outgoing.on_quiet = partial(self.outgoing.discard, outgoing)
+            self.peers[peer] = _TLSPeer(address, outgoing)
+            self.outgoing.add(outgoing)
         outgoing.open()
 
     def disconnect(self, peer: str) -> None:
-        with self._state.lock:
-            known = self._peers.pop(peer, None)
+        with self.state.lock:
+            known = self.peers.pop(peer, None)
             if known is None:
                 return
             mine: list[Channel] = [known.outgoing]
             if not known.outgoing.ended:
                 # The lost peer's messages ended with it; a message here belongs to its next connection.
                 mine += [
-                    channel for channel in self._incoming.values() if channel.peer_address == known.address
+                    channel for channel in self.incoming.values() if channel.peer_address == known.address
                 ]
         if not self._end(mine, f"{peer} was disconnected", FENCE_WAIT_S):
             self._fences.append(_TLSFence(peer, mine, time.monotonic() + FENCE_TIMEOUT_S))
 
     def lost_peers(self) -> list[str]:
-        with self._state.lock:
-            return [peer for peer, known in self._peers.items() if known.outgoing.ended]
+        with self.state.lock:
+            return [peer for peer, known in self.peers.items() if known.outgoing.ended]
 
     def register(self, memory: torch.Tensor) -> None:
         self._ensure_open()
-        with self._state.lock:
-            self._state.tracker.register(memory)
+        with self.state.lock:
+            self.state.tracker.register(memory)
 
     def deregister(self, memory: torch.Tensor) -> None:
-        with self._state.lock:
-            self._state.tracker.deregister(memory)
+        with self.state.lock:
+            self.state.tracker.deregister(memory)
 
     def send(self, peer: str, tag: int, view: torch.Tensor, context: object = None) -> Operation:
         self._ensure_open()
         unpack(tag)
-        with self._state.lock:
-            tracker = self._state.tracker
+        with self.state.lock:
+            tracker = self.state.tracker
             tracker.check_view("send", view)
             operation = tracker.start("send", peer, tag, view.numel(), context, view)
             outgoing = self._usable(operation)
@@ -149,25 +152,25 @@ class TlsTransport(Transport):
 
     def arrivals(self) -> list[Arrival]:
         self._ensure_open()
-        if not self._state.mailbox:
+        if not self.state.mailbox:
             return []
-        with self._state.lock:
-            found, self._state.mailbox = self._state.mailbox, []
-            self._state.tracker.hand_out(found)
+        with self.state.lock:
+            found, self.state.mailbox = self.state.mailbox, []
+            self.state.tracker.hand_out(found)
             return found
 
     def receive(self, peer: str, arrival: Arrival, into: torch.Tensor, context: object = None) -> Operation:
         self._ensure_open()
-        with self._state.lock:
-            tracker = self._state.tracker
+        with self.state.lock:
+            tracker = self.state.tracker
             tracker.check_view("receive", into, arrival.nbytes)
             tracker.consume(arrival)
             operation = tracker.start("receive", peer, arrival.tag, arrival.nbytes, context, into)
             message = _message_of(arrival)
             if self._usable(operation) is None:
                 message.channel.drop(message)
-            elif message.channel.peer_address != self._peers[peer].address:
-                self._state.end(operation, TransportError(f"tag {arrival.tag:#x} was not sent by {peer}"))
+            elif message.channel.peer_address != self.peers[peer].address:
+                self.state.end(operation, TransportError(f"tag {arrival.tag:#x} was not sent by {peer}"))
                 message.channel.drop(message)
             else:
                 message.channel.receive(message, operation, into)
@@ -175,12 +178,12 @@ class TlsTransport(Transport):
 
     def discard(self, peer: str | None, arrival: Arrival) -> Operation:
         self._ensure_open()
-        with self._state.lock:
-            self._state.tracker.consume(arrival)
-            operation = self._state.tracker.start("discard", peer, arrival.tag, arrival.nbytes)
+        with self.state.lock:
+            self.state.tracker.consume(arrival)
+            operation = self.state.tracker.start("discard", peer, arrival.tag, arrival.nbytes)
             message = _message_of(arrival)
             message.channel.drop(message)
-            self._state.end(operation)
+            self.state.end(operation)
             return operation
 
     def progress(self) -> list[Operation]:
@@ -188,47 +191,47 @@ class TlsTransport(Transport):
         if self._fences:
             self._check_fences()
         self._upkeep()
-        if not self._state.tracker.has_ended():
+        if not self.state.tracker.has_ended():
             return []
-        with self._state.lock:
-            return self._state.tracker.take_ended()
+        with self.state.lock:
+            return self.state.tracker.take_ended()
 
     def wait(self, timeout_s: float) -> None:
         self._ensure_open()
-        if not self._state.mailbox and not self._state.tracker.has_ended():
-            self._state.wait(timeout_s)
+        if not self.state.mailbox and not self.state.tracker.has_ended():
+            self.state.wait(timeout_s)
 
     def wake(self) -> None:
-        self._state.wake()
+        self.state.wake()
 
     def statistics(self) -> TransportStatistics:
-        with self._state.lock:
-            return self._state.tracker.statistics(len(self._peers))
+        with self.state.lock:
+            return self.state.tracker.statistics(len(self.peers))
 
     def check(self) -> None:
-        with self._state.lock:
-            self._state.tracker.check()
-            channels: list[Channel] = [*self._outgoing, *self._incoming.values()]
+        with self.state.lock:
+            self.state.tracker.check()
+            channels: list[Channel] = [*self.outgoing, *self.incoming.values()]
             owned = set[Operation]().union(*(channel.pending() for channel in channels))
-            if set(self._state.tracker.pending()) != owned:
-                raise InvariantError(f"tls: pending {self._state.tracker.pending()} differ from {owned}")
+            if set(self.state.tracker.pending()) != owned:
+                raise InvariantError(f"tls: pending {self.state.tracker.pending()} differ from {owned}")
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        with self._state.lock:
-            channels: list[Channel] = [*self._outgoing, *self._incoming.values()]
-            self._peers.clear()
-            self._state.mailbox.clear()
-            self._state.tracker.take_arrivals()
+        with self.state.lock:
+            channels: list[Channel] = [*self.outgoing, *self.incoming.values()]
+            self.peers.clear()
+            self.state.mailbox.clear()
+            self.state.tracker.take_arrivals()
         try:
             if not self._end(channels, "this transport was closed", FENCE_TIMEOUT_S):
                 raise TransportError(f"tls: close: threads still run after {FENCE_TIMEOUT_S:g} s; no fence")
         finally:
             # Accepted connections run in the listener's threads; after `_closed` none becomes a channel.
-            self._listener.close(FENCE_TIMEOUT_S)
-            self._state.close()
+            self.listener.close(FENCE_TIMEOUT_S)
+            self.state.close()
 
     # --- for worker threads
 
@@ -244,8 +247,8 @@ class TlsTransport(Transport):
         connection."""
         if hello.destination != self._address:
             raise ProtocolError("the hello is addressed to another transport")
-        with self._state.lock:
-            found = self._incoming.get(hello.channel)
+        with self.state.lock:
+            found = self.incoming.get(hello.channel)
             if found is None:
                 return self._open(hello)
             if found.peer_address != hello.source:
@@ -260,10 +263,10 @@ class TlsTransport(Transport):
             where = parse_address("a peer", hello.source)
         except TransportError as exc:
             raise ProtocolError(str(exc)) from exc
-        channel = IncomingChannel(self._state, hello.source, f"{where.host}:{where.port}")
+        channel = IncomingChannel(self.state, hello.source, f"{where.host}:{where.port}")
         self._make_room(channel)
         channel.on_quiet = partial(self._forget, hello.channel)
-        self._incoming[hello.channel] = channel
+        self.incoming[hello.channel] = channel
         return channel
 
     def _make_room(self, channel: IncomingChannel) -> None:
@@ -271,21 +274,21 @@ class TlsTransport(Transport):
 
         Call with the lock held.
         """
-        same = [one for one in self._incoming.values() if one.peer_address == channel.peer_address]
+        same = [one for one in self.incoming.values() if one.peer_address == channel.peer_address]
         living = [one for one in same if not one.ended]
         if len(living) >= MAX_CHANNELS_PER_PEER:
             log.info("tls_channel_replaced", peer=channel.label, channels=len(living))
             living[0].end("the peer has opened newer channels")
-        if len(self._incoming) >= MAX_CHANNELS:
-            raise ProtocolError(f"{len(self._incoming)} channels are open, which is the limit")
+        if len(self.incoming) >= MAX_CHANNELS:
+            raise ProtocolError(f"{len(self.incoming)} channels are open, which is the limit")
 
     def _forget(self, name: bytes) -> None:
         """Removes a channel that is quiet. Call with the lock held."""
-        self._incoming.pop(name, None)
+        self.incoming.pop(name, None)
 
     def _on_lost(self, outgoing: OutgoingChannel) -> None:
         """Ends the incoming channels of a lost peer. Call with the lock held."""
-        for channel in list(self._incoming.values()):
+        for channel in list(self.incoming.values()):
             if channel.peer_address == outgoing.peer_address:
                 channel.end("the peer is lost")
 
@@ -297,20 +300,20 @@ class TlsTransport(Transport):
         if now_s >= self._upkeep_at_s:
             self._upkeep_at_s = now_s + UPKEEP_S
             contexts = self._identities.contexts
-            with self._state.lock:
-                for channel in [*self._outgoing, *self._incoming.values()]:
+            with self.state.lock:
+                for channel in [*self.outgoing, *self.incoming.values()]:
                     channel.follow(contexts)
 
     def _end(self, channels: Sequence[Channel], why: str, timeout_s: float) -> bool:
         """Ends channels; returns whether their last threads left in time."""
         for channel in channels:
             channel.end(why)
-        with self._state.lock:
-            return self._state.quiet.wait_for(lambda: all(one.quiet for one in channels), timeout_s)
+        with self.state.lock:
+            return self.state.quiet.wait_for(lambda: all(one.quiet for one in channels), timeout_s)
 
     def _check_fences(self) -> None:
         """Forgets proven fences. Raises `TransportError` for one that could not be proven in time."""
-        with self._state.lock:
+        with self.state.lock:
             self._fences = [fence for fence in self._fences if not all(one.quiet for one in fence.channels)]
         for fence in self._fences:
             if time.monotonic() > fence.until_s:
@@ -321,12 +324,12 @@ class TlsTransport(Transport):
 
     def _usable(self, operation: Operation) -> OutgoingChannel | None:
         """Returns the peer's channel. Without one, ends the operation and returns None."""
-        peer = self._peers.get(operation.peer or "")
+        peer = self.peers.get(operation.peer or "")
         if peer is not None and not peer.outgoing.ended:
             return peer.outgoing
         why = "is not connected" if peer is None else f"is lost ({peer.outgoing.error})"
         what = f"{operation.kind} tag {operation.tag:#x}"
-        self._state.end(operation, PeerLostError(f"{what}: {operation.peer} {why}"))
+        self.state.end(operation, PeerLostError(f"{what}: {operation.peer} {why}"))
         return None
 
     def _ensure_open(self) -> None:

@@ -93,8 +93,8 @@ class UcxTransport(Transport):
         except self._ucx.UCXError as exc:
             raise ConfigError(f"UCX cannot start with {chosen}: {exc}") from exc
         self._tracker = OperationTracker()
-        self._peers: dict[str, _UCXPeer] = {}
-        self._requests: dict[Operation, Any] = {}
+        self.peers: dict[str, _UCXPeer] = {}
+        self.requests: dict[Operation, Any] = {}
         self._arrays: dict[tuple[int, int], Any] = {}
         """Cached arrays by address and size, within registered host memory."""
         self._fences: list[_Fence] = []
@@ -115,7 +115,7 @@ class UcxTransport(Transport):
 
     def connect(self, peer: str, address: bytes) -> None:
         self._ensure_open()
-        known = self._peers.get(peer)
+        known = self.peers.get(peer)
         if known is not None:
             if known.address != address:
                 raise TransportError(f"{peer} is connected with another address; disconnect it first")
@@ -128,14 +128,14 @@ class UcxTransport(Transport):
                 f"cannot connect to {peer}: {exc}; both need the same kind of transport and, on one host, the same "
                 "user and PID namespace"
             ) from exc
-        self._peers[peer] = _UCXPeer(address, endpoint)
+        self.peers[peer] = _UCXPeer(address, endpoint)
 
     def disconnect(self, peer: str) -> None:
-        known = self._peers.pop(peer, None)
+        known = self.peers.pop(peer, None)
         if known is None:
             return
         fenced = self._fenced()
-        mine = [one for one in self._requests if one.peer == peer and one not in fenced]
+        mine = [one for one in self.requests if one.peer == peer and one not in fenced]
         # A blocking close is forced: it cancels pending requests without the other side. `close()` would wait
         # for the peer (ucxx 0.52 does not pass the flag on), and crashes after an endpoint error.
         known.endpoint.close_blocking()
@@ -146,7 +146,7 @@ class UcxTransport(Transport):
             self._worker.progress()
 
     def lost_peers(self) -> list[str]:
-        return [peer for peer, known in self._peers.items() if not known.endpoint.alive]
+        return [peer for peer, known in self.peers.items() if not known.endpoint.alive]
 
     def register(self, memory: torch.Tensor) -> None:
         # UCX maps memory on first use and caches the mapping, so only the tracker needs the buffer.
@@ -200,13 +200,13 @@ class UcxTransport(Transport):
         for _ in range(_PROGRESS_STEPS):
             if not self._worker.progress_once():
                 break
-        if not all(peer.endpoint.alive for peer in self._peers.values()):
+        if not all(peer.endpoint.alive for peer in self.peers.values()):
             # Also ends the operations of failed endpoints.
             self._worker.progress()
         if self._fences and not self._advance_fences():
             self._check_fences()
         fenced = self._fenced()
-        for operation in [one for one, request in self._requests.items() if request.completed]:
+        for operation in [one for one, request in self.requests.items() if request.completed]:
             if operation not in fenced:
                 self._settle(operation)
         self._swallowed = [request for request in self._swallowed if not request.completed]
@@ -226,13 +226,13 @@ class UcxTransport(Transport):
         self._alarm.wake()
 
     def statistics(self) -> TransportStatistics:
-        return self._tracker.statistics(len(self._peers))
+        return self._tracker.statistics(len(self.peers))
 
     def check(self) -> None:
         self._tracker.check()
-        if set(self._tracker.pending()) != set(self._requests):
+        if set(self._tracker.pending()) != set(self.requests):
             raise InvariantError(
-                f"ucx: pending {self._tracker.pending()} differ from requests {list(self._requests)}"
+                f"ucx: pending {self._tracker.pending()} differ from requests {list(self.requests)}"
             )
 
     def close(self) -> None:
@@ -242,10 +242,10 @@ class UcxTransport(Transport):
         for arrival in self._tracker.take_arrivals():
             self._swallow(arrival.handle)
         unproven: list[TransportError] = []
-        for peer in list(self._peers):
+        for peer in list(self.peers):
             self.disconnect(peer)
         try:
-            self._complete("messages left over", [*self._swallowed, *self._requests.values()])
+            self._complete("messages left over", [*self._swallowed, *self.requests.values()])
         except TransportError as exc:
             unproven.append(exc)
         self._advance_fences()
@@ -281,7 +281,7 @@ class UcxTransport(Transport):
     def _release(self) -> None:
         """Frees UCX's objects, dependent objects first."""
         self._alarm.close()
-        for operation in list(self._requests):
+        for operation in list(self.requests):
             self._settle(operation, lost=True)
         self._swallowed.clear()
         del self._worker, self._context
@@ -300,18 +300,18 @@ class UcxTransport(Transport):
 
     def _submit(self, operation: Operation, start: Any) -> None:
         try:
-            self._requests[operation] = start()
+            self.requests[operation] = start()
         except self._ucx.UCXError as exc:
             error = TransportError(f"{operation.kind} tag {operation.tag:#x} with {operation.peer}: {exc}")
             error.__cause__ = exc
             self._tracker.end(operation, error)
             return
-        if self._requests[operation].completed:
+        if self.requests[operation].completed:
             self._settle(operation)
 
     def _settle(self, operation: Operation, lost: bool = False) -> None:
         """Ends an operation whose request has ended, and converts UCX's errors."""
-        request = self._requests.pop(operation)
+        request = self.requests.pop(operation)
         error: TransportError | None = None
         if not request.completed:
             self._swallowed.append(request)
@@ -321,7 +321,7 @@ class UcxTransport(Transport):
         except self._ucx.UCXError as exc:
             expected = operation.kind == "discard" and isinstance(exc, self._ucx.UCXMessageTruncatedError)
             if not expected:
-                peer = self._peers.get(operation.peer or "")
+                peer = self.peers.get(operation.peer or "")
                 lost = lost or (peer is not None and not peer.endpoint.alive)
                 cls = PeerLostError if lost else TransportError
                 error = cls(f"{operation.kind} tag {operation.tag:#x} with {operation.peer}: {exc}")
@@ -330,7 +330,7 @@ class UcxTransport(Transport):
 
     def _usable(self, operation: Operation) -> Any:
         """Returns the peer's endpoint. Without one, ends the operation and returns None."""
-        peer = self._peers.get(operation.peer or "")
+        peer = self.peers.get(operation.peer or "")
         if peer is not None and peer.endpoint.alive:
             return peer.endpoint
         why = "is not connected" if peer is None else "is lost"
@@ -347,7 +347,7 @@ class UcxTransport(Transport):
     def _advance_fences(self) -> bool:
         """Ends the operations of proven fences. Returns whether no fence is left."""
         for fence in list(self._fences):
-            if all(self._requests[operation].completed for operation in fence.operations):
+            if all(self.requests[operation].completed for operation in fence.operations):
                 self._fences.remove(fence)
                 for device in self._devices(fence.operations):
                     # UCX may report a cancelled receive while its copy still runs on a stream of UCX.
@@ -360,7 +360,7 @@ class UcxTransport(Transport):
         """Raises `TransportError` for a fence that could not be proven in time."""
         for fence in self._fences:
             if time.monotonic() > fence.until_s:
-                pending = sum(not self._requests[operation].completed for operation in fence.operations)
+                pending = sum(not self.requests[operation].completed for operation in fence.operations)
                 raise TransportError(
                     f"ucx: {fence.peer} was disconnected, but {pending} operations are still pending after "
                     f"{FENCE_TIMEOUT_S:g} s: no fence"

@@ -119,10 +119,10 @@ def break_connection(pair: Pair) -> None:
     if pair.fabric is not None:
         pair.fabric.sever("a", "b")
     elif pair.backend.startswith("tls"):
-        for stream in list(transport._peers["b"].outgoing._streams):
+        for stream in list(transport.peers["b"].outgoing.streams):
             stream.shut()
     else:
-        transport._peers["b"].endpoint.close_blocking()
+        transport.peers["b"].endpoint.close_blocking()
 
 
 def settle(tensor: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from disagg.core.types import RequestKey
 from transport.control.base import ControlChannel
 from transport.control.inproc import InprocControl, InprocHub
 from transport.control.messages import MAX_MESSAGE_BYTES, FirstTokens, Message, Plan, Release, Released
-from transport.control.reliable import ReliableOptions
+from transport.control.reliable import Envelope, ReliableOptions
 from transport.control.zmq import ZmqControl
 from transport.keys.curve import make_keys
 
@@ -328,18 +328,24 @@ def test_a_bad_frame_is_counted_and_dropped(hub_net: Net) -> None:
 
 def test_a_bug_in_the_channel_does_not_end_its_thread(hub_net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = hub_net.station(), hub_net.station().start()
-    transmit = a.channel._transmit  # type: ignore[attr-defined]
-    broken = threading.Event()
+    assert isinstance(a.channel, InprocControl)
+    carry, accept = hub_net.hub.carry, a.channel.accept
+    broken, arrived = threading.Event(), threading.Event()
 
-    def break_once(*arguments: object) -> None:
-        if not broken.is_set():
+    def break_once(destination: str, envelope: Envelope) -> None:
+        if envelope.source == a.address and not broken.is_set():
             broken.set()
             raise RuntimeError("on purpose")
-        transmit(*arguments)
+        carry(destination, envelope)
 
-    monkeypatch.setattr(a.channel, "_transmit", break_once)
+    def note(frame: bytes) -> None:
+        accept(frame)
+        arrived.set()
+
+    monkeypatch.setattr(hub_net.hub, "carry", break_once)
+    monkeypatch.setattr(a.channel, "accept", note)
     b.channel.send(a.address, token(9))
-    until(lambda: bool(a.channel._arrived))  # type: ignore[attr-defined]
+    until(arrived.is_set)
     a.channel.send(b.address, token(1))
     a.start()
     assert b.next() == (a.address, token(1))

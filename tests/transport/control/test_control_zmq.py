@@ -162,7 +162,7 @@ def test_only_addresses_are_connected_to() -> None:
         for _ in sources:
             received.get(timeout=20)
         until(lambda: channel.statistics().bad_frames >= len(sources) - 1)
-        assert not [peer for peer in channel._links.peers if not peer.startswith("tcp://")]
+        assert not [peer for peer in channel.links.peers if not peer.startswith("tcp://")]
 
 
 def test_answers_to_strangers_do_not_pile_up() -> None:
@@ -172,9 +172,9 @@ def test_answers_to_strangers_do_not_pile_up() -> None:
         for number in range(count):
             # It goes on with a stream that we do not know: answered by a reset, and then forgotten.
             socket.send(encode_envelope(Envelope(f"tcp://127.0.0.1:{1000 + number}", 5, 9, 9, 0, 3, 0, b"")))
-        until(lambda: channel._streams.refused == count)
-        until(lambda: f"tcp://127.0.0.1:{1000 + count - 1}" in channel._links.peers)
-        assert len(channel._links.peers) <= MAX_STRAY_PEERS + 1
+        until(lambda: channel.statistics().refused == count)
+        until(lambda: f"tcp://127.0.0.1:{1000 + count - 1}" in channel.links.peers)
+        assert len(channel.links.peers) <= MAX_STRAY_PEERS + 1
         assert channel.statistics().peers == 0
 
 

@@ -262,19 +262,19 @@ def test_a_listener_that_cannot_be_opened_is_tried_again(
     a, b = place(ring), place(ring)
     traffic = flow(a, b)
     traffic.goes_on()
-    tried, listens = threading.Semaphore(0), Doors._listen
+    tried, listens = threading.Semaphore(0), Doors.listen
 
     def fail(doors: Doors) -> socket.socket:
         tried.release()
         raise ConfigError("no file descriptor is left")
 
-    monkeypatch.setattr(Doors, "_listen", fail)
+    monkeypatch.setattr(Doors, "listen", fail)
     fresh = make_keys()
     ring.replace(KeySet(ring.generations[0], fresh, 0.0))
     for _ in range(4):
         assert tried.acquire(timeout=20)
     traffic.goes_on()
-    monkeypatch.setattr(Doors, "_listen", listens)
+    monkeypatch.setattr(Doors, "listen", listens)
     c = place(fresh)
     c.send(a, "hello")
     until(lambda: a.has_heard(c, ["hello"]))

@@ -150,13 +150,13 @@ def test_lanes_are_renewed_before_a_key_has_encrypted_too_much(
 ) -> None:
     monkeypatch.setattr(transport.tls.outgoing, "RENEW_BYTES", 3 * MIB)
     dialled: list[int] = []
-    dial = transport.tls.outgoing.OutgoingChannel._dial
+    dial = transport.tls.outgoing.OutgoingChannel.dial
 
     def count(channel: transport.tls.outgoing.OutgoingChannel, lane: int, deadline_s: float) -> object:
         dialled.append(lane)
         return dial(channel, lane, deadline_s)
 
-    monkeypatch.setattr(transport.tls.outgoing.OutgoingChannel, "_dial", count)
+    monkeypatch.setattr(transport.tls.outgoing.OutgoingChannel, "dial", count)
     with stations(2, lanes=lanes) as [a, b]:
         link(a, b)
         for tag in range(6):
@@ -166,30 +166,49 @@ def test_lanes_are_renewed_before_a_key_has_encrypted_too_much(
         assert a.transport.statistics().sends_failed == 0
 
 
+class Idle:
+    """Counts the threads that wait for a condition."""
+
+    threads = 0
+
+    def watch(self, condition: threading.Condition) -> None:
+        wait = condition.wait
+
+        def counted(timeout_s: float | None = None) -> bool:
+            self.threads += 1  # under the condition's lock
+            try:
+                return wait(timeout_s)
+            finally:
+                self.threads -= 1
+
+        condition.wait = counted  # type: ignore[method-assign]
+
+
 def test_a_renewal_waits_for_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else replies that the peer wrote to the connection in between would be lost."""
     monkeypatch.setattr(transport.tls.outgoing, "RENEW_BYTES", 0)
     outgoing = transport.tls.outgoing.OutgoingChannel
-    take, dial = outgoing._take_fresh, outgoing._dial
-    may_take, too_early = threading.Event(), []
+    take, dial = outgoing.take_fresh, outgoing.dial
+    may_take, too_early, idle = threading.Event(), [], Idle()
 
     def take_later(channel: Any) -> Any:
         may_take.wait(30)
         return take(channel)
 
     def note(channel: Any, lane: int, deadline_s: float) -> Any:
-        too_early.append(lane == REPLY_LANE and channel._fresh is not None)
+        too_early.append(lane == REPLY_LANE and channel.fresh is not None)
         return dial(channel, lane, deadline_s)
 
-    monkeypatch.setattr(outgoing, "_take_fresh", take_later)
-    monkeypatch.setattr(outgoing, "_dial", note)
+    monkeypatch.setattr(outgoing, "take_fresh", take_later)
+    monkeypatch.setattr(outgoing, "dial", note)
     with stations(2) as [a, b]:
         link(a, b)
+        [channel] = a.transport.outgoing
+        idle.watch(channel.work)
         for tag in range(2):  # each is followed by a renewal
             send = a.transport.send("b", tag, a.memory[:10])
             pump_until(partial(_ended, send), a, b)
-        [channel] = a.transport._outgoing
-        pump_until(lambda: bool(channel._work._waiters), a, b)  # the lane has no more to do
+        pump_until(lambda: idle.threads > 0, a, b)  # the lane has no more to do
         may_take.set()
         move(a, b, MIB)
         assert not any(too_early)
@@ -222,12 +241,20 @@ class LateThread:
     """A thread of the channel to a peer that leaves when the test says so."""
 
     def __init__(self, station: Any, peer: str) -> None:
-        self._channel = station.transport._peers[peer].outgoing
-        with self._channel.state.lock:
-            self._channel._threads += 1
+        entered, self._may_leave = threading.Event(), threading.Event()
+
+        def stay() -> None:
+            entered.set()
+            self._may_leave.wait(60)
+
+        channel = station.transport.peers[peer].outgoing
+        self._thread = threading.Thread(target=channel.adopt, args=(stay,))
+        self._thread.start()
+        assert entered.wait(20)
 
     def leave(self) -> None:
-        self._channel._leave()
+        self._may_leave.set()
+        self._thread.join(20)
 
 
 def test_a_late_fence_blocks_no_other_peer() -> None:
@@ -375,16 +402,16 @@ def _ended(operation: Operation) -> bool:
 def connections(station: Station) -> set[TlsStream]:
     """Those that it dialled."""
     transport = station.transport
-    with transport._state.lock:
-        return {stream for channel in transport._outgoing for stream in channel._streams}
+    with transport.state.lock:
+        return {stream for channel in transport.outgoing for stream in channel.streams}
 
 
 def certificates(station: Station) -> set[bytes]:
     """All that its connections were made with."""
     transport = station.transport
-    with transport._state.lock:
-        channels = [*transport._outgoing, *transport._incoming.values()]
-        return {one for channel in channels for stream in channel._streams for one in stream.certificates}
+    with transport.state.lock:
+        channels = [*transport.outgoing, *transport.incoming.values()]
+        return {one for channel in channels for stream in channel.streams for one in stream.certificates}
 
 
 class TestPieces:

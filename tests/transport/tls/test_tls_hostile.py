@@ -98,7 +98,7 @@ def test_garbage_is_hung_up_on(garbage: bytes) -> None:
         stranger.sendall(garbage)
         stranger.shutdown(socket.SHUT_WR)
         assert is_hung_up(stranger)
-        pump_until(lambda: b.transport._listener.refused > 0, a, b)
+        pump_until(lambda: b.transport.listener.refused > 0, a, b)
         assert not b.arrived
 
 
@@ -111,8 +111,8 @@ def test_a_client_without_our_certificate_is_refused(certificate: Contexts | Non
             # In TLS 1.3 a client learns with its first read that the server refused its certificate.
             client.sendall(Hello(REPLY_LANE, bytes(16), a.transport.address, b.transport.address).pack())
             assert is_hung_up(client)
-        pump_until(lambda: b.transport._listener.refused > 0, a, b)
-        assert len(b.transport._incoming) == 1
+        pump_until(lambda: b.transport.listener.refused > 0, a, b)
+        assert len(b.transport.incoming) == 1
 
 
 def test_the_list_of_sockets_knows_the_port() -> None:
@@ -165,26 +165,26 @@ def test_silent_connections_block_no_peer_and_time_out(monkeypatch: pytest.Monke
     monkeypatch.setattr(transport.tls.listener, "HANDSHAKE_TIMEOUT_S", 1.0)
     with stations(2) as [a, b]:
         silent = [dial(b) for _ in range(100)]
-        pump_until(lambda: b.transport._listener.refused >= 92, a, b)
-        assert b.transport._listener.handshakes <= 8
+        pump_until(lambda: b.transport.listener.refused >= 92, a, b)
+        assert b.transport.listener.handshakes <= 8
         link(a, b)
         move(a, b, MIB)
         assert all(is_hung_up(connection) for connection in silent)
-        pump_until(lambda: b.transport._listener.handshakes == 0, a, b)
+        pump_until(lambda: b.transport.listener.handshakes == 0, a, b)
         for connection in silent:
             connection.close()
 
 
 def test_an_address_that_dials_too_often_costs_no_handshake(monkeypatch: pytest.MonkeyPatch) -> None:
     with guarded() as [_, b]:
-        before = b.transport._listener.refused
+        before = b.transport.listener.refused
         with monkeypatch.context() as counted:
             counted.setattr(transport.tls.pace, "BURST", 0)
             stranger = dial(b)
             counted.setattr(transport.tls.listener, "make_stream", lambda *_: pytest.fail("it was let in"))
             assert is_hung_up(stranger)
             stranger.close()
-        pump_until(lambda: b.transport._listener.refused == before + 1)
+        pump_until(lambda: b.transport.listener.refused == before + 1)
         pump_until(lambda: is_let_in(b))  # the address has tokens again
 
 
@@ -225,7 +225,7 @@ def test_a_fault_of_one_connection_ends_that_connection_only(
 ) -> None:
     """Any exception: the thread that accepts goes on, and the descriptor is freed."""
     with guarded() as [_, b]:
-        before = b.transport._listener.refused
+        before = b.transport.listener.refused
 
         def fail(*arguments: object) -> None:
             raise KeyError("no such thing")
@@ -239,16 +239,16 @@ def test_a_fault_of_one_connection_ends_that_connection_only(
                         assert is_hung_up(client)
                 else:
                     assert is_hung_up(raw)
-            pump_until(lambda: b.transport._listener.refused == before + 1)
+            pump_until(lambda: b.transport.listener.refused == before + 1)
             pump_until(lambda: len(about(lines)) == 2)
         assert [line["event"] for line in about(lines)] == ["tls_fault", "tls_refused"]
-        assert b.transport._listener.handshakes == 0
+        assert b.transport.listener.handshakes == 0
 
 
 def test_each_address_that_is_refused_has_its_line() -> None:
     """Counted, and logged within the log's limits; see `test_log_limits`."""
     with guarded() as [_, b], capture_logs() as lines:
-        before = b.transport._listener.refused
+        before = b.transport.listener.refused
         for count in range(1, 4):
             with dial(b) as stranger:
                 stranger.sendall(UCX_MAGIC * 16)
@@ -258,7 +258,7 @@ def test_each_address_that_is_refused_has_its_line() -> None:
         assert about(lines)[-1]["refused"] == before + 3
 
 
-def test_a_connection_cannot_be_replayed() -> None:
+def test_a_connection_cannot_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All bytes of an honest connection, sent again: TLS refuses them, and nothing arrives twice."""
     with stations(2) as [a, b], socket.create_server((HOST, 0)) as tap:
         recorded: list[bytearray] = []
@@ -277,7 +277,9 @@ def test_a_connection_cannot_be_replayed() -> None:
         def accept() -> None:
             for _ in range(2):
                 client, _ = tap.accept()
-                server = dial(b)
+                server = socket.socket()
+                server.settimeout(10)
+                server.connect((HOST, b.transport.listener.port))  # resolves no name
                 recorded.append(bytearray())
                 for ends in ((client, server, recorded[-1]), (server, client, None)):
                     threads.append(threading.Thread(target=carry, args=ends))
@@ -287,23 +289,27 @@ def test_a_connection_cannot_be_replayed() -> None:
         opened: list[socket.socket] = []
         accepting = threading.Thread(target=accept)
         accepting.start()
-        # b answers to the address that it has, so the tap needs that address with another port.
-        outgoing_address = b.where._replace(port=tap.getsockname()[1]).pack()
-        b.transport._address = outgoing_address
-        a.transport.connect("b", outgoing_address)
-        b.transport.connect("a", a.transport.address)
-        move(a, b, 100)
+        resolve = socket.getaddrinfo
+
+        def through_the_tap(host: str, port: int, **more: Any) -> Any:
+            return resolve(host, tap.getsockname()[1] if port == b.where.port else port, **more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(socket, "getaddrinfo", through_the_tap)
+            a.transport.connect("b", b.transport.address)
+            b.transport.connect("a", a.transport.address)
+            move(a, b, 100)
         accepting.join(20)
         a.transport.close()
         for thread in threads:
             thread.join(20)
         arrivals = b.transport.statistics().arrivals
-        refused = b.transport._listener.refused
+        refused = b.transport.listener.refused
         for record in recorded:
             with dial(b) as again:
                 again.sendall(record)
                 assert is_hung_up(again)
-        pump_until(lambda: b.transport._listener.refused == refused + len(recorded), b)
+        pump_until(lambda: b.transport.listener.refused == refused + len(recorded), b)
         assert b.transport.statistics().arrivals == arrivals
         for connection in opened:
             connection.close()
@@ -321,7 +327,7 @@ def fuzz_port(frames: int) -> None:
                         stranger.sendall(rng.choice(begin) + rng.randbytes(rng.randrange(120)))
                 except ConnectionError:
                     continue
-        pump_until(lambda: b.transport._listener.handshakes == 0, a, b)
+        pump_until(lambda: b.transport.listener.handshakes == 0, a, b)
         assert not b.arrived
 
 
@@ -361,7 +367,7 @@ def test_a_bad_frame_ends_its_channel_and_nothing_else(frames: bytes) -> None:
             with suppress(OSError):  # thrown out before the end of it
                 channel.lane.write(frames)
             assert channel.is_thrown_out()
-        pump_until(lambda: len(b.transport._incoming) == 1, a, b)
+        pump_until(lambda: len(b.transport.incoming) == 1, a, b)
         for arrival in b.arrived:
             b.transport.discard(None, arrival)
         b.arrived.clear()
@@ -374,7 +380,7 @@ def test_a_truncated_frame_ends_its_channel(kept: int) -> None:
             channel.lane.write((Frame(Kind.EAGER, 0, 1, 10).pack() + bytes(10))[:kept])
             channel.lane.close()
             assert channel.is_thrown_out()
-        pump_until(lambda: len(b.transport._incoming) == 1, a, b)
+        pump_until(lambda: len(b.transport.incoming) == 1, a, b)
         assert not b.arrived
 
 
@@ -432,7 +438,7 @@ def test_a_bad_hello_is_hung_up_on(hello: bytes) -> None:
             assert not read_or_end(stream)
         finally:
             stream.close()
-        assert len(b.transport._incoming) == 1
+        assert len(b.transport.incoming) == 1
 
 
 def test_a_connection_that_was_led_elsewhere_is_hung_up_on() -> None:
@@ -456,7 +462,7 @@ def test_a_peer_has_few_channels(monkeypatch: pytest.MonkeyPatch) -> None:
         for number, channel in enumerate((second, third), start=1):
             channel.lane.write(Frame(Kind.EAGER, 0, number, 1).pack() + b"x")
             pump_until(lambda number=number: len(b.arrived) == number, a, b)
-        pump_until(lambda: len(b.transport._incoming) == 3, a, b)
+        pump_until(lambda: len(b.transport.incoming) == 3, a, b)
         for arrival in b.arrived:
             b.transport.discard(None, arrival)
         b.arrived.clear()
@@ -466,7 +472,7 @@ def test_all_peers_together_have_a_limit_of_channels(monkeypatch: pytest.MonkeyP
     """Whatever addresses a holder of the keys claims to have: those that are open go on, one more is refused."""
     monkeypatch.setattr(transport.tls.transport, "MAX_CHANNELS", 3)
     with guarded() as [a, b], intruder(b, OURS), intruder(b, OURS):
-        refused = b.transport._listener.refused
+        refused = b.transport.listener.refused
         stream = authenticated(b, OURS)
         try:
             source = Address(HOST, 10, bytes(16)).pack()
@@ -474,7 +480,7 @@ def test_all_peers_together_have_a_limit_of_channels(monkeypatch: pytest.MonkeyP
             assert not read_or_end(stream)
         finally:
             stream.close()
-        pump_until(lambda: b.transport._listener.refused == refused + 1, a, b)
+        pump_until(lambda: b.transport.listener.refused == refused + 1, a, b)
         move(a, b, 100)
 
 
@@ -491,13 +497,13 @@ def test_a_channel_has_a_limit_of_connections(monkeypatch: pytest.MonkeyPatch) -
             return stream
 
         assert FrameReader(connect(REPLY_LANE)).frame() == Frame(Kind.WELCOME, 0)
-        channel, opened = b.transport._incoming[name], []
+        channel, opened = b.transport.incoming[name], []
         for count in range(1, 4):  # one after another: the first one has the lane
             opened.append(connect(0))
-            pump_until(lambda count=count: channel._lane_connections == count, a, b)
-        refused = b.transport._listener.refused
+            pump_until(lambda count=count: channel.lane_connections == count, a, b)
+        refused = b.transport.listener.refused
         assert not read_or_end(connect(0))
-        pump_until(lambda: b.transport._listener.refused == refused + 1, a, b)
+        pump_until(lambda: b.transport.listener.refused == refused + 1, a, b)
         opened[0].write(Frame(Kind.EAGER, 0, 1, 1).pack() + b"x")
         pump_until(lambda: len(b.arrived) == 1, a, b)
         b.transport.discard(None, b.arrived.pop())
@@ -572,10 +578,10 @@ def fuzz_frames(count: int) -> None:
             used += 1
         left -= used
         reader, sink = FrameReader(NoisyStream(bytes(data))), PieceSink()
-        channel._read(reader, sink)
+        channel.read(reader, sink)
         receive_first(state, channel, into)
         try:
-            while channel._read(reader, sink):
+            while channel.read(reader, sink):
                 state.tracker.check()
         except ProtocolError as exc:
             channel.end(str(exc))
