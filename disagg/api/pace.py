@@ -115,7 +115,7 @@ class Pace:
         lately = (self._windows[-1] if self._windows else NOTHING).then(self._current(now_s))
         if self.overload or not self._max_slowdown or not lately.outrun:
             return False
-        idle_s = self._idle_s(self._tokens.value or 1.0)
+        idle_s = self.idle_s(self._tokens.value or 1.0)
         rate = lately.answers / lately.seconds if lately.seconds else 0.0
         self._overload_s = now_s
         self._bound = self._bounded(self._max_slowdown * (idle_s or 0.0) * rate)
@@ -135,7 +135,7 @@ class Pace:
         if self._overload_s is None or now_s - seconds >= self._overload_s:
             self._ended += 1
             self._answers += answers
-        idle_s = self._idle_s(tokens)
+        idle_s = self.idle_s(tokens)
         if self._overload_s is not None and idle_s is not None:
             if now_s - seconds >= self._overload_s:
                 fast = seconds <= self._max_slowdown * idle_s
@@ -159,7 +159,7 @@ class Pace:
         most = self._max_running + int(self._max_queue_s * rate)
         return most if self._windows[-2].then(self._windows[-1]).outrun else max(most, self._level)
 
-    def _idle_s(self, tokens: float) -> float | None:
+    def idle_s(self, tokens: float) -> float | None:
         """Returns the time of an answer of `tokens` tokens on an idle server; None before it was measured."""
         if self._first_s.value is None or (self._next_s.value is None and tokens > 1):
             return None
@@ -176,7 +176,7 @@ class Pace:
 
     def _advance(self, now_s: float) -> None:
         """Closes the open window at its end; after a long pause, drops all windows."""
-        window_s = max(WINDOW_S, self._idle_s(self._tokens.value or 1.0) or 0.0)
+        window_s = max(WINDOW_S, self.idle_s(self._tokens.value or 1.0) or 0.0)
         window = self._current(now_s)
         if self._since_s is None or window.seconds >= WINDOWS * window_s:
             self._windows.clear()

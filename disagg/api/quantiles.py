@@ -21,6 +21,11 @@ class RollingQuantiles:
         self._clock = clock
         self._seconds: deque[tuple[int, Counter[int]]] = deque(maxlen=SPAN_S)
 
+    @property
+    def held_s(self) -> int:
+        """Number of seconds whose values are held."""
+        return len(self._seconds)
+
     def add(self, value_s: float) -> None:
         """Adds a value in seconds."""
         second = int(self._clock())

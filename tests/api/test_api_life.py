@@ -180,8 +180,8 @@ def test_a_stop_lets_answers_end_and_takes_no_more() -> None:
             assert server.client.get("/health").status_code == 200
             server.go()
             assert running.result().text.endswith("data: [DONE]\n\n")
-        server._thread.join(10)
-        assert not server._thread.is_alive()
+        server.thread.join(10)
+        assert not server.thread.is_alive()
         with pytest.raises(httpx.ConnectError):
             httpx.get(server.url + "/health", trust_env=False)
         assert server.generator.aborted == []
@@ -200,8 +200,8 @@ def test_a_stop_aborts_what_does_not_end(signals: int) -> None:
                 server.stop_now()
             assert whole.result().status_code == 503
             assert '"code":"aborted"' in streamed.result().text
-        server._thread.join(10)
-        assert not server._thread.is_alive()
+        server.thread.join(10)
+        assert not server.thread.is_alive()
         assert len(server.generator.aborted) == 2
 
 

@@ -266,7 +266,7 @@ def test_answers_made_together_count_each_and_take_as_long_as_the_longest() -> N
             for _ in range(4 // together):
                 report = SessionReport(ttft_s=0.1, ended_s=1.0, answers=[[0] * size for size in sizes])
                 admission.ended(report, 2, together)
-        assert pace._idle_s(10) == pytest.approx(1.0), "nine tokens in 0.9 s, behind the first"
+        assert pace.idle_s(10) == pytest.approx(1.0), "nine tokens in 0.9 s, behind the first"
         return pace.limit(now_s)
 
     assert limit(4, [1, 10, 4, 2]) == limit(1, [10])

@@ -61,7 +61,7 @@ class ApiServer:
         tokenizer = byte_tokenizer()
         tokenizer.chat_template = template
         self.model = ServedModel("tiny", tokenizer, context_tokens=CONTEXT_TOKENS, vocab_tokens=VOCAB_SIZE)
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="api-server")
+        self.thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="api-server")
         self._up = threading.Event()
         self.log = LogLines()
         self._patches = ExitStack()
@@ -69,7 +69,7 @@ class ApiServer:
     def __enter__(self) -> ApiServer:
         for module in ("edge", "server", "service"):
             self._patches.enter_context(patch(f"disagg.api.{module}.log", self.log))
-        self._thread.start()
+        self.thread.start()
         assert self._up.wait(20), "the server did not come up"
         self.run(self.model.encode("x"))  # starts the tokenizer's thread, which is the server's and no test's
         self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
@@ -79,10 +79,10 @@ class ApiServer:
         self.client.close()
         self.stop()
         self.stop_now()
-        self._thread.join(20)
+        self.thread.join(20)
         self.model.close()
         self._patches.close()
-        assert not self._thread.is_alive(), "the server did not stop"
+        assert not self.thread.is_alive(), "the server did not stop"
 
     def stop(self) -> None:
         """As the first signal does."""
@@ -137,11 +137,11 @@ class ApiServer:
         self._up.set()
 
     def _on_loop(self, action: Callable[[], Any]) -> None:
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             try:
                 self._loop.call_soon_threadsafe(action)
             except RuntimeError:
-                assert not self._thread.is_alive() or self._loop.is_closed()
+                assert not self.thread.is_alive() or self._loop.is_closed()
 
 
 def body(path: str, **fields: Any) -> dict[str, Any]:
