@@ -60,12 +60,12 @@ def run(
     return 0 if str(status) == "SUCCEEDED" else 1
 
 
-def connect(open_client: Callable[[], Jobs], patience_s: float) -> Jobs:
+def connect(opener: Callable[[], Jobs], patience_s: float) -> Jobs:
     """Returns a client when the cluster answers. Raises `ConnectionError` after `patience_s`."""
     until_s = time.monotonic() + patience_s
     while True:
         try:
-            return open_client()
+            return opener()
         except ConnectionError:
             if time.monotonic() >= until_s:
                 raise
@@ -90,7 +90,7 @@ async def _follow(jobs: Jobs, name: str, write: Callable[[str], object]) -> None
         write(text)
 
 
-def _open_client() -> Any:
+def open_client() -> Any:
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="+", help="the command, after --")
     given = parser.parse_args(arguments)
     try:
-        jobs = connect(_open_client, PATIENCE_S)
+        jobs = connect(open_client, PATIENCE_S)
     except ConnectionError as exc:
         print(f"no Ray cluster answers: {exc}; check RAY_API_SERVER_ADDRESS", file=sys.stderr)
         return 1

@@ -78,7 +78,7 @@ def run_demo(config: Config, options: RunOptions) -> None:
             placed = cluster.config
             equal = equal_tokens(placed)
             sampling = options.sampling if equal else _with_logprobs(options.sampling)
-            answers = asyncio.run(_serve(cluster, prompts, sampling, decode, progress))
+            answers = asyncio.run(serve(cluster, prompts, sampling, decode, progress))
             spans = cluster.spans()
             cluster.check()
         reference = _compare(placed, prompts, options.sampling, progress, [one.logprobs for one in answers])
@@ -123,10 +123,10 @@ def run_generate(config: Config, options: RunOptions) -> None:
     decode, prompts = _encode(config, options)
     with console.status("starting") as status, local_cluster(config, status.update) as cluster:
         status.stop()
-        asyncio.run(_stream(cluster, prompts, options.sampling, decode))
+        asyncio.run(stream(cluster, prompts, options.sampling, decode))
 
 
-async def _stream(
+async def stream(
     cluster: Cluster, prompts: Sequence[list[int]], sampling: SamplingParams, decode: Decode
 ) -> None:
     async with local_router(cluster) as router:
@@ -145,7 +145,7 @@ async def _stream(
             sys.stdout.write("\n")
 
 
-async def _serve(
+async def serve(
     cluster: Cluster,
     prompts: Sequence[list[int]],
     sampling: SamplingParams,

@@ -62,7 +62,7 @@ def test_a_reader_that_goes_away_ends_the_session_before_the_router(
     """Otherwise the release would be awaited after the dispatcher that sends it was closed."""
     monkeypatch.setattr(demo.sys, "stdout", SimpleNamespace(write=broken))
     with pytest.raises(BrokenPipeError):
-        asyncio.run(demo._stream(CLUSTER, [[1]], SamplingParams(), str))
+        asyncio.run(demo.stream(CLUSTER, [[1]], SamplingParams(), str))
     assert router.events == ["generate-0 released", "dispatcher closed"]
 
 
@@ -70,6 +70,6 @@ def test_one_request_s_error_comes_out_as_itself(router: ScriptedRouter) -> None
     """Not in a group of exceptions, which the command line would show as a traceback."""
     router.fails = "demo-1"
     with pytest.raises(PeerLostError, match="lost the decode group's leader"):
-        asyncio.run(demo._serve(CLUSTER, [[1], [2], [3]], SamplingParams(), str, Progress(disable=True)))
+        asyncio.run(demo.serve(CLUSTER, [[1], [2], [3]], SamplingParams(), str, Progress(disable=True)))
     assert router.events[-1] == "dispatcher closed"
     assert len(router.events) == 4

@@ -106,7 +106,7 @@ def test_a_cluster_that_never_answers(
     def refuse() -> FakeJobs:
         raise ConnectionError("refused")
 
-    monkeypatch.setattr(submit, "_open_client", refuse)
+    monkeypatch.setattr(submit, "open_client", refuse)
     monkeypatch.setattr(submit, "PATIENCE_S", 0.0)
     assert submit.main(["--job", "launch", "--", "true"]) == 1
     assert "no Ray cluster answers: refused; check RAY_API_SERVER_ADDRESS" in capsys.readouterr().err
@@ -116,6 +116,6 @@ def test_a_token_that_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def refuse() -> FakeJobs:
         raise PermissionError("the Ray cluster refuses this token; check RAY_AUTH_TOKEN")
 
-    monkeypatch.setattr(submit, "_open_client", refuse)
+    monkeypatch.setattr(submit, "open_client", refuse)
     assert submit.main(["--job", "launch", "--", "true"]) == 1
     assert "check RAY_AUTH_TOKEN" in capsys.readouterr().err

@@ -89,12 +89,12 @@ async def joined_system(config: Config, directory: str) -> AsyncIterator[JoinedS
 def ray_addresses() -> dict[str, int]:
     """Returns the process behind each `tcp://HOST:PORT` that a Ray actor of this user listens at."""
     actors = [
-        process.pid for process in psutil.process_iter(["cmdline"]) if _is_actor(process.info["cmdline"])
+        process.pid for process in psutil.process_iter(["cmdline"]) if is_actor(process.info["cmdline"])
     ]
     return {str(one): one.pid for one in listeners(actors) if one.family == "tcp"}
 
 
-def _is_actor(command: list[str] | None) -> bool:
+def is_actor(command: list[str] | None) -> bool:
     return process_kind(command or []).startswith("ray::")
 
 

@@ -75,7 +75,7 @@ def run(bench: WireBench, report_progress: Callable[[str], None] = lambda text: 
     ceilings: dict[int, Measurement] = {}
     for backend in backends:
         report_progress(backend.title)
-        for size, rate in _rates(bench, backend).items():
+        for size, rate in measured_rates(bench, backend).items():
             labels: dict[str, str | int | float] = {"backend": backend.title, "bytes": size}
             results.append(
                 Result(f"{backend.title}, messages of {size_text(size)}", rate, ceilings.get(size), labels)
@@ -99,7 +99,7 @@ def cipher_rate(key_bytes: int, repeats: int) -> Measurement:
     return Measurement(f"AES-{8 * key_bytes}-GCM", "GB/s", tuple(found[1:]))
 
 
-def _rates(bench: WireBench, backend: Backend) -> dict[int, Measurement]:
+def measured_rates(bench: WireBench, backend: Backend) -> dict[int, Measurement]:
     with Processes() as processes:
         make = TcpEnd if backend.name == "tcp" else WireEnd
         keys = make_keys()
@@ -133,25 +133,25 @@ class _End:
     def __init__(self, largest: int) -> None:
         torch.set_num_threads(1)
         sys.setswitchinterval(SWITCH_INTERVAL_S)
-        self._buffer = torch.zeros(WINDOW * largest, dtype=torch.uint8)
+        self.buffer = torch.zeros(WINDOW * largest, dtype=torch.uint8)
 
     def fill(self) -> None:
         """Fills the whole buffer with noise."""
-        self._buffer.view(torch.int64).copy_(words(self._buffer.numel() // WORD_BYTES, self._buffer.device))
+        self.buffer.view(torch.int64).copy_(words(self.buffer.numel() // WORD_BYTES, self.buffer.device))
 
     def poison(self) -> None:
         """Poisons the buffer before a receive."""
-        self._buffer.fill_(0xFF)
+        self.buffer.fill_(0xFF)
 
     def check(self, size: int) -> None:
         """Raises `InvariantError` unless the last messages are the sender's noise."""
         used = WINDOW * size // WORD_BYTES
-        if not torch.equal(self._buffer.view(torch.int64)[:used], words(used, self._buffer.device)):
+        if not torch.equal(self.buffer.view(torch.int64)[:used], words(used, self.buffer.device)):
             raise InvariantError(f"wrong bytes in messages of {size}")
 
     def _view(self, index: int, size: int) -> torch.Tensor:
         start = index % WINDOW * size
-        return self._buffer[start : start + size]
+        return self.buffer[start : start + size]
 
 
 class WireEnd(_End):
@@ -165,7 +165,7 @@ class WireEnd(_End):
             interface="lo",
             tls=TLSOptions(KeyRing(keys), LOOPBACK, backend.lanes),
         )
-        self._transport.register(self._buffer)
+        self._transport.register(self.buffer)
 
     def address(self) -> bytes:
         """Returns this end's address, for `connect` of the other end."""
@@ -191,7 +191,7 @@ class WireEnd(_End):
     def receive(self, size: int, count: int) -> float:
         """Receives `count` messages and returns the seconds taken."""
         started_s = time.perf_counter()
-        self._finish(self._transport.send("other", _GO, self._buffer[:1]))
+        self._finish(self._transport.send("other", _GO, self.buffer[:1]))
         pending: deque[Operation] = deque()
         index = 0
         while index < count or pending:

@@ -83,7 +83,7 @@ def serve(options: BenchServeOptions) -> int:
     from disagg.bench.serve.report import latency_table, lines, report_json
 
     loads = _loads(options)
-    _allow_open_files()
+    allow_open_files()
     systems = options.systems
     if systems.compare is not None:
         return run_compare(systems, options.target.model, loads, options.output, options.strict)
@@ -162,7 +162,7 @@ def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | No
     }
 
 
-def _allow_open_files() -> None:
+def allow_open_files() -> None:
     """Raises the soft limit of open files as far as the system permits: an open loop may need thousands."""
     import resource
 

@@ -78,7 +78,7 @@ def test_ranks_of_a_joined_cluster_are_found_by_their_sockets(monkeypatch: pytes
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = "tcp://{}:{}".format(*listening.getsockname())
         assert address not in joined.ray_addresses()
-        monkeypatch.setattr(joined, "_is_actor", lambda command: True)
+        monkeypatch.setattr(joined, "is_actor", lambda command: True)
         assert joined.ray_addresses()[address] == os.getpid()
 
 

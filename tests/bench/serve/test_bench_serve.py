@@ -189,5 +189,5 @@ def test_as_many_files_as_allowed(
     calls: list[Any] = []
     monkeypatch.setattr("resource.getrlimit", lambda kind: limits)
     monkeypatch.setattr("resource.setrlimit", lambda kind, value: calls.append(value))
-    cli_bench_serve._allow_open_files()
+    cli_bench_serve.allow_open_files()
     assert calls == ([] if wanted is None else [wanted])

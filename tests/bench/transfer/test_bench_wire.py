@@ -17,7 +17,7 @@ BENCH = WireBench(sizes=(SIZE,), lanes=(2,), most_bytes=1 << 20, repeats=1)
 
 @pytest.mark.parametrize("backend", [Backend("TLS", "tls", lanes=2), Backend("plain TCP", "tcp")])
 def test_two_processes_move_every_byte(backend: Backend) -> None:
-    rates = wire._rates(BENCH, backend)
+    rates = wire.measured_rates(BENCH, backend)
     assert list(rates) == [SIZE]
     assert rates[SIZE].low > 0
 
@@ -27,7 +27,7 @@ def test_wrong_bytes_give_no_figure() -> None:
     try:
         end.fill()
         end.check(SIZE)
-        end._buffer[100] += 1
+        end.buffer[100] += 1
         with pytest.raises(InvariantError, match="wrong bytes"):
             end.check(SIZE)
     finally:
@@ -36,7 +36,7 @@ def test_wrong_bytes_give_no_figure() -> None:
 
 def test_every_backend_stands_beside_plain_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     rate = Measurement("wire", "GB/s", (1.0,))
-    monkeypatch.setattr(wire, "_rates", lambda bench, backend: {SIZE: rate})
+    monkeypatch.setattr(wire, "measured_rates", lambda bench, backend: {SIZE: rate})
     monkeypatch.setattr(wire, "cipher_rate", lambda size, repeats: rate)
     results = run(BENCH)
     assert [result.labels.get("backend") for result in results[2:]] == [
