@@ -87,11 +87,11 @@ class HeldPrefixes:
         """Version of the latest digest; None before the first."""
         self.unit_tokens, self.switch_tokens = 1, 0
         """Parameters of the block hashes; see `PrefixKey`."""
-        self._block_hashes: set[int] = set()
+        self.held: set[int] = set()
 
     def __len__(self) -> int:
         """Returns the number of block hashes."""
-        return len(self._block_hashes)
+        return len(self.held)
 
     def apply(self, digest: Digest, switch_tokens: int = 0) -> bool:
         """Applies a digest. Returns False, changing nothing, if an earlier digest is missing: request all of it.
@@ -102,9 +102,9 @@ class HeldPrefixes:
             return False
         added, removed = unpack_block_hashes(digest.added), unpack_block_hashes(digest.removed)
         if digest.since is None:
-            self._block_hashes = set()
-        self._block_hashes.update(added)
-        self._block_hashes.difference_update(removed)
+            self.held = set()
+        self.held.update(added)
+        self.held.difference_update(removed)
         self.switch_tokens = switch_tokens
         self.version, self.unit_tokens = digest.version, digest.unit_tokens
         return True
@@ -114,7 +114,7 @@ class HeldPrefixes:
 
         `block_hashes`: `key.block_hashes(unit_tokens)` of the prompt, common to all groups of the same unit.
         """
-        return self.unit_tokens * longest_held(block_hashes, self._block_hashes)
+        return self.unit_tokens * longest_held(block_hashes, self.held)
 
 
 def longest_held(block_hashes: Sequence[int], held: Container[int]) -> int:

@@ -113,7 +113,7 @@ def test_random_changes_and_late_listeners_agree_in_the_end() -> None:
         kv_events.remove(draw.sample(sorted(kv_events.held), draw.randrange(min(6, len(kv_events.held) + 1))))
         for listener in draw.sample(listeners, draw.randrange(3)):
             assert listener.apply(kv_events.digest(listener.version))
-            assert listener._block_hashes == kv_events.held
+            assert listener.held == kv_events.held
 
 
 @pytest.mark.parametrize(("pages", "page_size"), [(100, 16), (1 << 20, 1), (1 << 20, 16), (40_000, 128)])

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from disagg.core.errors import InvariantError
-from disagg.core.timeline import Timeline, TimelineSpan
+from disagg.core.timeline import Timeline, TimelineSpan, TimelineStatistics
 
 
 class HandClock:
@@ -68,10 +68,11 @@ def test_mistakes() -> None:
         Timeline().record("x", "lane", "", 2, 1)
 
 
-def test_check_detects_lost_spans() -> None:
+def test_check_detects_lost_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = Timeline()
     timeline.record("x", "lane", "", 0, 1)
-    timeline._recorded = 0
+    lost = TimelineStatistics(held=1, recorded=0, dropped=-1)
+    monkeypatch.setattr(timeline, "statistics", lambda: lost)
     with pytest.raises(InvariantError, match="dropped=-1"):
         timeline.check()
 
