@@ -95,7 +95,7 @@ class Cluster:
         if self.groups:
             return
         for role in self.missing():
-            self._place(role, progress)
+            self.place(role, progress)
         self._bring_up(self.groups, progress)
 
     def missing(self) -> list[Role]:
@@ -106,6 +106,18 @@ class Cluster:
             for _ in range(where.groups - len(self._of(role)))
         ]
 
+    def place(self, role: Role, progress: Progress) -> Group:
+        """Reserves resources for a group and starts its processes. Names count up and are never reused."""
+        where, name = self.placement.kinds[role], group_name(role, next(self._numbers[role]))
+        progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
+        keys = self._keys_of[name] = self._keys.keys
+        group = self._ranks.place(
+            role, name, where, self.config, keys, self._owner, self._no_more_groups.is_set
+        )
+        with self._lock:
+            self.groups = (*self.groups, group)
+        return group
+
     def add_group(self, role: Role, progress: Progress) -> Group:
         """Places, starts and links one more group, under a new name.
 
@@ -115,7 +127,7 @@ class Cluster:
             raise ConfigError(
                 f"this cluster has no {role} groups, only {' and '.join(self.placement.kinds)} (cluster.mode)"
             )
-        group = self._place(role, progress)
+        group = self.place(role, progress)
         try:
             self._bring_up([group], progress)
         except BaseException:
@@ -146,12 +158,16 @@ class Cluster:
             if not group.up:
                 self._ranks.kill(group)
 
-    def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Stops every group, after `drain_timeout_s` by force; no actor process survives it."""
+    def stop_watching(self) -> None:
+        """Ends the watcher: no death is noticed any more, and no group can be added. Idempotent."""
         self._stopping.set()
         self._no_more_groups.set()
         if self._watcher.is_alive():
             self._watcher.join()
+
+    def stop(self, drain_timeout_s: float = 0.0) -> None:
+        """Stops every group, after `drain_timeout_s` by force; no actor process survives it."""
+        self.stop_watching()
         if not self.failed:
             self._check_owner()
         groups = self.groups
@@ -217,18 +233,6 @@ class Cluster:
 
     def _of(self, role: Role) -> list[Group]:
         return [group for group in self.groups if group.role == role]
-
-    def _place(self, role: Role, progress: Progress) -> Group:
-        """Reserves resources and starts the processes. Names count up and are never reused."""
-        where, name = self.placement.kinds[role], group_name(role, next(self._numbers[role]))
-        progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
-        keys = self._keys_of[name] = self._keys.keys
-        group = self._ranks.place(
-            role, name, where, self.config, keys, self._owner, self._no_more_groups.is_set
-        )
-        with self._lock:
-            self.groups = (*self.groups, group)
-        return group
 
     def _adopt(self, claimant: Claimant, progress: Progress) -> None:
         found = self._ranks.survivors(self.placement)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -223,17 +224,13 @@ def test_of_two_launches_at_once_one_adopts(ranks: FakeRanks) -> None:
     def overtaken(claimant: Owner) -> ClaimReply:
         first_rank.reply = reply
         answer: ClaimReply = reply(claimant)
-        for group in ranks.groups:
-            for rank in group.actors:
-                rank.ownership._lapse_s = 3600.0
         with pytest.raises(ConfigError, match="another `disagg launch` supervises decode-3"):
             ranks.adopt("second")
         second.append(True)
-        for rank in ranks.groups[1].actors:
-            rank.ownership._lapse_s = -1.0
         return answer
 
-    first_rank.ownership = Ownership(Owner("former", 0), -1.0)
+    times_s = itertools.chain([0.0], itertools.repeat(100.0))  # the former launch's pulse, and the claims
+    first_rank.ownership = Ownership(Owner("former", 0), 50.0, lambda: next(times_s))
     first_rank.reply = overtaken
     adopted = ranks.adopt("first")
     assert second

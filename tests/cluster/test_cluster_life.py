@@ -419,8 +419,7 @@ def leave(ranks: FakeRanks, keys: KeySet) -> None:
     """Starts a cluster and leaves its groups, as a launch that is killed."""
     killed = claiming(ranks, keys)
     killed.start(lambda text: None)
-    killed._stopping.set()
-    killed._watcher.join()
+    killed.stop_watching()
     for group in killed.groups:
         others = tuple(info for info in killed.infos() if info.role != group.role)
         for actor, started in zip(group.actors, group.started, strict=True):
@@ -493,7 +492,7 @@ def test_a_launch_that_lost_its_groups_to_another_one_ends_and_leaves_them(
     cluster.start(lambda text: None)
     failed = threading.Event()
     cluster.on_failed(failed.set)
-    cluster._place("decode", lambda text: None)  # no launch adopts a group that starts
+    cluster.place("decode", lambda text: None)  # no launch adopts a group that starts
     cluster.decode.actors[0].die(DISOWNED)
     assert failed.wait(TIMEOUT_S)
     cluster.stop()
