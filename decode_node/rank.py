@@ -17,6 +17,7 @@ from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.config.read import DecodeConfig
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import record_event
+from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Swap
 from disagg.node.rank import RankNode
@@ -35,16 +36,18 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         """Takes the arguments of `RankNode`."""
         super().__init__(**arguments)
         group = self.group_config
-        self._swapper = Swapper(
+        self.swapper = Swapper(
             self.runner.pool,
             self.runner.shard,
             group.page_size,
             block_pages=self._block_pages(),
             nbytes=0 if group.preemption == "recompute" else swap_bytes(group.swap_bytes, self.runner.device),
             done=self._swapped,
+            clock=self.clock,
         )
+        """Copies of pages to host memory; its orders come from the compute thread."""
 
-    def _make_leader(self) -> DecodeLeader:
+    def _make_leader(self, kv_manager: KVManager) -> DecodeLeader:
         group, spec = self.group_config, self.runner.spec
         options = SchedulerOptions(
             group=self.name,
@@ -61,7 +64,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             state_tokens=spec.state_tokens,
             has_kv=spec.has_attention,
         )
-        scheduler = DecodeScheduler(self._kv_manager(), options)
+        scheduler = DecodeScheduler(kv_manager, options)
         send, waiting = self.control.send, group.max_waiting
         return DecodeLeader(scheduler, spec.eos_ids, spec, send, self._to_self, self.clock, waiting)
 
@@ -76,7 +79,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             address=self.control.address,
             lane=self.lane,
             send=self.control.send,
-            to_leader=self._to_leader,
+            to_leader=self.to_leader,
             timeline=self.timeline,
             clock=self.clock,
         )
@@ -103,11 +106,11 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
                 return partial(self.agent.on_pool_refused, peer, message)
         return None
 
-    def _step(self, plan: StepPlan) -> None:
+    def step(self, plan: StepPlan) -> None:
         if plan.swaps:
             event = record_event(self.runner.device)
             for swap in plan.swaps:
-                self._swapper.order(swap, event)
+                self.swapper.order(swap, event)
         if plan.copies:
             self.runner.copy_pages(plan.copies)
         if plan.work:
@@ -117,13 +120,13 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
                     self.leader.commit(plan, logits)
 
     def _swapped(self, swap: Swap, seconds: float, error: str) -> None:
-        self._to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))
+        self.to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))
 
     def _swap_blocks(self) -> int:
-        return self._swapper.blocks
+        return self.swapper.host.blocks
 
     def _end_copies(self) -> None:
-        self._swapper.stop()
+        self.swapper.stop()
 
     def _block_pages(self) -> int:
         group = self.group_config

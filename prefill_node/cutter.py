@@ -28,9 +28,9 @@ class Cutter:
         self._most = max(min(groups, len(part.layers)) for part in shard.parts)
         self._groups_of = tuple(shard_groups(shard, count) for count in range(1, self._most + 1))
         self._wire = wire
-        self._wires: dict[str, Wire] = {}
+        self.wires: dict[str, Wire] = {}
         """Wires of the decode groups that `use_wire` was called for."""
-        self._limits: dict[str, dict[int, int]] = {}
+        self.limits: dict[str, dict[int, int]] = {}
         """Bytes of the largest segment, by decode group and destination rank."""
 
     def link(self, link: Link) -> None:
@@ -38,20 +38,20 @@ class Cutter:
 
         Raises `ConfigError` when staging is too small for one token of one layer.
         """
-        if link.decode.name not in self._wires:
-            self._limits[link.decode.name] = segment_limits(
+        if link.decode.name not in self.wires:
+            self.limits[link.decode.name] = segment_limits(
                 link, self._rank, self._segment_bytes, self._staging_bytes
             )
 
     def use_wire(self, link: Link, wire: Wire, segment_bytes: int) -> None:
         """Cuts later chunks for the link's decode group by this wire."""
-        self._wires[link.decode.name] = wire
-        self._limits[link.decode.name] = segment_limits(link, self._rank, segment_bytes, self._staging_bytes)
+        self.wires[link.decode.name] = wire
+        self.limits[link.decode.name] = segment_limits(link, self._rank, segment_bytes, self._staging_bytes)
 
     def groups_for(self, tokens: int, link: Link) -> tuple[Span, ...]:
         """Returns the layer groups in which a chunk of `tokens` tokens is sent to the link's decode group."""
         nbytes = tokens * link.decode.layout.token_bytes_of(self._shard)
-        wire = self._wires.get(link.decode.name, self._wire)
+        wire = self.wires.get(link.decode.name, self._wire)
         count = group_count(nbytes, self._most, wire.overhead_s, wire.bytes_per_s)
         return self._groups_of[count - 1]
 
@@ -67,6 +67,6 @@ class Cutter:
             link.decode.layout,
             tokens,
             self.groups_for(len(tokens), link),
-            self._limits[link.decode.name] | unstaged,
+            self.limits[link.decode.name] | unstaged,
             first_index=first_index,
         )

@@ -86,6 +86,11 @@ class Prober:
         self.leases = 0
         """Regions of staging held by probes."""
 
+    @property
+    def busy(self) -> bool:
+        """Whether a probe is under way."""
+        return self._probe is not None
+
     def start(
         self,
         peer: str,

@@ -9,6 +9,7 @@ from typing import ClassVar
 from disagg.core.config.read import PrefillConfig
 from disagg.core.types import GroupInfo, RankInfo, RequestKey, Span
 from disagg.node.device import record_event
+from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Work
 from disagg.node.rank import RankNode
@@ -43,14 +44,14 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self.runner.device,
             self.group_config.chunk_tokens,
             self.agent,
-            self._loop,
+            self.transfer_loop,
         )
         return calibrator.run(self._make_link(other)) if calibrator.wanted else None
 
-    def _make_leader(self) -> PrefillLeader:
+    def _make_leader(self, kv_manager: KVManager) -> PrefillLeader:
         group = self.group_config
         scheduler = PrefillScheduler(
-            self._kv_manager(),
+            kv_manager,
             ranks=group.ranks,
             chunks=self._prompt_chunks(),
             max_context_tokens=group.context_limit(self.runner.spec.context_tokens),
@@ -65,7 +66,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self.runner.pool,
             transport,
             self.control,
-            self._to_leader,
+            self.to_leader,
             self.lane,
             self.timeline,
             self.clock,
@@ -94,7 +95,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
                 return partial(self.agent.on_pool_offer, peer, message)
         return None
 
-    def _step(self, plan: StepPlan) -> None:
+    def step(self, plan: StepPlan) -> None:
         """Computes a plan. Leases are requested before the step, to be granted when the first layers are computed.
 
         Cached positions are sent before their prompt's first chunk. The recurrent state, of a model that caches no
@@ -140,11 +141,11 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             self.runner.states.store(work.row, work.span.stop)
 
     def _plan_chunk(self, part: StepPart, key: RequestKey, positions: Span) -> None:
-        self._loop.post(partial(self.agent.plan_chunk, part, key, positions))
+        self.transfer_loop.post(partial(self.agent.plan_chunk, part, key, positions))
 
     def _layers_ready(self, part: StepPart, layers: Span) -> None:
         event = record_event(self.runner.device)
-        self._loop.post(partial(self.agent.layers_ready, part, layers, event))
+        self.transfer_loop.post(partial(self.agent.layers_ready, part, layers, event))
 
     @property
     def _all_layers(self) -> Span:

@@ -50,9 +50,11 @@ class SegmentSender:
         self._context, self._page_size = context, options.page_size
         self._rank, self._transport = context.rank, context.transport
         device, clock = context.pool.device, context.clock
-        self._queue = DeviceQueue(device)
+        self.queue = DeviceQueue(device)
+        """Stream of the copies."""
         self._sums = Sums(device) if options.checksum else None
-        self._links: dict[str, Link] = {}
+        self.links: dict[str, Link] = {}
+        """By decode group."""
         self._stale = 0
         self._active_messages = ActiveMessages(
             context.transport,
@@ -66,8 +68,9 @@ class SegmentSender:
             self._undelivered,
         )
         self._flows, self._exposed = Flows(), Exposed()
-        self._space = StagingSpace(options.staging_bytes, device, options.quarantine_s, clock)
-        context.transport.register(self._space.buffer.memory)
+        self.space = StagingSpace(options.staging_bytes, device, options.quarantine_s, clock)
+        """Staging, and its holders."""
+        context.transport.register(self.space.buffer.memory)
         self.cutter = Cutter(
             context.rank,
             context.shard,
@@ -79,20 +82,21 @@ class SegmentSender:
         """Used by `prefill_node.calibration` on the transfer thread, as `prober` is."""
         self.groups = self.cutter.groups
         """The finest layer groups of a chunk; the compute thread records an event after each."""
-        self._tickets = OutgoingTickets(context, self._space, self._exposed, self._sums)
+        self.tickets = OutgoingTickets(context, self.space, self._exposed, self._sums)
+        """Open tickets."""
         send = self._active_messages.send
-        self._leases = Leases(context.rank, self._tickets, send, options.lease_timeout_s, clock)
-        copies = CopyQueue(self._queue, self._sums)
-        self._mover = SegmentMover(context, copies, self._space, self._leases, self._tickets)
+        self._leases = Leases(context.rank, self.tickets, send, options.lease_timeout_s, clock)
+        copies = CopyQueue(self.queue, self._sums)
+        self._mover = SegmentMover(context, copies, self.space, self._leases, self.tickets)
         disabled_reason = "" if options.peer_memory else "transport.peer_memory is off on the prefill rank"
-        self._pools = PeerPools(context, self._sums, self._links, disabled_reason)
+        self._pools = PeerPools(context, self._sums, self.links, disabled_reason)
         self._chunks = Chunks(
-            context.rank, self.cutter, self._tickets, self._leases, self._pools, self._mover, self._flows
+            context.rank, self.cutter, self.tickets, self._leases, self._pools, self._mover, self._flows
         )
         self.prober = Prober(
             context.transport,
-            self._space.buffer,
-            self._space.allocator,
+            self.space.buffer,
+            self.space.allocator,
             send=send,
             writable=self._pools.is_open,
             freed=self._mover.pump,
@@ -103,7 +107,7 @@ class SegmentSender:
 
     def adopt_thread(self) -> None:
         """The calling thread is the transfer thread, and launches on this agent's queue only."""
-        self._queue.adopt()
+        self.queue.adopt()
 
     def link(self, link: Link) -> None:
         """Connects to the decode ranks that this rank sends to. Raises `ConfigError`, `TransportError`.
@@ -115,11 +119,11 @@ class SegmentSender:
             self._transport.connect(peer.control_address, peer.transport_address)
             self._leases.rings.setdefault(peer.control_address, PeerRing())
             self._flows.link(peer.control_address, f"{link.decode.name} r{peer.rank}")
-        with self._queue.use():
+        with self.queue.use():
             routes = link.from_rank(self._rank)
             warm_copies(routes, self._context.shard, self._context.pool, self._sums, quantized_dtype(link))
             self._pools.warm(link)
-        self._links[link.decode.name] = link
+        self.links[link.decode.name] = link
         self._pools.linked(link)
         for peer in link.destinations_of(self._rank):
             self._active_messages.link(peer.control_address)
@@ -132,26 +136,26 @@ class SegmentSender:
 
     def open(self, message: m.OpenSend) -> None:
         """Opens the ticket of an admitted request, whose KV will be written to `pages`. A repeat changes nothing."""
-        if message.key in self._tickets.open:
+        if message.key in self.tickets.open:
             return
         ticket = message.ticket
-        link = self._links.get(ticket.group)
+        link = self.links.get(ticket.group)
         if link is None:
-            self._tickets.refuse(
+            self.tickets.refuse(
                 message.key, ticket.number, NotLinkedError(f"decode group {ticket.group!r} is not linked")
             )
             return
         try:
             slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
-            uploaded = self._queue.upload(slots)
+            uploaded = self.queue.upload(slots)
             outgoing = OutgoingTransfer(message.key, ticket, link, uploaded, planned_to=ticket.tokens.start)
-            self._pools.aim(outgoing, self._queue)
+            self._pools.aim(outgoing, self.queue)
         except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
-            self._tickets.refuse(
+            self.tickets.refuse(
                 message.key, ticket.number, TransportError(f"cannot send {message.key}: {exc}")
             )
         else:
-            self._tickets.open[message.key] = outgoing
+            self.tickets.open[message.key] = outgoing
 
     def plan_chunk(self, part: StepPart, key: RequestKey, chunk: Span) -> None:
         """Cuts positions `chunk`, which `part` is about to make ready, and requests their leases."""
@@ -164,7 +168,7 @@ class SegmentSender:
 
     def close(self, message: m.CloseTransfer) -> None:
         """Ends the transfer of a finished request: `RankClosed` follows when nothing of it is read any more."""
-        self._tickets.close(message)
+        self.tickets.close(message)
         self._mover.pump()
 
     # --- messages of decode ranks
@@ -178,12 +182,12 @@ class SegmentSender:
 
     def on_stop_sending(self, peer: str, message: m.StopSending) -> None:
         """Stops a ticket that the decode side gave up; the peer always receives `SenderEnded`."""
-        self._tickets.on_stop_sending(peer, message)
+        self.tickets.on_stop_sending(peer, message)
         self._mover.pump()
 
     def on_send_again(self, peer: str, message: m.SendAgain) -> None:
         """Sends a segment that arrived damaged again. A repeated request changes nothing."""
-        outgoing = self._tickets.find(message.key, message.ticket)
+        outgoing = self.tickets.find(message.key, message.ticket)
         item = outgoing.items.get((message.dst_rank, message.segment)) if outgoing is not None else None
         if item is None or item.peer != peer or item.damaged:
             self._stale += 1
@@ -195,7 +199,7 @@ class SegmentSender:
 
         Both may arrive: the second one changes nothing.
         """
-        self._tickets.on_verified(peer, message)
+        self.tickets.on_verified(peer, message)
 
     def on_peer_lost(self, peer: str) -> None:
         """Fences a lost decode rank: its tickets fail, and the next `progress` ends its sends as failed."""
@@ -204,12 +208,12 @@ class SegmentSender:
         if self._leases.rings.pop(peer, None) is None:
             return
         self._flows.forget(peer)
-        for name, link in list(self._links.items()):
+        for name, link in list(self.links.items()):
             if peer in {rank.control_address for rank in link.decode.ranks}:
-                del self._links[name]
+                del self.links[name]
         fence(self._transport, peer)
         self.prober.lost(peer)
-        self._tickets.on_peer_lost(peer)
+        self.tickets.on_peer_lost(peer)
         self._mover.pump()
 
     def _on_grant(self, peer: str, grant: m.LeaseGrant) -> None:
@@ -248,8 +252,8 @@ class SegmentSender:
         self._exposed.poll(now_s)
         if self._mover.copying:
             self._mover.poll(now_s)
-        if now_s >= self._space.due_s:
-            self._space.end_quarantines(now_s)
+        if now_s >= self.space.due_s:
+            self.space.end_quarantines(now_s)
             self._mover.pump()
         if now_s >= self._leases.due_s:
             self._leases.expire(now_s)
@@ -262,22 +266,22 @@ class SegmentSender:
     def statistics(self) -> SenderStatistics:
         """Returns the counts at this moment."""
         return SenderStatistics(
-            tickets=len(self._tickets.open),
-            under_way=self._tickets.staged(),
-            staging_in_use_bytes=self._space.in_use_bytes,
-            quarantined_bytes=self._space.quarantined_bytes,
+            tickets=len(self.tickets.open),
+            under_way=self.tickets.staged(),
+            staging_in_use_bytes=self.space.in_use_bytes,
+            quarantined_bytes=self.space.quarantined_bytes,
             segments_sent=self._mover.segments_sent,
             bytes_sent=self._mover.bytes_sent,
             segments_sent_again=self._mover.segments_sent_again,
             segments_written=self._mover.segments_written,
             open_pools=len(self._pools),
             refused_pools=self._pools.refused,
-            stale=self._stale + self._tickets.stale + self._leases.stale,
+            stale=self._stale + self.tickets.stale + self._leases.stale,
         )
 
     def status(self) -> RankStatus:
         """Returns the status for metrics; cheap."""
-        space, context = self._space.allocator, self._context
+        space, context = self.space.allocator, self._context
         return RankStatus(
             context.lane,
             self._rank,
@@ -286,7 +290,7 @@ class SegmentSender:
             staging_used_bytes=min(space.in_use_bytes, space.size_bytes),
             routes=self._flows.statuses(context.clock(), self._path_to),
             exposed_s_total=self._exposed.total_s,
-            faults_total=self._tickets.failed,
+            faults_total=self.tickets.failed,
         )
 
     def _path_to(self, peer: str) -> Path:
@@ -294,5 +298,5 @@ class SegmentSender:
 
     def check(self) -> None:
         """Raises `InvariantError` unless staging is held by exactly the segments under way and a probe."""
-        self._space.check(self._tickets.staged(), self.prober.leases)
-        self._tickets.check()
+        self.space.check(self.tickets.staged(), self.prober.leases)
+        self.tickets.check()

@@ -16,6 +16,7 @@ from disagg.core.errors import HandshakeError
 from disagg.core.status import RankStatus
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.node.device import device_name
+from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link
 from disagg.node.plan import StepPlan
 from disagg.node.rank import RankNode
@@ -78,10 +79,10 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
 
     role: ClassVar[str] = "colocated"
 
-    def _make_leader(self) -> ColocatedLeader:
+    def _make_leader(self, kv_manager: KVManager) -> ColocatedLeader:
         group, spec = self.group_config, self.runner.spec
         scheduler = ColocatedScheduler(
-            self._kv_manager(),
+            kv_manager,
             group=self.name,
             chunks=self._prompt_chunks(),
             max_batch=group.max_batch,
@@ -105,7 +106,7 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
     def _transfer_handler(self, peer: str, message: m.Message) -> Callable[[], None] | None:
         return None
 
-    def _step(self, plan: StepPlan) -> None:
+    def step(self, plan: StepPlan) -> None:
         with self.timeline.span("step", self.lane):
             logits = self._forward(plan)
             if self.leader is not None:

@@ -76,6 +76,11 @@ class PlanQueue:
         """Queues the next plan; the control channel keeps the order of plans."""
         self._plans.put(plan)
 
+    @property
+    def queued(self) -> bool:
+        """Whether a plan is queued."""
+        return not self._plans.empty()
+
     def wake(self) -> None:
         """Ends a blocked `next_plan`."""
         self._plans.put(None)

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +20,7 @@ import torch
 from disagg.core.config.read import Config, GroupConfig
 from disagg.core.folders import private_folder
 from disagg.core.log import configure
-from disagg.core.ports import Collective
+from disagg.core.ports import Clock, Collective
 from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec.model_spec import ModelSpec
@@ -109,20 +110,23 @@ class RankHost:
         name: str = "",
         owner: Owner = NO_OWNER,
         release: Callable[[], None] | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         """`name`: the group's name; by default its role.
 
         `release` frees the group's resources and ends its ranks. It is called when no owner sent a pulse for
-        `cluster.adopt_timeout_s`. None: the rank ends with the process that started it.
+        `cluster.adopt_timeout_s`. None: the rank ends with the process that started it. `clock` measures
+        the owner's pulses.
         """
         configure(config.log)
         self._rank, self._config, self._keys, self._name = rank, config, as_ring(keys), name
-        self._node: RankNode[Any, Any, Any] | None = None
+        self.node: RankNode[Any, Any, Any] | None = None
+        """The rank; None before `start`."""
         self._collective: Collective | None = None
         self._meeting_folder = ""
         self._over, self._broken = False, ""
         self._changed = threading.Condition()  # for the two above, and the owner
-        self._ownership = Ownership(owner, config.cluster.hang_timeout_s)
+        self._ownership = Ownership(owner, config.cluster.hang_timeout_s, clock)
         self._group: GroupInfo | None = None
         self._started: Started | None = None
         self._linked: tuple[GroupInfo, ...] = ()
@@ -188,7 +192,7 @@ class RankHost:
             elif group.graphs:
                 runner.record_chunks(group.chunk_tokens)
         choice = self._choose_transport()
-        self._node = self.node_class(
+        self.node = self.node_class(
             rank=self._rank,
             config=_with_checksum(self._config, choice.name),
             group_config=group,
@@ -197,9 +201,9 @@ class RankHost:
             control=make_control(self._config.control, self._keys),
             transport=self._make_transport(choice, device),
         )
-        self._node.on_broken = self._on_broken
+        self.node.on_broken = self._on_broken
         memory = f"{describe_pool(runner)}; {memory}" if memory else describe_pool(runner)
-        info, host = self._node.start(), socket.gethostname()
+        info, host = self.node.start(), socket.gethostname()
         log_own_sockets([info], descendants=False)
         freeze_objects()
         spec, tokens = runner.spec, pool_tokens(runner)
@@ -252,8 +256,8 @@ class RankHost:
     def stop(self, drain_timeout_s: float) -> None:
         """Ends requests, threads and connections. Idempotent; no effect before `start`."""
         self._group = None
-        if self._node is not None:
-            self._node.stop(drain_timeout_s)
+        if self.node is not None:
+            self.node.stop(drain_timeout_s)
         if self._collective is not None:
             self._collective.close()
         self._remove_meeting_folder()
@@ -314,8 +318,8 @@ class RankHost:
             self._meeting_folder = ""
 
     def _running(self) -> RankNode[Any, Any, Any]:
-        assert self._node is not None, "a rank is used after start"
-        return self._node
+        assert self.node is not None, "a rank is used after start"
+        return self.node
 
 
 def _with_checksum(config: Config, transport: str) -> Config:

@@ -114,47 +114,59 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.timeline = Timeline()
         self.name = name or self.role
         self.lane = f"{self.name} r{rank}"
-        self._transport = transport
+        self.transport = transport
+        """Used on the transfer thread; any thread may read its address."""
         self.on_broken: Callable[[str], None] = lambda reason: None
         """Called with the reason, on any thread of the rank, after the rank or its group has failed. Never blocks."""
         self._group: GroupInfo | None = None
-        self._silences = Silences()
-        self._plans = PlanQueue()
-        self._executor = StepExecutor(runner, group_config.max_requests)
+        self.silences = Silences()
+        """Linked groups, and their silent peers."""
+        self.plans = PlanQueue()
+        """Plans of the leader; unused on rank 0."""
+        self.executor = StepExecutor(runner, group_config.max_requests)
+        """Runs a plan's forward pass; used on the compute thread."""
         self._memory = {
             "weights_bytes": runner.weights_bytes,
             "kv_bytes": pool_bytes(runner),
             "device_bytes": device_limit_bytes(runner.device, group_config),
         }
-        self.leader: LeaderT | None = self._make_leader() if rank == 0 else None
+        self.kv_manager = self._make_kv_manager() if rank == 0 else None
+        """Rows and pages of the group, guarded by the leader's lock; None on ranks other than 0."""
+        self.leader: LeaderT | None = self._make_leader(self.kv_manager) if self.kv_manager else None
         """The group's leader; None on ranks other than 0."""
         if self.leader is not None:
             self.leader.on_broken = lambda reason: self.on_broken(reason)
         self.agent: AgentT = self._make_agent(transport)
         """Sender or receiver of KV; used on the transfer thread."""
-        self._mending = Mending(
-            self._silences,
-            self.lane,
-            fence=self.agent.on_peer_lost,
-            send=control.send,
-            link=self._link_again,
-            linked=self.agent.on_linked,
-            clock=clock,
-        )
+        self.mending = self._make_mending()
+        """Links groups again; used on the transfer thread."""
         self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
         self._hung = False
-        self._loop = self._make_loop(transport)
-        next_plan = self.leader.next_plan if self.leader else self._plans.next_plan
-        self._compute = ComputeThread(
-            self.lane, next_plan, self._step, self._on_broken, runner.device, self._step_watch
+        self.transfer_loop = self._make_loop(transport)
+        """The transfer thread."""
+        next_plan = self.leader.next_plan if self.leader else self.plans.next_plan
+        self.compute_thread = ComputeThread(
+            self.lane, next_plan, self.step, self._on_broken, runner.device, self._step_watch
+        )
+        """The compute thread."""
+
+    def _make_mending(self) -> Mending:
+        return Mending(
+            self.silences,
+            self.lane,
+            fence=self.agent.on_peer_lost,
+            send=self.control.send,
+            link=self._link_again,
+            linked=self.agent.on_linked,
+            clock=self.clock,
         )
 
     def _make_loop(self, transport: Transport) -> TransferLoop:
         callbacks = LoopCallbacks(
             broken=self._on_broken,
             computing=lambda: self._step_watch.running,
-            tick=self._report,
-            lost=self._mending.on_connection_lost,
+            tick=self.report,
+            lost=self.mending.on_connection_lost,
             look=self._check_step,
         )
         spin_s = self.config.transfer.spin_s if self.runner.device.type == "cuda" else 0.0
@@ -166,16 +178,16 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def start(self) -> RankInfo:
         """Starts control and transfer threads; returns the rank's description for peers."""
-        self.control.start(self.on_message, self.peer_silent, self._on_met)
-        self._loop.start()
+        self.control.start(self.on_message, self.peer_silent, self.peer_met)
+        self.transfer_loop.start()
         if self.runner.device.type == "cuda":
-            self._loop.call(partial(torch.cuda.set_device, self.runner.device))
-            self._loop.call(self.agent.adopt_thread)
+            self.transfer_loop.call(partial(torch.cuda.set_device, self.runner.device))
+            self.transfer_loop.call(self.agent.adopt_thread)
         return self.info()
 
     def info(self) -> RankInfo:
         """Returns the rank's description for peers."""
-        control, transport = self.control.address, self._transport.address
+        control, transport = self.control.address, self.transport.address
         return RankInfo(
             self.rank,
             self.runner.shard,
@@ -195,7 +207,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         for peer in group.ranks:
             if (self.rank == 0) != (peer.rank == 0):  # the leader watches its ranks, each rank its leader
                 self.control.watch(peer.control_address)
-        self._compute.start()
+        self.compute_thread.start()
 
     def link(self, other: GroupInfo) -> None:
         """Links this group with one of the other role. Raises `HandshakeError`, `ConfigError`, `TransportError`."""
@@ -206,9 +218,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
         def connect() -> None:
             self.agent.link(link)
-            self._silences.linked(other, peers)  # before this thread can detect a broken connection
+            self.silences.linked(other, peers)  # before this thread can detect a broken connection
 
-        self._loop.call(connect)
+        self.transfer_loop.call(connect)
         if self.leader is not None:
             self.leader.link(other)
         for peer in sorted(peers):
@@ -218,9 +230,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Waits for running requests, then ends every thread and closes the transport. Idempotent."""
         if self.leader is not None and drain_timeout_s > 0:
             self.leader.wait_idle(drain_timeout_s)
-        self._compute.stop(self.leader.wake if self.leader is not None else self._plans.wake)
+        self.compute_thread.stop(self.leader.wake if self.leader is not None else self.plans.wake)
         self._end_copies()
-        self._loop.stop()
+        self.transfer_loop.stop()
         self.control.close(linger_s=0.1)
 
     # --- inspection
@@ -240,25 +252,27 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Raises `InvariantError` if any structure of this rank is inconsistent."""
         if self.leader is not None:
             self.leader.check()
-        self._loop.call(self.agent.check)
-        self._loop.call(self._transport.check)
+        self.transfer_loop.call(self.agent.check)
+        self.transfer_loop.call(self.transport.check)
         self.control.check()
 
     def statistics(self) -> dict[str, Any]:
         """Returns the statistics of each structure, by name."""
         statistics: dict[str, Any] = {"control": self.control.statistics()}
-        self._loop.call(lambda: statistics.update(transfer=self.agent.statistics(), faults=self._loop.faults))
+        self.transfer_loop.call(
+            lambda: statistics.update(transfer=self.agent.statistics(), faults=self.transfer_loop.faults)
+        )
         if self.leader is not None:
             statistics["leader"] = self.leader.statistics()
         return statistics
 
-    def _report(self) -> None:
+    def report(self) -> None:
         """Sends the rank's status to the leader. Called on the transfer thread every `metrics.interval_s`."""
         if self._group is not None:
             status = self.agent.status()
-            faults = status.faults_total + self._loop.faults
+            faults = status.faults_total + self.transfer_loop.faults
             status = msgspec.structs.replace(status, faults_total=faults, **self._memory)
-            self._to_leader(m.RankReport(status))
+            self.to_leader(m.RankReport(status))
 
     def spans(self) -> list[TimelineSpan]:
         """Returns the timeline spans since the last call."""
@@ -270,13 +284,13 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Dispatches a message. Called on the control thread or under the leader's lock; never blocks."""
         handler = self._transfer_handler(peer, message)
         if isinstance(message, m.LinkBroken):
-            self._loop.post(partial(self._mending.on_link_broken, peer, message))
+            self.transfer_loop.post(partial(self.mending.on_link_broken, peer, message))
         elif isinstance(message, m.Linked):
-            self._loop.post(partial(self._mending.on_linked, peer, message))
+            self.transfer_loop.post(partial(self.mending.on_linked, peer, message))
         elif handler is not None:
-            self._loop.post(handler, wake=not isinstance(message, self._deferrable))
+            self.transfer_loop.post(handler, wake=not isinstance(message, self._deferrable))
         elif isinstance(message, m.Plan):
-            self._plans.put(StepPlan.decode(message.body))
+            self.plans.put(StepPlan.decode(message.body))
         elif self.leader is None:
             log.warning("unexpected_message", kind=type(message).__name__, peer=peer, lane=self.lane)
         elif isinstance(message, m.RankBroken):
@@ -287,7 +301,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def _to_self(self, message: m.Message) -> None:
         self.on_message(self.control.address, message)
 
-    def _to_leader(self, message: m.Message) -> None:
+    def to_leader(self, message: m.Message) -> None:
         """Passes a message to the leader; any thread. Never waits for the lock: a step's plan is encoded under it."""
         if self.leader is not None:
             if not self.leader.post(self.control.address, message):
@@ -297,21 +311,21 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def peer_lost(self, peer: str) -> None:
         """Ends all work with a dead peer. Thread-safe and idempotent."""
-        self._silences.dead(peer)
+        self.silences.dead(peer)
         self.control.forget(peer)
         self._lose(peer)
-        self._loop.post(partial(self._mending.dead, peer))
+        self.transfer_loop.post(partial(self.mending.dead, peer))
 
     def peer_silent(self, peer: str) -> None:
         """Ends all work with a silent peer, or with a peer that dropped this rank, as if the peer were dead.
 
-        The rank keeps watching peers of linked groups, which may only be cut off; see `_on_met`. Thread-safe.
+        The rank keeps watching peers of linked groups, which may only be cut off; see `peer_met`. Thread-safe.
         """
-        if not self._silences.is_linked(peer):
+        if not self.silences.is_linked(peer):
             self._lose(peer)
-            self._loop.post(partial(self._repeat_if_linked, peer))
+            self.transfer_loop.post(partial(self._repeat_if_linked, peer))
             return
-        self._loop.post(partial(self._mending.on_silent, peer))
+        self.transfer_loop.post(partial(self.mending.on_silent, peer))
         if self.leader is not None:
             self.leader.on_peer_lost(peer)
         self.control.watch(peer)
@@ -321,14 +335,14 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
         The control channel may have met the peer again before this call. A round links again in any case.
         """
-        if self._silences.is_linked(peer):
-            self._mending.on_fenced(peer)
+        if self.silences.is_linked(peer):
+            self.mending.on_fenced(peer)
             if self.leader is not None:
                 self.control.call_soon(partial(self.leader.on_peer_lost, peer))
 
-    def _on_met(self, peer: str) -> None:
+    def peer_met(self, peer: str) -> None:
         """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""
-        self._loop.post(partial(self._mending.on_met, peer))
+        self.transfer_loop.post(partial(self.mending.on_met, peer))
 
     def _link_again(self, other: GroupInfo) -> None:
         try:
@@ -340,7 +354,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def _lose(self, peer: str) -> None:
         log.warning("peer_lost", peer=peer, lane=self.lane)
-        self._loop.post(partial(self.agent.on_peer_lost, peer))
+        self.transfer_loop.post(partial(self.agent.on_peer_lost, peer))
         if self.leader is not None:
             self.leader.on_peer_lost(peer)
         elif self._group is not None and peer == self._group.leader.control_address:
@@ -351,7 +365,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.leader is not None:
             self.leader.break_group(reason)
         else:
-            self._to_leader(m.RankBroken(self.rank, reason))
+            self.to_leader(m.RankBroken(self.rank, reason))
             self.on_broken(reason)
 
     def _check_step(self) -> None:
@@ -365,7 +379,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             f"longest step, at least cluster.step_timeout_s)"
         )
         if self.leader is None:
-            self._to_leader(m.RankBroken(self.rank, reason))
+            self.to_leader(m.RankBroken(self.rank, reason))
         else:
             # The hanging thread may hold the leader's lock.
             breaking = threading.Thread(target=self.leader.break_group, args=(reason,), daemon=True)
@@ -378,7 +392,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     def _pool_tokens(self) -> int:
         return self.runner.pool.slots - self.group_config.page_size  # without the trash page
 
-    def _kv_manager(self) -> KVManager:
+    def _make_kv_manager(self) -> KVManager:
         """Returns the group's KV manager, with a prefix cache if configured and supported by the model."""
         group, spec = self.group_config, self.runner.spec
         reason = spec.cache_refused
@@ -398,10 +412,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def _forward(self, plan: StepPlan, on_layer: LayerHook | None = None) -> torch.Tensor:
         """Returns a step's logits; see `StepExecutor.run`. Runs on the compute thread; benchmarks measure it."""
-        return self._executor.run(plan, on_layer)
+        return self.executor.run(plan, on_layer)
 
     @abstractmethod
-    def _make_leader(self) -> LeaderT: ...
+    def _make_leader(self, kv_manager: KVManager) -> LeaderT: ...
 
     @abstractmethod
     def _make_agent(self, transport: Transport) -> AgentT: ...
@@ -418,7 +432,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Returns the transfer thread's handler of a message; None for other messages."""
 
     @abstractmethod
-    def _step(self, plan: StepPlan) -> None:
+    def step(self, plan: StepPlan) -> None:
         """Computes a plan; on rank 0, commits the result to the leader. Runs on the compute thread."""
 
     def _ring_bytes(self) -> int:

@@ -38,6 +38,12 @@ class Silences:
         with self._lock:
             return any(peer in linked.peers for linked in self._linked.values())
 
+    @property
+    def silent(self) -> frozenset[str]:
+        """Peers that are silent now."""
+        with self._lock:
+            return frozenset(self._silent)
+
     def mark_silent(self, peer: str) -> bool:
         """Marks `peer` as silent; returns False if it was marked already."""
         with self._lock:

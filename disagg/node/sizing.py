@@ -91,11 +91,11 @@ def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: s
 def measure(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
     """Measures the memory budget by running the largest steps. Collective over the group's ranks."""
     device, pool_bytes = runner.device, runner.pool.nbytes
-    _run_largest(runner, group)  # libraries load and allocate their own memory
+    run_largest(runner, group)  # libraries load and allocate their own memory
     cuda.synchronize(device)
     held_bytes = cuda.memory_allocated(device)
     cuda.reset_peak_memory_stats(device)
-    _run_largest(runner, group)
+    run_largest(runner, group)
     cuda.synchronize(device)
     work_bytes = cuda.max_memory_allocated(device) - held_bytes
     rows = max(1, group.decode_batch)
@@ -162,7 +162,7 @@ def gigabytes(nbytes: int) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
-def _run_largest(runner: ModelRunner, group: GroupConfig) -> None:
+def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
     """Runs, on the trash page, the longest prompt's last chunk, with a full decode batch if the group decodes."""
     table = runner.req_to_token
     longest = table.max_tokens - runner.spec.state_tokens

@@ -16,11 +16,13 @@ from pathlib import Path
 import structlog
 import torch
 
+from disagg.core.ports import Clock
 from disagg.core.types import KVLayout, Shard, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import KVPool, MHATokenToKVPool
 from disagg.model.spec.model_spec import rank_token_bytes
 from disagg.node.device import DeviceEvent, DeviceQueue
+from disagg.node.host_slabs import HostSlabs
 from disagg.node.plan import Swap
 from disagg.node.warm import warm_copies
 from kernels.copy.gather import gather
@@ -32,8 +34,6 @@ log = structlog.get_logger(__name__)
 
 BLOCK_BYTES = 4 << 20
 """Size of a block, or one page if larger. PCIe takes 80 to 200 us for a block, ten times the overhead of a copy."""
-SLAB_BYTES = 64 << 20
-"""Unit of pinning, on first use: pinning all 4 GiB at once would delay the first preemption by 1 to 2 s."""
 AUTOMATIC_BYTES = 4 << 30
 HOST_SHARE = 16
 """Default limit of a rank: one sixteenth of the host's memory, so eight ranks use half."""
@@ -83,20 +83,21 @@ class Swapper:
         block_pages: int,
         nbytes: int,
         done: Callable[[Swap, float, str], None],
+        clock: Clock = time.monotonic,
     ) -> None:
         """`nbytes`: host memory, rounded down to whole blocks; 0 for none."""
         device = pool.device
-        self._pool, self._page_size, self._done = pool, page_size, done
+        self._pool, self._page_size, self._done, self._clock = pool, page_size, done, clock
         self._block_pages = block_pages
         self._block_bytes = self._bytes_of(block_pages)
-        self.blocks = nbytes // self._block_bytes
-        """Number of blocks."""
-        self._slab_blocks = max(1, min(SLAB_BYTES // self._block_bytes, self.blocks))
-        self._slabs: dict[int, torch.Tensor] = {}
+        self.host = HostSlabs(nbytes // self._block_bytes, self._block_bytes, pinned=device.type == "cuda")
+        """Memory of the blocks; used by the swapper's thread."""
         self._queue = DeviceQueue(device)
-        self._staging = torch.empty(self._block_bytes if self.blocks else 0, dtype=torch.uint8, device=device)
+        self._staging = torch.empty(
+            self._block_bytes if self.host.blocks else 0, dtype=torch.uint8, device=device
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="swap", initializer=partial(_use, device))
-        if self.blocks:
+        if self.host.blocks:
             with self._queue.use():
                 warm_copies(
                     tuple(Route(0, 0, p.layers, p.heads) for p in shard.parts), shard, pool, sums=None
@@ -108,7 +109,7 @@ class Swapper:
 
     def copy(self, swap: Swap, after: DeviceEvent) -> None:
         """Copies and reports the end to `done`. Runs on the swapper's thread."""
-        began_s, error = time.monotonic(), ""
+        began_s, error = self._clock(), ""
         try:
             self._queue.after(after)
             for index, block in enumerate(swap.blocks):
@@ -118,7 +119,7 @@ class Swapper:
         except Exception as exc:  # any error ends this request only
             log.exception("swap_failed", request=str(swap.key))
             error = f"{type(exc).__name__}: {exc}"
-        self._done(swap, time.monotonic() - began_s, error)
+        self._done(swap, self._clock() - began_s, error)
 
     def stop(self) -> None:
         """Ends the thread after the queued copies. Idempotent."""
@@ -129,7 +130,7 @@ class Swapper:
         span = Span(0, len(pages) * self._page_size)
         slots = self._queue.upload(slots_of(pages, self._page_size, span))
         nbytes = self._bytes_of(len(pages))
-        staged, host = self._staging[:nbytes], self._host(block)[:nbytes]
+        staged, host = self._staging[:nbytes], self.host.block(block)[:nbytes]
         with self._queue.use():
             if not out:
                 staged.copy_(host, non_blocking=True)
@@ -147,14 +148,6 @@ class Swapper:
                 start = stop
             if out:
                 host.copy_(staged, non_blocking=True)
-
-    def _host(self, block: int) -> torch.Tensor:
-        number, place = divmod(block, self._slab_blocks)
-        if number not in self._slabs:
-            pin = self._pool.device.type == "cuda"
-            blocks = min(self._slab_blocks, self.blocks - number * self._slab_blocks)
-            self._slabs[number] = torch.empty(blocks * self._block_bytes, dtype=torch.uint8, pin_memory=pin)
-        return self._slabs[number][place * self._block_bytes : (place + 1) * self._block_bytes]
 
     def _bytes_of(self, pages: int) -> int:
         return sum(_bytes_of(part, pages * self._page_size) for part in self._pool.parts)

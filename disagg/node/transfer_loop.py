@@ -98,6 +98,16 @@ class TransferLoop:
         self.faults = 0
         """Exceptions raised by the agent: bugs, logged with their traceback."""
 
+    @property
+    def posted(self) -> int:
+        """Number of posted works that have not begun."""
+        return len(self._inbox)
+
+    @property
+    def next_timer_s(self) -> float:
+        """Time of the next tick or look, whichever is first, on the clock of `run_timers`."""
+        return min(self._next_tick_s, self._next_look_s)
+
     def start(self) -> None:
         """Starts the thread; call once."""
         self._thread.start()
@@ -144,9 +154,9 @@ class TransferLoop:
             _sharpen_sleeps()
             spin_until_s = 0.0
             while not self._stopping.is_set():
-                busy = self._turn()
+                busy = self.turn()
                 now_s = time.monotonic()
-                timeout_s = self._timers(now_s)
+                timeout_s = self.run_timers(now_s)
                 if busy:
                     spin_until_s = now_s + self._spin_s
                 elif timeout_s <= 0:  # waits for the device, which sends no wake-up
@@ -156,19 +166,22 @@ class TransferLoop:
                 elif not self._inbox:
                     timeout_s = max(min(timeout_s, self._next_tick_s - now_s), SHORTEST_WAIT_S)
                     self._transport.wait(min(timeout_s, IDLE_WAIT_S))
-            while self._inbox:
-                self._guarded(self._inbox.popleft(), None)
+            while self.run_posted():
+                pass
         except Exception as exc:
             log.exception("transfer_failed", thread=self._thread.name)
             self._broken(exc)
         finally:
             self._transport.close()
 
-    def _turn(self) -> bool:
+    def turn(self) -> bool:
+        """Runs posted work, and handles what the transport has for the agent; returns whether there was anything.
+
+        The thread repeats `turn` and `run_timers`; a simulation without the thread calls both.
+        """
         busy = False
         for _ in range(len(self._inbox)):
-            self._guarded(self._inbox.popleft(), None)
-            busy = True
+            busy = self.run_posted()
         for operation in self._transport.progress():
             self._guarded(partial(self._agent.on_operation, operation), None)
             busy = True
@@ -179,7 +192,14 @@ class TransferLoop:
             busy = True
         return busy
 
-    def _timers(self, now_s: float) -> float:
+    def run_posted(self) -> bool:
+        """Runs the oldest posted work; returns False if there is none."""
+        if not self._inbox:
+            return False
+        self._guarded(self._inbox.popleft(), None)
+        return True
+
+    def run_timers(self, now_s: float) -> float:
         """Does the work that is due; returns the seconds until the agent's next call."""
         timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
         if now_s >= self._next_tick_s:

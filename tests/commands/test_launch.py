@@ -116,7 +116,7 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
         import ray  # when it is imported first, it looks at the environment
 
         (decode,) = [group for group in cluster.groups if group.name == "decode"]
-        ray.get(decode.actors[0].__ray_call__.remote(lambda host: setattr(host._node, "_executor", None)))
+        ray.get(decode.actors[0].__ray_call__.remote(lambda host: setattr(host.node, "executor", None)))
         with pytest.raises(PeerLostError, match="decode"):
             await answer(router, "r3")
         await until(lambda: names(router) == ["decode-2", "prefill-2"])

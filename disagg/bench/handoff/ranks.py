@@ -111,6 +111,10 @@ class TimedRank(RankNode[Any, Any, Any]):
             self._pages[message.ticket.key] = message.pages
         super().on_message(peer, message)
 
+    def pages_of(self, key: RequestKey) -> list[int]:
+        """Returns the pages of a request that ran since `restart`. Raises `KeyError` for another one."""
+        return self._pages[key]
+
     def kv_digests(self, key: RequestKey, tokens: int, dtype: str) -> dict[tuple[int, int], tuple[int, ...]]:
         """Returns digests of this rank's KV of positions `0 .. tokens`: one per plane, for each (layer, head)
         of the model.
@@ -118,7 +122,7 @@ class TimedRank(RankNode[Any, Any, Any]):
         `dtype` is the decode ranks' KV type; KV of another type is quantized to it first. The request ran
         since `restart`, and no later request has overwritten its KV.
         """
-        slots = slots_of(self._pages[key], self.runner.page_size, Span(0, tokens))
+        slots = slots_of(self.pages_of(key), self.runner.page_size, Span(0, tokens))
         slots = slots.long().to(self.runner.device)
         found: dict[tuple[int, int], tuple[int, ...]] = {}
         for pool, part in zip(self.runner.pool.parts, self.runner.shard.parts, strict=True):

@@ -57,7 +57,7 @@ def run(bench: SwapBench, report_progress: Callable[[str], None] = lambda text: 
     pool, swapper, failures = prepare(bench)
     order = torch.randperm(2 * bench.pages, generator=torch.Generator().manual_seed(0))
     source, target = (order + 1).view(2, -1).tolist()
-    blocks = list(range(swapper.blocks))
+    blocks = list(range(swapper.host.blocks))
     results = []
     for name, out, pages in (("out", True, source), ("back", False, target)):
         report_progress(f"plain copy {name}")
