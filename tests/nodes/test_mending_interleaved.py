@@ -128,7 +128,7 @@ class Side:
 
     def send_message(self) -> None:
         """A message whose loss would leave a request waiting, if this rank is linked."""
-        if self.other_name in self.active_messages._linked:
+        if self.active_messages.is_linked(self.other_name):
             number = self.choose.randrange(1 << 40)
             self.sent.add(number)
             self.active_messages.send(self.other_name, m.Watermark(0, number, 1 << 20))
@@ -190,7 +190,7 @@ def test_every_message_arrives_or_its_sender_fences(seed: int) -> None:
                     action()
     for side in sides:
         assert not side.sent, f"{side.name} waits for an answer to a message that is lost"
-        assert not side.silences._silent
+        assert not side.silences.silent
         side.send_message()
         assert side.sent
     for _ in range(3):

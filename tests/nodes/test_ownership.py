@@ -96,15 +96,16 @@ class Host(RankHost):
     node_class = DecodeRank
 
 
-def test_park_of_a_former_owner_ends_and_the_new_owner_s_does_not() -> None:
+def test_park_of_a_former_owner_ends_and_the_new_owner_s_does_not(time: Time) -> None:
     keys = make_keys()
-    host = Host(0, Config(), keys, "decode-7", FIRST)
+    config = Config()
+    host = Host(0, config, keys, "decode-7", FIRST, clock=time)
     with ThreadPoolExecutor(2) as threads:
         former = threads.submit(host.park, "first")
         refused = host.claim(SECOND)
         assert (refused.epoch, refused.record) == (1, None)
         assert host.pulse("first")
-        host._ownership = Ownership(FIRST, -1.0)  # its pulse has lapsed
+        time.now_s += config.cluster.hang_timeout_s + 1.0  # its pulse has lapsed
         granted = host.claim(SECOND)
         assert former.result(TIMEOUT_S) == DISOWNED
         assert not host.pulse("first")

@@ -24,26 +24,26 @@ def test_the_transfer_thread_does_not_wait_for_the_leader(
     done = threading.Event()
     with local_groups(small_config(1, 1), checkpoints.source()) as groups:
         rank: Any = getattr(groups, role)[0]
-        real = rank.leader._on_message
+        real = rank.leader.handle
 
-        def on_message(peer: str, message: m.Message) -> None:
+        def handle(peer: str, message: m.Message) -> None:
             if isinstance(message, m.RankClosed) and message.key.request_id == "nobody":
                 handled.append(message.ticket)
                 if message.ticket == 9:
                     done.set()
             real(peer, message)
 
-        monkeypatch.setattr(rank.leader, "_on_message", on_message)
+        monkeypatch.setattr(rank.leader, "handle", handle)
 
         def report(number: int) -> None:
-            rank._to_leader(m.RankClosed(RequestKey("nobody"), number, 0))
+            rank.to_leader(m.RankClosed(RequestKey("nobody"), number, 0))
 
-        with rank.leader._changed:
+        with rank.leader.changed:
             for number in range(5):
-                rank._loop.call(lambda number=number: report(number), TIMEOUT_S)
+                rank.transfer_loop.call(lambda number=number: report(number), TIMEOUT_S)
             assert handled == []
         for number in range(5, 10):
-            rank._loop.call(lambda number=number: report(number), TIMEOUT_S)
+            rank.transfer_loop.call(lambda number=number: report(number), TIMEOUT_S)
         assert done.wait(TIMEOUT_S)
         assert handled == list(range(10))
 

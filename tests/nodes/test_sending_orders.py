@@ -51,6 +51,15 @@ class Event:
         return self.done
 
 
+class Mover(SegmentMover):
+    """Gathers nothing: `gather` may fail as a gather does."""
+
+    gather: Callable[[], None]
+
+    def _gather(self, item: OutgoingSegment) -> None:
+        self.gather()
+
+
 class Sender:
     """The parts of a sender between its messages and the device."""
 
@@ -73,10 +82,8 @@ class Sender:
         self.leases.rings[STAGED].update(0, 1 << 30)
         queue: Any = DeviceQueue(torch.device("cpu"))
         queue.record_event = self.record
-        self.mover: Any = SegmentMover(
-            self.context, CopyQueue(queue, None), self.space, self.leases, self.tickets
-        )
-        self.mover._gather = lambda item: self.launch()
+        self.mover = Mover(self.context, CopyQueue(queue, None), self.space, self.leases, self.tickets)
+        self.mover.gather = self.launch
 
     # --- the device and the wire
 

@@ -168,7 +168,7 @@ def test_the_largest_step_of_each_role(group: GroupConfig, largest: list[tuple[i
         states=None,
         forward=lambda batch: seen.extend((one.start, len(one.tokens)) for one in batch.sequences),
     )
-    sizing._run_largest(runner, msgspec.structs.replace(group, tp=1, chunk_tokens=24, max_requests=3))
+    sizing.run_largest(runner, msgspec.structs.replace(group, tp=1, chunk_tokens=24, max_requests=3))
     assert seen == largest
     assert sorted(runner.req_to_token.alloc() for _ in range(3)) == [0, 1, 2], "every row is free again"
 

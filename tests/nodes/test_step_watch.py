@@ -98,7 +98,7 @@ def test_a_step_that_never_ends_breaks_the_group(checkpoints: Checkpoints, role:
         raise RuntimeError("the test is over")
 
     try:
-        hanging._executor.run = hang
+        hanging.executor.run = hang
         groups.serve(lambda router: asyncio.wait_for(work(router), LONG_S))
         assert "hangs" in reasons.get(timeout=LONG_S)
     finally:

@@ -10,7 +10,8 @@ import torch
 
 from disagg.core.types import KVLayout, RequestKey, Shard, Span
 from disagg.kv.pool import MHATokenToKVPool
-from disagg.node import swap as node_swap
+from disagg.node import host_slabs
+from disagg.node.host_slabs import HostSlabs
 from disagg.node.plan import StepPlan, Swap, Work
 from disagg.node.swap import Swapper, block_pages, host_memory_bytes, page_bytes, swap_bytes
 
@@ -36,7 +37,9 @@ class Done:
         return self.told[-1][1]
 
 
-def make(dtype: torch.dtype, device: str, blocks: int = 8, pages_each: int = 3) -> tuple[Swapper, Done]:
+def make(
+    dtype: torch.dtype, device: str, blocks: int = 8, pages_each: int = 3
+) -> tuple[Swapper, Done, MHATokenToKVPool]:
     pool = MHATokenToKVPool(LAYERS, PAGE * PAGES, HEADS, 8, dtype, device)
     generator = torch.Generator().manual_seed(0)
     noise = torch.randint(0, 256, (pool.nbytes,), dtype=torch.uint8, generator=generator)
@@ -44,7 +47,7 @@ def make(dtype: torch.dtype, device: str, blocks: int = 8, pages_each: int = 3) 
     done = Done()
     nbytes = blocks * pages_each * pool.nbytes // PAGES
     shard = Shard(0, Span(0, LAYERS), Span(0, HEADS))
-    return Swapper(pool, shard, PAGE, block_pages=pages_each, nbytes=nbytes, done=done), done
+    return Swapper(pool, shard, PAGE, block_pages=pages_each, nbytes=nbytes, done=done), done, pool
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -52,10 +55,9 @@ def make(dtype: torch.dtype, device: str, blocks: int = 8, pages_each: int = 3) 
 def test_pages_come_back_as_they_left(
     device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_swap, "SLAB_BYTES", 1)  # a slab for each block
-    swapper, done = make(dtype, device)
-    assert swapper.blocks == 8
-    pool = swapper._pool
+    monkeypatch.setattr(host_slabs, "SLAB_BYTES", 1)  # a slab for each block
+    swapper, done, pool = make(dtype, device)
+    assert swapper.host.blocks == 8
     before = pool.buffer.clone()
     source, target, blocks = [7, 2, 19, 4, 11], [3, 18, 1, 9, 6], [6, 1]
     swapper.order(Swap(KEY, 1, True, source, blocks), None)
@@ -74,17 +76,17 @@ def test_pages_come_back_as_they_left(
             assert not found.any()
         else:
             assert torch.equal(found, wanted), page
-    assert sorted(swapper._slabs) == [1, 6], "no more host memory than was needed"
+    assert swapper.host.slabs == [1, 6], "no more host memory than was needed"
 
 
 def test_a_failure_is_told_and_the_next_copy_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    swapper, done = make(torch.float32, "cpu")
+    swapper, done, _ = make(torch.float32, "cpu")
 
-    def no_memory(self: Swapper, block: int) -> torch.Tensor:
+    def no_memory(self: HostSlabs, number: int) -> torch.Tensor:
         raise RuntimeError("cannot pin")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Swapper, "_host", no_memory)
+        patch.setattr(HostSlabs, "block", no_memory)
         swapper.order(Swap(KEY, 1, True, [1], [0]), None)
         assert done.wait() == "RuntimeError: cannot pin"
     swapper.order(Swap(KEY, 2, True, [1], [0]), None)

@@ -68,7 +68,7 @@ def test_a_prompt_that_is_never_computed_is_closed(checkpoints: Checkpoints, pee
     (prompt,) = random_prompts(40)
     with local_groups(small_config(peer_memory=peer_memory), checkpoints.source()) as groups:
         leader = groups.prefill[0].leader
-        leader._scheduler.next_step = lambda: None
+        leader.scheduler.next_step = lambda: None
 
         async def work(router: Any) -> None:
             outputs = router.generate("r", prompt, SamplingParams(max_tokens=2), timeout_s=0.3)

@@ -107,8 +107,8 @@ def test_what_is_measured_is_used_and_kept(
     [(key, kept)] = json.loads(cache.read_text())["wires"].items()
     assert key.endswith("cpu; inproc")
     sender = groups.prefill[0].agent
-    assert sender.cutter._wires["decode"].overhead_s == kept["overhead_s"] > 0
-    assert sender.cutter._wires["decode"].bytes_per_s == kept["bytes_per_s"]
+    assert sender.cutter.wires["decode"].overhead_s == kept["overhead_s"] > 0
+    assert sender.cutter.wires["decode"].bytes_per_s == kept["bytes_per_s"]
     check_exact(groups, checkpoints)
 
 
@@ -130,8 +130,8 @@ def test_what_is_set_wins(start: Callable[..., LocalGroups]) -> None:
     groups = start(segment_overhead_s=0.0, max_segment_bytes=4096)
     assert "in 2 layer groups, in segments of 0.00391 MiB" in calibrate(groups).chosen
     sender = groups.prefill[0].agent
-    assert sender.cutter._limits == {"decode": {0: 4096}}
-    assert sender.cutter._wires["decode"].overhead_s == 0
+    assert sender.cutter.limits == {"decode": {0: 4096}}
+    assert sender.cutter.wires["decode"].overhead_s == 0
 
 
 def test_all_is_set(start: Callable[..., LocalGroups]) -> None:
@@ -156,13 +156,13 @@ def test_peer_memory_is_not_measured(start: Callable[..., LocalGroups]) -> None:
 def test_a_pool_that_is_refused_meanwhile_is_measured(start: Callable[..., LocalGroups]) -> None:
     groups = start()
     receiver, sender = groups.decode[0], groups.prefill[0]
-    receiver._loop.call(lambda: receiver.agent._writes.peers.add("prefill-0"))
+    receiver.transfer_loop.call(lambda: receiver.agent.parts.writes.peers.add("prefill-0"))
     asked: list[str] = []
 
     def refuse(source: str, destination: str, message: m.Message) -> None:
         if isinstance(message, m.ProbeAnswer):
             asked.append(message.refused)
-            receiver._loop.post(lambda: receiver.agent._writes.peers.discard("prefill-0"))
+            receiver.transfer_loop.post(lambda: receiver.agent.parts.writes.peers.discard("prefill-0"))
 
     groups.observe(refuse)
     assert sender.calibrate(groups.decode_info).found.startswith("measured")
@@ -189,12 +189,14 @@ def test_a_ring_in_use(start: Callable[..., LocalGroups], checkpoints: Checkpoin
     sizes = counted(groups, is_probe)
     agent = groups.decode[0].agent
     leases: list[Any] = []
-    groups.decode[0]._loop.call(lambda: leases.append(agent._ring.allocator.assign(256, owner="a request")))
+    groups.decode[0].transfer_loop.call(
+        lambda: leases.append(agent.parts.ring.allocator.assign(256, owner="a request"))
+    )
     found = groups.prefill[0].calibrate(groups.decode_info)
     assert (sizes, found.failed) == ([], True)
     assert "the decode rank's ring is in use within 0.2 s" in found.found
     assert found.chosen.startswith("a chunk of 24 tokens leaves in 2 layer groups"), "as before"
-    groups.decode[0]._loop.call(lambda: agent._ring.allocator.free(leases[0].id))
+    groups.decode[0].transfer_loop.call(lambda: agent.parts.ring.allocator.free(leases[0].id))
     check_exact(groups, checkpoints)
 
 
@@ -241,7 +243,9 @@ def test_a_prefill_rank_that_falls_silent_loses_the_region(
     monkeypatch.setattr(decode_node.probe, "HELD_S", 0.1)
     groups = start()
     receiver = groups.decode[0]
-    receiver._loop.call(lambda: receiver.agent._probes.on_request("prefill-0", m.ProbeRequest(7, RING_BYTES)))
+    receiver.transfer_loop.call(
+        lambda: receiver.agent.parts.probes.on_request("prefill-0", m.ProbeRequest(7, RING_BYTES))
+    )
     receiver.check()
     assert receiver.statistics()["transfer"].ring_in_use_bytes == RING_BYTES
     groups.settle()
@@ -254,7 +258,9 @@ def test_a_request_beside_a_probe_waits_for_the_ring_and_is_exact(
     monkeypatch.setattr(decode_node.probe, "HELD_S", 0.3)
     groups = start()
     receiver = groups.decode[0]
-    receiver._loop.call(lambda: receiver.agent._probes.on_request("prefill-0", m.ProbeRequest(7, RING_BYTES)))
+    receiver.transfer_loop.call(
+        lambda: receiver.agent.parts.probes.on_request("prefill-0", m.ProbeRequest(7, RING_BYTES))
+    )
     check_exact(groups, checkpoints)
     assert receiver.statistics()["transfer"].watermarks > 0, "they had to wait"
 
@@ -265,18 +271,20 @@ def test_messages_of_no_probe_are_dropped(
     """Late ones, or larger than what was asked for."""
     groups = start()
     receiver, sender = groups.decode[0], groups.prefill[0]
-    receiver._loop.call(lambda: receiver.agent._probes.on_request("prefill-0", m.ProbeRequest(7, 512)))
+    receiver.transfer_loop.call(
+        lambda: receiver.agent.parts.probes.on_request("prefill-0", m.ProbeRequest(7, 512))
+    )
 
     def send(number: int, nbytes: int) -> None:
-        sender._transport.send("decode-0", probe_tag(number), sender.agent._space.buffer.view(0, nbytes))
+        sender.transport.send("decode-0", probe_tag(number), sender.agent.space.buffer.view(0, nbytes))
 
     for number, nbytes in ((7, 513), (8, 512)):
-        sender._loop.call(partial(send, number, nbytes))
+        sender.transfer_loop.call(partial(send, number, nbytes))
     deadline_s = time.monotonic() + TIMEOUT_S
-    while (seen := receiver._transport.statistics()).discards_done < 2:
+    while (seen := receiver.transport.statistics()).discards_done < 2:
         assert time.monotonic() < deadline_s, seen
         time.sleep(0.002)
     assert seen.receives_done == 0
-    receiver._loop.call(lambda: receiver.agent._probes.on_ended("prefill-0", m.ProbeEnded(7)))
+    receiver.transfer_loop.call(lambda: receiver.agent.parts.probes.on_ended("prefill-0", m.ProbeEnded(7)))
     groups.settle()
     check_exact(groups, checkpoints)

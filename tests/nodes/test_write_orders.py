@@ -37,7 +37,7 @@ class Ordered(Simulation):
 
     def work(self, name: str) -> None:
         """The transfer thread of a rank comes to the end of its inbox."""
-        while name in self.ranks and self.ranks[name]._loop._inbox:
+        while name in self.ranks and self.ranks[name].transfer_loop.posted:
             self._inbox(self.ranks[name])
 
     def wire(self, name: str) -> None:
@@ -89,7 +89,7 @@ def test_a_ticket_is_stopped_before_its_writer_has_heard_of_it(order: Ordered) -
     order.compute()
     order.devices[P].step()  # has read the fence word
     order.deliver(P, D)
-    assert not list(order.ranks[D].leader._requests()), "the pages were given back"
+    assert not list(order.ranks[D].leader.scheduler.requests), "the pages were given back"
     order.devices[P].step()
     assert order.ranks[D].runner.pool.buffer.isnan().all(), "a page was written after it was given back"
     order.settle()
@@ -100,7 +100,7 @@ def test_a_writer_that_was_taken_for_dead_cannot_begin_any_more(order: Ordered) 
     order.reserve()
     order.queues[P, D] = deque([LOST])
     order.deliver(P, D)
-    words = order.ranks[D].agent._writes._fences.words
+    words = order.ranks[D].agent.parts.writes.fences.words
     assert (words == CLOSED).all()
     order.compute()
     while order.devices[P].work:
@@ -122,7 +122,7 @@ def test_a_pool_that_is_offered_again_and_refused_leaves_open_tickets_as_they_ar
         order.devices[P].step()
     order.settle()
     assert order.request.ended == "done"  # type: ignore[attr-defined]
-    assert (decode.agent._writes._fences.words == CLOSED).all()
+    assert (decode.agent.parts.writes.fences.words == CLOSED).all()
 
 
 @pytest.mark.parametrize("error", [TransportError("no"), RuntimeError("the kernel does not compile")])
@@ -146,7 +146,7 @@ def test_a_pool_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, 
 def test_a_receiver_does_not_poll_for_a_request_that_is_over(order: Ordered) -> None:
     """Pages of a lost writer are barred for many seconds: nothing arrives for them that anyone waits for."""
     agent = order.ranks[D].agent
-    agent._polls = True  # as on a GPU
+    agent.polls = True  # as on a GPU
     order.reserve()
     assert agent.poll(order.now_s) == ARRIVAL_POLL_S
     order.queues[P, D] = deque([LOST])
@@ -180,7 +180,7 @@ def test_the_prefill_group_keeps_its_pages_until_all_is_verified(
         order.wire(D)
         order.wire(D)  # and is read: the sum is launched
         order.wire(P)
-        assert order.ranks[P].agent._tickets.staged() == 0
+        assert order.ranks[P].agent.tickets.staged() == 0
         assert sending() == 1, "all is written, nothing is verified"
         run_device(D)
         order.wire(D)
@@ -198,7 +198,7 @@ def test_a_verified_ticket_waits_a_moment_for_others(order: Ordered) -> None:
     order.reserve()
     order.compute()
     order.reserve()  # expected by the decode rank; the prefill group has not heard of it
-    tickets = order.ranks[D].agent._tickets
+    tickets = order.ranks[D].agent.parts.tickets
     (first, second) = tickets.open.values()
     while first.state is not ReceiveTransferState.LANDED:
         for name in (P, D):
@@ -207,7 +207,7 @@ def test_a_verified_ticket_waits_a_moment_for_others(order: Ordered) -> None:
             order.wire(name)
     assert second.wanted
     landed_s = order.now_s
-    (outgoing,) = order.ranks[P].agent._tickets.open.values()
+    (outgoing,) = order.ranks[P].agent.tickets.open.values()
     assert tickets.due_s > landed_s - VERIFIED_WAIT_S, "it waits"
     assert not told(order)
     while not outgoing.reported:
@@ -229,7 +229,7 @@ def test_pages_that_were_given_back_are_not_sent_again(order: Ordered) -> None:
     order.reserve()
     order.compute()
     agent = order.ranks[P].agent
-    (outgoing,) = agent._tickets.open.values()
+    (outgoing,) = agent.tickets.open.values()
     while not outgoing.reported:
         for name in (P, D):
             while order.devices[name].work:
@@ -258,10 +258,10 @@ def test_a_prefill_group_without_its_router_sends_to_the_end(order: Ordered, als
         lose_both()
     prefill.leader.on_peer_lost(ROUTER)
     order.now_s += 20.0
-    prefill.leader._expire()
+    prefill.leader.expire()
     order.work(P)
     if not also:
-        assert not any(request.closing for request in prefill.leader._requests())
+        assert not any(request.closing for request in prefill.leader.scheduler.requests.values())
     elif also == "after":
         lose_both()
     for _ in range(8):
@@ -272,7 +272,7 @@ def test_a_prefill_group_without_its_router_sends_to_the_end(order: Ordered, als
         while order.devices[D].work:
             order.devices[D].step()
         order.work(P)
-    assert not list(prefill.leader._requests()), "the router cannot release it"
+    assert not list(prefill.leader.scheduler.requests), "the router cannot release it"
     assert prefill.agent.statistics().segments_written
     assert (not also) == (decode.agent.statistics().segments_landed > 0)
     if also:
