@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from decode_node.incoming import IncomingSegment, IncomingTransfer, pool_slice
-from decode_node.landing import Landing
+import decode_node.verifier
+from decode_node.incoming import IncomingSegment, IncomingTransfer
+from decode_node.receive_state import SegmentEvent
+from decode_node.ring import ReceiveRing
 from decode_node.verifier import Verifier
 from disagg.core.types import CHECKSUM_BYTES, Segment
 from transport.base import Arrival, Operation, Transport
@@ -58,27 +60,47 @@ class Flips:
 def install(patch: pytest.MonkeyPatch, choose: Choose) -> Flips:
     """From now on segments that come to decode ranks are damaged as `choose` says."""
     flips = Flips(choose)
-    scatter, begin = Landing._scatter, Verifier.begin
+    begin, slice_of, in_pool = Verifier.begin, decode_node.verifier.pool_slice, threading.local()
 
-    def scatter_damaged(self: Landing, item: IncomingSegment) -> None:
+    def damage(ring: ReceiveRing, item: IncomingSegment) -> None:
         bit = flips.bit(item.incoming, item.segment, item.again)
         if bit is not None:
-            message = self._ring.view(item)
+            message = ring.view(item)
             invert(message[: item.segment.nbytes] if bit >= 0 else message[-CHECKSUM_BYTES:], bit)
-        scatter(self, item)
+
+    def damaged_slice(*arguments: Any) -> Any:
+        """The pool's rows that `begin` sums."""
+        place = slice_of(*arguments)
+        if in_pool.bit is not None:
+            invert_in_pool(place, in_pool.bit)
+        return place
 
     def begin_damaged(self: Verifier, incoming: IncomingTransfer, written: Written) -> None:
         bit = flips.bit(incoming, written.segment, written.again)
-        if bit is not None and bit >= 0:
-            invert_in_pool(pool_slice(written.segment, incoming, self._shard, self._pool), bit)
-        elif bit is not None:
+        in_pool.bit = bit if bit is not None and bit >= 0 else None
+        if bit is not None and bit < 0:
             total = written.total ^ (1 << (-1 - bit) % 63)
             written = Written(written.segment, total, written.again)
         begin(self, incoming, written)
 
-    patch.setattr(Landing, "_scatter", scatter_damaged)
+    before_scatters(patch, damage)
     patch.setattr(Verifier, "begin", begin_damaged)
+    patch.setattr(decode_node.verifier, "pool_slice", damaged_slice)
     return flips
+
+
+def before_scatters(
+    patch: pytest.MonkeyPatch, change: Callable[[ReceiveRing, IncomingSegment], None]
+) -> None:
+    """Calls `change` with each segment that has been received, before its scatter."""
+    advance = ReceiveRing.advance
+
+    def received(self: ReceiveRing, item: IncomingSegment, event: SegmentEvent) -> None:
+        if event is SegmentEvent.RECEIVED:
+            change(self, item)
+        advance(self, item, event)
+
+    patch.setattr(ReceiveRing, "advance", received)
 
 
 def invert(memory: torch.Tensor, bit: int) -> None:

@@ -29,8 +29,8 @@ class CountedMachine(RuleBasedStateMachine):
     """Counts over all examples of a class. Invariants are looked at when an example begins, and after each step."""
 
     done: ClassVar[Counter[str]]
-    _looks: ClassVar[int]
-    _examples: ClassVar[int]
+    looks: ClassVar[int]
+    examples: ClassVar[int]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -38,20 +38,20 @@ class CountedMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        type(self)._examples += 1
+        type(self).examples += 1
 
     @classmethod
     def start_counting(cls) -> None:
-        cls.done, cls._looks, cls._examples = Counter(), 0, 0
+        cls.done, cls.looks, cls.examples = Counter(), 0, 0
 
     @classmethod
     def steps(cls) -> int:
         """Rules that were carried out, each followed by all invariants."""
-        return cls._looks - cls._examples
+        return cls.looks - cls.examples
 
     @invariant()
     def was_looked_at(self) -> None:
-        type(self)._looks += 1
+        type(self).looks += 1
 
 
 def run_steps(machine: type[CountedMachine], least_steps: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ from disagg.core.config.read import (
     TransportConfig,
 )
 from disagg.core.errors import BusyError, PeerLostError
+from disagg.core.ports import Clock
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, SamplingParams, TokenLogprobs
 from disagg.model.collective.base import SingleCollective, ThreadCollective
 from disagg.model.load.source import ModelSource
@@ -164,8 +165,13 @@ class LocalGroups:
         source: ModelSource,
         device: str = "cpu",
         options: ReliableOptions | None = None,
+        max_message_bytes: Mapping[str, int] | None = None,
     ) -> None:
+        """`max_message_bytes`: of the channels that take smaller messages, by their names."""
         self.config, self.source = config, source
+        self._max_message_bytes = max_message_bytes or {}
+        self.router_clock: Clock = time.monotonic
+        """Clock of the routers that `serve` makes."""
         self.damages = False
         """The test damages segments; without that no checksum may differ."""
         self._options = options or ReliableOptions()
@@ -255,12 +261,10 @@ class LocalGroups:
     @asynccontextmanager
     async def router(self) -> AsyncIterator[Router]:
         """A router of its own on the running loop; its groups are asked how they are each `metrics.interval_s`."""
-        mail = ResponseDispatcher(
-            InprocControl(self.hub, "router", self._options), asyncio.get_running_loop()
-        )
+        mail = ResponseDispatcher(self._control("router"), asyncio.get_running_loop())
         mail.start()
         try:
-            router = Router(mail, self.infos.values(), config=self.config.router)
+            router = Router(mail, self.infos.values(), config=self.config.router, clock=self.router_clock)
             async with watching(router.statuses, self.config.metrics.interval_s):
                 yield router
         finally:
@@ -336,9 +340,13 @@ class LocalGroups:
             group_config=group,
             name=group_name,
             runner=runner,
-            control=InprocControl(self.hub, name, self._options),
+            control=self._control(name),
             transport=self.transport(name),
         )
+
+    def _control(self, name: str) -> InprocControl:
+        limit_bytes = self._max_message_bytes.get(name, m.MAX_MESSAGE_BYTES)
+        return InprocControl(self.hub, name, self._options, limit_bytes)
 
     def _info(self, name: str, ranks: Sequence[Any]) -> GroupInfo:
         spec, group = ranks[0].runner.spec, ranks[0].group_config
@@ -369,9 +377,10 @@ def local_groups(
     device: str = "cpu",
     options: ReliableOptions | None = None,
     dead: Sequence[str] = (),
+    max_message_bytes: Mapping[str, int] | None = None,
 ) -> Iterator[LocalGroups]:
     """All groups, up and linked; at the end every book (not of the `dead`) is checked and every thread ended."""
-    groups = LocalGroups(config, source, device, options)
+    groups = LocalGroups(config, source, device, options, max_message_bytes)
     try:
         yield groups
         groups.settle(dead)

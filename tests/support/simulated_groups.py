@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, fake_spec
-from simulated_memory import Device, late_kernels, poison_host, poison_pages, poison_ring
+from simulated_memory import Device, late_kernels, poison_host, poison_pages, replace_device
 from simulated_router import SimulatedRouter
 
 from decode_node.rank import DecodeRank
@@ -153,18 +153,18 @@ class Simulation:
     def probe(self) -> None:
         """A prefill rank shall time its wire to one of its decode ranks."""
         rank = self.choose.choice([r for r in self.ranks.values() if r.role == "prefill"])
-        peers = [p for link in rank.agent._links.values() for p in link.destinations_of(rank.rank)]
+        peers = [p for link in rank.agent.links.values() for p in link.destinations_of(rank.rank)]
         if peers:
             peer = self.choose.choice(peers)
             arguments = (peer.control_address, peer.ring_bytes, lambda host, device: None, self.probed.append)
-            rank._loop.post(partial(rank.agent.prober.start, *arguments))
+            rank.transfer_loop.post(partial(rank.agent.prober.start, *arguments))
 
     def probing(self) -> bool:
         """Whether a rank that lives has to do with a probe."""
         agents = [rank.agent for name, rank in self.ranks.items() if name not in self.dead]
         senders = [agent.prober for agent in agents if hasattr(agent, "prober")]
-        receivers = [agent._probes for agent in agents if hasattr(agent, "_probes")]
-        return any(p._probe or p.leases for p in senders) or any(p.lease for p in receivers)
+        receivers = [agent.parts.probes for agent in agents if hasattr(agent, "parts")]
+        return any(p.busy or p.leases for p in senders) or any(p.lease for p in receivers)
 
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
         found: list[tuple[str, Callable[[], None]]] = []
@@ -174,7 +174,7 @@ class Simulation:
         for name, rank in self.ranks.items():
             if name in self.dead:
                 continue
-            if rank._loop._inbox:
+            if rank.transfer_loop.posted:
                 found.append((f"inbox {name}", partial(self._inbox, rank)))
             if self.devices[name].work:
                 found.append((f"device {name}", self.devices[name].step))
@@ -237,7 +237,7 @@ class Simulation:
         assert held == 0, f"{name}: {transfer}"
         mismatches = getattr(transfer, "checksum_mismatches", 0)
         assert self.damages or not mismatches, f"{name}: nothing was damaged, and a checksum differs"
-        assert rank._transport.statistics().pending == 0, f"{name}: an operation never ends"
+        assert rank.transport.statistics().pending == 0, f"{name}: an operation never ends"
         if rank.leader is not None:
             found = rank.leader.statistics()
             memory, host = found.memory, getattr(found, "host", None)
@@ -258,14 +258,14 @@ class Simulation:
             self.ranks[destination].on_message(source, message)
 
     def _inbox(self, rank: Any) -> None:
-        if rank._loop._inbox:
-            rank._loop._inbox.popleft()()
+        rank.transfer_loop.run_posted()
+        assert not rank.transfer_loop.faults, "an exception on the transfer thread, see the log"
 
     def _wire(self, rank: Any) -> None:
         """The transfer thread looks at its transport and its device, in the order in which it does so."""
-        for operation in rank._transport.progress():
+        for operation in rank.transport.progress():
             rank.agent.on_operation(operation)
-        for arrival in rank._transport.arrivals():
+        for arrival in rank.transport.arrivals():
             rank.agent.on_arrival(arrival)
         rank.agent.poll(self.now_s)
         self.now_s += 0.0005
@@ -277,9 +277,9 @@ class Simulation:
             return
         plan, waiting = self.plans.get(role, (None, set()))
         if rank.leader is None:
-            if name in waiting and not rank._plans._plans.empty():
+            if name in waiting and rank.plans.queued:
                 waiting.discard(name)
-                self._run_step(rank, rank._plans.next_plan())
+                self._run_step(rank, rank.plans.next_plan())
         elif plan is None:
             plan = rank.leader.next_plan()
             if plan is not None:
@@ -291,7 +291,7 @@ class Simulation:
 
     def _run_step(self, rank: Any, plan: Any) -> None:
         self.computing.add(rank.role)
-        rank._step(plan)
+        rank.step(plan)
         self.computing.discard(rank.role)
 
     def _open_memory(self, handle: MemoryHandle, device: torch.device) -> torch.Tensor:
@@ -327,12 +327,10 @@ class Simulation:
                 transport=InprocTransport(self.fabric, name),
                 clock=lambda: self.now_s,
             )
-            rank._loop.call = lambda work, timeout_s=0.0: work()
-            rank._compute = SimpleNamespace(start=lambda: None)
+            rank.transfer_loop.call = lambda work, timeout_s=0.0: work()
+            rank.compute_thread = SimpleNamespace(start=lambda: None)
             self.ranks[name], self.devices[name] = rank, Device()
-            rank.agent._queue.record_event = self.devices[name].record_event
-            memory = rank.agent._ring if cls is DecodeRank else rank.agent._space
-            poison_ring(memory.allocator, memory.buffer.memory)
+            replace_device(rank, self.devices[name])
             if cls is DecodeRank:
                 self._copy_late(name, rank)
             infos.append(rank.info())
@@ -350,12 +348,12 @@ class Simulation:
         mine = [rank for rank in self.ranks.values() if rank.role == cls.role]
         for rank in mine:
             rank.join(info)
-        poison_pages(mine[0].leader._scheduler._kv_manager, mine)
+        poison_pages(mine[0].kv_manager, mine)
         if cls is DecodeRank:
-            poison_host(mine[0].leader._scheduler, mine)
+            poison_host(mine[0].leader.scheduler, mine)
         return info
 
     def _copy_late(self, name: str, rank: Any) -> None:
         """The swapper's thread comes to each order when it likes."""
         copies = self.copies[name] = Device()
-        rank._swapper.order = lambda swap, after: copies.work.append(partial(rank._swapper.copy, swap, after))
+        rank.swapper.order = lambda swap, after: copies.work.append(partial(rank.swapper.copy, swap, after))

@@ -42,13 +42,23 @@ class Device:
             self.work.popleft()()
 
 
+def replace_device(rank: Any, device: Device) -> None:
+    """The copies of `rank` complete when `device` comes to them, and its freed ring or staging turns to NaN."""
+    agent = rank.agent
+    queue, memory = (
+        (agent.parts.queue, agent.parts.ring) if rank.role == "decode" else (agent.queue, agent.space)
+    )
+    queue.record_event = device.record_event
+    poison_ring(memory.allocator, memory.buffer.memory)
+
+
 def poison_pages(kv_manager: KVManager, ranks: Sequence[Any]) -> None:
     """From now on freed pages turn to NaN in the pools of `ranks`, and must still be NaN when they are handed out.
 
     On a GPU as well, where it waits for the device: nothing that is queued may write them any more.
     """
-    allocator = kv_manager._pages
-    take, free = allocator._take_pages, allocator.free
+    unused = kv_manager.allocator.unused
+    take, put = unused.take, unused.put
 
     def slots(pages: Sequence[int]) -> torch.Tensor:
         return slots_of(pages, kv_manager.page_size, Span(0, kv_manager.page_size * len(pages))).long()
@@ -65,17 +75,15 @@ def poison_pages(kv_manager: KVManager, ranks: Sequence[Any]) -> None:
             assert untouched, f"{rank.lane}: a page was written after it was freed"
         return pages
 
-    def poisoning_free(pages: Sequence[int]) -> int:
-        """Those that others still read keep what they hold."""
-        before = len(allocator._free)
-        freed = free(pages)
-        for _, memory in memories() if freed else ():
-            memory[:, :, slots(allocator._free[before:]).to(memory.device)] = POISON
+    def poisoning_put(pages: Sequence[int]) -> None:
+        """Those that others still read keep what they hold: they are not free yet."""
+        put(pages)
+        for _, memory in memories() if pages else ():
+            memory[:, :, slots(pages).to(memory.device)] = POISON
             if memory.is_cuda:
                 torch.cuda.synchronize(memory.device)
-        return freed
 
-    allocator._take_pages, allocator.free = checked_take, poisoning_free  # type: ignore[method-assign]
+    unused.take, unused.put = checked_take, poisoning_put  # type: ignore[method-assign]
 
 
 def poison_host(scheduler: DecodeScheduler, ranks: Sequence[Any]) -> None:
@@ -87,7 +95,7 @@ def poison_host(scheduler: DecodeScheduler, ranks: Sequence[Any]) -> None:
         free(blocks)
         for rank in ranks:
             for block in blocks:
-                rank._swapper._host(block).fill_(POISON)
+                rank.swapper.host.block(block).fill_(POISON)
 
     host.free = poisoning_free  # type: ignore[method-assign]
 

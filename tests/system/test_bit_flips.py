@@ -16,7 +16,7 @@ import msgspec
 import pytest
 import torch
 from architectures import HYBRIDS, save
-from bit_flips import Choose, FlippingTransport, Flips, first_sendings, install
+from bit_flips import Choose, FlippingTransport, Flips, before_scatters, first_sendings, install
 from local_groups import (
     Answered,
     Checkpoints,
@@ -30,7 +30,7 @@ from local_groups import (
 from slow_parameters import sampled
 
 from decode_node.incoming import IncomingSegment, IncomingTransfer
-from decode_node.landing import Landing
+from decode_node.ring import ReceiveRing
 from disagg.core.config.read import ModelConfig, RouterConfig
 from disagg.core.errors import ChecksumError, HandshakeError, PeerLostError
 from disagg.core.types import SamplingParams, Segment
@@ -216,19 +216,17 @@ def test_a_message_that_was_not_written(
     source, prompts = checkpoints.source(), random_prompts(70, 70, seed=8)
     earlier: dict[Segment, torch.Tensor] = {}
     struck: list[Segment] = []
-    scatter = Landing._scatter
 
-    def stale(self: Landing, item: IncomingSegment) -> None:
-        message = self._ring.view(item)
+    def stale(ring: ReceiveRing, item: IncomingSegment) -> None:
+        message = ring.view(item)
         found = earlier.setdefault(item.segment, message.clone())
         if left == "zeros":
             found = torch.zeros_like(message)
         if not item.again and (left == "zeros" or not torch.equal(found, message)):
             struck.append(item.segment)
             message.copy_(found)
-        scatter(self, item)
 
-    monkeypatch.setattr(Landing, "_scatter", stale)
+    before_scatters(monkeypatch, stale)
     with local_groups(small_config(1, 1, chunk_tokens=16, peer_memory=False), source) as groups:
         groups.damages = True
         answers = [groups.answers([prompt], GREEDY)[0] for prompt in prompts]

@@ -75,7 +75,7 @@ def test_a_transport_that_raises_breaks_its_group(checkpoints: Checkpoints, role
         rank, gone = getattr(groups, role)[1], threading.Event()
         rank.on_broken = lambda reason: gone.set()
         assert error_of(groups, "before") is None
-        rank._transport.progress = fails_once(rank._transport.progress)
+        rank.transport.progress = fails_once(rank.transport.progress)
         error = error_of(groups, "victim")
         assert isinstance(error, PeerLostError)
         # The rank says why; who exchanges KV with it may be the first to notice that it is gone.
@@ -115,7 +115,7 @@ def test_a_planner_that_raises_breaks_its_group(checkpoints: Checkpoints) -> Non
     groups = LocalGroups(small_config(1, 1), checkpoints.source())
     try:
         leader = groups.prefill[0].leader
-        leader._next_step = fails_once(leader._next_step)
+        leader.scheduler.next_step = fails_once(leader.scheduler.next_step)
         assert isinstance(error_of(groups, "victim"), PeerLostError)
     finally:
         groups.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import random
 from typing import Any
 
@@ -38,20 +39,20 @@ SHORT = ReliableOptions(heartbeat_s=0.05, peer_timeout_s=0.6)
 def steps_of(groups: LocalGroups, name: str = "colocated") -> list[StepPlan]:
     """Every plan of a group from now on."""
     rank, plans = groups.groups[name][0], []
-    step = rank._compute._step
+    run = rank.executor.run
 
-    def note(plan: StepPlan) -> None:
+    def note(plan: StepPlan, *rest: Any) -> Any:
         plans.append(plan)
-        step(plan)
+        return run(plan, *rest)
 
-    rank._compute._step = note
+    rank.executor.run = note
     return plans
 
 
 def poisoned(groups: LocalGroups) -> LocalGroups:
     """Its pages turn to NaN when they are freed."""
     for ranks in groups.groups.values():
-        poison_pages(ranks[0].leader._scheduler._kv_manager, ranks)
+        poison_pages(ranks[0].kv_manager, ranks)
     return groups
 
 
@@ -186,13 +187,13 @@ def test_nobody_reads_what_a_failed_request_computed(checkpoints: Checkpoints) -
     (prompt,) = random_prompts(40, seed=9)
     with local_groups(colocated_config(1), checkpoints.source()) as groups:
         rank = groups.groups["colocated"][0]
-        forward, bad = rank._forward, [True]
+        forward, bad = rank.executor.run, [True]
 
         def spoiled(plan: StepPlan, on_layer: Any = None) -> Any:
             logits = forward(plan, on_layer)
             return logits * float("nan") if bad[0] else logits
 
-        rank._forward = spoiled
+        rank.executor.run = spoiled
         with pytest.raises(RequestError, match="no finite logits"):
             groups.answers([prompt], SamplingParams(max_tokens=2))
         bad[0] = False
@@ -207,7 +208,7 @@ def test_a_group_tells_of_itself(checkpoints: Checkpoints) -> None:
         groups.answers(prompts, SamplingParams(max_tokens=TOKENS, ignore_eos=True))
         groups.settle()
         rank = groups.groups["colocated"][0]
-        rank._loop.call(rank._report)
+        rank.transfer_loop.call(rank.report)
         status = rank.leader.status()
     assert (status.role, status.tokens_total) == ("colocated", 80 + 2 * TOKENS)
     assert status.steps_total > TOKENS
@@ -315,19 +316,27 @@ def test_messages_that_are_void_change_nothing(checkpoints: Checkpoints) -> None
     """A reservation asked for twice is one; the ticket of an earlier try starts nothing."""
     source = checkpoints.source()
     prompt, sampling = pack_tokens(random_prompts(20)[0]), SamplingParams(max_tokens=3)
-    replies: list[m.Message] = []
+    arrived: queue.SimpleQueue[m.Message] = queue.SimpleQueue()
+
+    def observe(source: str, destination: str, message: m.Message) -> None:
+        if destination in ("router", "other"):
+            arrived.put(message)
+
+    def replies(count: int) -> list[m.Message]:
+        return [arrived.get(timeout=20.0) for _ in range(count)]
+
     with local_groups(colocated_config(1, max_requests=1), source) as groups:
         leader = groups.groups["colocated"][0].leader
-        leader._send = lambda peer, message: replies.append(message)
+        groups.hub.observe(observe)
         reserve = m.Reserve(RequestKey("r"), prompt, sampling, 30.0, "colocated")
         leader.handle("router", reserve)
         leader.handle("router", reserve)
-        first, again = replies
+        first, again = replies(2)
         assert isinstance(first, m.Reserved)
         assert first == again
         leader.handle("other", reserve)
         leader.handle("router", msgspec.structs.replace(reserve, key=RequestKey("another")))
-        for failed, said in zip(replies[2:], ("is in use", "no room for 23 tokens"), strict=True):
+        for failed, said in zip(replies(2), ("is in use", "no room for 23 tokens"), strict=True):
             assert isinstance(failed, m.Failed)
             assert (failed.code, failed.retryable) == (BusyError.code, True)
             assert said in failed.message
@@ -337,4 +346,4 @@ def test_messages_that_are_void_change_nothing(checkpoints: Checkpoints) -> None
             assert leader.statistics().reserved == 1
         leader.handle("router", m.Release(reserve.key, "over"))
         leader.handle("router", m.Release(reserve.key, "over"))
-        assert replies[-2:] == [m.Released(reserve.key)] * 2
+        assert replies(2) == [m.Released(reserve.key)] * 2

@@ -52,7 +52,7 @@ def test_turns_of_a_conversation_bring_only_what_is_new(
     first, *turns = random_prompts(53, 9, 1, 40, seed=2)
     config = small_config(*tp, prefill_page=pages[0], decode_page=pages[1], peer_memory=peer_memory)
     with local_groups(config, checkpoints.source()) as groups:
-        poison_pages(groups.decode[0].leader._scheduler._kv_manager, groups.decode)
+        poison_pages(groups.decode[0].kv_manager, groups.decode)
         said = groups.serve(lambda router: conversation(router, first, turns))
         found, source = cache_of(groups.decode), groups.source
     for prompt, answer in said:
@@ -167,7 +167,7 @@ def test_sharing_in_a_pool_that_is_too_small_with_aborts(
     sampling = SamplingParams(max_tokens=40)
     victims = {index: choose.randrange(1, 30) for index in range(0, 12, 4)}
     with local_groups(config, checkpoints.source()) as groups:
-        poison_pages(groups.decode[0].leader._scheduler._kv_manager, groups.decode)
+        poison_pages(groups.decode[0].kv_manager, groups.decode)
         results = answers_with_aborts(groups, prompts, sampling, victims)
         found, source = cache_of(groups.decode), groups.source
     check_survivors(results, victims, lambda i: checkpoints.greedy(source, prompts[i], 40))

@@ -45,7 +45,7 @@ def config_of(tp: tuple[int, int], peer_memory: bool) -> Config:
 def poisoned(groups: LocalGroups) -> LocalGroups:
     """Its pages turn to NaN when they are freed."""
     for ranks in (groups.prefill, groups.decode):
-        poison_pages(ranks[0].leader._scheduler._kv_manager, ranks)
+        poison_pages(ranks[0].kv_manager, ranks)
     return groups
 
 

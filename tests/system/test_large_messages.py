@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from local_groups import Checkpoints, LocalGroups, ask, local_groups, random_prompts, small_config
 
@@ -17,13 +15,10 @@ LONG, SHORT = random_prompts(450, 30, seed=11)
 SAMPLING = SamplingParams(max_tokens=3)
 
 
-def check(groups: LocalGroups, checkpoints: Checkpoints, kind: str, limit_router: int = 0) -> None:
+def check(groups: LocalGroups, checkpoints: Checkpoints, kind: str) -> None:
     """The long prompt fails by a message of that kind, and not by its time; a short one beside it does not."""
 
     async def work(router: Router) -> None:
-        if limit_router:
-            channel: Any = router._dispatcher._control
-            channel._max_message_bytes = limit_router
         with pytest.raises(ProtocolError, match=rf"^{kind} takes \d+ bytes; a message may take"):
             await ask(router, "long", LONG, SAMPLING)
         answer = await ask(router, "short", SHORT, SAMPLING)
@@ -44,14 +39,14 @@ def test_a_leader_fails_the_request(
     checkpoints: Checkpoints, tp: tuple[int, int], role: str, kind: str, limit_bytes: int
 ) -> None:
     config = small_config(*tp, prefill_page=1, decode_page=1, metrics_interval_s=0)
-    with local_groups(config, checkpoints.source()) as groups:
-        getattr(groups, role)[0].control._max_message_bytes = limit_bytes
+    with local_groups(config, checkpoints.source(), max_message_bytes={f"{role}-0": limit_bytes}) as groups:
         check(groups, checkpoints, kind)
 
 
 def test_a_router_fails_the_request(checkpoints: Checkpoints) -> None:
-    with local_groups(small_config(1, 1, metrics_interval_s=0), checkpoints.source()) as groups:
-        check(groups, checkpoints, "Reserve", limit_router=650)
+    config = small_config(1, 1, metrics_interval_s=0)
+    with local_groups(config, checkpoints.source(), max_message_bytes={"router": 650}) as groups:
+        check(groups, checkpoints, "Reserve")
 
 
 def test_a_sender_fails_the_request(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,6 +162,6 @@ def test_index_keys_in_8_bits_are_refused(sources: Callable[[str], ModelSource])
 
 
 def _poison(groups: LocalGroups) -> None:
-    scheduler = groups.decode[0].leader._scheduler
-    poison_pages(scheduler._kv_manager, groups.decode)
+    scheduler = groups.decode[0].leader.scheduler
+    poison_pages(groups.decode[0].kv_manager, groups.decode)
     poison_host(scheduler, groups.decode)

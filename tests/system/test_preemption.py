@@ -43,8 +43,8 @@ def config_of(
 
 def poisoned(groups: LocalGroups) -> LocalGroups:
     """Pages and host blocks turn to NaN when they are freed, and pages must still be NaN when they are taken."""
-    scheduler = groups.decode[0].leader._scheduler
-    poison_pages(scheduler._kv_manager, groups.decode)
+    scheduler = groups.decode[0].leader.scheduler
+    poison_pages(groups.decode[0].kv_manager, groups.decode)
     poison_host(scheduler, groups.decode)
     return groups
 
@@ -225,7 +225,7 @@ def test_draws_penalties_and_logprobs_notice_nothing(checkpoints: Checkpoints, w
 def test_aborted_while_preempted(checkpoints: Checkpoints) -> None:
     """Each request is cancelled at another moment, some without pages; the groups check that nothing is left."""
     with local_groups(config_of((1, 2), "swap"), checkpoints.source()) as groups:
-        scheduler = poisoned(groups).decode[0].leader._scheduler
+        scheduler = poisoned(groups).decode[0].leader.scheduler
 
         async def work(router: Router) -> None:
             sampling = SamplingParams(max_tokens=60, ignore_eos=True)

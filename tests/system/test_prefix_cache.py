@@ -30,7 +30,7 @@ def alike(*tails: int, stem: int = 70, seed: int = 1) -> list[list[int]]:
 def computed_tokens(groups: LocalGroups) -> list[int]:
     """A list that prompt tokens are added to as the prefill ranks' leader plans them."""
     counted = [0]
-    scheduler = groups.prefill[0].leader._scheduler
+    scheduler = groups.prefill[0].leader.scheduler
     plan = scheduler.next_step
 
     def next_step() -> Any:
@@ -116,7 +116,7 @@ def test_sharing_under_a_pool_that_is_too_small_with_aborts(
     prompts = [stems[i % 3][i // 3] for i in range(18)]
     victims = {index: choose.randrange(1, 20) for index in range(0, 18, 3)}
     with local_groups(config, checkpoints.source()) as groups:
-        poison_pages(groups.prefill[0].leader._scheduler._kv_manager, groups.prefill)
+        poison_pages(groups.prefill[0].kv_manager, groups.prefill)
         results = answers_with_aborts(groups, prompts, GREEDY, victims)
         found, source = cache_of(groups.prefill), groups.source
     check_survivors(results, victims, lambda i: checkpoints.greedy(source, prompts[i], TOKENS))

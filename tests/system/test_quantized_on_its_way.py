@@ -54,7 +54,7 @@ def pages_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def slots_on(rank: Any, tokens: Span) -> torch.Tensor:
-    pages = rank._pages[RequestKey("r0")]
+    pages = rank.pages_of(RequestKey("r0"))
     return slots_of(pages, rank.runner.page_size, tokens).long().to(rank.runner.device)
 
 
@@ -240,8 +240,8 @@ def test_forks_and_swapped_pages_of_codes(
         watermark=0.0,
     )
     with local_groups(msgspec.structs.replace(roomy, decode=decode), source) as groups:
-        scheduler = groups.decode[0].leader._scheduler
-        poison_pages(scheduler._kv_manager, groups.decode)
+        scheduler = groups.decode[0].leader.scheduler
+        poison_pages(groups.decode[0].kv_manager, groups.decode)
         poison_host(scheduler, groups.decode)
         for _ in range(12):  # who meets whom is up to the threads
             assert all_at_once(groups, SAMPLINGS) == calm

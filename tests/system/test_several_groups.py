@@ -119,9 +119,7 @@ def test_an_abort_that_is_repeated_still_waits_for_the_release(checkpoints: Chec
     assert all(report.released for report in reports)
 
 
-def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pair_that_cannot_meet_is_left_out_for_a_while(checkpoints: Checkpoints) -> None:
     """One group of each kind is fine, and so is the router's way to both: only the way between them is cut.
 
     The request that finds it out is tried again elsewhere, and nobody else tries.
@@ -129,7 +127,8 @@ def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
     ahead_s = [0.0]
     prompts = random_prompts(*range(20, 32))
     with local_groups(small_config(1, 1, groups=(1, 2)), checkpoints.source()) as groups:
-        known = groups.prefill[0].leader._decode_leaders
+        groups.router_clock = lambda: time.monotonic() + ahead_s[0]
+        known = groups.prefill[0].leader.decode_leaders
         address = known.pop("decode-2")
 
         epochs: list[int] = []
@@ -141,7 +140,6 @@ def test_a_pair_that_cannot_meet_is_left_out_for_a_while(
         groups.hub.observe(observe)
 
         async def work(router: Router) -> tuple[list[Any], list[str]]:
-            monkeypatch.setattr(router, "_clock", lambda: time.monotonic() + ahead_s[0])
             sampling = SamplingParams(max_tokens=3)
             found = [
                 (await ask(router, f"r{number}", prompt, sampling)).tokens
@@ -169,7 +167,7 @@ def test_a_request_without_other_groups_says_why_it_failed(checkpoints: Checkpoi
     config = msgspec.structs.replace(config, router=RouterConfig(max_recoveries=1))
     with local_groups(config, checkpoints.source()) as groups:
         for ranks in (groups.prefill, groups.groups["prefill-2"]):
-            ranks[0].leader._decode_leaders.clear()
+            ranks[0].leader.decode_leaders.clear()
 
         async def work(router: Router) -> Any:
             return await ask(router, "r", prompt, SamplingParams(max_tokens=3))

@@ -195,14 +195,14 @@ def test_a_router_that_stops_asking_is_forgotten(
 
         async def work(router: Router) -> None:
             await until(lambda: idle(router.groups()))
-            assert leader._reports.watchers == ("router",)
+            assert leader.watchers == ("router",)
             silent.append(True)
-            await until(lambda: not leader._reports.watchers)
+            await until(lambda: not leader.watchers)
             seen = len(ranks_told)
             await until(lambda: len(ranks_told) > seen)  # ranks go on to tell their leader
             assert set(ranks_told) == {1}, "rank 0 is the leader's own"
             silent.clear()
-            await until(lambda: leader._reports.watchers == ("router",))
+            await until(lambda: leader.watchers == ("router",))
 
         groups.serve(work)
 

@@ -14,7 +14,7 @@ def check(world: World) -> None:
     """Every structure of every living process is consistent."""
     for process in world.ranks():
         process.rank.agent.check()
-        process.rank._transport.check()
+        process.rank.transport.check()
         process.control.check()
         if process.rank.leader is not None:
             process.rank.leader.check()
@@ -44,16 +44,16 @@ def _check_rank(process: RankProcess) -> None:
     held = getattr(transfer, "ring_in_use_bytes", 0) + getattr(transfer, "staging_in_use_bytes", 0)
     assert held == 0, f"{name} holds ring or staging space: {transfer}"
     assert getattr(transfer, "checksum_mismatches", 0) == 0, f"{name}: nothing was damaged: {transfer}"
-    pending = rank._transport.statistics().pending
-    assert pending == 0, f"{name}: {pending} operations never end: {rank._transport._tracker.pending()}"
-    assert not rank._loop._inbox, f"{name}: work was never done"
+    pending = rank.transport.statistics().pending
+    assert pending == 0, f"{name}: {pending} operations never end: {rank.transport.statistics()}"
+    assert not rank.transfer_loop.posted, f"{name}: work was never done"
     assert process.control.statistics().unacknowledged == 0, f"{name}: {process.control.statistics()}"
     if rank.leader is None:
         return
     assert not rank.broken, f"{name}: {rank.broken}"
     found = rank.leader.statistics()
     memory, host = found.memory, getattr(found, "host", None)
-    assert rank.leader.wait_idle(0.0), f"{name} holds requests: {list(rank.leader._requests())}"
+    assert rank.leader.wait_idle(0.0), f"{name} holds requests: {list(rank.leader.scheduler.requests)}"
     assert memory.free_rows == memory.rows, f"{name} holds rows: {memory}"
     cached = memory.cache.cached_pages if memory.cache else 0
     assert memory.pages.references == cached, f"{name} holds pages: {memory}"
@@ -63,11 +63,12 @@ def _check_rank(process: RankProcess) -> None:
 
 def _check_router(world: World, router: RouterProcess) -> None:
     name, dispatcher = router.name, router.dispatcher
-    assert not dispatcher._inboxes, f"{name} holds inboxes: {list(dispatcher._inboxes)}"
+    assert not dispatcher.inboxes, f"{name} holds inboxes: {list(dispatcher.inboxes)}"
     up = {group.name for group in world.groups if group.lives}
     assert {engine.group.name for engine in router.router.engines} == up, f"{name}: not the groups {up}"
     for engine in router.router.engines:
         load = (engine.requests, engine.tokens)
         assert load == (0, 0), f"{name}: {engine.group.name} still counts {load}"
-        assert not router.router._lost(engine), f"{name} takes {engine.group.name} for lost"
-    assert len(dispatcher._listeners) <= 1 + len(up), f"{name}: {sorted(dispatcher._listeners)}"
+        lost = dispatcher.lost.intersection(rank.control_address for rank in engine.group.ranks)
+        assert not lost, f"{name} takes {engine.group.name} for lost"
+    assert len(dispatcher.listeners) <= 1 + len(up), f"{name}: {sorted(dispatcher.listeners)}"

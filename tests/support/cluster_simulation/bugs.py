@@ -7,26 +7,31 @@ from typing import Any
 
 import pytest
 
-from decode_node.leader import DecodeLeader
+from cluster_simulation.network import SimulatedControl
+from disagg.core.errors import PeerLostError
 from disagg.node.kv_manager import KVManager
 from disagg.router.answers import Answer
-from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.session import Session
-from prefill_node.leader import PrefillLeader
+from prefill_node.scheduler import PrefillRequest, PrefillScheduler
 from transport.control import messages as m
-from transport.control.reliable import Reliable
+from transport.control.reliable import Envelope, Reliable
 
 
 def drop_a_token(patch: pytest.MonkeyPatch) -> None:
     """The decode group streams one token less of each longer answer."""
-    emit = DecodeLeader._emit
+    send = SimulatedControl.send
 
-    def emit_some(self: Any, request: Any, sequence: Any, index: int, tokens: Any, logprobs: Any) -> None:
-        if index == 2 and len(sequence.tokens) < request.sampling.max_tokens:
-            return
-        emit(self, request, sequence, index, tokens, logprobs)
+    def send_some(self: SimulatedControl, peer: str, message: m.Message) -> None:
+        tokens = message.tokens if isinstance(message, m.StepTokens) else [message]
+        kept = [
+            one for one in tokens if not (isinstance(one, m.Tokens) and one.index == 2 and not one.finish)
+        ]
+        if isinstance(message, m.StepTokens):
+            message = m.StepTokens([one for one in kept if isinstance(one, m.Tokens)])
+        if kept:
+            send(self, peer, message)
 
-    patch.setattr(DecodeLeader, "_emit", emit_some)
+    patch.setattr(SimulatedControl, "send", send_some)
 
 
 def repeat_an_output(patch: pytest.MonkeyPatch) -> None:
@@ -44,13 +49,13 @@ def repeat_an_output(patch: pytest.MonkeyPatch) -> None:
 
 def leak_pages(patch: pytest.MonkeyPatch) -> None:
     """A prefill group never frees what the first request holds."""
-    closed = PrefillLeader._closed
+    closed = PrefillScheduler.rank_closed
 
-    def forget(self: Any, message: m.RankClosed) -> None:
-        if message.key.request_id != "r1":
-            closed(self, message)
+    def forget(self: PrefillScheduler, request: PrefillRequest, rank: int) -> None:
+        if request.key.request_id != "r1":
+            closed(self, request, rank)
 
-    patch.setattr(PrefillLeader, "_closed", forget)
+    patch.setattr(PrefillScheduler, "rank_closed", forget)
 
 
 def free_pages_early(patch: pytest.MonkeyPatch) -> None:
@@ -60,7 +65,7 @@ def free_pages_early(patch: pytest.MonkeyPatch) -> None:
     def reserve_freed(self: Any, *arguments: Any, **named: Any) -> Any:
         block_table = reserve(self, *arguments, **named)
         if block_table is not None:
-            self._pages.free(list(block_table.pages)[-1:])
+            self.allocator.free(list(block_table.pages)[-1:])
         return block_table
 
     patch.setattr(KVManager, "reserve", reserve_freed)
@@ -74,31 +79,31 @@ def count_a_load_twice(patch: pytest.MonkeyPatch) -> None:
 def never_resend(patch: pytest.MonkeyPatch) -> None:
     """A control channel does not retransmit."""
 
-    def wait(self: Any, peer: Any, now_s: float) -> None:
-        peer.resend_at_s = now_s + 1.0
-
-    patch.setattr(Reliable, "_resend", wait)
+    patch.setattr("transport.control.reliable.RESEND_WINDOW", 0)
 
 
 def deliver_twice(patch: pytest.MonkeyPatch) -> None:
     """A control channel passes a repeated packet on."""
-    take = Reliable._take
+    receive = Reliable.receive
 
-    def take_again(self: Any, peer: Any, envelope: Any) -> None:
-        if envelope.seq == peer.delivered:
+    def receive_again(self: Reliable, envelope: Envelope, now_s: float) -> None:
+        peer = self.known.get(envelope.source)
+        if peer is not None and peer.their_stream == envelope.stream and 0 < envelope.seq == peer.delivered:
             peer.delivered -= 1
-        take(self, peer, envelope)
+        receive(self, envelope, now_s)
 
-    patch.setattr(Reliable, "_take", take_again)
+    patch.setattr(Reliable, "receive", receive_again)
 
 
 def miss_a_lost_peer(patch: pytest.MonkeyPatch) -> None:
-    """A router does not pass the loss of a leader on to its sessions."""
+    """A router's sessions ignore the loss of a leader."""
 
-    def lose(self: Any, peer: str) -> None:
-        self.lost.add(peer)
+    on_message = Session.on_message
 
-    patch.setattr(ResponseDispatcher, "_lose", lose)
+    def ignore(self: Session, peer: str, message: Any, now_s: float) -> Any:
+        return [] if isinstance(message, PeerLostError) else on_message(self, peer, message, now_s)
+
+    patch.setattr(Session, "on_message", ignore)
 
 
 def drop_a_recovery(patch: pytest.MonkeyPatch) -> None:

@@ -37,10 +37,10 @@ class GroupProcess:
         self.ranks = [RankProcess(world, self, number, config) for number in range(self.section.ranks)]
         self.info = self._info()
         leader = self.leader.rank.leader
-        poison_pages(leader._scheduler._kv_manager, [one.rank for one in self.ranks])
+        poison_pages(self.leader.rank.kv_manager, [one.rank for one in self.ranks])
         if role == "decode":
-            poison_host(leader._scheduler, [one.rank for one in self.ranks])
-        leader._changed = _Notifying(partial(self._look_in, 0.0))
+            poison_host(leader.scheduler, [one.rank for one in self.ranks])
+        replace_waits(leader.changed, partial(self._look_in, 0.0))
 
     @property
     def leader(self) -> RankProcess:
@@ -79,8 +79,8 @@ class GroupProcess:
         process.later(partial(self._follow, process), self._pace * process.choose.uniform(*STEP_S))
 
     def _follow(self, process: RankProcess) -> None:
-        plan = process.rank._plans.next_plan()
-        process.rank._step(plan)
+        plan = process.rank.plans.next_plan()
+        process.rank.step(plan)
         self._missing.discard(process.name)
         if self._plan is not None and not self._missing:
             self.leader.later(self._end_step)
@@ -104,25 +104,17 @@ class GroupProcess:
                 if not self._missing:
                     self.leader.later(self._end_step, self._pace * self.leader.choose.uniform(*STEP_S))
                 return
-        if leader._requests():  # for their deadlines
+        if leader.scheduler.requests:  # for their deadlines
             self._look_in(IDLE_S)
 
     def _end_step(self) -> None:
         plan, self._plan = self._plan, None
         if plan is not None:
-            self.leader.rank._step(plan)
+            self.leader.rank.step(plan)
             self._look_in(0.0)
 
 
-class _Notifying(threading.Condition):
-    """The leader's lock; nobody waits for it, since all threads are one."""
-
-    def __init__(self, changed: Callable[[], None]) -> None:
-        super().__init__()
-        self._changed = changed
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return False
-
-    def notify_all(self) -> None:
-        self._changed()
+def replace_waits(condition: threading.Condition, changed: Callable[[], None]) -> None:
+    """Nobody waits for the condition, since all threads are one; each notification calls `changed`."""
+    condition.wait = lambda timeout=None: False  # type: ignore[method-assign]
+    condition.notify_all = changed  # type: ignore[method-assign]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from fake_model import FakeRunner
-from simulated_memory import Device, poison_ring
+from simulated_memory import Device, replace_device
 
 from cluster_simulation.fabric import SimulatedTransport
 from cluster_simulation.network import SimulatedControl
@@ -65,17 +65,13 @@ class RankProcess(Process):
 
     def _replace_threads(self) -> None:
         rank = self.rank
-        rank._loop.call = self._call_transfer_thread
-        rank._loop.start = self._wake_transfer
-        rank._loop._guarded = lambda work, otherwise: work()  # an exception is a bug, and ends the simulation
-        rank._compute = SimpleNamespace(start=lambda: None, busy=False)
-        rank.agent._queue.record_event = self.device.record_event
-        memory = rank.agent._ring if self.group.role == "decode" else rank.agent._space
-        poison_ring(memory.allocator, memory.buffer.memory)
+        rank.transfer_loop.call = self._call_transfer_thread
+        rank.transfer_loop.start = self._wake_transfer
+        rank.compute_thread = SimpleNamespace(start=lambda: None, busy=False)
+        replace_device(rank, self.device)
         if self.group.role == "decode":
-            rank._swapper.order = self._order_swap
-            rank._swapper._done = lambda swap, seconds, error: rank._swapped(swap, SWAP_S[0], error)
-        plans, put = rank._plans, rank._plans.put
+            rank.swapper.order = self._order_swap
+        plans, put = rank.plans, rank.plans.put
 
         def plan_arrived(plan: Any) -> None:
             put(plan)
@@ -89,16 +85,25 @@ class RankProcess(Process):
         self.world.fabric.kill(self.name)
 
     def _order_swap(self, swap: Any, after: Any) -> None:
-        self.later(partial(self.rank._swapper.copy, swap, after), self.choose.uniform(*SWAP_S))
+        self.later(partial(self.rank.swapper.copy, swap, after), self.choose.uniform(*SWAP_S))
 
     # --- the transfer thread
 
     def _call_transfer_thread(self, work: Callable[[], None], timeout_s: float = 0.0) -> None:
         """Runs `work` behind all posted work, as the thread does."""
-        loop = self.rank._loop
-        loop.post(work)
-        while loop._inbox:
-            loop._inbox.popleft()()
+        loop, failures = self.rank.transfer_loop, list[Exception]()
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - raised again below
+                failures.append(error)
+
+        loop.post(run)
+        while loop.run_posted():
+            self._require_sound()
+        if failures:
+            raise failures[0]
 
     def _wake_transfer(self) -> None:
         self._turn_in(0.0)
@@ -114,11 +119,17 @@ class RankProcess(Process):
         if due_s != self._turn_at_s:
             return  # an earlier one was asked for
         self._turn_at_s = float("inf")
-        loop, now_s = self.rank._loop, self.loop.time()
-        loop._turn()
-        wait_s = loop._timers(now_s)
-        due_s = min(loop._next_tick_s, loop._next_look_s) - now_s
-        self._turn_in(max(POLL_S, min(wait_s, due_s)))
+        loop, now_s = self.rank.transfer_loop, self.loop.time()
+        loop.turn()
+        wait_s = loop.run_timers(now_s)
+        self._require_sound()
+        self._turn_in(max(POLL_S, min(wait_s, loop.next_timer_s - now_s)))
+
+    def _require_sound(self) -> None:
+        """An exception on the transfer thread is a bug, and ends the simulation."""
+        assert not self.rank.transfer_loop.faults, (
+            f"{self.name}: an exception on the transfer thread, see the log"
+        )
 
 
 class _Device(Device):

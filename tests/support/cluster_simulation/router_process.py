@@ -31,7 +31,7 @@ class RouterProcess(Process):
         self.dispatcher = ResponseDispatcher(self.control, self.loop)
         self.router = Router(self.dispatcher, config=RouterConfig(policy=policy), clock=self.loop.time)
         if choose is not None:
-            self.router._choose = choose
+            self.router.choose = choose
         self._tasks: dict[asyncio.Task[None], ClientRequest] = {}
         self._stack = AsyncExitStack()
 

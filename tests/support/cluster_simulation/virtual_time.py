@@ -12,6 +12,18 @@ LIMIT_S = 1800.0
 ROUNDS, END_S = 3, 20.0
 
 
+class _Ready(asyncio.Handle):
+    def run(self) -> None:
+        """Calls back."""
+        self._run()
+
+
+class _Timer(asyncio.TimerHandle):
+    def run(self) -> None:
+        """Calls back."""
+        self._run()
+
+
 class VirtualTimeLoop(asyncio.BaseEventLoop):
     """Runs callbacks in the order of their times, on one thread, without any socket.
 
@@ -21,7 +33,7 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def __init__(self, now_s: float = 1000.0) -> None:
         super().__init__()
         self._now_s, self._until_s, self._count = now_s, now_s + LIMIT_S, 0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._timers: list[tuple[float, int, _Timer]] = []
         """A heap; the number keeps the order of equal times."""
         self.failure: BaseException | None = None
         self.set_exception_handler(self._fail)
@@ -30,10 +42,15 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
         """Returns the simulation's time in seconds."""
         return self._now_s
 
+    def _call_soon(self, callback: Any, args: Any, context: Any) -> asyncio.Handle:
+        handle = _Ready(callback, args, self, context)
+        self._ready.append(handle)
+        return handle
+
     def call_at(self, when: float, callback: Any, *args: Any, context: Any = None) -> asyncio.TimerHandle:
         """Calls back at `when`; events of equal times happen in the order of these calls."""
         self._count += 1
-        timer = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, self._count, timer))
         return timer
 
@@ -43,18 +60,18 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
             self._run_timer()
         for _ in range(len(self._ready)):
             handle = self._ready.popleft()
-            if not handle._cancelled:
-                handle._run()
+            if not handle.cancelled():
+                handle.run()
 
     def _run_timer(self) -> None:
         while self._timers:
             when, _, timer = heapq.heappop(self._timers)
-            if not timer._cancelled:
+            if not timer.cancelled():
                 self._now_s = max(self._now_s, when)
                 if when > self._until_s and self.failure is None:
                     self.failure = AssertionError(f"nothing ends the simulation within {LIMIT_S:g} s")
                     self.stop()
-                timer._run()
+                timer.run()
                 return
         raise RuntimeError("no event is left, and the simulation has not ended")
 
