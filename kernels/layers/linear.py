@@ -76,7 +76,7 @@ class Linear:
                 block = slice(first, first + LIBRARY_ROWS)
                 self._by_library(rows[block], out[block], self._bias)
         if done < len(rows):
-            self._launch(rows[done:], out[done:])
+            self.launch(rows[done:], out[done:])
 
     def _by_library(self, rows: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
         if bias is None:
@@ -98,12 +98,13 @@ class Linear:
             rows = torch.randn(LIBRARY_ROWS, self._k, **numbers)
             bias = None if self._bias is None else torch.randn(self._n, **numbers)
             ours, found = (torch.empty(LIBRARY_ROWS, self._n, **numbers) for _ in "12")
-            Linear(weight, bias)._launch(rows, ours)
+            Linear(weight, bias).launch(rows, ours)
             self._by_library(rows, found, bias)
             _library_agrees[kind] = torch.equal(ours, found)
         return _library_agrees[kind]
 
-    def _launch(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+    def launch(self, rows: torch.Tensor, out: torch.Tensor) -> None:
+        """Computes `out`, `[m, n]`, from `rows`, `[m, k]`, by the kernel, never by the library."""
         m = rows.shape[0]
         tile = tile_of(m, self._n, rows.dtype, rows.device, self._tma)
         compiled = self._compiled.get(tile)
