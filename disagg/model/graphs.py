@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 _STEP = 32
 _CHUNK_SIZES = (16, 32, 64, 128, 256)
-_SHORT_TOKENS = 4096
+SHORT_TOKENS = 4096
 _WARM_UPS = 2
 
 cuda: Any = torch.cuda  # its graphs carry no types
@@ -51,7 +51,7 @@ def chunk_sizes(chunk_tokens: int) -> tuple[int, ...]:
 
 def context_limits(max_tokens: int) -> tuple[int, ...]:
     """Returns the longest contexts of decode steps that are recorded, ascending."""
-    return (_SHORT_TOKENS, max_tokens) if max_tokens > 2 * _SHORT_TOKENS else (max_tokens,)
+    return (SHORT_TOKENS, max_tokens) if max_tokens > 2 * SHORT_TOKENS else (max_tokens,)
 
 
 class StepGraphs(ABC):

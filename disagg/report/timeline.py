@@ -44,7 +44,7 @@ def draw_timeline(spans: Sequence[TimelineSpan], path: str | os.PathLike[str], t
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = _rows(spans)
+    rows = rows_of(spans)
     lanes = list(dict.fromkeys(row.lane for row in rows))
     tops = _tops(rows)
     figure = Figure(figsize=(15, 1.9 + 0.26 * (tops[-1] + 1)), layout="constrained")
@@ -59,18 +59,18 @@ def draw_timeline(spans: Sequence[TimelineSpan], path: str | os.PathLike[str], t
     figure.savefig(path, dpi=130)
 
 
-def _rows(spans: Iterable[TimelineSpan]) -> list[_Row]:
+def rows_of(spans: Iterable[TimelineSpan]) -> list[_Row]:
     """Returns the rows: lanes by role and rank, kinds in a request's order, overlapping spans below each other."""
     groups: dict[tuple[str, str], list[TimelineSpan]] = {}
     for span in sorted(spans, key=lambda one: one.start_s):
         groups.setdefault((span.lane, span.name), []).append(span)
     rows: list[_Row] = []
     for lane, kind in sorted(groups, key=lambda key: (*_lane_order(key[0]), _kind_order(key[1]))):
-        rows += [_Row(lane, kind, packed) for packed in _pack(groups[lane, kind])]
+        rows += [_Row(lane, kind, packed) for packed in pack(groups[lane, kind])]
     return rows
 
 
-def _pack(spans: list[TimelineSpan]) -> list[list[TimelineSpan]]:
+def pack(spans: list[TimelineSpan]) -> list[list[TimelineSpan]]:
     """Distributes spans, sorted by start, over the fewest rows without overlap, at most `ROWS_PER_KIND`."""
     rows: list[list[TimelineSpan]] = []
     for span in spans:

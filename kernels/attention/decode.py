@@ -145,7 +145,7 @@ def _launch(
     n, _, k_dim = q.shape
     kv_heads, v_dim = kv.k.shape[1], out.shape[2]
     parts = -(-group // block_rows)
-    _decode_kernel[(kv_heads * parts, splits.most, n)](
+    decode_kernel[(kv_heads * parts, splits.most, n)](
         q,
         kv.k,
         kv.v,
@@ -187,7 +187,7 @@ def _launch(
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["window", "splits", "least_tokens"], do_not_specialize_on_alignment=["rows", "lengths"]
 )
-def _decode_kernel(  # type: ignore[no-untyped-def]
+def decode_kernel(  # type: ignore[no-untyped-def]
     # tensors
     q,
     k,

@@ -42,7 +42,7 @@ def kv_write(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV)
     block = 1 << (head_dim - 1).bit_length()
     block_rows = max(1, _TILE_ELEMENTS // block)
     with on_device(k):
-        _write_kernel[(-(-tokens * heads // block_rows), 2)](
+        write_kernel[(-(-tokens * heads // block_rows), 2)](
             k,
             v,
             slots,
@@ -118,7 +118,7 @@ def _check(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: LayerKV) -
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"]
 )
-def _write_kernel(  # type: ignore[no-untyped-def]
+def write_kernel(  # type: ignore[no-untyped-def]
     # tensors
     k,
     v,

@@ -44,7 +44,7 @@ _LEAST_SPLIT_TOKENS = 256
 """Minimum split: fewer tokens do not justify a second kernel."""
 _MOST_PARTIALS_BYTES = 256 << 20
 """Limit of the memory for partial results of fixed splits, which the profiled largest step does not include."""
-_SPARE_SHARED_BYTES = 2048
+SPARE_SHARED_BYTES = 2048
 """Shared memory reserved for exchanges beside the tiles."""
 
 
@@ -100,11 +100,11 @@ def prefill_tile_of(
     if rows <= 64 or head_dim > 128:
         return PrefillTile(rows=64, tokens=64 if head_dim <= 128 else 32, warps=4, stages=2)
     tiles = _TILES if element_bytes == 2 else _TILES[1:]  # quantized values pass through registers
-    room = shared_bytes - _SPARE_SHARED_BYTES
-    return next((tile for tile in tiles if _shared_bytes(tile, head_dim) <= room), tiles[-1])
+    room = shared_bytes - SPARE_SHARED_BYTES
+    return next((tile for tile in tiles if tile_shared_bytes(tile, head_dim) <= room), tiles[-1])
 
 
-def _shared_bytes(tile: PrefillTile, head_dim: int) -> int:
+def tile_shared_bytes(tile: PrefillTile, head_dim: int) -> int:
     """Returns the 16-bit shared memory of a tile: queries, prefetched K and V blocks, and the ones that sum
     weights. Equals Triton's use on Hopper; Ampere uses less."""
     ones = int(TOTAL_COLUMNS.value) * tile.tokens
@@ -230,7 +230,7 @@ def _launch(
 ) -> None:
     sequences, kv_heads, k_dim, v_dim = queries.rows.shape[0], kv.k.shape[1], q.shape[2], out.shape[2]
     blocks = -(-queries.most * group // tile.rows)
-    _prefill_kernel[(blocks * splits.most, kv_heads, sequences)](
+    prefill_kernel[(blocks * splits.most, kv_heads, sequences)](
         q,
         kv.k,
         kv.v,
@@ -280,7 +280,7 @@ def _block_v(v_dim: int, *, converted: bool) -> int:
     do_not_specialize=["tokens", "window", "splits", "least_tokens"],
     do_not_specialize_on_alignment=["rows", "firsts", "starts", "counts"],
 )
-def _prefill_kernel(  # type: ignore[no-untyped-def]
+def prefill_kernel(  # type: ignore[no-untyped-def]
     # tensors
     q,
     k,

@@ -92,7 +92,7 @@ class Partials:
             return
         tokens, q_heads, v_dim = self._out.shape
         block_v = block_of(v_dim)
-        _join_kernel[(q_heads, tokens)](
+        join_kernel[(q_heads, tokens)](
             self.values,
             self.levels,
             self.used,
@@ -173,7 +173,7 @@ def write_results(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["splits"])  # type: ignore[untyped-decorator]
-def _join_kernel(  # type: ignore[no-untyped-def]
+def join_kernel(  # type: ignore[no-untyped-def]
     # tensors
     partial_values,
     partial_levels,

@@ -16,7 +16,7 @@ from kernels.dispatch import backend
     do_not_specialize=["tokens", "plane_words", "first_plane", "first_token", "first_unit"],
     do_not_specialize_on_alignment=["slots"],
 )
-def _gather_kernel(  # type: ignore[no-untyped-def]
+def gather_kernel(  # type: ignore[no-untyped-def]
     # tensors
     pool,
     slots,
@@ -81,7 +81,7 @@ def gather(
     if copy is None:
         return
     if backend(pool.device) == "triton":
-        copy.launch(_gather_kernel)
+        copy.launch(gather_kernel)
     else:
         _gather_torch(copy)
 

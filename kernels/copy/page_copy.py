@@ -107,7 +107,7 @@ def _launch(plan: _Plan) -> None:
     page_words = plan.page_bytes // word_bytes
     constants = (page_words, plan.aligned // word_bytes)
     types = (word_bytes, plan.sources.dtype)
-    launcher(_copy_kernel, plan.buffer.device, types, rows.planes, page_words, constants).run(
+    launcher(copy_kernel, plan.buffer.device, types, rows.planes, page_words, constants).run(
         copies,
         (rows.start, plan.sources.data_ptr(), plan.destinations.data_ptr()),
         (copies, rows.plane_bytes // word_bytes),
@@ -119,7 +119,7 @@ def _launch(plan: _Plan) -> None:
     do_not_specialize=["copies", "plane_words"],
     do_not_specialize_on_alignment=["sources", "destinations"],
 )
-def _copy_kernel(  # type: ignore[no-untyped-def]
+def copy_kernel(  # type: ignore[no-untyped-def]
     # tensors
     pool,
     sources,

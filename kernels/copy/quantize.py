@@ -164,7 +164,7 @@ def _launch(
     values = source.pool[source.layers.start :, :, :, source.heads.start :]
     quantized = target.pool[target.layers.start :, :, :, target.heads.start :]
     with on_device(values):
-        _quantize_kernel[(-(-tokens * heads // block_rows), 2 * len(source.layers))](
+        quantize_kernel[(-(-tokens * heads // block_rows), 2 * len(source.layers))](
             values,
             source.slots,
             quantized.view(torch.int8) if dtype == torch.int8 else quantized,
@@ -242,7 +242,7 @@ def _write_torch(
     ],
     do_not_specialize_on_alignment=["source_slots", "target_slots", "fence"],
 )
-def _quantize_kernel(  # type: ignore[no-untyped-def]
+def quantize_kernel(  # type: ignore[no-untyped-def]
     # tensors
     source,
     source_slots,

@@ -16,7 +16,7 @@ from kernels.dispatch import backend
     do_not_specialize=["tokens", "plane_words", "first_plane", "first_token", "first_unit"],
     do_not_specialize_on_alignment=["slots"],
 )
-def _scatter_kernel(  # type: ignore[no-untyped-def]
+def scatter_kernel(  # type: ignore[no-untyped-def]
     # tensors
     pool,
     slots,
@@ -83,7 +83,7 @@ def scatter(
     if copy is None:
         return
     if backend(pool.device) == "triton":
-        copy.launch(_scatter_kernel)
+        copy.launch(scatter_kernel)
     else:
         _scatter_torch(copy)
 

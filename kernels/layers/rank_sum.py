@@ -33,7 +33,7 @@ def rank_sum(parts: torch.Tensor, out: torch.Tensor) -> None:
         _sum_torch(parts, out)
     elif out.numel():
         with on_device(parts):
-            _rank_sum_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+            rank_sum_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
                 parts,
                 out,
                 out.numel(),
@@ -72,7 +72,7 @@ def _check(parts: torch.Tensor, out: torch.Tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _rank_sum_kernel(  # type: ignore[no-untyped-def]
+def rank_sum_kernel(  # type: ignore[no-untyped-def]
     parts,
     out,
     elements,

@@ -53,7 +53,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight)
     block = min(triton.next_power_of_2(dim), MAX_BLOCK)
     block_rows = max(1, _TILE_ELEMENTS // block)
     with on_device(x):
-        _norm_kernel[(triton.cdiv(outer * inner, block_rows),)](
+        norm_kernel[(triton.cdiv(outer * inner, block_rows),)](
             x,
             weight,
             out,
@@ -121,7 +121,7 @@ def _row_layout(
 
 
 @triton.jit(do_not_specialize=["rows", "inner"])  # type: ignore[untyped-decorator]
-def _norm_kernel(  # type: ignore[no-untyped-def]
+def norm_kernel(  # type: ignore[no-untyped-def]
     # tensors
     x,
     weight,

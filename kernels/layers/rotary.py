@@ -47,7 +47,7 @@ def rotary(
     q_blocks, k_blocks = triton.cdiv(q_heads, block_heads), triton.cdiv(k.shape[1], block_heads)
     repeat = 0 if cos.shape[0] == 1 else 1  # one table for the whole batch
     with on_device(q):
-        _rotary_kernel[(batch * tokens, q_blocks + k_blocks)](
+        rotary_kernel[(batch * tokens, q_blocks + k_blocks)](
             q,
             k,
             cos,
@@ -124,7 +124,7 @@ def misfit(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=["tokens", "q_heads", "k_heads", "q_blocks"]
 )
-def _rotary_kernel(  # type: ignore[no-untyped-def]
+def rotary_kernel(  # type: ignore[no-untyped-def]
     # tensors
     q,
     k,

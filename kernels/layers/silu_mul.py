@@ -27,7 +27,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(gate)
     if out.numel():
         with on_device(gate):
-            _silu_mul_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+            silu_mul_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
                 gate,
                 up,
                 out,
@@ -55,7 +55,7 @@ def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _silu_mul_kernel(gate, up, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+def silu_mul_kernel(gate, up, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
     # int64 before the product: a long prompt's rows have more than 2^31 elements.
     element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = element < elements  # mostly known to be a multiple of 16: otherwise accesses would be scalar

@@ -107,7 +107,7 @@ def test_steps_of_short_and_of_long_contexts(
     tokens: int, deterministic: bool, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contexts below the limit of the first graphs, at it, and above; one is always short."""
-    monkeypatch.setattr("disagg.model.graphs._SHORT_TOKENS", 32)
+    monkeypatch.setattr("disagg.model.graphs.SHORT_TOKENS", 32)
     texts = [prompts()[0][:tokens], prompts()[1][:9]]
     launched, recorded = (
         make_runner(checkpoint("llama"), device="cuda", pages=40, deterministic=deterministic)

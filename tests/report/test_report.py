@@ -11,7 +11,7 @@ from rich.console import Console
 
 from disagg.core.timeline import TimelineSpan
 from disagg.report.table import RequestReport, answer_lines, report_table
-from disagg.report.timeline import ROWS_PER_KIND, _pack, _rows, draw_timeline
+from disagg.report.timeline import ROWS_PER_KIND, draw_timeline, pack, rows_of
 
 
 def report(**changes: object) -> RequestReport:
@@ -103,7 +103,7 @@ def test_rows_are_in_reading_order() -> None:
         span("compute", "prefill r2", 0, 1),
         span("mystery", "prefill r2", 0, 1),
     ]
-    assert [(row.lane, row.kind) for row in _rows(spans)] == [
+    assert [(row.lane, row.kind) for row in rows_of(spans)] == [
         ("prefill r2", "compute"),
         ("prefill r2", "send"),
         ("prefill r2", "mystery"),
@@ -120,9 +120,9 @@ def test_overlapping_spans_are_stacked_up_to_a_limit() -> None:
         span("send", "x", 2, 3),
         span("send", "x", 5, 6),
     ]
-    assert [[one.start_s for one in row] for row in _pack(spans)] == [[0, 5], [1, 2]]
+    assert [[one.start_s for one in row] for row in pack(spans)] == [[0, 5], [1, 2]]
     many = [span("send", "x", 0, 9) for _ in range(ROWS_PER_KIND + 4)]
-    assert [len(row) for row in _pack(many)] == [1] * (ROWS_PER_KIND - 1) + [5]
+    assert [len(row) for row in pack(many)] == [1] * (ROWS_PER_KIND - 1) + [5]
 
 
 @pytest.mark.parametrize("requests", [0, 1, 14])

@@ -361,9 +361,10 @@ def test_the_word_that_all_is_verified_is_lost(
 
         def failing(self: ActiveMessages, peer: str, message: m.Message) -> None:
             if isinstance(message, m.TransferVerified):
-                own = self._transport.address.decode()
+                own = threading.get_ident()  # faults are chosen on the sender's thread
                 groups.fabric.faults.fail_send(
-                    0, lambda source, destination, tag: is_active_message(tag) and source == own
+                    0,
+                    lambda source, destination, tag: is_active_message(tag) and threading.get_ident() == own,
                 )
             send(self, peer, message)
 

@@ -112,7 +112,7 @@ def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
     """It was promised before its request was ended, and then the wire lost it."""
     from decode_node.writes import PeerWrites
     from prefill_node.tickets import OutgoingTickets
-    from transport.base import Arrival, Transport
+    from transport.base import Arrival
     from transport.tags import unpack
 
     lost: list[int] = []
@@ -123,12 +123,12 @@ def test_a_notice_that_never_comes_holds_its_request_for_a_while_only(
             on_notification(self, incoming, peer, arrival)  # type: ignore[arg-type]
             return
         lost.append(arrival.tag)
-        transport: Transport = self._transport
-        transport.discard(peer, arrival)
+        groups.decode[0].transport.discard(peer, arrival)
 
     def promise(self: OutgoingTickets, peer: str, message: m.StopSending) -> None:
         index = unpack(lost[0]).segment
-        self._send(peer, m.SenderEnded(message.key, message.ticket, 0, [index], "it has left"))
+        ended = m.SenderEnded(message.key, message.ticket, 0, [index], "it has left")
+        groups.prefill[0].control.send(peer, ended)
 
     monkeypatch.setattr(PeerWrites, "on_notification", lose_one)
     monkeypatch.setattr(OutgoingTickets, "on_stop_sending", promise)

@@ -12,18 +12,18 @@ import triton.language as tl
 from attention_code import asynchronous_bytes, compiled
 
 from disagg.core.types import SCALE_BYTES
-from kernels.attention.decode import _decode_kernel, tile_of
-from kernels.attention.kv_write import _write_kernel
+from kernels.attention.decode import decode_kernel, tile_of
+from kernels.attention.kv_write import write_kernel
 from kernels.attention.prefill import (
-    _SPARE_SHARED_BYTES,
+    SPARE_SHARED_BYTES,
     PrefillTile,
-    _prefill_kernel,
-    _shared_bytes,
     fixed_tile_of,
+    prefill_kernel,
     prefill_tile_of,
+    tile_shared_bytes,
 )
-from kernels.attention.splits import _join_kernel
-from kernels.copy.quantize import _quantize_kernel
+from kernels.attention.splits import join_kernel
+from kernels.copy.quantize import quantize_kernel
 
 HEADS, GROUP, DIM = 8, 4, 128
 SHARED_BYTES = 232448
@@ -74,7 +74,7 @@ def decode(dtype: torch.dtype, storage: torch.dtype, fp8: Any = None, **more: An
         **{"FP8": fp8, "FIXED": more.get("fixed", False)},
         **{"BLOCK_ROWS": 16, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
     }
-    return str(compiled(_decode_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
+    return str(compiled(decode_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages).asm["ptx"])
 
 
 @pytest.mark.parametrize("fixed", [False, True])
@@ -111,7 +111,7 @@ def test_the_second_kernel_compiles(fixed: bool) -> None:
         "splits": 128,
     }
     constants = {"V_DIM": 96, "FIXED": fixed, "BLOCK_SPLITS": 4 if fixed else 32, "BLOCK_V": 128}
-    compiled(_join_kernel, {**arguments, **constants}, num_warps=4)
+    compiled(join_kernel, {**arguments, **constants}, num_warps=4)
 
 
 def prefill(
@@ -137,8 +137,8 @@ def prefill(
         **{"FP8": fp8, "FIXED": fixed},
         **{"BLOCK_ROWS": tile.rows, "BLOCK_TOKENS": tile.tokens, "BLOCK_K": DIM, "BLOCK_V": DIM},
     }
-    found = compiled(_prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages)
-    assert found.metadata.shared <= _shared_bytes(tile, DIM) + _SPARE_SHARED_BYTES <= SHARED_BYTES
+    found = compiled(prefill_kernel, arguments, num_warps=tile.warps, num_stages=tile.stages)
+    assert found.metadata.shared <= tile_shared_bytes(tile, DIM) + SPARE_SHARED_BYTES <= SHARED_BYTES
     return str(found.asm["ptx"])
 
 
@@ -175,10 +175,10 @@ def test_kv_write_compiles(storage: torch.dtype, fp8: Any, limit: float) -> None
         **dict.fromkeys(("k_stride", "v_stride"), HEADS * DIM),
         **{"k_head_stride": DIM, "v_head_stride": DIM},
     }
-    arguments = {name: arguments[name] for name in _write_kernel.arg_names if name in arguments}
+    arguments = {name: arguments[name] for name in write_kernel.arg_names if name in arguments}
     constants = {"HEADS": HEADS, "K_DIM": DIM, "V_DIM": DIM, "HEAD_DIM": DIM, **strides}
     constants |= {"LIMIT": limit, "SMALLEST": 1e-30, "FP8": fp8, "BLOCK_ROWS": 16, "BLOCK": DIM}
-    ptx = compiled(_write_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
+    ptx = compiled(write_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
     assert ("div.rn" in ptx) == (limit > 0)
 
 
@@ -213,7 +213,7 @@ def test_quantizing_on_the_way_reads_16_bytes_at_a_time(
         "FP8": fp8,
     }
     constants |= {"BLOCK_ROWS": 16, "BLOCK": DIM}
-    ptx = compiled(_quantize_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
+    ptx = compiled(quantize_kernel, {**arguments, **constants}, num_warps=4).asm["ptx"]
     assert re.search(r"ld\.global\.v4\.b32", ptx)
     assert re.search(r"st\.global\.(v\d\.)?b32", ptx)
     assert not re.search(r"st\.global\.b8", ptx)

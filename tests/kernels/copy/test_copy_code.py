@@ -13,10 +13,10 @@ from attention_code import compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.copy.gather import _gather_kernel
+from kernels.copy.gather import gather_kernel
 from kernels.copy.launch import SUMMED_TILE, Tile
-from kernels.copy.page_copy import _copy_kernel
-from kernels.copy.scatter import _scatter_kernel
+from kernels.copy.page_copy import copy_kernel
+from kernels.copy.scatter import scatter_kernel
 
 _ACCESS = r"(?:ld|st)\.global(?:\.cs|\.L[12]::\w+)*\.((?:v\d\.)?b\d+)"
 
@@ -53,7 +53,7 @@ def accesses(
 
 
 @pytest.mark.parametrize("summed", [False, True], ids=["plain", "summed"])
-@pytest.mark.parametrize("kernel", [_gather_kernel, _scatter_kernel], ids=["gather", "scatter"])
+@pytest.mark.parametrize("kernel", [gather_kernel, scatter_kernel], ids=["gather", "scatter"])
 @pytest.mark.parametrize(
     ("word", "row_words", "token_words", "vector_words", "expected"),
     [
@@ -107,5 +107,5 @@ def test_access_width_of_page_copies(
     }
     constants = {"PAGE_WORDS": page_words, "VECTOR_WORDS": vector_words}
     tile = {"BLOCK_COPIES": block_copies, "BLOCK_WORDS": block_words}
-    ptx = compiled(_copy_kernel, {**arguments, **constants, **tile}, num_warps=Tile().warps).asm["ptx"]
+    ptx = compiled(copy_kernel, {**arguments, **constants, **tile}, num_warps=Tile().warps).asm["ptx"]
     assert set(re.findall(_ACCESS, ptx)) - {"b32"} == expected

@@ -11,10 +11,10 @@ import pytest
 import torch
 from attention_code import compiled
 
-from kernels.layers.rank_sum import _rank_sum_kernel
-from kernels.layers.rms_norm import _norm_kernel
-from kernels.layers.rotary import _rotary_kernel
-from kernels.layers.silu_mul import _silu_mul_kernel
+from kernels.layers.rank_sum import rank_sum_kernel
+from kernels.layers.rms_norm import norm_kernel
+from kernels.layers.rotary import rotary_kernel
+from kernels.layers.silu_mul import silu_mul_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_norm_of_hidden_states_and_of_heads() -> None:
     for dim, rows, warps in ((4096, 1, 8), (128, 8, 2)):
         constants = {"DIM": dim, "ROUNDED_FIRST": True, "ONE_PLUS": False, "BLOCK_ROWS": rows, "BLOCK": dim}
         numbers = {"rows": 63, "inner": 7, "eps": 1e-5}
-        ptx = code(_norm_kernel, "x weight out", numbers, constants, warps)
+        ptx = code(norm_kernel, "x weight out", numbers, constants, warps)
         assert stores(ptx) == {"st.global.v4.b32"}
         assert "ld.global.v4.b32" in ptx
 
@@ -47,19 +47,17 @@ def test_norm_of_hidden_states_and_of_heads() -> None:
 def test_rotary() -> None:
     numbers = {"tokens": 63, "q_heads": 31, "k_heads": 7, "q_blocks": 5}
     constants = {"HALF": 64, "REST": 0, "BLOCK_HEADS": 8, "BLOCK": 64}
-    ptx = code(_rotary_kernel, "q k cos sin q_out k_out", numbers, constants, 2)
+    ptx = code(rotary_kernel, "q k cos sin q_out k_out", numbers, constants, 2)
     assert stores(ptx) == {"st.global.v4.b32"}
     assert "fma" not in ptx
 
 
 def test_silu_mul() -> None:
-    ptx = code(_silu_mul_kernel, "gate up out", {"elements": 1600}, {"BLOCK": 1024}, 4)
+    ptx = code(silu_mul_kernel, "gate up out", {"elements": 1600}, {"BLOCK": 1024}, 4)
     assert stores(ptx) == {"st.global.v4.b32"}
 
 
 def test_rank_sum() -> None:
-    ptx = code(
-        _rank_sum_kernel, "parts out", {"elements": 1600}, {"RANKS": 4, "WIDE": True, "BLOCK": 1024}, 4
-    )
+    ptx = code(rank_sum_kernel, "parts out", {"elements": 1600}, {"RANKS": 4, "WIDE": True, "BLOCK": 1024}, 4)
     assert stores(ptx) == {"st.global.v4.b32"}
     assert "ld.global.v4.b32" in ptx

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from cluster_simulation.network import SimulatedControl
@@ -117,14 +118,15 @@ def drop_a_recovery(patch: pytest.MonkeyPatch) -> None:
 
 def go_on_from_a_wrong_token(patch: pytest.MonkeyPatch) -> None:
     """A recovered answer goes on behind another token than the last one."""
-    begin = Session.__post_init__
+    send = SimulatedControl.send
 
-    def begin_wrong(self: Any) -> None:
-        begin(self)
-        if self._answered:
-            self._answered[-1] ^= 1
+    def send_wrong(self: SimulatedControl, peer: str, message: m.Message) -> None:
+        if isinstance(message, m.Reserve | m.Prefill) and message.answered:
+            *before, last = message.answered
+            message = msgspec.structs.replace(message, answered=[*before, last ^ 1])
+        send(self, peer, message)
 
-    patch.setattr(Session, "__post_init__", begin_wrong)
+    patch.setattr(SimulatedControl, "send", send_wrong)
 
 
 BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
