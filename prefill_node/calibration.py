@@ -24,7 +24,7 @@ from prefill_node.probe import Probed
 from prefill_node.sender import SegmentSender
 from staging.wire import MIB, PROBE_LIMIT_S, Wire, best_segment_bytes
 
-_ANSWER_S = PROBE_LIMIT_S + 5.0
+ANSWER_S = PROBE_LIMIT_S + 5.0
 """Longer than the transfer thread's own limit for a probe; reached only if that thread is blocked."""
 _COPIES_S = 80e-6
 """Cost of a segment's gather and scatter on a GPU, host work included: the whole cost of a segment
@@ -107,9 +107,7 @@ class Calibrator:
         start = self.agent.prober.start
         self.loop.post(partial(start, peer.control_address, peer.ring_bytes, known, done))
         return (
-            ended[0]
-            if over.wait(_ANSWER_S)
-            else Probed(why="the transfer thread does not answer", begun=True)
+            ended[0] if over.wait(ANSWER_S) else Probed(why="the transfer thread does not answer", begun=True)
         )
 
     def _key(self, transport: str, host: str, device: str) -> str:

@@ -16,7 +16,7 @@ from disagg.core.errors import ConfigError
 from transport.hosts import interface_of, is_loopback
 from transport.ucx.reach import Reach
 
-_RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_DEVICES = Path("/sys/class/infiniband")
 _DANGER = (
     "UCX over TCP has no authentication: a machine that reaches its port can read and write a rank's memory"
 )
@@ -68,7 +68,7 @@ def choose(config: TransportConfig, host: str, probes: Probes | None = None) -> 
 
 def why_no_rdma() -> str:
     """Why UCX cannot use RDMA on this host; empty if it can."""
-    names = sorted(entry.name for entry in _RDMA_DEVICES.iterdir()) if _RDMA_DEVICES.is_dir() else []
+    names = sorted(entry.name for entry in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
     if not names:
         return "this host has no RDMA device"
     from transport.ucx.library import offers

@@ -12,7 +12,7 @@ import torch
 from disagg.kv.req_to_token import ReqToTokenPool
 from kernels.attention.prefill import PackedQueries
 
-_DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention may gather
+DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention may gather
 
 
 @dataclass(frozen=True)
@@ -225,7 +225,7 @@ def _decode_groups(
 
 def _take_group(singles: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     longest = singles[-1][0] + 1
-    size = max(1, min(len(singles), _DECODE_GROUP_TOKENS // longest))
+    size = max(1, min(len(singles), DECODE_GROUP_TOKENS // longest))
     group = singles[-size:]
     del singles[-size:]
     return group

@@ -108,7 +108,7 @@ def test_decode_groups_bound_what_one_batch_gathers(
         slices.append(SequenceSlice(row, len(text), (7,)))
         first += len(text) + 5
     together = runner.forward(StepBatch(tuple(slices)))
-    monkeypatch.setattr(batch, "_DECODE_GROUP_TOKENS", 70)
+    monkeypatch.setattr(batch, "DECODE_GROUP_TOKENS", 70)
     index = build_index(StepBatch(tuple(slices)), runner.req_to_token)
     assert [tuple(group.slots.shape) for group in index.decodes] == [(1, 51), (2, 34), (1, 2)]
     assert sorted(i for group in index.decodes for i in group.queries.tolist()) == [0, 1, 2, 3]

@@ -39,7 +39,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Probes are given up soon, and not waited for much longer."""
-    monkeypatch.setattr(prefill_node.calibration, "_ANSWER_S", 1.0)
+    monkeypatch.setattr(prefill_node.calibration, "ANSWER_S", 1.0)
     monkeypatch.setattr(prefill_node.probe, "PROBE_LIMIT_S", 0.2)
     monkeypatch.setattr(decode_node.probe, "HELD_S", 0.3)
 

@@ -117,9 +117,9 @@ def test_rdma_needs_a_device_and_a_library(tmp_path: Path, monkeypatch: pytest.M
         return len(queried) > 1
 
     monkeypatch.setattr(ucx_library, "offers", offers)
-    monkeypatch.setattr(reach, "_RDMA_DEVICES", tmp_path / "none")
+    monkeypatch.setattr(reach, "RDMA_DEVICES", tmp_path / "none")
     assert reach.why_no_rdma() == NO_RDMA
-    monkeypatch.setattr(reach, "_RDMA_DEVICES", tmp_path)
+    monkeypatch.setattr(reach, "RDMA_DEVICES", tmp_path)
     (tmp_path / "mlx5_0").mkdir()
     assert "mlx5_0" in reach.why_no_rdma()
     assert reach.why_no_rdma() == ""

@@ -32,7 +32,7 @@ RECORD_BYTES = 1 << 14
 _DATA, _GO = 1, 2
 _LEAST, _MOST = 8, 512
 _WAIT_S = 0.05
-_CIPHER_BYTES = 256 << 20
+CIPHER_BYTES = 256 << 20
 SWITCH_INTERVAL_S = 0.0002
 """As in `disagg.node.rank`, whose import would take these processes seconds."""
 
@@ -89,7 +89,7 @@ def cipher_rate(key_bytes: int, repeats: int) -> Measurement:
     """Measures AES-GCM alone on one core, in TLS records."""
     cipher, nonce = AESGCM(os.urandom(key_bytes)), bytes(12)
     plain, sealed = os.urandom(RECORD_BYTES), bytearray(RECORD_BYTES + 16)
-    count = _CIPHER_BYTES // RECORD_BYTES
+    count = CIPHER_BYTES // RECORD_BYTES
     found: list[float] = []
     for _ in range(repeats + 1):
         started_s = time.perf_counter()

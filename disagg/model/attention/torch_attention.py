@@ -10,7 +10,7 @@ import torch
 from disagg.core.types import Span
 from kernels.attention.common import AttentionParams
 
-_SCORES_PER_BLOCK = 1 << 26  # elements of one block of scores [heads, queries, keys]: 256 MiB in float32
+SCORES_PER_BLOCK = 1 << 26  # elements of one block of scores [heads, queries, keys]: 256 MiB in float32
 
 
 class HeadMap:
@@ -59,7 +59,7 @@ def attend_prefill(
     `[heads, group, n, dim]`.
     """
     heads, group, count, _ = q.shape
-    block = max(1, _SCORES_PER_BLOCK // (heads * group * k.shape[0]))
+    block = max(1, SCORES_PER_BLOCK // (heads * group * k.shape[0]))
     out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
     for first in range(0, count, block):
         stop = min(count, first + block)

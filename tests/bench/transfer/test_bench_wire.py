@@ -49,7 +49,7 @@ def test_every_backend_stands_beside_plain_tcp(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_cipher_alone_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "_CIPHER_BYTES", 1 << 20)
+    monkeypatch.setattr(wire, "CIPHER_BYTES", 1 << 20)
     assert cipher_rate(16, 1).low > 0
 
 

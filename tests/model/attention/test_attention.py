@@ -71,7 +71,7 @@ def random(*shape: int) -> torch.Tensor:
 def test_prefill_follows_the_definition_in_blocks_of_any_size(
     params: AttentionParams, scores: int, monkeypatch: pytest.MonkeyPatch, poison_empty: None
 ) -> None:
-    monkeypatch.setattr(attention, "_SCORES_PER_BLOCK", scores)
+    monkeypatch.setattr(attention, "SCORES_PER_BLOCK", scores)
     start, count = 9, KEYS - 9
     q, k, v = random(HEADS, GROUP, count, DIM), random(KEYS, HEADS, DIM), random(KEYS, HEADS, DIM) + 1
     out = attend_prefill(q, k, v, start, params)
