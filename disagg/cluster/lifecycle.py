@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -17,11 +16,13 @@ from typing import Any
 import structlog
 
 from disagg.cluster.adoption import Claimant, Expected, adopt
-from disagg.cluster.group import Group, group_info, group_name, group_order, wait_for_exit, with_placement
+from disagg.cluster.group import Group, group_name, group_order, wait_for_exit, with_placement
+from disagg.cluster.group_calls import SentKeys, another_owns, call_all, inform_of_loss, stop_all
+from disagg.cluster.parked import ParkedCalls
 from disagg.cluster.placement import Placement
 from disagg.cluster.pulses import Pulses
-from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
-from disagg.cluster.start import calibrate, start_ranks
+from disagg.cluster.ranks import Ranks
+from disagg.cluster.start import Progress, link_groups, start_groups
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.timeline import TimelineSpan
@@ -29,17 +30,11 @@ from disagg.core.types import GroupInfo
 from disagg.node.ownership import DISOWNED, NO_OWNER, Owner
 from transport.control.base import ControlChannel
 from transport.control.zmq import make_control
-from transport.keys.curve import KeySet
 from transport.keys.ring import AnyKeys, as_ring
 
 log = structlog.get_logger(__name__)
 
 WATCH_S = 0.2
-OWNER_TIMEOUT_S = 5.0
-"""Time for ranks to reply whether this process still owns them."""
-
-Progress = Callable[[str], None]
-"""Receives the current step as text."""
 
 
 class Cluster:
@@ -63,13 +58,12 @@ class Cluster:
         self._owner = Owner(claimant.token, 1) if claimant is not None else NO_OWNER
         self.placement = placement
         self._keys, self._ranks = as_ring(keys), ranks
-        self._keys_of: dict[str, KeySet] = {}
-        """By group name: the keys sent to its ranks last."""
+        self._sent_keys = SentKeys(self._keys)
         self.groups: tuple[Group, ...] = ()
         """All groups placed and not taken down. Replaced as a whole: any thread may iterate over it."""
         self._numbers = {role: itertools.count(1) for role in placement.kinds}
-        self._parked: dict[Call, tuple[Group, int]] = {}
-        self._lock = threading.Lock()  # for `groups` and `_parked`
+        self._parked = ParkedCalls(ranks)
+        self._lock = threading.Lock()  # for `groups`, and the losses of a group
         self._stopping, self._no_more_groups = threading.Event(), threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
         self._pulses = Pulses(ranks, config.cluster.hang_timeout_s, token=self._owner.token)
@@ -110,7 +104,7 @@ class Cluster:
         """Reserves resources for a group and starts its processes. Names count up and are never reused."""
         where, name = self.placement.kinds[role], group_name(role, next(self._numbers[role]))
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
-        keys = self._keys_of[name] = self._keys.keys
+        keys = self._sent_keys.first(name)
         group = self._ranks.place(
             role, name, where, self.config, keys, self._owner, self._no_more_groups.is_set
         )
@@ -138,9 +132,7 @@ class Cluster:
     def stop_group(self, group: Group, drain_timeout_s: float) -> None:
         """Waits at most `drain_timeout_s` for the group's requests, then ends its processes."""
         group.leaving = True
-        calls = [actor.stop.remote(drain_timeout_s) for actor in self._alive(group)]
-        with contextlib.suppress(Exception):  # `take_down` kills a rank that does not stop
-            self._ranks.results(calls, drain_timeout_s + 10.0)
+        stop_all(self._ranks, group, drain_timeout_s)
         self.take_down(group)
 
     def take_down(self, group: Group) -> None:
@@ -148,7 +140,7 @@ class Cluster:
         group.leaving = True
         with self._lock:
             self.groups = tuple(one for one in self.groups if one is not group)
-            self._keys_of.pop(group.name, None)
+            self._sent_keys.forget(group.name)
         self._ranks.take_down(group)
 
     def abandon_start(self) -> None:
@@ -168,8 +160,8 @@ class Cluster:
     def stop(self, drain_timeout_s: float = 0.0) -> None:
         """Stops every group, after `drain_timeout_s` by force; no actor process survives it."""
         self.stop_watching()
-        if not self.failed:
-            self._check_owner()
+        if not self.failed and another_owns(self._ranks, self.groups, self._owner):
+            self._disown()
         groups = self.groups
         for group in groups:
             if self.failed and self.failed != DISOWNED:
@@ -214,19 +206,21 @@ class Cluster:
 
     def spans(self) -> list[TimelineSpan]:
         """Returns the timeline spans of all ranks since the last call."""
-        return [span for group in self.groups for spans in self._all(group, "spans") for span in spans]
+        return [
+            span for group in self.groups for spans in call_all(self._ranks, group, "spans") for span in spans
+        ]
 
     def check(self) -> None:
         """Checks the invariants of every rank. Raises `InvariantError`."""
         for group in self.groups:
-            self._all(group, "check")
+            call_all(self._ranks, group, "check")
 
     def statistics(self) -> dict[str, Any]:
         """Returns the statistics of every rank, by `GROUP rN`."""
         return {
             f"{group.name} r{rank}": statistics
             for group in self.groups
-            for rank, statistics in enumerate(self._all(group, "statistics"))
+            for rank, statistics in enumerate(call_all(self._ranks, group, "statistics"))
         }
 
     # --- inside
@@ -246,63 +240,22 @@ class Cluster:
             numbers = [number for one, number in map(group_order, adopted.names) if one == role]
             self._numbers[role] = itertools.count(max(numbers, default=0) + 1)
         self.groups = tuple(adopted.groups)
-        self._park(self.groups)
+        self._parked.add(self.groups, self._owner.token)
         for address in adopted.dead:
-            self._inform_of_loss(address)
+            inform_of_loss(self.groups, address)
         log.info("adopted", groups=sorted(group.name for group in self.groups), epoch=self._owner.epoch)
 
-    def _park(self, groups: Sequence[Group]) -> None:
-        token = self._owner.token
-        with self._lock:
-            self._parked.update(
-                {
-                    actor.park.remote(token): (one, rank)
-                    for one in groups
-                    for rank, actor in enumerate(one.actors)
-                }
-            )
-
     def _bring_up(self, new: Sequence[Group], progress: Progress) -> None:
-        progress("loading the model on every rank")
-        start_ranks(self._ranks, new, self.config.cluster.start_timeout_s)
-        for group in new:
-            log.info("memory", group=group.name, ranks=len(group.started), each=group.started[0].memory)
-            group.info = group_info(group, self.config)
-        progress("connecting the groups")
-        for group in new:
-            self._all(group, "join", group.info)
-        self._park(new)
+        start_groups(self._ranks, new, self.config, progress)
+        self._parked.add(new, self._owner.token)
         for prefill, decode in itertools.product(self._of("prefill"), self._of("decode")):
             if prefill in new or decode in new:
-                self._link(prefill, decode, new)
+                link_groups(self._ranks, prefill, decode, new)
         for group in new:
             with self._lock:
                 if group.lost:
                     raise DisaggError(f"{group.name} lost rank {min(group.lost)} while it was linked")
                 group.up = True
-
-    def _link(self, prefill: Group, decode: Group, new: Sequence[Group]) -> None:
-        try:
-            self._all(prefill, "link", decode.info)
-            self._all(decode, "link", prefill.info)
-            calibrate(self._ranks, prefill, decode)
-        except DisaggError as exc:
-            if any(group.lost and group not in new for group in (prefill, decode)):
-                log.warning(
-                    "link_with_a_dead_group", prefill=prefill.name, decode=decode.name, error=str(exc)
-                )
-            else:
-                raise
-
-    def _all(self, group: Group, method: str, *arguments: Any) -> list[Any]:
-        calls = [getattr(actor, method).remote(*arguments) for actor in self._alive(group)]
-        return self._ranks.results(calls, CALL_TIMEOUT_S)
-
-    def _call(self, call: Call) -> Any:
-        return self._ranks.results([call], CALL_TIMEOUT_S)[0]
-
-    def _alive(self, group: Group) -> list[Any]:
-        return [actor for rank, actor in enumerate(group.actors) if rank not in group.lost]
 
     def _watch(self) -> None:
         while not self._stopping.is_set() and not self.failed:
@@ -314,41 +267,33 @@ class Cluster:
 
     def _look(self) -> None:
         """Reports lost ranks to their peers: a rank's `park` call ends with its process, or when the rank fails."""
-        self._send_keys()
+        self._sent_keys.send(self.groups)
         if failure := self._ranks.failure():
             self._fail(failure)
             return
         self._pulses.renew(group for group in self.groups if not group.up)
-        with self._lock:
-            parked = dict(self._parked)
-        if not parked:
+        members = self._parked.members()
+        if not members:
             self._stopping.wait(WATCH_S)
             return
-        ended = self._ranks.ended(list(parked), WATCH_S)
+        ended = self._parked.ended(WATCH_S)
         if ended is None:
             self._fail("Ray has stopped")
             return
-        for call in ended:
-            with self._lock:
-                group, rank = self._parked.pop(call)
-            why = self._why_ended(call)
+        for group, rank, why in ended:
             if why == DISOWNED:
                 self._disown()
                 return
             if not self._stopping.is_set():
                 self._lost(group, rank, why)
-        for group, rank in self._pulses.silent(member for member in parked.values() if member[0].up):
+        for group, rank in self._pulses.silent(member for member in members if member[0].up):
             self._hangs(group, rank)
 
     def _hangs(self, group: Group, rank: int) -> None:
         """Kills the group of a rank that answers nothing."""
         timeout_s = self.config.cluster.hang_timeout_s
         why = f"rank {rank} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
-        with self._lock:
-            hanging = [call for call, member in self._parked.items() if member == (group, rank)]
-            for call in hanging:
-                del self._parked[call]
-        if hanging and not self._stopping.is_set():
+        if self._parked.drop((group, rank)) and not self._stopping.is_set():
             self._ranks.kill(group)
             self._lost(group, rank, why)
 
@@ -369,40 +314,16 @@ class Cluster:
                 for on_lost in self._on_lost:
                     on_lost(started.info.control_address)
 
-    def _check_owner(self) -> None:
-        """Gives up all groups if another launch has adopted them while this process was paused."""
-        for group in self.groups if self._owner.token else ():
-            calls = [actor.pulse.remote(self._owner.token) for actor in self._alive(group)]
-            with contextlib.suppress(Exception):  # a dead rank
-                if False in self._ranks.results(calls, OWNER_TIMEOUT_S):
-                    self._disown()
-                    return
-
     def _disown(self) -> None:
         """Leaves the groups to the launch that has adopted them; `stop` ends those that were starting."""
         self.failed = DISOWNED
         self._no_more_groups.set()
         with self._lock:
-            self.groups, self._parked = tuple(group for group in self.groups if not group.up), {}
+            self.groups = tuple(group for group in self.groups if not group.up)
+        self._parked.clear()
         log.error("disowned", why=DISOWNED, consequence="this command ends, the groups go on")
         for callback in (*self._on_failed,):
             callback()
-
-    def _send_keys(self) -> None:
-        """Sends changed keys to the ranks, whose hosts may have no key file; this process reads the file."""
-        keys = self._keys.keys
-        for group in self.groups:
-            if self._keys_of.get(group.name) != keys:
-                self._keys_of[group.name] = keys
-                for actor in self._alive(group):
-                    actor.update_keys.remote(keys)
-
-    def _why_ended(self, call: Call) -> str:
-        """Returns the reason that an ended `park` call gave."""
-        try:
-            return self._call(call) or "it stopped"
-        except Exception as exc:  # noqa: BLE001 - the watcher goes on, whatever Ray raises
-            return str(exc)
 
     def _lost(self, group: Group, rank: int, why: str) -> None:
         address = group.started[rank].info.control_address
@@ -412,14 +333,8 @@ class Cluster:
             group.why_lost = group.why_lost or why
         if not group.leaving:
             log.error("rank_lost", group=group.name, rank=rank, address=address, why=why)
-        self._inform_of_loss(address)
+        inform_of_loss(self.groups, address)
         for callback in self._on_lost:
             callback(address)
         for on_group_lost in self._on_group_lost if dies else ():
             on_group_lost(group)
-
-    def _inform_of_loss(self, address: str) -> None:
-        """Makes every rank end its work with the dead rank at `address`."""
-        for group in self.groups:
-            for actor in self._alive(group) if group.info is not None else ():
-                actor.peer_lost.remote(address)

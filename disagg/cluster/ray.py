@@ -15,10 +15,11 @@ from typing import Any, NamedTuple, cast
 
 from disagg.cluster.adoption import Claimant
 from disagg.cluster.group import Group, group_order
-from disagg.cluster.lifecycle import Cluster, Progress
+from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.local_ray import PrivateRay, ensure_token, guarded, loopback_env, session_folder
 from disagg.cluster.placement import GroupPlacement, Placement
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call
+from disagg.cluster.start import Progress
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.node.ownership import Owner

@@ -1,15 +1,17 @@
-"""Starts the ranks of new groups, and measures the wires of linked ones."""
+"""Starts the ranks of new groups, links groups, and measures the wires of linked ones."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import structlog
 
-from disagg.cluster.group import Group
+from disagg.cluster.group import Group, group_info
+from disagg.cluster.group_calls import call_all
 from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
+from disagg.core.config.read import Config
 from disagg.core.errors import DisaggError
 
 if TYPE_CHECKING:
@@ -18,6 +20,40 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.2
+
+Progress = Callable[[str], None]
+"""Receives the current step as text."""
+
+
+def start_groups(ranks: Ranks, groups: Sequence[Group], config: Config, progress: Progress) -> None:
+    """Starts all groups: sets `Group.started` and `Group.info`, and lets the ranks of a group compute together.
+
+    Raises as `start_ranks` and `group_info`.
+    """
+    progress("loading the model on every rank")
+    start_ranks(ranks, groups, config.cluster.start_timeout_s)
+    for group in groups:
+        log.info("memory", group=group.name, ranks=len(group.started), each=group.started[0].memory)
+        group.info = group_info(group, config)
+    progress("connecting the groups")
+    for group in groups:
+        call_all(ranks, group, "join", group.info)
+
+
+def link_groups(ranks: Ranks, prefill: Group, decode: Group, new: Sequence[Group]) -> None:
+    """Links two groups and measures their wires.
+
+    Raises the error of a rank, unless a group that is not in `new` lost a rank: the supervisor replaces that group.
+    """
+    try:
+        call_all(ranks, prefill, "link", decode.info)
+        call_all(ranks, decode, "link", prefill.info)
+        calibrate(ranks, prefill, decode)
+    except DisaggError as exc:
+        if any(group.lost and group not in new for group in (prefill, decode)):
+            log.warning("link_with_a_dead_group", prefill=prefill.name, decode=decode.name, error=str(exc))
+        else:
+            raise
 
 
 def start_ranks(ranks: Ranks, groups: Sequence[Group], timeout_s: float) -> None:

@@ -13,9 +13,10 @@ import torch
 
 from disagg.cluster.adoption import Claimant
 from disagg.cluster.keys import own_keys
-from disagg.cluster.lifecycle import Cluster, Progress
+from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import Placement, choose_placement, place_colocated
 from disagg.cluster.ray import RayResources, existing_ray, local_ray, start_cluster
+from disagg.cluster.start import Progress
 from disagg.cluster.supervisor import Announce
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError, UnsupportedModelError

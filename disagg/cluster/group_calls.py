@@ -1,0 +1,78 @@
+"""Calls of every living rank of a group."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+from disagg.cluster.group import Group
+from disagg.cluster.ranks import CALL_TIMEOUT_S, Ranks
+from disagg.node.ownership import Owner
+from transport.keys.curve import KeySet
+from transport.keys.ring import KeyRing
+
+OWNER_TIMEOUT_S = 5.0
+"""Time for ranks to reply whether this process still owns them."""
+
+
+def alive(group: Group) -> list[Any]:
+    """Returns the actors of the ranks that are not lost."""
+    return [actor for rank, actor in enumerate(group.actors) if rank not in group.lost]
+
+
+def call_all(ranks: Ranks, group: Group, method: str, *arguments: Any) -> list[Any]:
+    """Returns the results of `method` on each living rank. Raises the error of a rank."""
+    calls = [getattr(actor, method).remote(*arguments) for actor in alive(group)]
+    return ranks.results(calls, CALL_TIMEOUT_S)
+
+
+def stop_all(ranks: Ranks, group: Group, drain_timeout_s: float) -> None:
+    """Stops the living ranks; returns also when a rank fails to stop."""
+    calls = [actor.stop.remote(drain_timeout_s) for actor in alive(group)]
+    with contextlib.suppress(Exception):  # the caller kills a rank that does not stop
+        ranks.results(calls, drain_timeout_s + 10.0)
+
+
+def inform_of_loss(groups: Iterable[Group], address: str) -> None:
+    """Makes every rank of linked groups end its work with the dead rank at `address`. Never blocks."""
+    for group in groups:
+        for actor in alive(group) if group.info is not None else ():
+            actor.peer_lost.remote(address)
+
+
+def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:
+    """Returns whether a rank has another owner than `owner`: a launch adopted it while this process was paused."""
+    for group in groups if owner.token else ():
+        calls = [actor.pulse.remote(owner.token) for actor in alive(group)]
+        with contextlib.suppress(Exception):  # a dead rank
+            if False in ranks.results(calls, OWNER_TIMEOUT_S):
+                return True
+    return False
+
+
+class SentKeys:
+    """Sends changed keys to ranks, whose hosts may have no key file; this process reads the file. One thread."""
+
+    def __init__(self, keys: KeyRing) -> None:
+        self._keys = keys
+        self._sent: dict[str, KeySet] = {}
+        """By group name: the keys that its ranks received last."""
+
+    def first(self, name: str) -> KeySet:
+        """Returns the keys for the start of a group."""
+        self._sent[name] = self._keys.keys
+        return self._sent[name]
+
+    def forget(self, name: str) -> None:
+        """Forgets a group that ended; no effect on an unknown one."""
+        self._sent.pop(name, None)
+
+    def send(self, groups: Iterable[Group]) -> None:
+        """Sends the present keys to the groups that lack them. Never blocks."""
+        keys = self._keys.keys
+        for group in groups:
+            if self._sent.get(group.name) != keys:
+                self._sent[group.name] = keys
+                for actor in alive(group):
+                    actor.update_keys.remote(keys)
