@@ -6,18 +6,17 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launched import PROMPT, answer, joined_router, names, scale_to, until
 
 from disagg.cluster.directory import Directory
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.placement import choose_placement
 from disagg.cluster.ray import local_ray, start_cluster
 from disagg.cluster.supervisor import supervised
-from disagg.commands.scale import scale
 from disagg.core.config.read import (
     ClusterConfig,
     Config,
@@ -25,16 +24,12 @@ from disagg.core.config.read import (
     DecodeConfig,
     ModelConfig,
     PrefillConfig,
-    Role,
     TransferConfig,
 )
 from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.reference.answers import reference_answers
-from disagg.router.answers import SessionReport
-from disagg.router.follow import joined
-from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from transport.control.zmq import make_control
 from transport.keys.curve import make_keys
@@ -44,8 +39,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 GREEDY = SamplingParams(max_tokens=8)
-PROMPT = list(range(40, 90))
-TIMEOUT_S = 30.0
 
 
 def config_for(checkpoint: Path) -> Config:
@@ -60,23 +53,6 @@ def config_for(checkpoint: Path) -> Config:
     )
 
 
-def names(router: Router) -> list[str]:
-    return sorted(engine.group.name for engine in router.engines)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def answer(router: Router, request_id: str) -> list[int]:
-    report = SessionReport()
-    async for _ in router.generate(request_id, PROMPT, GREEDY, timeout_s=TIMEOUT_S, report=report):
-        pass
-    return report.tokens
-
-
 @pytest.mark.slow
 def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: Path) -> None:
     checkpoint = make_tiny_checkpoint(tmp_path / "tiny", layers=2, hidden=96, head_dim=8, mlp=96)
@@ -86,30 +62,22 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
     directory.start()
 
     async def main(cluster: Cluster) -> None:
-        loop = asyncio.get_running_loop()
-        dispatcher = ResponseDispatcher(make_control(config.control, keys), loop)
-        dispatcher.start()
-        router = Router(dispatcher)
-        try:
-            assert router.missing() == ["decode", "prefill"]
-            async with joined(dispatcher, router, directory.address):
-                await until(lambda: not router.missing())
-                assert await answer(router, "r0") == expected
-                await killed(cluster, router)
-                await broken(cluster, router)
-                await scaled(router)
-        finally:
-            dispatcher.close()
+        async with joined_router(config, keys, directory.address) as router:
+            await until(lambda: not router.missing())
+            assert await answer(router, "r0", GREEDY) == expected
+            await killed(cluster, router)
+            await broken(cluster, router)
+            await scaled(router)
 
     async def killed(cluster: Cluster, router: Router) -> None:
         """One of two prefill ranks: the whole group goes, and its requests end at once."""
-        running = asyncio.create_task(answer(router, "r1"))
+        running = asyncio.create_task(answer(router, "r1", GREEDY))
         pids = [started.pid for started in cluster.prefill.started]
         os.kill(pids[1], signal.SIGKILL)
         await until(lambda: "prefill" not in names(router))
         await asyncio.gather(running, return_exceptions=True)
         await until(lambda: names(router) == ["decode", "prefill-2"])
-        assert await answer(router, "r2") == expected
+        assert await answer(router, "r2", GREEDY) == expected
 
     async def broken(cluster: Cluster, router: Router) -> None:
         """A rank whose process lives, but whose next step fails."""
@@ -118,26 +86,19 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
         (decode,) = [group for group in cluster.groups if group.name == "decode"]
         ray.get(decode.actors[0].__ray_call__.remote(lambda host: setattr(host.node, "executor", None)))
         with pytest.raises(PeerLostError, match="decode"):
-            await answer(router, "r3")
+            await answer(router, "r3", GREEDY)
         await until(lambda: names(router) == ["decode-2", "prefill-2"])
-        assert await answer(router, "r4") == expected
+        assert await answer(router, "r4", GREEDY) == expected
 
     async def scaled(router: Router) -> None:
-        await asyncio.to_thread(scale_to, {"decode": 2})
+        await asyncio.to_thread(scale_to, config, keys, directory.address, {"decode": 2})
         await until(lambda: names(router) == ["decode-2", "decode-3", "prefill-2"])
-        assert await asyncio.gather(*(answer(router, f"more{i}") for i in range(4))) == [expected] * 4
-        await asyncio.to_thread(scale_to, {"decode": 1})
+        assert await asyncio.gather(*(answer(router, f"more{i}", GREEDY) for i in range(4))) == [expected] * 4
+        await asyncio.to_thread(scale_to, config, keys, directory.address, {"decode": 1})
         assert names(router) == ["decode-2", "prefill-2"], (
             "the router had let go before the group was stopped"
         )
-        assert await answer(router, "r5") == expected
-
-    def scale_to(counts: dict[Role, int]) -> None:
-        control = make_control(config.control, keys)
-        try:
-            scale(control, directory.address, counts)
-        finally:
-            control.close()
+        assert await answer(router, "r5", GREEDY) == expected
 
     placement = choose_placement(0, 2, 1, "cpu")
     try:

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
-import subprocess
-import sys
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from launched import PROMPT, TIMEOUT_S, answer, joined_router, launch_process, names, until
+from serve_process import Command
 
 from disagg.cluster.keys import join_keys
-from disagg.cluster.local_ray import LOOPBACK_ENV
 from disagg.cluster.placement import place_colocated
 from disagg.cluster.ray import RayRanks
 from disagg.commands.scale import run_scale
@@ -35,12 +29,8 @@ from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.node.ownership import Owner
 from disagg.reference.answers import reference_answers
-from disagg.router.answers import SessionReport
-from disagg.router.follow import joined
-from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from disagg.sockets.processes import listeners
-from transport.control.zmq import make_control
 from transport.keys.curve import KeySet, make_keys
 
 pytestmark = pytest.mark.filterwarnings(
@@ -48,88 +38,12 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 GREEDY = SamplingParams(max_tokens=40)
-PROMPT = list(range(40, 90))
-TIMEOUT_S = 60.0
-HANG_TIMEOUT_S = 3.0
-ROOT = Path(__file__).parents[3]
-
-
-@dataclass
-class Launch:
-    """A `disagg launch` on the Ray cluster of the tests."""
-
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def logged(self, pattern: str) -> str:
-        """Waits until the log matches; returns the first group."""
-        until_s = time.monotonic() + TIMEOUT_S
-        while (match := re.search(pattern, self.log.read_text())) is None:
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < until_s, self.log.read_text()
-            time.sleep(0.02)
-        return match[1]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(TIMEOUT_S)
-
-
-@contextmanager
-def launch(log: Path, checkpoint: Path, *settings: str) -> Iterator[Launch]:
-    """Runs the command within the block; `settings` are `KEY=VALUE`."""
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    flags = ["--model", str(checkpoint), "--device", "cpu", "--ray", address]
-    flags += [
-        flag
-        for setting in (f"cluster.hang_timeout_s={HANG_TIMEOUT_S:g}", *settings)
-        for flag in ("--set", setting)
-    ]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "disagg", "launch", *flags, "--set", "log.format=json"],
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-            cwd=ROOT,
-            env={**os.environ, **LOOPBACK_ENV},
-        )
-    try:
-        yield Launch(process, log)
-    finally:
-        process.kill()
-        process.wait()
 
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
-
-
-@asynccontextmanager
-async def joined_router(config: Config, directory: str) -> AsyncIterator[Router]:
-    keys = join_keys(config.control, directory, os.environ)
-    dispatcher = ResponseDispatcher(make_control(config.control, keys), asyncio.get_running_loop())
-    dispatcher.start()
-    try:
-        router = Router(dispatcher, config=config.router)
-        async with joined(dispatcher, router, directory):
-            yield router
-    finally:
-        dispatcher.close()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.02)
-
-
-def names(router: Router) -> list[str]:
-    return sorted(engine.group.name for engine in router.engines)
 
 
 def leaders(router: Router) -> dict[str, psutil.Process]:
@@ -144,13 +58,6 @@ def leaders(router: Router) -> dict[str, psutil.Process]:
     }
 
 
-async def answer(router: Router, request_id: str) -> list[int]:
-    report = SessionReport()
-    async for _ in router.generate(request_id, PROMPT, GREEDY, timeout_s=TIMEOUT_S, report=report):
-        pass
-    return report.tokens
-
-
 class Stream:
     """Requests one after the other, until `close`."""
 
@@ -161,7 +68,7 @@ class Stream:
 
     async def _run(self) -> None:
         while True:
-            assert await answer(self._router, f"r{self.answered}") == self._expected
+            assert await answer(self._router, f"r{self.answered}", GREEDY) == self._expected
             self.answered += 1
 
     async def more(self, count: int) -> None:
@@ -195,6 +102,7 @@ def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
     port = free_port()
     directory = f"tcp://127.0.0.1:{port}"
     settings = (
+        "cluster.hang_timeout_s=3",
         f"control.directory_port={port}",
         "control.peer_timeout_s=3",
         "control.heartbeat_s=0.5",
@@ -209,15 +117,16 @@ def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
     )
     [expected] = reference_answers(config, [PROMPT], GREEDY, lambda: None).answers
 
-    async def main(first: Launch) -> None:
-        async with joined_router(config, directory) as router:
+    async def main(first: Command) -> None:
+        keys = join_keys(config.control, directory, os.environ)
+        async with joined_router(config, keys, directory) as router:
             await until(lambda: not router.missing())
             before, engines = leaders(router), router.engines
             stream = Stream(router, expected)
             await stream.more(1)
-            first.kill()
+            first.process.kill()
             await stream.more(2)
-            with launch(tmp_path / "second", checkpoint, *settings) as second:
+            with launch_process(tmp_path / "second", checkpoint, *settings) as second:
                 await asyncio.to_thread(
                     second.logged, r'("groups": \["decode", "prefill"\].*"event": "adopted")'
                 )
@@ -227,13 +136,13 @@ def test_groups_of_a_killed_launch_serve_on_and_the_next_launch_adopts_them(
                 assert (leaders(router), router.engines) == (before, engines)
                 before["decode"].suspend()
                 await until(lambda: names(router) == ["decode-2", "prefill"])
-                assert await answer(router, "last") == expected
+                assert await answer(router, "last", GREEDY) == expected
                 await asyncio.to_thread(run_scale, config, directory, {"decode": 1})  # has an effect already
                 second.process.terminate()
                 assert await asyncio.to_thread(second.process.wait, TIMEOUT_S) == 0
             assert reservations() == []
 
-    with launch(tmp_path / "first", checkpoint, *settings) as first:
+    with launch_process(tmp_path / "first", checkpoint, *settings) as first:
         first.logged('("event": "launched")')
         asyncio.run(main(first))
 

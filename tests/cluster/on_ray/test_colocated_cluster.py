@@ -6,23 +6,21 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from launched import TIMEOUT_S, joined_router, names, scale_to, until
 
 from disagg.cluster.directory import Directory
 from disagg.cluster.lifecycle import Cluster
 from disagg.cluster.ray import RayRanks, start_cluster
 from disagg.cluster.supervisor import supervised
 from disagg.commands.local import local_router, place
-from disagg.commands.scale import scale
 from disagg.core.config.read import (
     ClusterConfig,
     ColocatedConfig,
     Config,
     ModelConfig,
-    Role,
     TransferConfig,
 )
 from disagg.core.errors import ConfigError
@@ -30,8 +28,6 @@ from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.reference.answers import reference_answers
 from disagg.router.answers import SessionReport
-from disagg.router.follow import joined
-from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from transport.control.zmq import make_control
 from transport.keys.curve import make_keys
@@ -42,7 +38,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 GREEDY = SamplingParams(max_tokens=8)
 PROMPTS = [list(range(40, 40 + length)) for length in (9, 90, 46)]
-TIMEOUT_S = 30.0
 
 
 def config_for(checkpoint: Path) -> Config:
@@ -55,22 +50,12 @@ def config_for(checkpoint: Path) -> Config:
     )
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
 async def answer(router: Router, request_id: str, prompt: list[int]) -> list[int]:
     report = SessionReport()
     async for _ in router.generate(request_id, prompt, GREEDY, timeout_s=TIMEOUT_S, report=report):
         pass
     assert (report.released, report.segments) == (True, 0)
     return report.tokens
-
-
-def names(router: Router) -> list[str]:
-    return [engine.group.name for engine in router.engines]
 
 
 @pytest.fixture(scope="module")
@@ -116,31 +101,18 @@ def test_groups_are_scaled_and_replaced(ray_session: None, config: Config, expec
         assert await asyncio.gather(*asked) == expected
 
     async def main(cluster: Cluster) -> None:
-        mail = ResponseDispatcher(make_control(config.control, keys), asyncio.get_running_loop())
-        mail.start()
-        router = Router(mail)
-        try:
-            async with joined(mail, router, directory.address):
-                await until(lambda: bool(router.engines))
-                assert router.missing() == []
-                await exact(router, "first")
-                await asyncio.to_thread(ask, {"colocated": 2})
-                await until(lambda: names(router) == ["colocated", "colocated-2"])
-                await exact(router, "second")
-                await asyncio.to_thread(ask, {"colocated": 1})
-                assert names(router) == ["colocated"]
-                os.kill(cluster.groups[0].started[1].pid, signal.SIGKILL)
-                await until(lambda: names(router) == ["colocated-3"])
-                await exact(router, "third")
-        finally:
-            mail.close()
-
-    def ask(counts: dict[Role, int]) -> None:
-        control = make_control(config.control, keys)
-        try:
-            scale(control, directory.address, counts)
-        finally:
-            control.close()
+        async with joined_router(config, keys, directory.address) as router:
+            await until(lambda: bool(router.engines))
+            assert router.missing() == []
+            await exact(router, "first")
+            await asyncio.to_thread(scale_to, config, keys, directory.address, {"colocated": 2})
+            await until(lambda: names(router) == ["colocated", "colocated-2"])
+            await exact(router, "second")
+            await asyncio.to_thread(scale_to, config, keys, directory.address, {"colocated": 1})
+            assert names(router) == ["colocated"]
+            os.kill(cluster.groups[0].started[1].pid, signal.SIGKILL)
+            await until(lambda: names(router) == ["colocated-3"])
+            await exact(router, "third")
 
     try:
         with (
