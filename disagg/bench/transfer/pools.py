@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from disagg.bench.common.ceilings import Ceilings, ceiling_bytes, measure_ceilings, size_text
 from disagg.bench.common.noise import check_layout
 from disagg.bench.common.processes import Processes, Remote, call_all, visible_gpus
-from disagg.bench.common.ranks import DecodeHost, PrefillHost, RankOptions, transport_choice
+from disagg.bench.common.ranks import RankOptions, transport_choice
 from disagg.bench.common.report import Label, Measurement, Result
+from disagg.bench.transfer.hosts import DecodeHost, PrefillHost
 from disagg.core.config.read import Config
 from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION, GroupInfo, KVLayout, RequestKey, Span, Ticket

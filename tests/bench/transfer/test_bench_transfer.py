@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disagg.bench.common.noise import NoisyPool
-from disagg.bench.common.ranks import RankReports
+from disagg.bench.common.rank_reports import RankReports
 from disagg.bench.common.raw_ucx import raw_rates
 from disagg.bench.common.report import Measurement
 from disagg.bench.transfer.pools import TransferBench
