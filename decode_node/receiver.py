@@ -123,7 +123,7 @@ class SegmentReceiver:
             self._writes.offer(peer.control_address)
 
     def on_linked(self, peer: str, message: m.Linked) -> bool:
-        """See `disagg.node.rank.Agent`."""
+        """See `disagg.node.agent.Agent`."""
         return self._messages.on_linked(peer, message)
 
     # --- messages of the leader

@@ -129,7 +129,7 @@ class SegmentSender:
             self._active_messages.link(peer.control_address)
 
     def on_linked(self, peer: str, message: m.Linked) -> bool:
-        """See `disagg.node.rank.Agent`."""
+        """See `disagg.node.agent.Agent`."""
         return self._active_messages.on_linked(peer, message)
 
     # --- calls of the leader and the compute thread

@@ -34,7 +34,7 @@ class NoTransferStatistics:
 
 
 class NoTransfers:
-    """Transfer agent of a rank that sends and receives no KV. See `disagg.node.rank.Agent`."""
+    """Transfer agent of a rank that sends and receives no KV. See `disagg.node.agent.Agent`."""
 
     def __init__(self, rank: int, lane: str, device: torch.device) -> None:
         self._status = RankStatus(lane, rank, device_name(device))

@@ -12,7 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 import structlog
@@ -21,22 +21,21 @@ import torch
 from disagg.core.config.read import Config, GroupConfig
 from disagg.core.errors import DisaggError
 from disagg.core.ports import Clock, LayerHook
-from disagg.core.status import RankStatus
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.chunks import PromptChunks
+from disagg.node.agent import Agent
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
 from disagg.node.device import memory_bytes
 from disagg.node.kv_manager import KVManager
 from disagg.node.leader import Leader
 from disagg.node.links import Link
-from disagg.node.mending import Mending
 from disagg.node.plan import StepPlan
-from disagg.node.silence import Silences
+from disagg.node.rank_peers import RankPeers
 from disagg.node.sizing import device_limit_bytes, pool_bytes
 from disagg.node.step_watch import FACTOR as STEP_FACTOR
 from disagg.node.step_watch import StepWatch
-from disagg.node.transfer_loop import LoopCallbacks, TransferAgent, TransferLoop
+from disagg.node.transfer_loop import LoopCallbacks, TransferLoop
 from staging.allocator import ALIGNMENT_BYTES
 from transport.base import Transport
 from transport.control import messages as m
@@ -53,31 +52,6 @@ BREAK_WAIT_S = 1.0
 """Time for a leader to end the requests of a group that hangs."""
 SWITCH_INTERVAL_S = 0.0002
 """Python's switch interval in a rank; the default of 5 ms would delay whole transfers."""
-
-
-class Agent(TransferAgent, Protocol):
-    """Interface of a transfer agent to its rank. All methods run on the transfer thread."""
-
-    def adopt_thread(self) -> None:
-        """Makes the calling thread the transfer thread."""
-
-    def link(self, link: Link) -> None:
-        """Connects to the ranks of the linked group, and sends `Linked` to each that was not linked."""
-
-    def on_linked(self, peer: str, message: m.Linked) -> bool:
-        """Handles a peer that has linked this rank. Returns False if the peer has fenced this rank since."""
-
-    def on_peer_lost(self, peer: str) -> None:
-        """Fences the peer and ends all work with it."""
-
-    def statistics(self) -> object:
-        """Counts at this moment."""
-
-    def status(self) -> RankStatus:
-        """Returns the rank's status for metrics, with the agent's own faults. Cheap."""
-
-    def check(self) -> None:
-        """Raises `InvariantError` if the agent is inconsistent."""
 
 
 GroupT = TypeVar("GroupT", bound=GroupConfig)
@@ -119,8 +93,6 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.on_broken: Callable[[str], None] = lambda reason: None
         """Called with the reason, on any thread of the rank, after the rank or its group has failed. Never blocks."""
         self._group: GroupInfo | None = None
-        self.silences = Silences()
-        """Linked groups, and their silent peers."""
         self.plans = PlanQueue()
         """Plans of the leader; unused on rank 0."""
         self.executor = StepExecutor(runner, group_config.max_requests)
@@ -138,8 +110,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.leader.on_broken = lambda reason: self.on_broken(reason)
         self.agent: AgentT = self._make_agent(transport)
         """Sender or receiver of KV; used on the transfer thread."""
-        self.mending = self._make_mending()
-        """Links groups again; used on the transfer thread."""
+        self.peers = self._make_peers()
+        """Losses and returns of peers."""
         self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
         self._hung = False
         self.transfer_loop = self._make_loop(transport)
@@ -150,14 +122,15 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         )
         """The compute thread."""
 
-    def _make_mending(self) -> Mending:
-        return Mending(
-            self.silences,
+    def _make_peers(self) -> RankPeers:
+        return RankPeers(
             self.lane,
-            fence=self.agent.on_peer_lost,
-            send=self.control.send,
+            self.control,
+            self.agent,
+            self.leader,
+            post=lambda work: self.transfer_loop.post(work),  # the loop follows
             link=self._link_again,
-            linked=self.agent.on_linked,
+            unled=self._lost_unled,
             clock=self.clock,
         )
 
@@ -166,7 +139,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             broken=self._on_broken,
             computing=lambda: self._step_watch.running,
             tick=self.report,
-            lost=self.mending.on_connection_lost,
+            lost=self.peers.mending.on_connection_lost,
             look=self._check_step,
         )
         spin_s = self.config.transfer.spin_s if self.runner.device.type == "cuda" else 0.0
@@ -178,7 +151,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def start(self) -> RankInfo:
         """Starts control and transfer threads; returns the rank's description for peers."""
-        self.control.start(self.on_message, self.peer_silent, self.peer_met)
+        self.control.start(self.on_message, self.peers.silent, self.peers.met)
         self.transfer_loop.start()
         if self.runner.device.type == "cuda":
             self.transfer_loop.call(partial(torch.cuda.set_device, self.runner.device))
@@ -218,7 +191,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
         def connect() -> None:
             self.agent.link(link)
-            self.silences.linked(other, peers)  # before this thread can detect a broken connection
+            self.peers.silences.linked(other, peers)  # before this thread can detect a broken connection
 
         self.transfer_loop.call(connect)
         if self.leader is not None:
@@ -284,9 +257,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Dispatches a message. Called on the control thread or under the leader's lock; never blocks."""
         handler = self._transfer_handler(peer, message)
         if isinstance(message, m.LinkBroken):
-            self.transfer_loop.post(partial(self.mending.on_link_broken, peer, message))
+            self.transfer_loop.post(partial(self.peers.mending.on_link_broken, peer, message))
         elif isinstance(message, m.Linked):
-            self.transfer_loop.post(partial(self.mending.on_linked, peer, message))
+            self.transfer_loop.post(partial(self.peers.mending.on_linked, peer, message))
         elif handler is not None:
             self.transfer_loop.post(handler, wake=not isinstance(message, self._deferrable))
         elif isinstance(message, m.Plan):
@@ -311,38 +284,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     def peer_lost(self, peer: str) -> None:
         """Ends all work with a dead peer. Thread-safe and idempotent."""
-        self.silences.dead(peer)
-        self.control.forget(peer)
-        self._lose(peer)
-        self.transfer_loop.post(partial(self.mending.dead, peer))
-
-    def peer_silent(self, peer: str) -> None:
-        """Ends all work with a silent peer, or with a peer that dropped this rank, as if the peer were dead.
-
-        The rank keeps watching peers of linked groups, which may only be cut off; see `peer_met`. Thread-safe.
-        """
-        if not self.silences.is_linked(peer):
-            self._lose(peer)
-            self.transfer_loop.post(partial(self._repeat_if_linked, peer))
-            return
-        self.transfer_loop.post(partial(self.mending.on_silent, peer))
-        if self.leader is not None:
-            self.leader.on_peer_lost(peer)
-        self.control.watch(peer)
-
-    def _repeat_if_linked(self, peer: str) -> None:
-        """Repeats a loss that crossed `link`, which may have connected the peer before the loss ended its work.
-
-        The control channel may have met the peer again before this call. A round links again in any case.
-        """
-        if self.silences.is_linked(peer):
-            self.mending.on_fenced(peer)
-            if self.leader is not None:
-                self.control.call_soon(partial(self.leader.on_peer_lost, peer))
-
-    def peer_met(self, peer: str) -> None:
-        """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""
-        self.transfer_loop.post(partial(self.mending.on_met, peer))
+        self.peers.lost(peer)
 
     def _link_again(self, other: GroupInfo) -> None:
         try:
@@ -352,12 +294,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         else:
             log.info("linked_again", group=other.name, lane=self.lane)
 
-    def _lose(self, peer: str) -> None:
-        log.warning("peer_lost", peer=peer, lane=self.lane)
-        self.transfer_loop.post(partial(self.agent.on_peer_lost, peer))
-        if self.leader is not None:
-            self.leader.on_peer_lost(peer)
-        elif self._group is not None and peer == self._group.leader.control_address:
+    def _lost_unled(self, peer: str) -> None:
+        """On ranks other than 0: the loss of the leader breaks the rank."""
+        if self._group is not None and peer == self._group.leader.control_address:
             self.on_broken(f"{self.lane} lost its leader {peer}")
 
     def _on_broken(self, error: Exception) -> None:

@@ -17,13 +17,13 @@ def test_a_peer_that_is_met_before_its_loss_is_repeated(checkpoints: Checkpoints
     connected = threading.Event()
     with local_groups(small_config(1, 1), checkpoints.source()) as groups:
         rank: Any = getattr(groups, role)[0]
-        silences, other = rank.silences, groups.infos["decode" if role == "prefill" else "prefill"]
+        silences, other = rank.peers.silences, groups.infos["decode" if role == "prefill" else "prefill"]
         peer = other.leader.control_address
         rank.transfer_loop.post(lambda: connected.wait(TIMEOUT_S))
         silences.dead(peer)  # as before `RankNode.link`
-        rank.peer_silent(peer)
+        rank.peers.silent(peer)
         silences.linked(other, [peer])  # as `RankNode.link` does at the end of its connect
-        rank.peer_met(peer)
+        rank.peers.met(peer)
         connected.set()
         rank.transfer_loop.call(lambda: None, TIMEOUT_S)
         groups.serve(lambda router: exact_again(router, checkpoints))

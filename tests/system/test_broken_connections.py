@@ -75,7 +75,7 @@ def test_a_connection_that_breaks_while_nothing_passes(checkpoints: Checkpoints,
         broken = ("prefill-0", "decode-0") if side == "prefill" else ("decode-0", "prefill-0")
         groups.fabric.sever(*broken)
         groups.serve(lambda router: exact_again(router, checkpoints))
-        rounds = {rank.control.address: rank.mending.rounds for rank in groups.ranks}
+        rounds = {rank.control.address: rank.peers.mending.rounds for rank in groups.ranks}
         assert rounds == {name: int(name == broken[0]) for name in rounds}
         assert nobody_was_lost(groups)
 
@@ -118,7 +118,7 @@ def test_tls_connections_that_are_cut(checkpoints: Checkpoints, side: str, when:
             else:
                 groups.hub.observe(observe)
             async with asyncio.timeout(TIMEOUT_S):
-                while not sum(each.mending.rounds for each in groups.ranks):
+                while not sum(each.peers.mending.rounds for each in groups.ranks):
                     await asyncio.gather(
                         ask(router, "r", random_prompts(50)[0], GREEDY), return_exceptions=True
                     )
@@ -168,7 +168,7 @@ def test_a_ucx_endpoint_that_ends(
             await exact_again(router, checkpoints)
             rank.transfer_loop.call(lambda: rank.transport.peers[peer].endpoint.close_blocking())
             async with asyncio.timeout(TIMEOUT_S):
-                while not rank.mending.rounds:
+                while not rank.peers.mending.rounds:
                     await asyncio.sleep(0.005)
             await exact_again(router, checkpoints)
 

@@ -1,0 +1,35 @@
+"""Interface of a rank's transfer agent: the sender or receiver of KV."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from disagg.core.status import RankStatus
+from disagg.node.links import Link
+from disagg.node.transfer_loop import TransferAgent
+from transport.control import messages as m
+
+
+class Agent(TransferAgent, Protocol):
+    """Interface of a transfer agent to its rank. All methods run on the transfer thread."""
+
+    def adopt_thread(self) -> None:
+        """Makes the calling thread the transfer thread."""
+
+    def link(self, link: Link) -> None:
+        """Connects to the ranks of the linked group, and sends `Linked` to each that was not linked."""
+
+    def on_linked(self, peer: str, message: m.Linked) -> bool:
+        """Handles a peer that has linked this rank. Returns False if the peer has fenced this rank since."""
+
+    def on_peer_lost(self, peer: str) -> None:
+        """Fences the peer and ends all work with it."""
+
+    def statistics(self) -> object:
+        """Counts at this moment."""
+
+    def status(self) -> RankStatus:
+        """Returns the rank's status for metrics, with the agent's own faults. Cheap."""
+
+    def check(self) -> None:
+        """Raises `InvariantError` if the agent is inconsistent."""

@@ -1,0 +1,103 @@
+"""Peers of a rank that die, fall silent or return: which work ends, and when groups are linked again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import structlog
+
+from disagg.core.ports import Clock
+from disagg.core.types import GroupInfo
+from disagg.node.agent import Agent
+from disagg.node.leader import Leader
+from disagg.node.mending import Mending
+from disagg.node.silence import Silences
+from transport.control.base import ControlChannel
+
+log = structlog.get_logger(__name__)
+
+
+class Post(Protocol):
+    """Queues work for the transfer thread; see `TransferLoop.post`."""
+
+    def __call__(self, work: Callable[[], None]) -> None: ...
+
+
+class RankPeers:
+    """Handles losses and returns of peers; its methods are thread-safe."""
+
+    def __init__(
+        self,
+        lane: str,
+        control: ControlChannel,
+        agent: Agent,
+        leader: Leader | None,
+        *,
+        post: Post,
+        link: Callable[[GroupInfo], None],
+        unled: Callable[[str], None],
+        clock: Clock,
+    ) -> None:
+        """`link` connects to a group again, on the transfer thread.
+
+        `unled` handles the loss of a peer on a rank without a leader.
+        """
+        self._lane, self._control, self._agent, self._leader = lane, control, agent, leader
+        self._post, self._unled = post, unled
+        self.silences = Silences()
+        """Linked groups, and their silent peers."""
+        self.mending = Mending(
+            self.silences,
+            lane,
+            fence=agent.on_peer_lost,
+            send=control.send,
+            link=link,
+            linked=agent.on_linked,
+            clock=clock,
+        )
+        """Links groups again; used on the transfer thread."""
+
+    def lost(self, peer: str) -> None:
+        """Ends all work with a dead peer. Idempotent."""
+        self.silences.dead(peer)
+        self._control.forget(peer)
+        self._lose(peer)
+        self._post(partial(self.mending.dead, peer))
+
+    def silent(self, peer: str) -> None:
+        """Ends all work with a silent peer, or with a peer that dropped this rank, as if the peer were dead.
+
+        The rank keeps watching peers of linked groups, which may only be cut off; see `met`.
+        """
+        if not self.silences.is_linked(peer):
+            self._lose(peer)
+            self._post(partial(self._repeat_if_linked, peer))
+            return
+        self._post(partial(self.mending.on_silent, peer))
+        if self._leader is not None:
+            self._leader.on_peer_lost(peer)
+        self._control.watch(peer)
+
+    def met(self, peer: str) -> None:
+        """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""
+        self._post(partial(self.mending.on_met, peer))
+
+    def _repeat_if_linked(self, peer: str) -> None:
+        """Repeats a loss that crossed `RankNode.link`, which may have connected the peer before its work ended.
+
+        The control channel may have met the peer again before this call. A round links again in any case.
+        """
+        if self.silences.is_linked(peer):
+            self.mending.on_fenced(peer)
+            if self._leader is not None:
+                self._control.call_soon(partial(self._leader.on_peer_lost, peer))
+
+    def _lose(self, peer: str) -> None:
+        log.warning("peer_lost", peer=peer, lane=self._lane)
+        self._post(partial(self._agent.on_peer_lost, peer))
+        if self._leader is not None:
+            self._leader.on_peer_lost(peer)
+        else:
+            self._unled(peer)
