@@ -45,6 +45,8 @@ class ThreadedControl(ControlChannel):
         self._on_peer_met: PeerMet = lambda peer: None
         self._closing = threading.Event()
         self._linger_until_s = 0.0
+        self._failing = False
+        """Whether the latest turn of the thread failed."""
         self._thread = threading.Thread(target=self._run, name=f"control-{address}", daemon=True)
         self._sent = self._delivered = self._bad_frames = self._handler_errors = self._lost = 0
         self._last_lost = ""
@@ -154,6 +156,10 @@ class ThreadedControl(ControlChannel):
         try:
             while not self._done():
                 due_s = self._safe_turn()
+                if due_s is None:
+                    # Not `_wait`, which frames and calls that the turn left would end at once: no spinning.
+                    time.sleep(_PAUSE_AFTER_BUG_S)
+                    continue
                 if self._closing.is_set():
                     due_s = min(due_s, self._linger_until_s)
                 if not self._work and not self._calls:
@@ -162,18 +168,25 @@ class ThreadedControl(ControlChannel):
             self._released()
 
     def _done(self) -> bool:
-        if not self._closing.is_set() or self._work:
+        if not self._closing.is_set():
             return False
-        return self._streams.unacknowledged == 0 or self._clock() >= self._linger_until_s
+        lingers = self._clock() < self._linger_until_s
+        if self._failing:  # work may be left for ever
+            return not lingers
+        return not self._work and not (lingers and self._streams.unacknowledged)
 
-    def _safe_turn(self) -> float:
+    def _safe_turn(self) -> float | None:
+        """Returns when the next turn is due; None after a failed one."""
         try:
-            return self._turn()
+            due_s = self._turn()
+            self._failing = False
         except Exception:
             # A bug. Without the thread, every request of this process would hang.
+            self._failing = True
             self._handler_errors += 1
             log.exception("control_turn_failed", channel=self.address)
-            return self._clock() + _PAUSE_AFTER_BUG_S
+            return None
+        return due_s
 
     def _turn(self) -> float:
         now_s = self._clock()

@@ -351,3 +351,30 @@ def test_a_bug_in_the_channel_does_not_end_its_thread(hub_net: Net, monkeypatch:
     assert b.next() == (a.address, token(1))
     assert a.next() == (b.address, token(9)), "acknowledged, and then never delivered"
     assert a.channel.statistics().handler_errors == 1
+
+
+def test_a_turn_that_fails_again_and_again(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With work, calls and frames that it left: the thread pauses between turns, and `close` ends it."""
+    a, b = net.station().start(), net.station().start()
+    pauses = queue.Queue[float]()
+    turns = [0]
+    go_on = threading.Event()
+
+    def fail(now_s: float) -> None:
+        turns[0] += 1
+        raise RuntimeError("on purpose")
+
+    def pause(seconds: float) -> None:
+        pauses.put(seconds)
+        go_on.wait(0.001)
+
+    monkeypatch.setattr("transport.control.thread.time.sleep", pause)
+    monkeypatch.setattr(a.channel, "_upkeep", fail)
+    a.channel.call_soon(lambda: None)
+    a.channel.send(b.address, token(1))
+    b.channel.send(a.address, token(2))
+    for _ in range(5):
+        assert pauses.get(timeout=20) > 0
+    go_on.set()
+    a.channel.close()
+    assert turns[0] <= pauses.qsize() + 6, "a turn without a pause behind it"
