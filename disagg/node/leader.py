@@ -196,10 +196,16 @@ class Leader(ABC):
         return True
 
     def handle_posted(self) -> None:
-        """Handles the messages given to `post`, in order."""
+        """Handles the messages given to `post`, in order; then raises an error of a handler, a bug."""
+        errors: list[Exception] = []
         with self._changed:
             while self._posted:
-                self.handle(*self._posted.popleft())
+                try:
+                    self.handle(*self._posted.popleft())
+                except Exception as error:  # noqa: BLE001 - raised again when no message waits behind it
+                    errors.append(error)
+        if errors:
+            raise ExceptionGroup("handlers of posted messages failed", errors)
 
     def on_peer_lost(self, peer: str) -> None:
         """Ends the requests of a lost router; a lost rank breaks the group."""

@@ -53,3 +53,24 @@ def test_the_transfer_thread_does_not_wait_for_the_leader(
             assert answer.tokens == checkpoints.greedy(groups.source, prompt, 4)
 
         groups.serve(work)
+
+
+def test_a_handler_that_fails_delays_no_message_behind_it(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handled: list[int] = []
+    with local_groups(small_config(1, 1), checkpoints.source()) as groups:
+        leader: Any = groups.decode[0].leader
+
+        def on_message(peer: str, message: Any) -> None:
+            handled.append(message.ticket)
+            if message.ticket == 0:
+                raise RuntimeError("on purpose")
+
+        with monkeypatch.context() as patch, leader._changed:
+            patch.setattr(leader, "_on_message", on_message)
+            for number in range(3):
+                leader._posted.append(("nobody", m.RankClosed(RequestKey("nobody"), number, 0)))
+            with pytest.raises(ExceptionGroup, match="posted"):
+                leader.handle_posted()
+        assert handled == [0, 1, 2]
