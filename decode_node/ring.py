@@ -64,6 +64,9 @@ class ReceiveRing:
             if source is None or source.peer != peer:
                 raise ProtocolError(f"{peer} is not prefill rank {request.src_rank} of {incoming.key}")
             items = [self._lease(incoming, peer, request.src_rank, segment) for segment in request.segments]
+        except TransportError as exc:
+            self._tickets.fail(incoming, exc)
+            return
         except (ProtocolError, ValueError) as exc:
             self._tickets.fail(incoming, ProtocolError(f"invalid lease request of {peer}: {exc}"))
             return
@@ -86,6 +89,10 @@ class ReceiveRing:
             return known
         if segment.src_rank != src_rank or segment.dst_rank != self._rank:
             raise ProtocolError(f"{segment} does not go from rank {src_rank} to rank {self._rank}")
+        if incoming.coverage.is_early(
+            segment
+        ):  # the connection may have lost one message and passed the next
+            raise TransportError(f"a lease request of {peer} ahead of {segment} is lost")
         incoming.coverage.add(segment)
         nbytes = message_bytes(segment.nbytes, self._options.checksum)
         lease = self.allocator.assign(nbytes, owner=incoming.ticket.number)

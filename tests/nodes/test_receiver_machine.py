@@ -14,7 +14,7 @@ from decode_node.build import build_receiver
 from decode_node.incoming import IncomingSegment, IncomingTransfer
 from decode_node.options import ReceiverContext, ReceiverOptions
 from decode_node.receive_state import ReceiveState, ReceiveTransferState
-from disagg.core.errors import TransportError
+from disagg.core.errors import ProtocolError, TransportError
 from disagg.core.timeline import Timeline
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, RequestKey, Segment, Shard, Span, Ticket
 from disagg.kv.pool import MHATokenToKVPool
@@ -118,14 +118,17 @@ class ReceiverMachine(RuleBasedStateMachine):
         src_rank = data.draw(st.sampled_from(range(SOURCES)))
         done = self.leased[incoming.ticket.number, src_rank]
         start = max(0, done - 1) if repeat else done
+        self.request(incoming, src_rank, range(start, min(TOKENS, start + count)))
+        known = [index for rank, index in incoming.items if rank == src_rank]
+        self.leased[incoming.ticket.number, src_rank] = max(known, default=-1) + 1
+
+    def request(self, incoming: IncomingTransfer, src_rank: int, indices: range) -> None:
         segments = [
             Segment(i, src_rank, 0, Span(0, 2), Span(src_rank, src_rank + 1), Span(i, i + 1), SEGMENT_BYTES)
-            for i in range(start, min(TOKENS, start + count))
+            for i in indices
         ]
         request = m.LeaseRequest(incoming.key, incoming.ticket.number, src_rank, segments)
         self.receiver.parts.ring.on_lease_request(PEERS[src_rank], request)
-        known = [index for rank, index in incoming.items if rank == src_rank]
-        self.leased[incoming.ticket.number, src_rank] = max(known, default=-1) + 1
 
     @precondition(lambda self: self.items(ReceiveState.LEASED))
     @rule(data=st.data(), damaged=SELDOM)
@@ -247,3 +250,28 @@ class ReceiverMachine(RuleBasedStateMachine):
 
 TestReceiver = ReceiverMachine.TestCase
 TestReceiver.settings = settings(max_examples=80, stateful_step_count=80, deadline=None)
+
+
+def test_a_lease_request_behind_a_lost_one_fails_the_transfer() -> None:
+    """As a failed transfer, which is recovered, and not as a violation of the protocol."""
+    machine = ReceiverMachine()
+    machine.open()
+    [incoming] = machine.transfers()
+    machine.request(incoming, 0, range(1, 2))
+    [report] = [one for one in machine.reports if isinstance(one, m.RankFailed)]
+    assert report.code == TransportError.code
+    assert "lease request of prefill-0" in report.message
+    machine.teardown()
+
+
+def test_an_overlapping_lease_request_violates_the_protocol() -> None:
+    machine = ReceiverMachine()
+    machine.open()
+    [incoming] = machine.transfers()
+    machine.request(incoming, 0, range(1))
+    segment = Segment(7, 0, 0, Span(0, 2), Span(0, 1), Span(0, 1), SEGMENT_BYTES)
+    request = m.LeaseRequest(incoming.key, incoming.ticket.number, 0, [segment])
+    machine.receiver._ring.on_lease_request(PEERS[0], request)
+    [report] = [one for one in machine.reports if isinstance(one, m.RankFailed)]
+    assert report.code == ProtocolError.code
+    machine.teardown()
