@@ -12,7 +12,7 @@ each other. A rank sends active messages to a peer only after the `Linked` of th
 (`transport.active_messages`), so none reaches a rank that has not linked yet.
 
 A control channel that loses and meets a peer within a round can leave one side linked before the other's fence. That
-side receives a second `Linked`, and starts another round.
+side receives a second `Linked`, and starts another round. So does a rank that cannot connect, after a pause.
 """
 
 from __future__ import annotations
@@ -49,12 +49,13 @@ class Mending:
         *,
         fence: Callable[[str], None],
         send: Callable[[str, m.Message], None],
-        link: Callable[[GroupInfo], None],
+        link: Callable[[GroupInfo], bool],
         linked: Callable[[str, m.Linked], bool],
         clock: Clock,
     ) -> None:
-        """`fence` ends all work with a peer and disconnects; `send` is the control channel's; `link` links again.
+        """`fence` ends all work with a peer and disconnects; `send` is the control channel's.
 
+        `link` links again; it returns False when that failed.
         `linked` opens the way to a peer that has linked; it returns False when the peer has fenced this rank since.
         """
         self._silences, self._lane, self._clock = silences, lane, clock
@@ -62,15 +63,21 @@ class Mending:
         self._requested: set[str] = set()
         """Peers that are fenced here and have not responded."""
         self._pauses: dict[str, _Pause] = {}
+        self._unlinked: set[str] = set()
+        """Peers whose group this rank could not link again: a round follows the pause."""
         self.rounds = 0
         """Rounds that this rank started."""
 
     def on_connection_lost(self, peer: str) -> None:
         """Starts a round, unless one is running or the pause after the last one is not over."""
-        pause = self._pauses.get(peer)
-        if not self._silences.is_linked(peer) or (pause is not None and self._clock() < pause.until_s):
-            return
-        self._begin(peer)
+        if self._silences.is_linked(peer) and not self._pausing(peer):
+            self._begin(peer)
+
+    def look(self) -> None:
+        """Starts the rounds that follow a failed link, when due. Call it regularly."""
+        for peer in [one for one in self._unlinked if not self._pausing(one)]:
+            self.on_connection_lost(peer)
+            self._unlinked.discard(peer)
 
     def on_fenced(self, peer: str) -> None:
         """Starts a round with a peer of a linked group that this rank has fenced outside of a round."""
@@ -99,6 +106,7 @@ class Mending:
     def on_silent(self, peer: str) -> None:
         """Fences a peer of a linked group that the control channel lost. Ends a round with it."""
         self._requested.discard(peer)
+        self._unlinked.discard(peer)
         if self._silences.mark_silent(peer):
             log.warning("peer_lost", peer=peer, lane=self._lane)
         self._fence(peer)
@@ -110,6 +118,7 @@ class Mending:
     def dead(self, peer: str) -> None:
         """Removes a dead peer."""
         self._requested.discard(peer)
+        self._unlinked.discard(peer)
         self._pauses.pop(peer, None)
 
     def _begin(self, peer: str) -> None:
@@ -120,14 +129,26 @@ class Mending:
         self._requested.add(peer)
         self._send(peer, m.LinkBroken())
 
+    def _pausing(self, peer: str) -> bool:
+        pause = self._pauses.get(peer)
+        return pause is not None and self._clock() < pause.until_s
+
     def _drop(self, peer: str) -> None:
+        length_s = self._pause(peer)
+        log.warning("data_connection_broken", peer=peer, lane=self._lane, next_try_after_s=length_s)
+        self._fence(peer)
+
+    def _pause(self, peer: str) -> float:
+        """Delays the next round with the peer; returns the delay."""
         now_s, last = self._clock(), self._pauses.get(peer)
         soon = last is not None and now_s < last.until_s + LONGEST_PAUSE_S
         length_s = min(2 * last.length_s, LONGEST_PAUSE_S) if last is not None and soon else FIRST_PAUSE_S
         self._pauses[peer] = _Pause(length_s, now_s + length_s)
-        log.warning("data_connection_broken", peer=peer, lane=self._lane, next_try_after_s=length_s)
-        self._fence(peer)
+        return length_s
 
     def _link_again(self, peer: str) -> None:
-        for group in self._silences.mark_met(peer):
-            self._link(group)
+        self._unlinked.discard(peer)
+        linked = [self._link(group) for group in self._silences.mark_met(peer)]
+        if not all(linked):
+            self._unlinked.add(peer)
+            self._pause(peer)

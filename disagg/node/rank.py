@@ -140,7 +140,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             computing=lambda: self._step_watch.running,
             tick=self.report,
             lost=self.peers.mending.on_connection_lost,
-            look=self._check_step,
+            look=self._look,
         )
         spin_s = self.config.transfer.spin_s if self.runner.device.type == "cuda" else 0.0
         return TransferLoop(
@@ -286,13 +286,14 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Ends all work with a dead peer. Thread-safe and idempotent."""
         self.peers.lost(peer)
 
-    def _link_again(self, other: GroupInfo) -> None:
+    def _link_again(self, other: GroupInfo) -> bool:
         try:
             self.agent.link(self._make_link(other))
         except DisaggError as exc:
             log.error("not_linked_again", group=other.name, lane=self.lane, error=str(exc))
-        else:
-            log.info("linked_again", group=other.name, lane=self.lane)
+            return False
+        log.info("linked_again", group=other.name, lane=self.lane)
+        return True
 
     def _lost_unled(self, peer: str) -> None:
         """On ranks other than 0: the loss of the leader breaks the rank."""
@@ -306,6 +307,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         else:
             self.to_leader(m.RankBroken(self.rank, reason))
             self.on_broken(reason)
+
+    def _look(self) -> None:
+        self._check_step()
+        self.peers.mending.look()
 
     def _check_step(self) -> None:
         """Breaks the group if the running step has passed its limit. Called on the transfer thread."""

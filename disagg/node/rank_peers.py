@@ -36,11 +36,11 @@ class RankPeers:
         leader: Leader | None,
         *,
         post: Post,
-        link: Callable[[GroupInfo], None],
+        link: Callable[[GroupInfo], bool],
         unled: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        """`link` connects to a group again, on the transfer thread.
+        """`link` connects to a group again, on the transfer thread; False if that failed.
 
         `unled` handles the loss of a peer on a rank without a leader.
         """

@@ -24,15 +24,22 @@ class End:
         info = RankInfo(0, Shard(0, Span(0, 1), Span(0, 1)), other, b"")
         group = GroupInfo(other, "decode", 3, "f", KVLayout(1, 2, 8, "float32"), 16, "tls", (info,))
         self.silences.linked(group, [other])
+        self.fails = 0
+        """Number of next links that fail."""
         self.mending = Mending(
             self.silences,
             name,
             fence=lambda peer: self.did.append(f"fence {peer}"),
             send=self._send,
-            link=lambda group: self.did.append(f"link {group.name}"),
+            link=self._link,
             linked=self._linked,
             clock=lambda: self.now_s,
         )
+
+    def _link(self, group: GroupInfo) -> bool:
+        self.fails -= 1
+        self.did.append(f"{'link' if self.fails < 0 else 'no link to'} {group.name}")
+        return self.fails < 0
 
     def _linked(self, peer: str, message: m.Linked) -> bool:
         """Every number above 1 is that of a second link, and the peer has fenced this rank in between."""
@@ -184,3 +191,50 @@ def test_a_peer_that_linked_twice_is_mended(ends: tuple[End, End]) -> None:
     a.silences.dead("b")
     a.mending.on_linked("b", m.Linked(3))
     assert a.did[3:] == ["b linked 3"]
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["in a round", "when met"])
+def test_a_link_that_fails_is_tried_again(ends: tuple[End, End], met: bool) -> None:
+    """After growing pauses, in rounds of both sides; once linked, no further round follows."""
+    a, b = ends
+    a.fails = 3
+    if met:
+        a.met()
+        b.met()
+    else:
+        a.find()
+    began: list[float] = []
+    for step in range(8 * 100):
+        a.now_s = b.now_s = 100.0 + step / 8
+        rounds = a.mending.rounds
+        a.mending.look()
+        b.mending.look()
+        b.hear(a)
+        a.hear(b)
+        if a.mending.rounds > rounds:
+            began.append(a.now_s)
+    assert a.did.count("no link to b") == 3
+    assert a.did[-2:] == ["fence b", "link b"]
+    assert b.did[-2:] == ["fence a", "link a"]
+    assert len(began) == 3
+    assert sorted({later - earlier for earlier, later in pairwise(began)})[0] >= 2 * FIRST_PAUSE_S
+    assert b.mending.rounds == 0
+
+
+def test_a_link_that_failed_to_a_peer_that_is_lost() -> None:
+    """The loss ends the tries: a silent peer is linked when it is met, a dead one never."""
+    for end in ("silent", "dead"):
+        a = End("a", "b")
+        a.fails = 1
+        a.met()
+        assert a.did[-1] == "no link to b"
+        if end == "dead":
+            a.silences.dead("b")
+            a.mending.dead("b")
+        else:
+            a.mending.on_silent("b")
+        did = list(a.did)
+        a.now_s += LONGEST_PAUSE_S
+        a.mending.look()
+        assert a.did == did
+        assert not a.on_the_way
