@@ -67,10 +67,15 @@ def test_a_handler_that_fails_delays_no_message_behind_it(
             if message.ticket == 0:
                 raise RuntimeError("on purpose")
 
-        with monkeypatch.context() as patch, leader._changed:
-            patch.setattr(leader, "_on_message", on_message)
+        def post() -> None:
             for number in range(3):
-                leader._posted.append(("nobody", m.RankClosed(RequestKey("nobody"), number, 0)))
+                assert not leader.post("nobody", m.RankClosed(RequestKey("nobody"), number, 0))
+
+        with monkeypatch.context() as patch, leader.changed:
+            patch.setattr(leader, "_on_message", on_message)
+            another = threading.Thread(target=post)
+            another.start()
+            another.join(TIMEOUT_S)
             with pytest.raises(ExceptionGroup, match="posted"):
                 leader.handle_posted()
         assert handled == [0, 1, 2]

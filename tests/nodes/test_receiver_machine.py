@@ -271,7 +271,7 @@ def test_an_overlapping_lease_request_violates_the_protocol() -> None:
     machine.request(incoming, 0, range(1))
     segment = Segment(7, 0, 0, Span(0, 2), Span(0, 1), Span(0, 1), SEGMENT_BYTES)
     request = m.LeaseRequest(incoming.key, incoming.ticket.number, 0, [segment])
-    machine.receiver._ring.on_lease_request(PEERS[0], request)
+    machine.receiver.parts.ring.on_lease_request(PEERS[0], request)
     [report] = [one for one in machine.reports if isinstance(one, m.RankFailed)]
     assert report.code == ProtocolError.code
     machine.teardown()
