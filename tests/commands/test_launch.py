@@ -26,7 +26,6 @@ from disagg.core.config.read import (
     PrefillConfig,
     TransferConfig,
 )
-from disagg.core.errors import PeerLostError
 from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
 from disagg.reference.answers import reference_answers
@@ -85,8 +84,7 @@ def test_groups_that_die_are_replaced_and_their_number_can_be_changed(tmp_path: 
 
         (decode,) = [group for group in cluster.groups if group.name == "decode"]
         ray.get(decode.actors[0].__ray_call__.remote(lambda host: setattr(host.node, "executor", None)))
-        with pytest.raises(PeerLostError, match="decode"):
-            await answer(router, "r3", GREEDY)
+        assert await answer(router, "r3", GREEDY) == expected, "it goes on in the group's replacement"
         await until(lambda: names(router) == ["decode-2", "prefill-2"])
         assert await answer(router, "r4", GREEDY) == expected
 
