@@ -11,6 +11,7 @@ import torch
 
 from disagg.kv.req_to_token import ReqToTokenPool
 from kernels.attention.prefill import PackedQueries
+from kernels.dispatch import backend
 
 DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention may gather
 
@@ -109,7 +110,7 @@ def build_index(
 ) -> StepIndex:
     """Builds the tensors on the table's device, for the attention kernels or for the torch path.
 
-    `apart`: the torch path attends to each token separately, so that sizes depend on the token's position alone.
+    `apart`: the torch path attends to each token as to a sequence, so that its bits depend on its position alone.
     Raises ValueError for a slice that is empty or beyond the block table.
     """
     require_fits(batch, table)
@@ -210,10 +211,12 @@ def _decode_groups(
         for index in range(len(s.tokens))
         if apart or len(s.tokens) == 1
     ]
+    # Where `kernels.layers.pairwise` computes attention, padding changes no bits.
+    alone = apart and backend(table.table.device) == "triton"
     singles.sort()  # sequences of similar length need the least padding
     groups: list[DecodeGroup] = []
     while singles:
-        group = [singles.pop()] if apart else _take_group(singles)
+        group = [singles.pop()] if alone else _take_group(singles)
         packed = upload([number for single in group for number in single], table.table.device).view(-1, 3)
         positions, rows, queries = packed[:, 0], packed[:, 1], packed[:, 2]
         columns = torch.arange(group[-1][0] + 1, device=packed.device)

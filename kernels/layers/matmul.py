@@ -28,6 +28,8 @@ from kernels.layers.matmul_tiles import MatmulTile, by_descriptor, tile_of, tile
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_M = 8
 """Row blocks that are computed side by side and share columns of `right` in the cache."""
+_APART = 32
+"""Elements of a type of two bytes in 64 bytes."""
 _CHECKED_SHAPE = (300, 272, 1056)
 """Rows, columns and summed elements of the check: not multiples of most tiles, with many steps of each tile."""
 
@@ -101,14 +103,14 @@ def matmul_reference(
     The bits are those of `torch.mm` with one row, not those of the kernel.
     """
     _check(left, right, bias)
-    batch, m, _ = left.shape
-    out = torch.empty(batch, m, right.shape[2], dtype=left.dtype, device=left.device)
-    for number in range(batch):
-        for row in range(m):
-            one = left[number, row].clone()[None]  # a library's kernel also depends on alignment
-            found = torch.mm(one, right[number])
-            out[number, row] = found[0] if bias is None else found[0] + bias
-    return out
+    batch, m, k = left.shape
+    # A library's kernel also depends on alignment.
+    apart = left.new_empty(batch * m, 1, -(-k // _APART) * _APART)[..., :k]
+    apart.copy_(left.reshape(batch * m, 1, k))
+    matrices = right.unbind()
+    found = [torch.mm(row, matrices[number // m]) for number, row in enumerate(apart.unbind())]
+    out = torch.cat([left.new_empty(0, right.shape[2]), *found]).view(batch, m, right.shape[2])
+    return out if bias is None else out + bias
 
 
 def _grouped_reference(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -123,7 +123,8 @@ def _weights(
     if params.sinks is None:
         return torch.softmax(scores, dim=-1).to(dtype)
     sinks = params.sinks.float().view(heads_shape).expand(*scores.shape[:-1], 1)
-    return torch.softmax(torch.cat([scores, sinks], dim=-1), dim=-1)[..., :-1].to(dtype)
+    # The sink comes first: its place in the sum must not depend on padding behind the keys.
+    return torch.softmax(torch.cat([sinks, scores], dim=-1), dim=-1)[..., 1:].to(dtype)
 
 
 def _alibi(

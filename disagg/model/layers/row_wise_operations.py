@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from kernels.dispatch import backend
 from kernels.layers.matmul import DTYPES, grouped_matmul, matmul
+from kernels.layers.pairwise import pairwise_product
 from kernels.layers.row_sum import row_sum
 
 _FEW = 32
@@ -36,6 +38,23 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return matmul(left[None], right[None])[0]
 
 
+def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """A product of attention: the length of a sequence is one of its sizes."""
+    return matmul(left, right) if backend(left.device) == "triton" else pairwise_product(left, right)
+
+
+def _matmul(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    if right.dim() == 1:
+        return _matmul(left, right[:, None]).squeeze(-1)
+    if left.dim() == 1:
+        return _matmul(left[None], right).squeeze(-2)
+    if right.dim() == 2:
+        return _mm(left.reshape(-1, left.shape[-1]), right).view(*left.shape[:-1], right.shape[1])
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])  # type: ignore[no-untyped-call]
+    left, right = (one.expand(*batch, *one.shape[-2:]).flatten(0, -3) for one in (left, right))
+    return _bmm(left, right).view(*batch, left.shape[-2], right.shape[-1])
+
+
 def _mv(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return _mm(left, right[:, None])[:, 0]
 
@@ -56,7 +75,7 @@ def _addmm(
 def _baddbmm(
     added: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> torch.Tensor:
-    product = alpha * matmul(left, right)
+    product = alpha * _bmm(left, right)
     return product if beta == 0 else beta * added + product
 
 
@@ -257,7 +276,8 @@ ON_CPU: dict[str, Callable[..., Any]] = {
 REPLACED: dict[str, Callable[..., Any]] = {
     "linear": _linear,
     "mm": _mm,
-    "bmm": matmul,
+    "bmm": _bmm,
+    "matmul": _matmul,
     "mv": _mv,
     "dot": _dot,
     "addmm": _addmm,

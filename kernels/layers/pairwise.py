@@ -1,0 +1,46 @@
+"""Sums of pairs of halves in plain torch, for devices without kernels of this package.
+
+The elements `0 .. 2^i` and `2^i .. 2^(i+1)` are added element by element, from the largest power of two down to 1.
+The bits depend on the summed elements alone: not on other rows, and not on zeros behind the last element. So rows of
+different lengths may share a padded tensor.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MOST_TERMS = 1 << 20
+"""Most products in memory at a time: 4 MiB in float32, which caches hold."""
+
+
+def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
+    """Returns the sums over the first dimension of `x`, float32 `[n, ...]`, as `[...]`."""
+    n = x.shape[0]
+    if n == 0:
+        return x.new_zeros(x.shape[1:])
+    half = 1 << max(0, (n - 1).bit_length() - 1)
+    if n not in (1, 2 * half):  # the only ragged step is the first
+        x = torch.cat([x[: n - half] + x[half:], x[n - half : half]])
+        half //= 2
+    while len(x) > 1:
+        x = x[:half] + x[half:]
+        half //= 2
+    return x[0]
+
+
+def pairwise_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Returns `left @ right` for each of a batch, `[batch, m, n]` of left's type, rounded once.
+
+    - left: float32, bfloat16 or float16 `[batch, m, k]`, any strides.
+    - right: `[batch, k, n]` of the same type, any strides.
+    """
+    batch, m, k = left.shape
+    if batch * m * k * right.shape[2] > _MOST_TERMS and batch * m > 1:
+        if batch > 1:
+            half = batch // 2
+            parts = [(left[:half], right[:half]), (left[half:], right[half:])]
+        else:
+            parts = [(left[:, : m // 2], right), (left[:, m // 2 :], right)]
+        return torch.cat([pairwise_product(*part) for part in parts], dim=0 if batch > 1 else 1)
+    terms = left.float().permute(2, 0, 1)[..., None] * right.float().permute(1, 0, 2)[:, :, None, :]
+    return pairwise_sum(terms).to(left.dtype)
