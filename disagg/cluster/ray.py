@@ -23,7 +23,6 @@ from disagg.cluster.start import Progress
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.node.ownership import Owner
-from disagg.node.priority import starting_niceness
 from transport.keys.curve import KeySet
 from transport.keys.ring import AnyKeys
 
@@ -302,9 +301,8 @@ def _import_ray() -> Any:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # A start that fails on every rank raises one error; Ray would print the others as unhandled.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # Ray's default niceness of 15 starves ranks when the router or a client needs the same cores. A rank that starts
-    # may have a low priority, because it raises its own when it joins.
-    os.environ.setdefault("RAY_worker_niceness", str(starting_niceness()))
+    # Ray's default niceness of 15 starves ranks when the router or a client needs the same cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     # Without this, a late call of a watcher thread after Ctrl-C would start a new Ray.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     try:

@@ -26,7 +26,6 @@ from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
 from disagg.node.ownership import DISOWNED, NO_OWNER, Owner, Ownership
-from disagg.node.priority import raise_priority
 from disagg.node.process import ProcessIdentity, die_with_parent
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.sizing import describe, describe_pool, fill_memory, pool_tokens
@@ -125,8 +124,6 @@ class RankHost:
         """The rank; None before `start`."""
         self._collective: Collective | None = None
         self._meeting_folder = ""
-        self._own_process = False
-        """Whether the process runs this rank only, as a child of its raylet: after `identify`."""
         self._over, self._broken = False, ""
         self._changed = threading.Condition()  # for the two above, and the owner
         self._ownership = Ownership(owner, config.cluster.hang_timeout_s, clock)
@@ -147,7 +144,6 @@ class RankHost:
     def identify(self) -> ProcessIdentity:
         """Returns the identity of this process, which ends with its parent from now on."""
         die_with_parent()
-        self._own_process = True
         return ProcessIdentity.own()
 
     def pulse(self, token: str = "") -> bool:
@@ -216,9 +212,7 @@ class RankHost:
         return started
 
     def join(self, group: GroupInfo) -> None:
-        """Starts computing, at normal priority; call when all ranks of the group have started."""
-        if self._own_process:
-            raise_priority()
+        """Starts computing; call when all ranks of the group have started."""
         self._running().join(group)
         self._group = group
 
