@@ -60,6 +60,13 @@ class SamplingRow(NamedTuple):
     """Tokens so far, without the prompt."""
     history: TokenHistory | None
     """Result of `history_of`, one for the whole answer."""
+    ahead_tokens: int = 0
+    """Tokens behind `answer` that steps in flight sample; 0 for a row with a history."""
+
+    @property
+    def position(self) -> int:
+        """Index of the next token within the answer."""
+        return len(self.answer) + self.ahead_tokens
 
 
 def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_ids: Sequence[int]) -> torch.Tensor:
@@ -90,7 +97,7 @@ def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_ids: Sequence[
 
 
 def _barred(row: SamplingRow, eos_ids: Sequence[int]) -> tuple[int, ...]:
-    return ending_tokens(row.params, eos_ids) if len(row.answer) < row.params.min_tokens else ()
+    return ending_tokens(row.params, eos_ids) if row.position < row.params.min_tokens else ()
 
 
 def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:

@@ -25,11 +25,21 @@ _COLDEST = 1e-30
 def sample(
     logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
 ) -> list[int | RequestError]:
-    """Returns one token per row of `logits` (float32 `[n, vocab]`, any device); `params` and `positions` are per row.
+    """Returns the tokens of `sample_tokens` on the host, an error for a row of bad logits. Synchronizes once."""
+    return [
+        token_or_error(token, row)
+        for row, token in enumerate(sample_tokens(logits, params, positions).tolist())
+    ]
 
-    `positions[i]` is the index of the chosen token within its request. With a seed, the index selects the random
-    number, so no generator state is transferred. Without a seed, torch's default CPU generator draws. A row whose
-    logits are NaN, or nowhere finite, yields a RequestError and does not affect other rows. Synchronizes once.
+
+def sample_tokens(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> torch.Tensor:
+    """Returns one token per row of `logits` (float32 `[n, vocab]`, any device) as int64 `[n]` on the same device.
+
+    `params` and `positions` are per row. `positions[i]` is the index of the chosen token within its request. With a
+    seed, the index selects the random number, so no generator state is transferred. Without a seed, torch's default
+    CPU generator draws. A row whose logits are NaN, or nowhere finite, yields -1 and does not affect other rows.
     """
     if not len(logits) == len(params) == len(positions):
         raise ValueError(
@@ -42,11 +52,11 @@ def sample(
         chosen = _draw(logits[index], [params[row] for row in drawn], [positions[row] for row in drawn])
         tokens[index] = chosen
     best = logits.amax(dim=-1)  # NaN wins every comparison of amax
-    tokens = torch.where(torch.isfinite(best), tokens, -1)
-    return [_result(token, row) for row, token in enumerate(tokens.tolist())]
+    return torch.where(torch.isfinite(best), tokens, -1)
 
 
-def _result(token: int, row: int) -> int | RequestError:
+def token_or_error(token: int, row: int) -> int | RequestError:
+    """Returns the token that `sample` chose for a row; an error for -1."""
     if token >= 0:
         return token
     return RequestError(

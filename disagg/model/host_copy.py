@@ -1,0 +1,32 @@
+"""A copy of a small device tensor to the host, which later work of the device does not delay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+cuda: Any = torch.cuda  # its events carry no types
+
+
+class HostCopy:
+    """Copies a tensor to pinned memory behind the queued work of the current stream; the host waits in `values` only.
+
+    On a CPU the tensor itself is the copy: it must not change until `values` is called.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: Any = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._event = cuda.Event()
+            self._event.record(cuda.current_stream(tensor.device))
+
+    def values(self) -> list[Any]:
+        """Returns the tensor as nested lists, once the copy is complete."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[Any] = self._host.tolist()
+        return values
