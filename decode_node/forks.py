@@ -48,12 +48,14 @@ class Forks:
         return all(one.ended for one in request.sequences)
 
     def prune(self, request: DecodeRequest) -> None:
-        """Frees the pages of ended sequences. Between steps, for a resident request that is not recomputed.
+        """Frees the pages of ended sequences that no step in flight computes; not while the request is recomputed.
 
         During recomputation the release is deferred: the first sequence computes the tokens that all share.
         """
-        request.some_ended = False
-        for sequence in [one for one in request.sequences if one.ended]:
+        ended = [one for one in request.sequences if one.ended]
+        unused = [one for one in ended if not one.ahead_tokens]
+        request.some_ended = len(unused) < len(ended)
+        for sequence in unused:
             self.cache(request, [sequence])
             request.sequences.remove(sequence)
             if sequence.block_table.row == request.ticket.row:  # the ticket keeps its row until it is closed

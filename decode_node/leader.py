@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import structlog
 import torch
 
 from decode_node.admitting_leader import AdmittingLeader
 from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
-from decode_node.scheduler import DecodeScheduler, DecodeStatistics
+from decode_node.sampled_step import SampledStep
+from decode_node.scheduler import DecodeStatistics
 from disagg.core.errors import (
     ChecksumError,
     DisaggError,
@@ -19,16 +18,13 @@ from disagg.core.errors import (
     TransportError,
     error_from_code,
 )
-from disagg.core.ports import Clock
 from disagg.core.sampling import MAX_SEQUENCES, ending_tokens
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.kv.event_log import KVEventLog
 from disagg.model.sampling.beam_search import BeamSearch, Candidate, candidates_wanted
-from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_tokens
-from disagg.model.sampling.penalties import SamplingRow
-from disagg.model.spec.model_spec import ModelSpec
+from disagg.model.sampling.next_tokens import Chosen
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import LedRequest, Scheduled, Send, finish_reason
+from disagg.node.leader import LedRequest, Scheduled, finish_reason
 from disagg.node.plan import StepPlan
 from transport.control import messages as m
 
@@ -39,19 +35,6 @@ class DecodeLeader(AdmittingLeader):
     """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
 
     _role = "decode"
-
-    def __init__(
-        self,
-        scheduler: DecodeScheduler,
-        eos_ids: Sequence[int],
-        spec: ModelSpec,
-        send: Send,
-        to_self: Callable[[m.Message], None],
-        clock: Clock,
-        max_waiting: int,
-    ) -> None:
-        super().__init__(scheduler, eos_ids, spec, send, to_self, clock, max_waiting)
-        self._step_began_s = 0.0
 
     def join(self, group: GroupInfo) -> None:
         """Joins the complete group: its host memory is the least that any of its ranks has."""
@@ -64,56 +47,31 @@ class DecodeLeader(AdmittingLeader):
         """See `DecodeScheduler`."""
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
-    def commit(self, plan: StepPlan, logits: torch.Tensor) -> None:
-        """Ends a step: samples the next token of every sequence that has no token left to compute, and streams it.
+    def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
+        """Chooses the next tokens of the latest plan, on the device; `commit` reads them.
 
-        `logits`: float32 `[len(plan.work), vocab]`.
+        `logits`: float32 `[len(plan.work), vocab]`; see `SampledStep.launch`.
         """
         with self._changed:
             stepped = self._scheduler.stepped(plan)
-            ended = [i for i, (_, one) in enumerate(stepped) if plan.work[i].span.stop == one.known_tokens]
-        single = [i for i in ended if stepped[i][0].search is None]
-        beams = {i: stepped[i][0] for i in ended if stepped[i][0].search is not None}
-        chosen = self._next_tokens(logits, [stepped[i][1] for i in single], single)
-        searched = self._next_beams(logits, beams)
+        return SampledStep.launch(plan, stepped, logits, self._eos_ids)
+
+    def commit(self, step: SampledStep) -> None:
+        """Ends the oldest step in flight: streams the next token of every sequence that the step sampled one for."""
+        chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
             generated = 0
-            for i, token in zip(single, chosen, strict=True):
-                generated += self._go_on(*stepped[i], token)
+            for (request, sequence, _), token in chosen:
+                generated += self._go_on(request, sequence, token)
             branches = {request: self._advance(request, best) for request, best in searched.items()}
-            self._observe_step(plan)
-            for request in self._scheduler.commit(plan):
+            for request in self._scheduler.commit(step.plan):
                 if going := branches.get(request):
                     generated += len(going)
                     self._scheduler.branch(request, going)
                 self._confirm_release(request)
-            self._reports.step_ended(generated)
+            self._observe_step(step.plan, self._reports.step_ended(generated))
             self._publish_kv_events(PUBLISH_AT_EVENTS)
             self._changed.notify_all()
-
-    def _next_tokens(
-        self, logits: torch.Tensor, sequences: Sequence[DecodeSequence], index: list[int]
-    ) -> list[Chosen | RequestError]:
-        """Returns a token for each of `sequences`; `index`: their rows of `logits`."""
-        rows = [SamplingRow(one.sampling, one.tokens, one.history) for one in sequences]
-        whole = len(index) == len(logits)
-        return next_tokens(logits if whole else logits[index], rows, self._eos_ids) if rows else []
-
-    def _next_beams(
-        self, logits: torch.Tensor, beams: dict[int, DecodeRequest]
-    ) -> dict[DecodeRequest, list[Candidate] | RequestError]:
-        """Returns the likeliest continuations of each request; `beams`: the request of each row of `logits`."""
-        rows: dict[DecodeRequest, list[int]] = {}
-        for index, request in beams.items():
-            rows.setdefault(request, []).append(index)
-        steps = [
-            BeamStep(request.sampling, request.sequences[0].tokens, [one.score for one in request.sequences])
-            for request in rows
-        ]
-        if not steps:
-            return {}
-        best = likeliest(logits[[i for each in rows.values() for i in each]], steps, self._eos_ids)
-        return dict(zip(rows, best, strict=True))
 
     def _go_on(self, request: DecodeRequest, sequence: DecodeSequence, chosen: Chosen | RequestError) -> bool:
         """Appends and streams a sequence's next token. Returns False when there is none."""
@@ -163,8 +121,10 @@ class DecodeLeader(AdmittingLeader):
         return self._scheduler.kv_events
 
     def _next_step(self) -> StepPlan | None:
-        self._step_began_s = self._clock()
         return self._scheduler.next_step()
+
+    def _steps_in_flight(self) -> int:
+        return self._scheduler.steps_in_flight
 
     def _on_message(self, peer: str, message: m.Message) -> None:
         match message:
@@ -233,9 +193,9 @@ class DecodeLeader(AdmittingLeader):
         self._scheduler.swapped(request, message.rank)
         self._confirm_release(request)
 
-    def _observe_step(self, plan: StepPlan) -> None:
+    def _observe_step(self, plan: StepPlan, seconds: float) -> None:
         tokens = sum(len(work.tokens) for work in plan.work if len(work.tokens) > 1)
-        preemptor, seconds = self._scheduler.preemptor, self._clock() - self._step_began_s
+        preemptor = self._scheduler.preemptor
         rates = preemptor.rates
         preemptor.rates = rates.computed(tokens, seconds) if tokens else rates.stepped(seconds)
 

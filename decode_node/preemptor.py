@@ -89,7 +89,7 @@ class Preemptor:
 
         The oldest gets pages first. A waiting request keeps its pages, and goes on when an older one has ended.
         """
-        if self._grow(chosen):
+        if self.grow(chosen):
             return list(chosen)
         taken: set[DecodeRequest] = set()
         coming = sum(len(r.pages()) for r in self._requests.values() if r.residency is Residency.LEAVING)
@@ -97,10 +97,10 @@ class Preemptor:
             if request.residency is not Residency.RESIDENT:
                 continue  # preempted for an older request
             need = len(self._growing(request))
-            fits = self._grow([request])
+            fits = self.grow([request])
             while not fits and coming < need and (victim := self._youngest_behind(request)) is not None:
                 coming += self.preempt(victim)
-                fits = self._grow([request])
+                fits = self.grow([request])
             if fits:
                 taken.add(request)
             else:
@@ -172,10 +172,11 @@ class Preemptor:
         return [
             one.block_table
             for one in request.sequences
-            if one.block_table.sequence.tokens <= one.computed_tokens
+            if one.block_table.sequence.tokens <= one.computed_tokens + one.ahead_tokens
+            and (one.may_go_on or not request.in_step)
         ]
 
-    def _grow(self, requests: Iterable[DecodeRequest]) -> bool:
+    def grow(self, requests: Iterable[DecodeRequest]) -> bool:
         """Adds a slot for the next token of each sequence. Returns False, changing nothing, without enough pages."""
         growing = [block_table for request in requests for block_table in self._growing(request)]
         copies = self._kv_manager.grow(growing)
@@ -195,7 +196,7 @@ class Preemptor:
 
     def preempt(self, victim: DecodeRequest) -> int:
         """Takes all pages of a request. Returns how many of them are free only after a copy."""
-        assert not victim.in_step, "steps are planned one after the other"
+        assert not victim.in_step, "requests are preempted while no step is in flight"
         pages, kind = victim.pages(), self._kind(victim)
         blocks = self.host.alloc(len(pages)) if kind == "swap" else None
         sequences = victim.sequences

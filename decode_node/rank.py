@@ -5,13 +5,14 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from decode_node.build import build_receiver
 from decode_node.costs import CostEstimates
 from decode_node.leader import DecodeLeader
 from decode_node.options import ReceiverContext, ReceiverOptions
 from decode_node.receiver import SegmentReceiver
+from decode_node.sampled_step import SampledStep
 from decode_node.scheduler import DecodeScheduler
 from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.config.read import DecodeConfig
@@ -27,6 +28,15 @@ from transport.control import messages as m
 from transport.tags import TICKET_NUMBERS
 
 
+class LaunchedStep(NamedTuple):
+    """A step in flight."""
+
+    sampled: SampledStep | None
+    """None on ranks other than 0."""
+    began_s: float
+    """On the timeline's clock."""
+
+
 class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
     """One decode rank; `disagg.node.rank` describes its threads."""
 
@@ -35,6 +45,9 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
     def __init__(self, **arguments: Any) -> None:
         """Takes the arguments of `RankNode`."""
         super().__init__(**arguments)
+        self._in_flight: LaunchedStep | None = None
+        self._step_ended_s = 0.0
+        self._steps_ahead = self.group_config.steps_ahead(self.runner.device.type)
         group = self.group_config
         self.swapper = Swapper(
             self.runner.pool,
@@ -58,6 +71,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
             chunks=self._prompt_chunks(),
             rates=CostEstimates.of(page_bytes(spec.layout, group.ranks, group.page_size)),
+            steps_ahead=group.steps_ahead(self.runner.device.type),
             preemption=group.preemption,
             watermark=group.watermark,
             block_pages=self._block_pages(),
@@ -114,10 +128,36 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
         if plan.copies:
             self.runner.copy_pages(plan.copies)
         if plan.work:
-            with self.timeline.span("decode", self.lane):
-                logits = self._forward(plan)
-                if self.leader is not None:
-                    self.leader.commit(plan, logits)
+            self._launch(plan)
+        else:
+            self.end_steps()
+
+    def _launch(self, plan: StepPlan) -> None:
+        """Launches a step, and ends the one before it, or the step itself without `steps_ahead`."""
+        before, began_s = self._in_flight, self.timeline.now()
+        logits = self._forward(plan)
+        step = self.leader.sample(plan, logits) if self.leader is not None else None
+        if plan.shared:
+            tokens = step.shared_tokens() if step is not None else None
+            self.runner.sampled.share(tokens, len(plan.work))
+        self._in_flight = LaunchedStep(step, began_s)
+        if before is not None:
+            self._end_step(before)
+        if not self._steps_ahead:
+            self.end_steps()
+
+    def end_steps(self) -> None:
+        """Ends the step in flight, if there is one."""
+        last, self._in_flight = self._in_flight, None
+        if last is not None:
+            self._end_step(last)
+
+    def _end_step(self, last: LaunchedStep) -> None:
+        if self.leader is not None and last.sampled is not None:
+            self.leader.commit(last.sampled)
+        now_s = self.timeline.now()
+        self.timeline.record("decode", self.lane, "", max(last.began_s, self._step_ended_s), now_s)
+        self._step_ended_s = now_s
 
     def _swapped(self, swap: Swap, seconds: float, error: str) -> None:
         self.to_leader(m.Swapped(swap.key, swap.ticket, self.rank, seconds, error))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import tokens_at
 from disagg.core.types import RequestKey, SamplingParams, Ticket
+from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.penalties import TokenHistory
 from disagg.node.kv_manager import BlockTable, Layout
@@ -58,6 +59,10 @@ class Sequence:
     """Pages as the ranks have them in their request-to-token tables."""
     ended: bool = False
     """True when no step computes it any more; its pages are freed once no step uses them."""
+    ahead_tokens: int = 0
+    """Tokens that steps in flight compute, and sample: behind `computed_tokens` and behind `tokens`."""
+    work_index: int = 0
+    """Index of its work item in the plan of the latest step that computes it."""
 
     @property
     def known_tokens(self) -> int:
@@ -68,6 +73,15 @@ class Sequence:
     def left_tokens(self) -> int:
         """Number of tokens to compute before the next one is sampled: 1, more during recomputation."""
         return len(self.prompt) + len(self.tokens) - self.computed_tokens
+
+    @property
+    def may_go_on(self) -> bool:
+        """False when it ends with its latest token, or with one that a step in flight samples."""
+        return not self.ended and len(self.tokens) + self.ahead_tokens < self.sampling.max_tokens
+
+    def last_token(self) -> int:
+        """Returns the token that the next step computes, or a reference to it; not during recomputation."""
+        return token_of(self.work_index) if self.ahead_tokens else self.tokens[-1]
 
     def next_tokens(self, count: int) -> list[int]:
         """Returns the `count` tokens behind the computed ones."""
@@ -156,8 +170,8 @@ class DecodeRequest:
     """Its first block table, between the end of the request and the admission of its successor."""
     landed_tokens: dict[int, int] = field(default_factory=dict)
     """By rank that has closed: the first tokens of the ticket whose KV has landed there."""
-    in_step: bool = False
-    """True while a step computes it: none of its pages may be freed."""
+    steps: int = 0
+    """Steps in flight that compute it: meanwhile none of its pages may be freed."""
     closing: bool = False
     release_requested: bool = False
     """True when the router waits for `Released`."""
@@ -169,6 +183,17 @@ class DecodeRequest:
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt)
+
+    @property
+    def in_step(self) -> bool:
+        """True while a step computes it."""
+        return self.steps > 0
+
+    @property
+    def step_decides(self) -> bool:
+        """True when the outcome of a step in flight decides how the next step of the request is planned."""
+        drawn_on_host = self.sampling.beams > 0 or self.sequences[0].history is not None
+        return drawn_on_host or self.again or self.holds_state
 
     @property
     def left_tokens(self) -> int:

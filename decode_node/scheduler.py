@@ -125,13 +125,21 @@ class DecodeScheduler:
         """Returns the next plan; see `StepPlanner.next_step`."""
         return self._planner.next_step()
 
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that are planned and not committed."""
+        return self._planner.in_flight
+
     def stepped(self, plan: StepPlan) -> list[Stepped]:
-        """Returns the (request, sequence) of each work item in the latest plan."""
+        """Returns the work items of the latest plan."""
         return self._planner.stepped(plan)
 
     def commit(self, plan: StepPlan) -> list[DecodeRequest]:
-        """Records the end of a step; returns its requests in the plan's order. Tokens of closing ones are void."""
-        requests = self._planner.commit(plan)
+        """Records the end of the oldest step in flight; returns its requests in the plan's order.
+
+        Tokens of closing ones are void.
+        """
+        requests = list(dict.fromkeys(one.request for one in self._planner.commit(plan)))
         for request in requests:
             self._free_state(request)
             self._planner.move_back(request)

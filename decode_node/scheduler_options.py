@@ -25,6 +25,8 @@ class SchedulerOptions:
     """How prompts, and without recurrent layers answers, are cut when they are recomputed."""
     rates: CostEstimates
     """Estimates before the first measurement."""
+    steps_ahead: int = 0
+    """Steps that are planned before the outcome of the step in flight is known: 0 or 1."""
     preemption: Preemption = "auto"
     watermark: float = 0.0
     """Share of the pages that an admission leaves free."""

@@ -1,8 +1,22 @@
-"""Step planning of the decode group: which sequences the next step computes, and how many tokens of each."""
+"""Step planning of the decode group: which sequences the next step computes, and how many tokens of each.
+
+With `SchedulerOptions.steps_ahead` the next step is planned while one is in flight, like in vLLM's asynchronous
+scheduling and SGLang's overlap scheduler. Its sequences compute a token that the step in flight samples, by
+reference. What depends on the outcome of that step waits for its commit:
+
+    a sequence that ends with the token in flight     is not planned, if the length ends it; if the token does, the
+                                                      planned step computes one token too many, which is dropped
+    its pages                                         stay until no step in flight computes the request
+    beams, penalties, recomputation, a landed         their request is planned again once its step is committed; all
+    recurrent state                                   of them together, so that they do not split into two batches
+    preemption, or no room for a token                nothing is planned before the step is committed
+"""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from decode_node.forks import Forks
 from decode_node.preemptor import Preemptor
@@ -11,15 +25,21 @@ from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.types import RequestKey
 from disagg.node.plan import StepPlan, Work
 
-Stepped = tuple[DecodeRequest, Sequence]
-"""The request and the sequence of one work item."""
-
 _ONE = [1]
 """Token counts of a request with one sequence that is not recomputed."""
 
 
+class Stepped(NamedTuple):
+    """A work item of a step in flight."""
+
+    request: DecodeRequest
+    sequence: Sequence
+    samples: bool
+    """Whether the sequence's next token is sampled; False for a chunk of recomputed tokens."""
+
+
 class StepPlanner:
-    """Plans one step at a time. Pure: no threads, no clocks, no I/O. Reorders the requests of the scheduler."""
+    """Plans steps. Pure: no threads, no clocks, no I/O. Reorders the requests of the scheduler."""
 
     def __init__(
         self,
@@ -30,46 +50,72 @@ class StepPlanner:
     ) -> None:
         self._requests, self._preemptor, self._forks = requests, preemptor, forks
         self._max_batch, self._chunks = options.max_batch, options.chunks
+        self._steps_ahead = options.steps_ahead
         self._step = 0
-        self._stepped: list[Stepped] = []
-        """Work items of the running step, in the order of its plan."""
+        self._in_flight: deque[list[Stepped]] = deque()
+        """Work items of the steps that are planned and not committed, oldest first, in the order of their plans."""
+
+    @property
+    def in_flight(self) -> int:
+        """Steps that are planned and not committed."""
+        return len(self._in_flight)
 
     def next_step(self) -> StepPlan | None:
-        """Returns a plan with one token of each running sequence, and chunks of recomputed ones; None if empty."""
-        self._preemptor.resume()
-        work = self._works()
+        """Returns a plan with one token of each running sequence, and chunks of recomputed ones; None if empty.
+
+        None too while as many steps are in flight as allowed, or while the next step depends on their outcome.
+        """
+        if self.in_flight > self._steps_ahead:
+            return None
+        stepped, work = self._planned()
         swaps = self._preemptor.take_orders()
         if not work and not swaps:
             return None
         self._step += 1
-        return StepPlan(self._step, work, swaps, self._preemptor.take_copies())
+        if work:
+            self._in_flight.append(stepped)
+        shared = self._steps_ahead > 0 and any(one.samples for one in stepped)
+        return StepPlan(self._step, work, swaps, self._preemptor.take_copies(), shared)
 
     def stepped(self, plan: StepPlan) -> list[Stepped]:
-        """Returns the (request, sequence) of each work item in the latest plan."""
-        assert len(plan.work) == len(self._stepped), "one step is planned, and then it is committed"
-        return self._stepped
+        """Returns the work items of the latest plan."""
+        assert len(plan.work) == len(self._in_flight[-1]), "plans are launched in their order"
+        return self._in_flight[-1]
 
-    def commit(self, plan: StepPlan) -> list[DecodeRequest]:
-        """Records the end of a step; returns its requests in the plan's order, including closing ones."""
-        for work, (_, sequence) in zip(plan.work, self.stepped(plan), strict=True):
+    def commit(self, plan: StepPlan) -> list[Stepped]:
+        """Records the end of the oldest step in flight; returns its work items."""
+        stepped = self._in_flight.popleft()
+        for work, (_, sequence, samples) in zip(plan.work, stepped, strict=True):
             sequence.computed_tokens = work.span.stop
-        requests = list(dict.fromkeys(request for request, _ in self._stepped))
-        self._stepped = []
-        for request in requests:
-            request.in_step = False
+            sequence.ahead_tokens -= samples
+        for request in dict.fromkeys(one.request for one in stepped):
+            request.steps -= 1
             request.again = request.again and request.left_tokens > 0
-        return requests
+        return stepped
 
     def move_back(self, request: DecodeRequest) -> None:
         """Moves the request behind all others, so that each is planned when they exceed `max_batch`."""
         self._requests[request.key] = self._requests.pop(request.key)
 
-    def _works(self) -> list[Work]:
-        """Returns the work items of the next step.
+    def _planned(self) -> tuple[list[Stepped], list[Work]]:
+        """Returns the work items of the next step."""
+        counts = self._chosen()
+        stepped: list[Stepped] = []
+        works: list[Work] = []
+        for request in counts:
+            self._plan(request, counts[request], stepped, works)
+        return stepped, works
+
+    def _chosen(self) -> dict[DecodeRequest, list[int]]:
+        """Returns the requests of the next step, with a token count for each of their sequences.
 
         Requests that lack pages move behind the others, like those that were planned. Otherwise they would fill the
         batch for ever, and keep out the oldest request, the only one that may preempt all of them.
         """
+        self._preemptor.resume()
+        if self._in_flight:
+            batch = self._batch()
+            return batch if self._preemptor.grow(batch) else {}
         tried = 0
         while tried < len(self._requests) and (batch := self._batch()):
             tried += len(batch)
@@ -78,23 +124,22 @@ class StepPlanner:
                 if request not in taken:
                     self.move_back(request)
             if taken:
-                work: list[Work] = []
-                for request in taken:
-                    self._plan(request, batch[request], work)
-                return work
-        return []
+                return {request: batch[request] for request in taken}
+        return {}
 
     def _batch(self) -> dict[DecodeRequest, list[int]]:
         """Returns the candidates of the next step, with a token count for each of their sequences.
 
-        At most `max_batch` sequences, and of recomputed ones `chunks.chunk_tokens` tokens in all.
+        At most `max_batch` sequences, and of recomputed ones `chunks.chunk_tokens` tokens in all. Behind a step in
+        flight only sequences that may go on.
         """
         batch: dict[DecodeRequest, list[int]] = {}
         free, budget_tokens, must = self._max_batch, self._chunks.chunk_tokens, True
+        undecided = any(one.request.step_decides for one in self._in_flight[-1]) if self._in_flight else False
         for request in self._requests.values():
             if free == 0:
                 break
-            if not self._preemptor.runs(request):
+            if not self._preemptor.runs(request) or (undecided and request.step_decides):
                 continue
             if request.some_ended and not request.again:
                 self._forks.prune(request)
@@ -102,6 +147,10 @@ class StepPlanner:
             if count > free:
                 continue
             counts = _ONE if count == 1 else [1] * count
+            if self._in_flight:
+                counts = [int(one.may_go_on) for one in request.sequences]
+                if not any(counts):
+                    continue
             if request.again:
                 counts = self._recomputed(request.sequences, budget_tokens, must=must)
                 budget_tokens -= sum(counts)
@@ -128,24 +177,28 @@ class StepPlanner:
             counts.append(count)
         return counts
 
-    def _plan(self, request: DecodeRequest, counts: list[int], works: list[Work]) -> None:
-        request.in_step = True
+    def _plan(
+        self, request: DecodeRequest, counts: list[int], stepped: list[Stepped], works: list[Work]
+    ) -> None:
+        request.steps += 1
         for sequence, count in zip(request.sequences, counts, strict=True):
             if count == 0:
                 continue
             like = request.sequences[0].block_table.row if sequence.begin_like(request.sequences[0]) else -1
             first, pages = sequence.publish_pages()
-            self._stepped.append((request, sequence))
             works.append(
                 Work(
                     request.key,
                     request.ticket.number,
                     sequence.block_table.row,
-                    sequence.computed_tokens,
-                    sequence.next_tokens(count) if request.again else sequence.tokens[-1:],
+                    sequence.computed_tokens + sequence.ahead_tokens,
+                    sequence.next_tokens(count) if request.again else [sequence.last_token()],
                     request.prompt_tokens,
                     pages,
                     first,
                     like,
                 )
             )
+            sequence.work_index = len(stepped)
+            sequence.ahead_tokens += not request.again
+            stepped.append(Stepped(request, sequence, not request.again))

@@ -20,7 +20,8 @@ DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention
 class SequenceSlice:
     """Compute `tokens` at positions `start ..` of the request at `row`.
 
-    The KV of positions before `start` is in the pool; the row names slots for all positions up to the end.
+    The KV of positions before `start` is in the pool; the row names slots for all positions up to the end. A token
+    below 0 refers to a token that the step before sampled (`disagg.model.sampled_tokens`).
     """
 
     row: int

@@ -48,6 +48,7 @@ from disagg.model.recurrent.state import (
     ignores_state,
     recurrent_parts,
 )
+from disagg.model.sampled_tokens import SampledTokenBuffer
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
 from disagg.model.spec.model_spec import shard_of
 from disagg.model.tensor_parallel import query_spans
@@ -138,6 +139,8 @@ class ModelRunner:
             options.rows, options.max_tokens + self.spec.state_tokens, self.device
         )
         self.pool, self.states = self._memory()
+        self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
+        """Tokens of the step before, which a step may refer to."""
         self._graphs: StepGraphs | None = None
 
     def _attention_classes(self) -> list[AttentionClass]:
@@ -302,6 +305,8 @@ class ModelRunner:
                 lambda one, pool, hook, writes: PagedStep(pool, one.head_map, index, hook, writes), on_layer
             )
         ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)
+        if any(token < 0 for one in batch.sequences for token in one.tokens):
+            ids = self.sampled.resolve(ids)
         return self._run(ids, positions, index.last if cache is None else 1, context, cache)
 
     def _decode(self, numbers: torch.Tensor, max_tokens: int) -> torch.Tensor:
@@ -309,7 +314,7 @@ class ModelRunner:
         ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
         context = self._kernel_step(one_each(rows, positions), slots, max_tokens=max_tokens)
-        return self._run(ids[None], positions[None], 0, context, None)
+        return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None)
 
     def _chunk(self, numbers: torch.Tensor, _: int) -> torch.Tensor:
         """Runs a step of several tokens per request from device tensors alone; see `graphs.ChunkGraphs`."""

@@ -101,12 +101,14 @@ class ComputeThread:
         name: str,
         next_plan: Callable[[], StepPlan | None],
         step: Callable[[StepPlan], None],
+        end_steps: Callable[[], None],
         broken: Callable[[Exception], None],
         device: torch.device,
         watch: StepWatch,
     ) -> None:
-        """`watch` records when each step begins and ends."""
-        self._next_plan, self._step, self._broken, self._device = next_plan, step, broken, device
+        """`step` may leave a step in flight; `end_steps` ends it. `watch` records when each step begins and ends."""
+        self._next_plan, self._step, self._end_steps = next_plan, step, end_steps
+        self._broken, self._device = broken, device
         self._watch = watch
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"compute-{name}", daemon=True)
@@ -127,18 +129,17 @@ class ComputeThread:
     def _run(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while not self._stopping.is_set():
-            plan = None
-            try:
+        plan = None
+        try:
+            while not self._stopping.is_set():
                 plan = self._next_plan()
-                if plan is not None:
-                    self._watch.begins()
-                    try:
+                with self._watch.watched():
+                    if plan is not None:
                         self._step(plan)
-                    finally:
-                        self._watch.ended()
-            except Exception as exc:
-                if not self._stopping.is_set():
-                    log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)
-                self._broken(exc)
-                return
+                    else:
+                        self._end_steps()
+            self._end_steps()  # the device uses no memory of the rank afterwards
+        except Exception as exc:
+            if not self._stopping.is_set():
+                log.exception("step_failed", thread=self._thread.name, step=plan.step if plan else None)
+            self._broken(exc)

@@ -224,16 +224,20 @@ class Leader(ABC):
             self._changed.notify_all()
 
     def next_plan(self) -> StepPlan | None:
-        """Returns the next plan, already sent to the other ranks; None after `IDLE_S` without work."""
+        """Returns the next plan, already sent to the other ranks; None after `IDLE_S` without work.
+
+        None at once if there is nothing to plan before a step in flight is committed.
+        """
         with self._changed:
             self.expire()
             plan = None if self.broken else self._next_step()
-            if plan is None:
+            if plan is None and not self._steps_in_flight():
                 self._changed.wait(IDLE_S)
                 plan = None if self.broken else self._next_step()
             if plan is not None:
                 self._to_others(m.Plan(plan.step, plan.encode()))
-                self._reports.step_begins()
+                if plan.work:
+                    self._reports.step_begins()
             return plan
 
     def wake(self) -> None:
@@ -280,6 +284,10 @@ class Leader(ABC):
 
     @abstractmethod
     def _next_step(self) -> StepPlan | None: ...
+
+    def _steps_in_flight(self) -> int:
+        """Returns the number of steps that are planned and not committed."""
+        return 0
 
     def _kv_events(self) -> KVEventLog | None:
         """Returns the KV events of the prefix cache; None without one. Called under the lock."""

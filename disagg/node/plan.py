@@ -2,6 +2,9 @@
 
 The leader decides and sends the same `StepPlan` to every rank. A plan names each page once, with the first work that
 needs the page; afterwards the row in the request-to-token table has it. The row of a fork starts as a copy.
+
+A plan may be made while the step before it still runs. Tokens that this step samples are then unknown, and the plan
+refers to them by its work items (`disagg.model.sampled_tokens.token_of`).
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     row: int
     start: int
     tokens: list[int]
+    """Token ids, or a reference to the token that a work item of the plan before samples."""
     prompt_tokens: int
     """Length of the request's whole prompt, without an answer so far."""
     pages: list[int] = []
@@ -60,6 +64,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Swaps that start after the steps before this one; this step does not use their pages."""
     copies: list[PageCopy] = []
     """Page copies that precede the step, launched together: no page is both source and destination."""
+    shared: bool = False
+    """The next plan may refer to the tokens that this step samples: every rank gets them."""
 
     def encode(self) -> bytes:
         """Returns the encoding for `transport.control.messages.Plan.body`."""

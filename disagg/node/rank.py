@@ -118,7 +118,13 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """The transfer thread."""
         next_plan = self.leader.next_plan if self.leader else self.plans.next_plan
         self.compute_thread = ComputeThread(
-            self.lane, next_plan, self.step, self._on_broken, runner.device, self._step_watch
+            self.lane,
+            next_plan,
+            self.step,
+            self.end_steps,
+            self._on_broken,
+            runner.device,
+            self._step_watch,
         )
         """The compute thread."""
 
@@ -378,6 +384,9 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     @abstractmethod
     def step(self, plan: StepPlan) -> None:
         """Computes a plan; on rank 0, commits the result to the leader. Runs on the compute thread."""
+
+    def end_steps(self) -> None:
+        """Waits for the steps in flight and commits them. Runs on the compute thread."""
 
     def _ring_bytes(self) -> int:
         return 0

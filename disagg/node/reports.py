@@ -8,6 +8,7 @@ router <- GroupReport -- leader    at once to a new router; then with every repo
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from disagg.core.ports import Clock
@@ -26,7 +27,9 @@ class Reports:
         self._watchers: dict[str, float] = {}
         """Expiry of each router, on the clock."""
         self._ranks: dict[int, RankStatus] = {}
-        self._step_began_s = 0.0
+        self._steps_began_s: deque[float] = deque()
+        """Of the steps in flight, oldest first."""
+        self._step_ended_s = 0.0
         self.steps = self.tokens = 0
         self.step_s = 0.0
 
@@ -41,14 +44,19 @@ class Reports:
         return tuple(self._watchers)
 
     def step_begins(self) -> None:
-        """Starts the clock of a step."""
-        self._step_began_s = self._clock()
+        """Starts the clock of a step, which may begin before an earlier one has ended."""
+        self._steps_began_s.append(self._clock())
 
-    def step_ended(self, tokens: int) -> None:
-        """Counts a finished step that computed `tokens` tokens."""
+    def step_ended(self, tokens: int) -> float:
+        """Counts the oldest step in flight, which computed `tokens` tokens. Returns its seconds, without those in
+        which an earlier step ran."""
+        now_s = self._clock()
+        seconds = now_s - max(self._steps_began_s.popleft(), self._step_ended_s)
+        self._step_ended_s = now_s
         self.steps += 1
         self.tokens += tokens
-        self.step_s += self._clock() - self._step_began_s
+        self.step_s += seconds
+        return seconds
 
     def update_rank(self, status: RankStatus, ranks: int) -> None:
         """Stores the report of one of the group's `ranks` ranks."""

@@ -7,6 +7,8 @@ machine) stops both threads, and does not count.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from disagg.core.ports import Clock
 
@@ -48,6 +50,15 @@ class StepWatch:
         assert self._began_s is not None, "`begins` was called"
         self._longest_s = max(self._longest_s, self._clock() - self._began_s)
         self._began_s = None
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Marks the block as a step."""
+        self.begins()
+        try:
+            yield
+        finally:
+            self.ended()
 
     def overdue_s(self) -> float:
         """Returns how long the running step has taken if that is beyond the limit, else 0. For one other thread."""

@@ -125,7 +125,7 @@ def test_an_answer_may_end_before_anything_is_here(ended: int) -> None:
     left = [number for number in range(3) if number != ended]
     assert [work.tokens for work in plan.work] == [[4 + number] for number in left]
     assert row in [work.row for work in plan.work], "the ticket's row is some answer's until it is closed"
-    decode.leader.commit(plan, torch.zeros(2, VOCAB))
+    decode.leader.commit(decode.leader.sample(plan, torch.zeros(2, VOCAB)))
     decode.tell(m.EndAnswer(KEY, ended))
     [sent] = [message for message in decode.sent if isinstance(message, m.StepTokens)]
     assert [one.answer for one in sent.tokens] == left
@@ -157,7 +157,7 @@ def test_a_beam_search_whose_answers_are_too_large_fails() -> None:
     decode.tell(m.FirstTokens(KEY, 7, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0]))
     plan = decode.scheduler.next_step()
     assert plan is not None
-    decode.leader.commit(plan, torch.zeros(2, VOCAB))
+    decode.leader.commit(decode.leader.sample(plan, torch.zeros(2, VOCAB)))
     (failed,) = [message for message in decode.sent if isinstance(message, m.Failed)]
     assert failed.code == "protocol"
 

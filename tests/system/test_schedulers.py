@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from random import Random
 from typing import Any, ClassVar
 
 import pytest
@@ -21,6 +22,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.model.chunks import PromptChunks
+from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import Candidate
 from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan, Swap, Work
@@ -170,6 +172,11 @@ class CachingPrefillMachine(PrefillMachine):
     eviction = "lru"
 
 
+def written_by(work: Work, one: Stepped) -> list[int]:
+    """The pages that a work item writes."""
+    return one.sequence.block_table.pages[work.start // 4 : -(-work.span.stop // 4)]
+
+
 class DecodeMachine(RuleBasedStateMachine):
     """Under pressure: 16 pages for up to 4 requests of up to 40 tokens each. Copies end late, ranks in any order."""
 
@@ -178,7 +185,12 @@ class DecodeMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        self.plan: StepPlan | None = None
+        self.flights: list[tuple[StepPlan, list[Stepped]]] = []
+        """Steps that are not committed, oldest first."""
+        self.used: dict[tuple[Sequence, int], list[int]] = {}
+        """Pages that the latest step of a sequence from a position on reads and writes."""
+        self.drawn: dict[Sequence, list[int]] = {}
+        """Tokens that these steps have sampled, which the host has not read."""
         self.numbers: set[int] = set()
         self.tokens = 0
         self.tables: dict[int, list[int]] = {}
@@ -196,9 +208,10 @@ class DecodeMachine(RuleBasedStateMachine):
         state_tokens=st.sampled_from([0, 6]),
         whole_prompts=st.booleans(),
         fixed=st.booleans(),
+        ahead=st.sampled_from([0, 1]),
     )
     def begin(
-        self, preemption: Any, blocks: int, state_tokens: int, whole_prompts: bool, fixed: bool
+        self, preemption: Any, blocks: int, state_tokens: int, whole_prompts: bool, fixed: bool, ahead: int
     ) -> None:
         whole_prompts, state_tokens = (False, 0) if self.eviction else (whole_prompts, state_tokens)
         self.kv_manager = KVManager(pool_tokens=64, page_size=4, rows=4, eviction=self.eviction)
@@ -212,6 +225,7 @@ class DecodeMachine(RuleBasedStateMachine):
                 first_ticket=(1 << 32) - 2,
                 chunks=PromptChunks(5, whole_prompts, state_tokens > 0, fixed),
                 rates=CostEstimates(1e3, 1e4),
+                steps_ahead=ahead,
                 preemption=preemption,
                 block_pages=2,
                 state_tokens=state_tokens,
@@ -229,6 +243,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.kv_manager.allocator.unused.take = emptied  # type: ignore[method-assign]
         self.whole_prompts, self.state_tokens = whole_prompts, state_tokens
         self.fixed = fixed and state_tokens > 0
+        self.ahead = ahead
 
     def requests(self) -> list[DecodeRequest]:
         return list(self.scheduler.requests.values())
@@ -297,12 +312,12 @@ class DecodeMachine(RuleBasedStateMachine):
             self.write(request.sequences[0], range(request.ticket.tokens.start, len(request.prompt)))
 
     def write(self, sequence: Sequence, positions: Iterable[int]) -> None:
-        known = (*sequence.prompt, *sequence.tokens)
+        known = (*sequence.prompt, *sequence.tokens, *self.drawn.get(sequence, ()))
         for position in positions:
             self.kv[sequence.block_table.pages[position // 4] * 4 + position % 4] = known[: position + 1]
 
     def reads_its_own(self, sequence: Sequence, positions: Iterable[int]) -> None:
-        known = (*sequence.prompt, *sequence.tokens)
+        known = (*sequence.prompt, *sequence.tokens, *self.drawn.get(sequence, ()))
         for position in positions:
             slot = sequence.block_table.pages[position // 4] * 4 + position % 4
             assert self.kv.get(slot) == known[: position + 1], "KV is missing, or of other tokens"
@@ -331,26 +346,28 @@ class DecodeMachine(RuleBasedStateMachine):
             self.landed(request, set(range(RANKS)))
             self.first_tokens_came(request)
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.flights) <= self.ahead)
     @rule()
     def step(self) -> None:
         before = {r: r.pages() for r in self.live() if self.scheduler.preemptor.runs(r)}
-        self.plan = self.scheduler.next_step()
+        plan = self.scheduler.next_step()
         self.only_younger_ones_leave(before)
-        works = self.plan.work if self.plan is not None else []
-        stepped = self.scheduler.stepped(self.plan) if self.plan is not None else []
-        for copy in self.plan.copies if self.plan is not None else ():
+        works = plan.work if plan is not None else []
+        stepped = self.scheduler.stepped(plan) if plan is not None and works else []
+        for copy in plan.copies if plan is not None else ():
             self.copy_page(*copy)
-        for work, (request, sequence) in zip(works, stepped, strict=True):
-            self.computes_what_is_missing(work, request, sequence)
-            self.write(sequence, range(work.start, work.span.stop))
-        for work, (_, sequence) in zip(works, stepped, strict=True):
-            self.reads_its_own(sequence, range(work.span.stop))
+        for work, one in zip(works, stepped, strict=True):
+            self.computes_what_is_missing(work, *one)
+            self.write(one.sequence, range(work.start, work.span.stop))
+        for work, one in zip(works, stepped, strict=True):
+            self.reads_its_own(one.sequence, range(work.span.stop))
         self.whole_groups_compute(stepped)
-        for copy in self.plan.copies if self.plan is not None else ():
-            written = {one.block_table.pages[one.computed_tokens // 4] for _, one in stepped}
+        for copy in plan.copies if plan is not None else ():
+            written = {
+                page for work, one in zip(works, stepped, strict=True) for page in written_by(work, one)
+            }
             assert copy.destination in written, "copies are for this step"
-        for swap in self.plan.swaps if self.plan is not None else ():
+        for swap in plan.swaps if plan is not None else ():
             assert swap.key not in {work.key for work in works}, "its pages are copied beside the step"
             self.copies.append((swap, set(range(RANKS))))
             for number, page in enumerate(swap.pages if swap.out else ()):
@@ -363,18 +380,30 @@ class DecodeMachine(RuleBasedStateMachine):
         assert len(works) <= 3
         again = sum(len(work.tokens) for work in works if work.span.stop < self.known(work))
         assert again <= 5 + len(works) * (self.state_tokens > 0) or self.whole_prompts
+        for request, sequence, samples in stepped:
+            if samples and not request.sampling.beams:
+                self.drawn.setdefault(sequence, []).append(self.token())
+        if plan is not None and works:
+            self.flights.append((plan, stepped))
+        for work, one in zip(works, stepped, strict=True):
+            pages = one.sequence.block_table.pages[: -(-work.span.stop // 4)]
+            self.used[one.sequence, work.start] = list(pages)
 
     def known(self, work: Work) -> int:
         """Tokens of the sequence that a planned work computes."""
-        rows = {one.block_table.row: one.known_tokens for one in self.scheduler.requests[work.key].sequences}
-        return rows[work.row]
+        rows = {one.block_table.row: one for one in self.scheduler.requests[work.key].sequences}
+        return rows[work.row].known_tokens + len(self.drawn.get(rows[work.row], ()))
 
     def whole_groups_compute(self, stepped: list[Stepped]) -> None:
-        """All of a request's sequences go on by a token, or none does."""
-        for request in {request for request, _ in stepped}:
-            mine = [one for other, one in stepped if other is request]
-            assert request.left_tokens or mine == request.sequences
-            assert not any(one.ended for one in request.sequences), "what has ended holds nothing"
+        """All of a request's sequences go on by a token, or none does; but those whose last one is known to come."""
+        for request in {one.request for one in stepped}:
+            mine = [one.sequence for one in stepped if one.request is request]
+            if not self.flights:
+                assert request.left_tokens or mine == request.sequences
+                assert not any(one.ended for one in request.sequences), "what has ended holds nothing"
+            else:
+                assert not any(one.may_go_on for one in request.sequences if one not in mine)
+                assert not any(one.ended for one in mine)
 
     def only_younger_ones_leave(self, before: dict[DecodeRequest, list[int]]) -> None:
         kept = [request for request in before if request.residency is Residency.RESIDENT]
@@ -382,13 +411,21 @@ class DecodeMachine(RuleBasedStateMachine):
             assert any(request.age < victim.age for request in kept), "pages are for an older one"
             assert not victim.pages() or set(victim.pages()) <= set(before[victim]), "all or nothing"
 
-    def computes_what_is_missing(self, work: Work, request: DecodeRequest, sequence: Sequence) -> None:
-        known = [*request.prompt, *sequence.tokens]
+    def computes_what_is_missing(
+        self, work: Work, request: DecodeRequest, sequence: Sequence, samples: bool
+    ) -> None:
+        drawn = self.drawn.get(sequence, [])
+        known = [*request.prompt, *sequence.tokens, *drawn]
         assert len(request.landed_ranks) == RANKS, "no token before all KV is here"
         assert not request.closing
         assert work.row == sequence.block_table.row
-        assert work.start == sequence.computed_tokens
-        assert work.tokens == known[work.start : work.span.stop]
+        assert work.start == sequence.computed_tokens + len(drawn)
+        assert samples == (work.span.stop == len(known))
+        if drawn:
+            before = [one.sequence for one in self.flights[-1][1]]
+            assert work.tokens == [token_of(before.index(sequence))], "a token that is not known yet"
+        else:
+            assert work.tokens == known[work.start : work.span.stop]
         prompt_tokens = len(request.prompt)
         if self.state_tokens:
             assert work.span.stop <= prompt_tokens or len(work.tokens) == 1, (
@@ -417,32 +454,36 @@ class DecodeMachine(RuleBasedStateMachine):
                 "nor what another sequence reads, unless it waits for that"
             )
 
-    @precondition(lambda self: self.plan is not None)
+    @precondition(lambda self: self.flights)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        assert self.plan is not None
+        """The host reads the tokens of the oldest step."""
+        plan, stepped = self.flights.pop(0)
         branching = {}
-        for work, (request, sequence) in zip(self.plan.work, self.scheduler.stepped(self.plan), strict=True):
-            if request.closing or work.span.stop < sequence.known_tokens:
+        for request, sequence, samples in stepped:
+            if not samples:
                 continue
             if request.sampling.beams:
-                branching[request] = self.beams(request, data)
+                if not request.closing:
+                    branching[request] = self.beams(request, data)
                 continue
-            sequence.tokens.append(self.token())
-            last = len(sequence.tokens) == request.sampling.max_tokens
+            token = self.drawn[sequence].pop(0)
+            if request.closing or sequence.ended:
+                continue
+            sequence.tokens.append(token)
+            last = len(sequence.tokens) == request.sampling.max_tokens or token % 7 == 0
             if last and self.scheduler.end(request, sequence):
                 self.scheduler.close(request)
         for request in branching:
             if len(request.sequences[0].tokens) + 1 == request.sampling.max_tokens:
                 self.scheduler.close(request)
-        self.scheduler.commit(self.plan)
+        self.scheduler.commit(plan)
         for request, beams in branching.items():
             if not request.closing:
                 before = [list(sequence.tokens) for sequence in request.sequences]
                 self.scheduler.branch(request, beams)
                 after = [sequence.tokens for sequence in request.sequences]
                 assert after == [[*before[beam.parent], beam.token] for beam in beams]
-        self.plan = None
 
     def beams(self, request: DecodeRequest, data: st.DataObject) -> list[Candidate]:
         count = len(request.sequences)
@@ -494,6 +535,8 @@ class DecodeMachine(RuleBasedStateMachine):
             assert request.pages() == swap.pages, "a rank may still copy them"
             assert request.blocks == swap.blocks
         for request in self.requests():
+            assert self.in_use.get(request, set()) <= set(request.pages()), "a step in flight uses them"
+            assert request in self.in_use or not request.in_step
             if request.in_step or len(request.landed_ranks) < RANKS:
                 assert request.pages(), "a step, or a segment, may still write its pages"
             if len(request.landed_ranks) < RANKS:
@@ -501,21 +544,36 @@ class DecodeMachine(RuleBasedStateMachine):
                 own = len(request.sequences)
                 assert readers == [own] * len(readers), "segments are written where nobody else reads"
 
+    def some_ranks_answer(self, dice: Any) -> None:
+        for rank in range(RANKS):
+            if self.copies:
+                self.a_rank_has_copied(dice, rank)
+            for request in [request for request in self.requests() if request.closing]:
+                self.scheduler.rank_closed(request, rank)
+
+    @property
+    def in_use(self) -> dict[DecodeRequest, set[int]]:
+        """Pages that steps in flight read and write, by request."""
+        pages: dict[DecodeRequest, set[int]] = {}
+        for plan, stepped in self.flights:
+            for work, one in zip(plan.work, stepped, strict=True):
+                pages.setdefault(one.request, set()).update(self.used[one.sequence, work.start])
+        return pages
+
     def commit_all(self) -> None:
         """As `commit`, without choices: each beam goes on alone."""
-        if self.plan is None:
-            return
-        stepped = self.scheduler.stepped(self.plan)
-        going = {}
-        for work, (request, sequence) in zip(self.plan.work, stepped, strict=True):
-            if not request.closing and work.span.stop == sequence.known_tokens:
-                going[request] = request.sequences
-                sequence.tokens.append(self.token())
-        for request, sequences in going.items():
-            if len(sequences[0].tokens) >= request.sampling.max_tokens:
-                self.scheduler.close(request)
-        self.scheduler.commit(self.plan)
-        self.plan = None
+        for plan, stepped in self.flights:
+            going = {}
+            for request, sequence, samples in stepped:
+                drawn = self.drawn[sequence].pop(0) if sequence in self.drawn and samples else self.token()
+                if samples and not request.closing:
+                    going[request] = request.sequences
+                    sequence.tokens.append(drawn)
+            for request, sequences in going.items():
+                if len(sequences[0].tokens) >= request.sampling.max_tokens:
+                    self.scheduler.close(request)
+            self.scheduler.commit(plan)
+        self.flights = []
 
     def teardown(self) -> None:
         """Whatever has happened, everybody comes to an end, the preempted too."""
@@ -543,6 +601,51 @@ class CachingDecodeMachine(DecodeMachine):
     """The same with a prefix cache; all prompts begin alike."""
 
     eviction = "lru"
+
+
+class Dice:
+    """Draws as `st.data()` does, at random."""
+
+    def __init__(self, random: Random) -> None:
+        self._random = random
+
+    def draw(self, strategy: Any) -> Any:
+        return self._random.choice(strategy.elements)
+
+
+@pytest.mark.parametrize("eviction", [None, "lru"])
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_steps_ahead_of_their_tokens(preemption: str, eviction: EvictionName | None) -> None:
+    """As a compute thread works: it commits a step once the next one, if there is one, is launched."""
+    ahead = pruned = 0
+    for seed in range(25):
+        random = Random(seed)
+        machine = CachingDecodeMachine() if eviction else DecodeMachine()
+        dice: Any = Dice(random)
+        machine.begin(preemption, random.choice([0, 3, 20]), 0, False, False, 1)
+        for _ in range(80):
+            if random.random() < 0.3:
+                machine.reserve(random.randint(1, 12), random.randint(2, 20), random.randint(1, 3), False)
+                machine.everything_came()
+            several = [request for request in machine.live() if request.sampling.n > 1]
+            if several and random.random() < 0.1:
+                machine.an_answer_is_not_wanted_any_more(dice)
+            if machine.live() and random.random() < 0.05:
+                machine.close(dice)
+            sequences = sum(len(request.sequences) for request in machine.live())
+            before = len(machine.flights)
+            if before <= 1:
+                machine.step()
+                machine.nothing_in_use_is_freed()
+            ahead += len(machine.flights) == 2
+            pruned += sequences > sum(len(request.sequences) for request in machine.live())
+            if len(machine.flights) == 2 or len(machine.flights) == before > 0:
+                machine.commit(dice)
+            machine.some_ranks_answer(dice)
+            machine.nothing_in_use_is_freed()
+        machine.teardown()
+    assert ahead > 500, "steps were planned ahead"
+    assert pruned > 20, "answers ended before others of their request"
 
 
 TestPrefill = PrefillMachine.TestCase

@@ -153,6 +153,9 @@ class DecodeConfig(BatchingConfig, frozen=True):
     of the host's memory; 0 on a CPU."""
     watermark: float = 0.01
     """Fraction of a group's pages that admission keeps free for running requests."""
+    async_steps: bool | None = None
+    """Launch a step before the host has read the tokens of the step before it: the GPU does not wait for the host.
+    None: on a GPU. On a CPU, where a step ends when it is launched, tokens would leave a step later."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,6 +163,10 @@ class DecodeConfig(BatchingConfig, frozen=True):
         if self.swap_bytes is not None:
             self._at_least(0, "swap_bytes")
         self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
+
+    def steps_ahead(self, device: str) -> int:
+        """Returns how many steps are planned before the outcome of the running one is known, on `cpu` or `cuda`."""
+        return int(device == "cuda" if self.async_steps is None else self.async_steps)
 
 
 class ColocatedConfig(BatchingConfig, frozen=True):

@@ -30,7 +30,7 @@ class SampledTokens:
     """The next tokens of a step's rows: on the device at once, on the host when the device has chosen them."""
 
     def __init__(self, logits: torch.Tensor, rows: Sequence[SamplingRow], eos_ids: Sequence[int]) -> None:
-        """Launches the choice of one token per row of `logits` (float32 `[len(rows), vocab]`), which stay unchanged."""
+        """Launches the choice of one token per row of `logits`: float32 `[len(rows), vocab]`, unchanged."""
         params = [row.params for row in rows]
         self.tokens = sample_tokens(adjust(logits, rows, eos_ids), params, [row.position for row in rows])
         """int64 `[len(rows)]` on the device of the logits; -1 for a row of bad logits."""

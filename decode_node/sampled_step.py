@@ -1,0 +1,94 @@
+"""A decode step whose tokens the device chooses, and which the host reads later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from decode_node.request import DecodeRequest
+from decode_node.request import Sequence as DecodeSequence
+from decode_node.step_planner import Stepped
+from disagg.core.errors import RequestError
+from disagg.model.batch import upload
+from disagg.model.sampling.beam_search import Candidate
+from disagg.model.sampling.next_tokens import BeamStep, Chosen, SampledBeams, SampledTokens
+from disagg.model.sampling.penalties import SamplingRow
+from disagg.node.plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class SampledStep:
+    """Tokens of the sequences of a step, and continuations of its beam searches."""
+
+    plan: StepPlan
+    stepped: list[Stepped]
+    """The request and the sequence of each work item."""
+    single: list[int]
+    """Indices of the work items with a token in `tokens`, in its order."""
+    tokens: SampledTokens | None
+    """None if no work item has one."""
+    searches: list[DecodeRequest]
+    """Requests with beams, in the order of `beams`."""
+    beams: SampledBeams | None
+
+    @staticmethod
+    def launch(
+        plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, eos_ids: Sequence[int]
+    ) -> SampledStep:
+        """Launches the choice of the next tokens from `logits`, float32 `[len(plan.work), vocab]`.
+
+        The next step may overwrite the logits: it is launched behind.
+        """
+        sampled = [index for index, one in enumerate(stepped) if one.samples]
+        single = [index for index in sampled if stepped[index].request.search is None]
+        rows = [_sampling_row(stepped[index].sequence) for index in single]
+        tokens = None
+        if rows:
+            whole = len(single) == len(stepped)
+            tokens = SampledTokens(logits if whole else logits[upload(single, logits.device)], rows, eos_ids)
+        beams: dict[DecodeRequest, list[int]] = {}
+        for index in sampled:
+            if stepped[index].request.search is not None:
+                beams.setdefault(stepped[index].request, []).append(index)
+        return SampledStep(plan, stepped, single, tokens, list(beams), _launch_beams(logits, beams, eos_ids))
+
+    def shared_tokens(self) -> torch.Tensor | None:
+        """Returns the token of each work item, int64 `[len(plan.work)]` on the device: any for one without a token.
+
+        None if no work item has a token.
+        """
+        if self.tokens is None or len(self.single) == len(self.stepped):
+            return self.tokens.tokens if self.tokens is not None else None
+        tokens = self.tokens.tokens
+        return tokens.new_zeros(len(self.stepped)).index_copy_(0, upload(self.single, tokens.device), tokens)
+
+    def chosen(self) -> list[tuple[Stepped, Chosen | RequestError]]:
+        """Returns each sequence with its next token. Waits for the device."""
+        if self.tokens is None:
+            return []
+        return list(zip([self.stepped[index] for index in self.single], self.tokens.result(), strict=True))
+
+    def searched(self) -> dict[DecodeRequest, list[Candidate] | RequestError]:
+        """Returns the likeliest continuations of each beam search. Waits for the device."""
+        return dict(zip(self.searches, self.beams.result(), strict=True)) if self.beams is not None else {}
+
+
+def _sampling_row(sequence: DecodeSequence) -> SamplingRow:
+    """Returns the parameters of the token that the latest plan samples."""
+    return SamplingRow(sequence.sampling, sequence.tokens, sequence.history, sequence.ahead_tokens - 1)
+
+
+def _launch_beams(
+    logits: torch.Tensor, beams: dict[DecodeRequest, list[int]], eos_ids: Sequence[int]
+) -> SampledBeams | None:
+    """`beams`: the rows of `logits` of each request."""
+    if not beams:
+        return None
+    steps = [
+        BeamStep(request.sampling, request.sequences[0].tokens, [one.score for one in request.sequences])
+        for request in beams
+    ]
+    index = upload([row for rows in beams.values() for row in rows], logits.device)
+    return SampledBeams(logits[index], steps, eos_ids)

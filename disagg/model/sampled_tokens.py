@@ -1,0 +1,45 @@
+"""Sampled tokens that stay on the device: a step's output is input of the next step, which is launched before the
+host has read it.
+
+A step refers to a token by a number below 0 in the place of a token id. (vLLM's asynchronous scheduling and
+SGLang's overlap scheduler pass tokens on in the same way.)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from disagg.core.ports import Collective
+
+
+def token_of(index: int) -> int:
+    """Returns the reference, below 0, to token `index` of the latest `SampledTokenBuffer.share`."""
+    return -1 - index
+
+
+class SampledTokenBuffer:
+    """Tokens of the latest step of a rank. Owned by the thread that runs steps; never synchronizes."""
+
+    def __init__(self, rows: int, collective: Collective, device: torch.device) -> None:
+        """`rows`: tokens of one step at most."""
+        self._collective = collective
+        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # recorded steps read this address
+
+    def share(self, tokens: torch.Tensor | None, count: int) -> None:
+        """Replaces the tokens, on all ranks of the group together.
+
+        `tokens`: int64 `[count]` on the device, on rank 0; None on the other ranks. A negative token, of bad logits,
+        counts as 0: its request fails when the host reads it, and the next step must not.
+        """
+        own = self._tokens[:count]
+        if tokens is None:
+            own.zero_()
+        else:
+            torch.clamp(tokens, min=0, out=own)
+        if self._collective.size > 1:
+            self._collective.all_reduce(own)
+
+    def resolve(self, ids: torch.Tensor) -> torch.Tensor:
+        """Returns `ids` (int64, any shape) with each reference replaced by its token. Launches only."""
+        index = torch.clamp(token_of(0) - ids, min=0)
+        return torch.where(ids < 0, self._tokens[index], ids)
