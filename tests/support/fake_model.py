@@ -18,6 +18,7 @@ from disagg.kv.pool import MHATokenToKVPool, make_pool
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.batch import StepBatch
 from disagg.model.page_copies import copy_in_order
+from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_tokens
 from disagg.model.sampling.penalties import SamplingRow
@@ -114,12 +115,38 @@ def kv_of(
     return torch.stack(numbers, dim=-1).float()
 
 
+class FakeSampledTokens:
+    """Stands in for the `SampledTokenBuffer` of all ranks of a group."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+
+    def share(self, tokens: torch.Tensor | None, count: int) -> None:
+        """Keeps rank 0's tokens."""
+        if tokens is not None:
+            self._tokens = [max(0, token) for token in tokens.tolist()]
+            assert len(self._tokens) == count
+
+    def resolve(self, token: int) -> int:
+        """The token itself, or the one that it refers to."""
+        return token if token >= 0 else self._tokens[token_of(0) - token]
+
+
 class FakeRunner:
     """Stands in for `ModelRunner`. `between_layers` runs after each layer: others act while this rank computes."""
 
     def __init__(
-        self, spec: ModelSpec, rank: int, size: int, page_size: int, pool_tokens: int, rows: int
+        self,
+        spec: ModelSpec,
+        rank: int,
+        size: int,
+        page_size: int,
+        pool_tokens: int,
+        rows: int,
+        sampled: FakeSampledTokens | None = None,
     ) -> None:
+        """`sampled`: one for all ranks of a group."""
+        self.sampled = sampled or FakeSampledTokens()
         self.spec, self.page_size, self.device = spec, page_size, torch.device("cpu")
         self.shard = shard_of(spec.layout, rank, size)
         slots = pool_tokens + page_size  # the first page is the trash page
@@ -142,7 +169,8 @@ class FakeRunner:
                 self.states.follow(one.row, one.start, one.stop)
         for part, pool, layer in self._layers():
             for one in batch.sequences:
-                tokens, positions = torch.tensor(one.tokens), torch.arange(one.start, one.stop)
+                tokens = torch.tensor([self.sampled.resolve(token) for token in one.tokens])
+                positions = torch.arange(one.start, one.stop)
                 slots = self.req_to_token.table[one.row, one.start : one.stop].long()
                 pool.write(layer, slots, *kv_of(tokens, positions, part, pool.head_dim)[layer])
             if on_layer is not None:

@@ -55,6 +55,7 @@ def config_of(choose: random.Random, peer_memory: bool, crowded: bool = False) -
         swap_bytes=choose.choice([0, 8192, 1 << 20]),
         chunk_tokens=choose.choice([7, 64]),
         max_requests=6 if crowded else config.decode.max_requests,
+        async_steps=choose.random() < 0.5,
     )
     return msgspec.structs.replace(config, transfer=transfer, decode=decode)
 

@@ -74,8 +74,9 @@ def small_config(
     groups: tuple[int, int] = (1, 1),
     metrics_interval_s: float = 1.0,
     checksum: bool = True,
+    async_steps: bool = True,
 ) -> Config:
-    """A configuration for tiny models; pools and rings are small, so that they fill up."""
+    """A configuration for tiny models; pools and rings are small, so that they fill up. Steps run as on a GPU."""
     shared: dict[str, Any] = {
         "pool_tokens": pool_tokens,
         "max_context_tokens": min(512, pool_tokens),
@@ -85,7 +86,9 @@ def small_config(
         prefill=PrefillConfig(
             tp=prefill_tp, page_size=prefill_page, chunk_tokens=chunk_tokens, groups=groups[0], **shared
         ).sized("cpu"),
-        decode=DecodeConfig(tp=decode_tp, page_size=decode_page, groups=groups[1], **shared).sized("cpu"),
+        decode=DecodeConfig(
+            tp=decode_tp, page_size=decode_page, groups=groups[1], async_steps=async_steps, **shared
+        ).sized("cpu"),
         transfer=TransferConfig(
             ring_bytes=ring_bytes,
             staging_bytes=max(4096, ring_bytes),

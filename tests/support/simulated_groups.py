@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, fake_spec
+from fake_model import DIGITS_HEAD_DIM, HEAD_DIM, FakeRunner, FakeSampledTokens, fake_spec
 from simulated_memory import Device, late_kernels, poison_host, poison_pages, replace_device
 from simulated_router import SimulatedRouter
 
@@ -285,6 +285,8 @@ class Simulation:
             if plan is not None:
                 followers = {n for n, r in self.ranks.items() if r.role == role and n != name}
                 self.plans[role] = (plan, followers)
+            elif not self._group_is_broken(role):
+                rank.end_steps()
         elif not waiting and not self._group_is_broken(role):
             del self.plans[role]
             self._run_step(rank, plan)
@@ -312,10 +314,11 @@ class Simulation:
 
     def _group(self, cls: Any, group: Any, spec: Any) -> GroupInfo:
         infos = []
+        sampled = FakeSampledTokens()
         for number in range(group.ranks):
             name = f"{cls.role}-{number}"
             runner = FakeRunner(
-                spec, number, group.ranks, group.page_size, group.pool_tokens, group.max_requests
+                spec, number, group.ranks, group.page_size, group.pool_tokens, group.max_requests, sampled
             )
             runner.between_layers = self._between_layers
             rank = cls(

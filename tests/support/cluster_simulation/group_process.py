@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from fake_model import FakeSampledTokens
 from simulated_memory import poison_host, poison_pages
 
 from cluster_simulation.rank_process import RankProcess
@@ -34,6 +35,7 @@ class GroupProcess:
         self._missing: set[str] = set()
         """Followers that have not computed the plan yet."""
         self._look_at_s = float("inf")
+        self.sampled = FakeSampledTokens()
         self.ranks = [RankProcess(world, self, number, config) for number in range(self.section.ranks)]
         self.info = self._info()
         leader = self.leader.rank.leader
@@ -104,6 +106,7 @@ class GroupProcess:
                 if not self._missing:
                     self.leader.later(self._end_step, self._pace * self.leader.choose.uniform(*STEP_S))
                 return
+            self.leader.rank.end_steps()
         if leader.scheduler.requests:  # for their deadlines
             self._look_in(IDLE_S)
 

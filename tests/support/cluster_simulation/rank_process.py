@@ -43,6 +43,7 @@ class RankProcess(Process):
             section.page_size,
             section.pool_tokens,
             section.max_requests,
+            group.sampled,
         )
         self.device = _Device(self)
         self._turn_at_s = float("inf")

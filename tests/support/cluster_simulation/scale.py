@@ -66,7 +66,10 @@ def draw_config(choose: random.Random) -> Config:
         checksum=choose.random() < 0.5,
     )
     decode = msgspec.structs.replace(
-        config.decode, preemption=choose.choice(["recompute", "swap"]), swap_bytes=choose.choice([0, 1 << 16])
+        config.decode,
+        preemption=choose.choice(["recompute", "swap"]),
+        swap_bytes=choose.choice([0, 1 << 16]),
+        async_steps=choose.random() < 0.5,
     )
     return msgspec.structs.replace(config, decode=decode)
 
