@@ -12,6 +12,7 @@ from model_helpers import make_runner, prompts
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes, context_limits
 from disagg.model.runner import ModelRunner
+from disagg.model.sampled_tokens import token_of
 
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 16, 100, 128, 129, 256, 300])
@@ -60,8 +61,13 @@ def prefilled(runner: ModelRunner, texts: list[list[int]]) -> list[int]:
     return rows
 
 
-def steps(runner: ModelRunner, texts: list[list[int]], rows: list[int]) -> list[torch.Tensor]:
-    """Logits of some steps of all requests, then of fewer and fewer of them; tokens follow from the logits."""
+def steps(
+    runner: ModelRunner, texts: list[list[int]], rows: list[int], *, by_reference: bool = False
+) -> list[torch.Tensor]:
+    """Logits of some steps of all requests, then of fewer and fewer of them; tokens follow from the logits.
+
+    `by_reference`: a step finds them on the device.
+    """
     texts, found = [list(text) for text in texts], []
     for alive in (len(texts), len(texts), max(1, len(texts) - 1), 1):
         slices = [
@@ -69,9 +75,40 @@ def steps(runner: ModelRunner, texts: list[list[int]], rows: list[int]) -> list[
         ]
         logits = runner.forward(StepBatch(tuple(slices[:alive]))).clone()
         found.append(logits)
-        for text, token in zip(texts, logits.argmax(-1).tolist(), strict=False):
+        chosen = logits.argmax(-1)
+        runner.sampled.share(chosen, len(chosen))
+        following = map(token_of, range(len(chosen))) if by_reference else chosen.tolist()
+        for text, token in zip(texts, following, strict=False):
             text.append(token)
     return found
+
+
+def test_tokens_of_the_step_before(checkpoint: Callable[[str], Path]) -> None:
+    """A step that refers to them computes what it computes with the tokens themselves; bad logits count as 0."""
+    texts = [text[:30] for text in prompts()[:3]]
+    runners = [make_runner(checkpoint("llama")) for _ in range(2)]
+    found = [
+        steps(runner, texts, prefilled(runner, texts), by_reference=by_reference)
+        for runner, by_reference in zip(runners, (False, True), strict=True)
+    ]
+    for plain, referred in zip(*found, strict=True):
+        assert torch.equal(plain, referred)
+    runners[0].sampled.share(torch.tensor([7, -1, 9]), 3)
+    ids = torch.tensor([[token_of(2), 5, token_of(1), token_of(0), 0]])
+    assert runners[0].sampled.resolve(ids).tolist() == [[9, 5, 0, 7, 0]]
+
+
+@pytest.mark.gpu
+def test_recorded_steps_take_tokens_of_the_step_before(checkpoint: Callable[[str], Path]) -> None:
+    texts = prompts()[:3]
+    launched, recorded = (make_runner(checkpoint("llama"), device="cuda", pages=40) for _ in range(2))
+    recorded.record(4)
+    outcomes = [
+        steps(runner, texts, prefilled(runner, texts), by_reference=runner is recorded)
+        for runner in (launched, recorded)
+    ]
+    for a, b in zip(*outcomes, strict=True):
+        assert torch.equal(a.argmax(-1), b.argmax(-1))
 
 
 @pytest.mark.gpu
