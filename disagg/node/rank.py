@@ -116,17 +116,20 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self._hung = False
         self.transfer_loop = self._make_loop(transport)
         """The transfer thread."""
+        self.compute_thread = self._make_compute_thread()
+        """The compute thread."""
+
+    def _make_compute_thread(self) -> ComputeThread:
         next_plan = self.leader.next_plan if self.leader else self.plans.next_plan
-        self.compute_thread = ComputeThread(
+        return ComputeThread(
             self.lane,
             next_plan,
             self.step,
             self.end_steps,
             self._on_broken,
-            runner.device,
+            self.runner.device,
             self._step_watch,
         )
-        """The compute thread."""
 
     def _make_peers(self) -> RankPeers:
         return RankPeers(
