@@ -122,7 +122,9 @@ def step(scheduler: DecodeScheduler) -> set[str]:
     """Who took part."""
     plan = scheduler.next_step()
     assert plan is not None
-    for work, (_, sequence) in zip(plan.work, scheduler.stepped(plan), strict=True):
+    if not plan.work:
+        return set()  # swaps only: no step begins
+    for work, (_, sequence, _samples) in zip(plan.work, scheduler.stepped(plan), strict=True):
         if work.span.stop == sequence.known_tokens and not sequence.ended:
             sequence.tokens.append(2)
     scheduler.commit(plan)
@@ -249,7 +251,7 @@ def test_an_answer_that_ends_before_it_is_computed_again_leaves_no_gap(which: in
             scheduler.end(two, ended)
         plan = scheduler.next_step()
         assert plan is not None
-        for work, (_, sequence) in zip(plan.work, scheduler.stepped(plan), strict=True):
+        for work, (_, sequence, _samples) in zip(plan.work, scheduler.stepped(plan), strict=True):
             pages = sequence.block_table.pages
             places = [(pages[at // 4], at % 4) for at in range(work.span.stop)]
             computed.update(places[work.start :])
