@@ -120,7 +120,7 @@ def test_an_answer_may_end_before_anything_is_here(ended: int) -> None:
         decode.tell(message)
         assert decode.scheduler.next_step() is None, "no KV is here"
     decode.tell(m.Landed(KEY, 7, 0))
-    plan = decode.scheduler.next_step()
+    plan = decode.leader.next_plan()
     assert plan is not None
     left = [number for number in range(3) if number != ended]
     assert [work.tokens for work in plan.work] == [[4 + number] for number in left]
@@ -155,7 +155,7 @@ def test_a_beam_search_whose_answers_are_too_large_fails() -> None:
     decode.too_large = (m.Tokens, m.StepTokens)
     decode.tell(m.Landed(KEY, 7, 0))
     decode.tell(m.FirstTokens(KEY, 7, [1, 2, 3, 4], [-1.0, -2.0, -3.0, -4.0]))
-    plan = decode.scheduler.next_step()
+    plan = decode.leader.next_plan()
     assert plan is not None
     decode.leader.commit(decode.leader.sample(plan, torch.zeros(2, VOCAB)))
     (failed,) = [message for message in decode.sent if isinstance(message, m.Failed)]
