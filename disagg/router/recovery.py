@@ -7,6 +7,7 @@ on one by one; a request without tokens, or a beam search, starts again as a who
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,8 @@ DEADLY = 2
 """Sessions in which a request may lose a group at the same token; then it counts as the cause."""
 FIRST_LINK_PAUSE_S, LONGEST_LINK_PAUSE_S = 0.05, 2.0
 """Pause after a session whose groups were not linked; doubles while that goes on."""
+SAME_FAULT_S = 5.0
+"""A session that begins within this time of a loss can meet the same fault, which its groups have not noticed."""
 SECOND_PAUSE_S = 1.0
 """Pause before the second recovery of a request; four times as long before each later one."""
 
@@ -33,12 +36,14 @@ class Branch:
     answers: tuple[Answer, ...]
     sampling: SamplingParams
     recoveries: int = 0
+    recovered_s: float = -math.inf
+    """Time of the latest loss that counts as a recovery."""
     suspects: tuple[frozenset[str], ...] = ()
     """Names of the groups of each session that failed in a row without a new token; a death may show later."""
     tokens: int = 0
     """Tokens of the answers at the latest loss."""
     unlinked: int = 0
-    """Latest sessions in a row whose groups were not linked."""
+    """Latest sessions in a row that count as no recovery: groups that were not linked, or met the same fault."""
 
     @property
     def is_fresh(self) -> bool:
@@ -56,21 +61,35 @@ class Branch:
         doublings = min(self.unlinked - 1, 16)  # a long wait for the link must not overflow
         return min(FIRST_LINK_PAUSE_S * 2.0**doublings, LONGEST_LINK_PAUSE_S)
 
-    def has_just_lost(self, group: str) -> bool:
-        """Returns whether the latest failed session that counts used the group of this name."""
-        return bool(self.suspects) and group in self.suspects[-1]
+    def is_same_fault(self, groups: Iterable[str], started_s: float) -> bool:
+        """Returns whether the loss of a session, started at `started_s` with these groups, counts as the latest one.
 
-    def after_loss(self, groups: Iterable[str]) -> Branch:
-        """Returns the branch after a session with these groups has failed."""
-        tokens = sum(len(answer.tokens) for answer in self.answers)
-        before = self.suspects if tokens == self.tokens else ()
+        A fault is noticed several times: by each data connection and each control channel of the groups.
+        """
+        overlaps = bool(self.suspects) and not self.suspects[-1].isdisjoint(groups)
+        return overlaps and self._tokens() == self.tokens and started_s <= self.recovered_s + SAME_FAULT_S
+
+    def after_loss(self, groups: Iterable[str], now_s: float) -> Branch:
+        """Returns the branch after a session with these groups has failed, which counts as a recovery."""
         return replace(
-            self,
+            self._with_suspects(groups),
             recoveries=self.recoveries + 1,
-            suspects=(*before, frozenset(groups)),
-            tokens=tokens,
+            recovered_s=now_s,
             unlinked=0,
         )
+
+    def after_wait(self, groups: Iterable[str] = ()) -> Branch:
+        """Returns the branch after a session that counts as no recovery. `groups`: those that the session lost."""
+        lost = self._with_suspects(groups) if groups else self
+        return replace(lost, unlinked=self.unlinked + 1)
+
+    def _with_suspects(self, groups: Iterable[str]) -> Branch:
+        tokens = self._tokens()
+        before = self.suspects if tokens == self.tokens else ()
+        return replace(self, suspects=(*before, frozenset(groups)), tokens=tokens)
+
+    def _tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
 
     def unfinished(self) -> list[Branch]:
         """Returns the branches that compute the rest: one per answer with tokens, else one for all.

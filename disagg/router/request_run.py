@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence, Set
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -195,10 +195,13 @@ class RequestRun:
     ) -> tuple[list[Branch], float]:
         """Returns what is left of `branch`, and the pause before. Raises `error`, or why the request is given up."""
         request, context = self.request, self.context
-        if session.unlinked:
-            branch = replace(branch, unlinked=branch.unlinked + 1)
+        groups = {session.prefill.name, session.decode.name}
+        peer_lost = session.loss in (Loss.PREFILL, Loss.DECODE)
+        if session.unlinked or (peer_lost and branch.is_same_fault(groups, session.started_s)):
+            branch = branch.after_wait(groups if peer_lost else ())
+            self._require_recoverable(branch, error)
             context.avoid((load.prefill, load.decode))
-            pause_s = branch.link_pause_s
+            pause_s = max(branch.link_pause_s, context.budget.wait_s() if peer_lost else 0.0)
             if branch.unlinked == 1:
                 log.info("request_waits_for_a_link", request=str(session.key), error=str(error))
         elif session.loss is None:
@@ -208,12 +211,9 @@ class RequestRun:
             if error.retry_after_s >= session.left_s(context.clock()):
                 raise error
             pause_s = error.retry_after_s
-        elif session.lost_unreserved and branch.has_just_lost(session.decode.name):
-            pause_s = context.budget.wait_s()  # the prefill group had noticed the same loss first
         else:
-            branch = branch.after_loss({session.prefill.name, session.decode.name})
-            dead = context.dead_groups(frozenset().union(*branch.suspects))
-            require_recoverable(request.request_id, branch, dead, context.options.max_recoveries, error)
+            branch = branch.after_loss(groups, context.clock())
+            self._require_recoverable(branch, error)
             context.recovered(session.loss)
             context.avoid((load.prefill, load.decode))
             request.report.recoveries.append(session.loss.value)
@@ -228,6 +228,11 @@ class RequestRun:
             )
             pause_s = max(context.budget.wait_s(), branch.pause_s)
         return branch.unfinished(), pause_s
+
+    def _require_recoverable(self, branch: Branch, error: DisaggError) -> None:
+        dead = self.context.dead_groups(frozenset().union(*branch.suspects))
+        most = self.context.options.max_recoveries
+        require_recoverable(self.request.request_id, branch, dead, most, error)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -162,12 +162,14 @@ class Session:
     no_room: bool = False
     """The session failed because the decode group had no room in time; another group may have some."""
     unlinked: bool = False
-    """The session failed because its groups were not linked: nothing was computed for it."""
+    """The session failed because its groups were not linked, or lost each other before the prefill group received the
+    prompt: nothing was computed for it."""
     resumable: bool = False
     """The decode group keeps row and pages for a session with this one's key as `after`."""
-    lost_unreserved: bool = False
-    """The decode group's leader was lost before it reserved memory: nothing was computed for the session."""
-    _reserved: bool = False
+    started_s: float = 0.0
+    """Time of the start of this session."""
+    _prompt_sent: bool = False
+    """The prompt is on its way to the prefill group."""
     _answered: list[int] = field(init=False)
     """Tokens of the answer at the start of the session."""
     _decoded: bool = False
@@ -226,7 +228,10 @@ class Session:
     def _note_loss(self, error: DisaggError, *, prefill: bool, resumable: bool) -> None:
         if isinstance(error, ChecksumError):
             self.loss = Loss.DAMAGE
-        elif isinstance(error, NotLinkedError):
+        elif isinstance(error, NotLinkedError) or (
+            prefill and isinstance(error, PeerLostError) and not self._prompt_sent
+        ):
+            # One cut is noticed several times: by each data connection, and by silence again and again.
             self.unlinked, self.resumable = True, resumable
         elif isinstance(error, PeerLostError):
             self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
@@ -252,6 +257,7 @@ class Session:
             return self._step(lost, none.peer)
 
     def _reserve(self, _: None) -> list[SessionAction]:
+        self.started_s = self._now_s
         left_s = self.left_s(self._now_s)
         reserve = m.Reserve(
             self.key,
@@ -267,13 +273,14 @@ class Session:
         return [self._send(self.decode, reserve)]
 
     def _prefill(self, ticket: Ticket) -> list[SessionAction]:
-        self._reserved = True
         self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
         left_s = self.left_s(self._now_s)
         prefill = m.Prefill(
             self.key, self.prompt, self.sampling, ticket, left_s, self.cache_salt, self._answered
         )
-        return [self._send(self.prefill, prefill)]
+        sent = self._send(self.prefill, prefill)
+        self._prompt_sent = True
+        return [sent]
 
     def _first_tokens(self, message: m.Prefilled) -> list[SessionAction]:
         self.report.ttft_s = self.report.ttft_s or self._elapsed_s()
@@ -313,7 +320,6 @@ class Session:
 
     def _fail_lost(self, peer: str) -> list[SessionAction]:
         error, prefill = self._lost_error(peer), self._is_prefill(peer)
-        self.lost_unreserved = not prefill and not self._reserved
         self._note_loss(error, prefill=prefill, resumable=prefill)
         return self._fail(error)
 

@@ -10,7 +10,13 @@ from disagg.core.errors import PeerLostError
 from disagg.core.sampling import derived_seed
 from disagg.core.types import RequestKey, SamplingParams
 from disagg.router.answers import Answer, new_answers
-from disagg.router.recovery import LONGEST_LINK_PAUSE_S, Branch, RecoveryBudget, require_recoverable
+from disagg.router.recovery import (
+    LONGEST_LINK_PAUSE_S,
+    SAME_FAULT_S,
+    Branch,
+    RecoveryBudget,
+    require_recoverable,
+)
 from transport.control import messages as m
 
 KEY = RequestKey("r")
@@ -54,10 +60,10 @@ def test_a_beam_search_starts_again() -> None:
 def test_a_request_is_recovered_a_limited_number_of_times() -> None:
     branch = branch_of(SamplingParams(), [1])
     for number in range(3):
-        branch = branch.after_loss({f"decode-{number}"})
+        branch = branch.after_loss({f"decode-{number}"}, 0.0)
         require_recoverable("r", branch, (), 3, PeerLostError("lost"))
         branch.answers[0].tokens.append(number)
-    branch = branch.after_loss({"decode-3"})
+    branch = branch.after_loss({"decode-3"}, 0.0)
     with pytest.raises(
         PeerLostError, match=r"failed 4 times on its groups, more than router\.max_recoveries = 3"
     ):
@@ -65,22 +71,44 @@ def test_a_request_is_recovered_a_limited_number_of_times() -> None:
 
 
 def test_two_sessions_that_lose_a_group_at_the_same_token_are_enough() -> None:
-    branch = branch_of(SamplingParams(), [1]).after_loss({"prefill", "decode"})
+    branch = branch_of(SamplingParams(), [1]).after_loss({"prefill", "decode"}, 0.0)
     branch.answers[0].tokens.append(2)
-    branch = branch.after_loss({"prefill", "decode-2"})
+    branch = branch.after_loss({"prefill", "decode-2"}, 0.0)
     assert branch.suspects == ({"prefill", "decode-2"},), "a new token clears older suspicions"
     require_recoverable("r", branch, {"prefill", "decode-2"}, 9, PeerLostError("one host was lost"))
-    branch = branch.after_loss({"prefill-2", "decode-3"})
+    branch = branch.after_loss({"prefill-2", "decode-3"}, 0.0)
     require_recoverable("r", branch, {"decode-2"}, 9, PeerLostError("lost"))
     with pytest.raises(PeerLostError, match="decode-2 and decode-3 were lost while they computed token 2"):
         require_recoverable("r", branch, {"decode-2", "decode-3"}, 9, PeerLostError("lost"))
+
+
+def test_a_fault_that_is_noticed_again_counts_once() -> None:
+    """Within `SAME_FAULT_S`, by another session with one of the groups, at the same token."""
+    branch = branch_of(SamplingParams(), [1])
+    assert not branch.is_same_fault({"prefill", "decode"}, 0.0), "nothing was lost"
+    branch = branch.after_loss({"prefill", "decode"}, 100.0)
+    for groups, started_s, same in (
+        ({"prefill", "decode"}, 100.0, True),
+        ({"prefill", "decode-2"}, 100.0 + SAME_FAULT_S, True),
+        ({"prefill", "decode"}, 100.1 + SAME_FAULT_S, False),
+        ({"prefill-2", "decode-2"}, 100.0, False),
+    ):
+        assert branch.is_same_fault(groups, started_s) == same, (groups, started_s)
+    again = branch.after_wait({"prefill", "decode-2"})
+    assert (again.recoveries, again.unlinked, again.recovered_s) == (1, 1, 100.0)
+    assert again.is_same_fault({"prefill-3", "decode-2"}, 100.0), "one group after the other notices it"
+    died = again.after_wait({"prefill-3", "decode-4"})
+    with pytest.raises(PeerLostError, match="decode-4 and prefill were lost"):
+        require_recoverable("r", died, {"prefill", "decode-4"}, 9, PeerLostError("lost"))
+    branch.answers[0].tokens.append(2)
+    assert not branch.is_same_fault({"prefill", "decode"}, 100.0), "the groups worked behind it"
 
 
 def test_the_first_recovery_starts_at_once_and_later_ones_wait() -> None:
     branch = branch_of(SamplingParams())
     pauses_s = []
     for _ in range(3):
-        branch = branch.after_loss({"decode"})
+        branch = branch.after_loss({"decode"}, 0.0)
         pauses_s.append(branch.pause_s)
     assert pauses_s == [0.0, 1.0, 4.0]
 

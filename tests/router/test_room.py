@@ -35,8 +35,10 @@ class Cluster:
         colocated: bool = False,
         pause_s: float = 0.0,
         code: str = BusyError.code,
+        resumable: bool = False,
     ) -> None:
         self.refusals, self.pause_s, self.code = dict(refusals), pause_s, code
+        self.resumable = resumable
         self.prefill_busy = False
         self.dies, self.gone = False, ""
         """A decode group whose death the prefill group has noticed, and the router has not."""
@@ -57,7 +59,8 @@ class Cluster:
                     return
                 if self.refusals[name] > 0:
                     self.refusals[name] -= 1
-                    send("router", m.Failed(message.key, self.code, "refused", True, self.pause_s))
+                    failed = m.Failed(message.key, self.code, "refused", True, self.pause_s, self.resumable)
+                    send("router", failed)
                 else:
                     send("router", m.Reserved(message.key, Ticket(message.key, 1, name, Span(0, 1))))
             case m.Prefill() if self.prefill_busy:
@@ -211,9 +214,13 @@ def test_a_request_leaves_a_pair_that_is_not_linked() -> None:
     assert report.decode == "d2"
 
 
-def test_a_request_waits_for_the_link_of_the_only_pair() -> None:
-    """More often than it may be recovered: nothing was computed for it, and no group was lost."""
-    cluster = Cluster({"d1": RouterConfig().max_recoveries + 2}, code=NotLinkedError.code)
+@pytest.mark.parametrize(
+    ("code", "resumable"),
+    [(NotLinkedError.code, False), (NotLinkedError.code, True), (PeerLostError.code, True)],
+)
+def test_a_request_waits_for_the_link_of_the_only_pair(code: str, resumable: bool) -> None:
+    """More often than it may be recovered: nothing was computed for it, however often one cut is noticed."""
+    cluster = Cluster({"d1": RouterConfig().max_recoveries + 2}, code=code, resumable=resumable)
     assert answered(cluster).recoveries == []
     assert len(cluster.tried) == RouterConfig().max_recoveries + 3
 

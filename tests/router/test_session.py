@@ -380,6 +380,22 @@ def test_a_lost_group_leaves_the_request_to_another_session(
     assert world.session.resumable == resumable
 
 
+@pytest.mark.parametrize(
+    "moves", [[START, FROM_DECODE], [START, ("lose", PREFILL), FROM_DECODE]], ids=["reported", "noticed"]
+)
+def test_a_prefill_group_lost_before_it_received_the_prompt_costs_no_recovery(
+    moves: list[tuple[str, str]],
+) -> None:
+    """Nothing was computed: for this session the groups are not linked."""
+    lost = m.Failed(KEY, "peer_lost", "lost", retryable=True, resumable=True)
+    script = Script(ONE, [lost] if len(moves) == 2 else [RESERVED], [], [])
+    world = run(script, *moves)
+    session = world.session
+    assert (session.phase, session.loss, session.unlinked) == (SessionPhase.FAILED, None, True)
+    assert session.resumable
+    assert len(world.errors) == 1
+
+
 @pytest.mark.parametrize("resumable", [False, True])
 def test_the_decode_group_says_whether_it_keeps_the_pages(resumable: bool) -> None:
     lost = m.Failed(KEY, "peer_lost", "lost", retryable=True, resumable=resumable)

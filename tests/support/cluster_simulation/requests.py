@@ -12,6 +12,7 @@ from fake_model import VOCAB, fake_answers
 from disagg.core.errors import DisaggError
 from disagg.core.types import SamplingParams
 from disagg.router.answers import Output, SessionReport
+from disagg.router.session import Loss
 
 STEM_TOKENS = 32
 
@@ -97,6 +98,12 @@ class ClientRequest:
         if self.aborted:
             return "aborted"
         return self.error.code if self.error is not None else "done"
+
+    @property
+    def losses(self) -> float:
+        """Recoveries from lost groups, of each answer on average: answers are recovered one by one."""
+        lost = [cause for cause in self.report.recoveries if cause in (Loss.PREFILL.value, Loss.DECODE.value)]
+        return len(lost) / self.sampling.n
 
     def __str__(self) -> str:
         sizes = f"{len(self.prompt)} tokens, {self.sampling.sequences} x {self.sampling.max_tokens}"
