@@ -72,6 +72,10 @@ class Faults:
             delay_s = self._choose.choice([0.0, 0.0, 0.001, 0.05])  # not within the sender's own call
             self._world.loop.call_later(delay_s, self._strike, one[2], (source, destination))
 
+    def strike(self, kind: str) -> None:
+        """One more fault, now, between any two processes."""
+        self._strike(kind, None)
+
     def end(self) -> None:
         """No more faults begin."""
         self._over = True

@@ -49,9 +49,16 @@ class Run:
 
 
 def simulate(
-    seed: int, scale: Scale | None = None, policy: ErrorPolicy = recovered, faults: int | None = None
+    seed: int,
+    scale: Scale | None = None,
+    policy: ErrorPolicy = recovered,
+    faults: int | None = None,
+    first_fault: str = "",
 ) -> Run:
-    """Runs one seed. Raises the first error, with the seed and the last events as its note."""
+    """Runs one seed. Raises the first error, with the seed and the last events as its note.
+
+    `first_fault`: kind of one more fault, which strikes when the first request begins. So it strikes in any case.
+    """
     loop = VirtualTimeLoop()
     scale = scale or Scale()
     with pytest.MonkeyPatch.context() as patch:
@@ -61,25 +68,29 @@ def simulate(
         count = choose.randint(int(scale.least * scale.faults), scale.faults) if faults is None else faults
         run = Run(seed, world, Faults(world, choose, count, scale.spread_s))
         try:
-            run_loop(loop, _main(run, choose, policy))
+            run_loop(loop, _main(run, choose, policy, first_fault))
         except BaseException as error:
-            error.add_note(f"{world.journal}\ncluster_simulation.run.simulate({seed}, {scale})")
+            call = f"simulate({seed}, {scale}, faults={faults}, first_fault={first_fault!r})"
+            error.add_note(f"{world.journal}\ncluster_simulation.run.{call}")
             raise
         finally:
             structlog.reset_defaults()
     return run
 
 
-async def _main(run: Run, choose: random.Random, policy: ErrorPolicy) -> None:
+async def _main(run: Run, choose: random.Random, policy: ErrorPolicy, first_fault: str) -> None:
     world, loop = run.world, run.world.loop
     await world.start()
     source = RequestSource(choose, world.scale.longest_answer)
     bursts_s = [choose.uniform(0.0, world.scale.spread_s) for _ in range(BURSTS)]
+    begins_s = []
     for _ in range(world.scale.draw(choose, world.scale.requests)):
         request = source.next()
         run.requests.append(request)
-        at_s = choose.choice(bursts_s) + choose.uniform(0.0, BURST_S)
-        loop.call_later(at_s, _submit, run, choose, request)
+        begins_s.append(choose.choice(bursts_s) + choose.uniform(0.0, BURST_S))
+        loop.call_later(begins_s[-1], _submit, run, choose, request)
+    if first_fault:
+        loop.call_later(min(begins_s), run.faults.strike, first_fault)
     await _requests_end(run)
     run.faults.end()
     _check_requests(run, policy)
@@ -116,6 +127,7 @@ async def _requests_end(run: Run) -> None:
 def _check_requests(run: Run, policy: ErrorPolicy) -> None:
     for request in run.requests:
         request.check_end()
+        assert request.losses <= len(run.faults.struck), f"{request}: a fault costs one recovery at most"
         if request.error is not None:
             why = policy(run, request)
             assert not why, f"{request}: {why}"
