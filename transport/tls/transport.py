@@ -116,12 +116,16 @@ class TlsTransport(Transport):
             known = self.peers.pop(peer, None)
             if known is None:
                 return
-            mine: list[Channel] = [known.outgoing]
-            if not known.outgoing.ended:
-                # The lost peer's messages ended with it; a message here belongs to its next connection.
-                mine += [
-                    channel for channel in self.incoming.values() if channel.peer_address == known.address
-                ]
+            # A lost peer's incoming channels ended with it; a channel that is open belongs to its next connection.
+            lost = known.outgoing.ended
+            mine: list[Channel] = [
+                known.outgoing,
+                *(
+                    channel
+                    for channel in self.incoming.values()
+                    if channel.peer_address == known.address and (channel.ended or not lost)
+                ),
+            ]
         if not self._end(mine, f"{peer} was disconnected", FENCE_WAIT_S):
             self._fences.append(_TLSFence(peer, mine, time.monotonic() + FENCE_TIMEOUT_S))
 

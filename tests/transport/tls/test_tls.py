@@ -240,7 +240,8 @@ STRANGERS = [("old", "new"), ("new", "old")]
 class LateThread:
     """A thread of the channel to a peer that leaves when the test says so."""
 
-    def __init__(self, station: Any, peer: str) -> None:
+    def __init__(self, station: Any, peer: str, incoming: bool = False) -> None:
+        """In the channel to `peer`, or in the station's only incoming one."""
         entered, self._may_leave = threading.Event(), threading.Event()
 
         def stay() -> None:
@@ -248,6 +249,8 @@ class LateThread:
             self._may_leave.wait(60)
 
         channel = station.transport.peers[peer].outgoing
+        if incoming:
+            [channel] = station.transport.incoming.values()
         self._thread = threading.Thread(target=channel.adopt, args=(stay,))
         self._thread.start()
         assert entered.wait(20)
@@ -288,6 +291,23 @@ def test_a_fence_that_cannot_be_proven_ends_the_rank(monkeypatch: pytest.MonkeyP
             with pytest.raises(TransportError, match="no fence"):
                 a.transport.progress()
         late.leave()
+
+
+def test_the_fence_of_a_lost_peer_covers_its_incoming_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The channel has ended with the outgoing one, but a thread of it may still write into a receive's memory."""
+    with stations(2) as [a, b]:
+        link(a, b)
+        move(b, a, MIB, a_name="b", b_name="a")
+        late = LateThread(a, "b", incoming=True)
+        b.transport.close()
+        pump_until(lambda: a.transport.lost_peers() == ["b"], a)
+        with monkeypatch.context() as patch:
+            patch.setattr(transport.tls.transport, "FENCE_TIMEOUT_S", 0.0)
+            a.transport.disconnect("b")
+            with pytest.raises(TransportError, match="no fence"):
+                a.transport.progress()
+        late.leave()
+        a.transport.progress()
 
 
 class TestRotation:
