@@ -63,9 +63,9 @@ def scale_to(config: Config, keys: AnyKeys, directory: str, counts: dict[Role, i
         control.close()
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
     """Waits until the condition holds."""
-    async with asyncio.timeout(TIMEOUT_S):
+    async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
 
