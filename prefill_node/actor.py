@@ -9,7 +9,7 @@ from disagg.core.types import GroupInfo
 
 with collection_paused():  # a rank's process imports torch and transformers here
     from disagg.node.host import ClaimReply, RankHost
-    from disagg.node.ownership import Owner
+    from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
     from prefill_node.calibration import Calibration
     from prefill_node.rank import PrefillRank
 
@@ -29,9 +29,9 @@ class PrefillActor(RankHost):
         return rank.calibrate(other)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def pulse(self, token: str = "") -> bool:
+    def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
         """See `RankHost.pulse`."""
-        return super().pulse(token)
+        return super().pulse(token, counts)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def claim(self, claimant: Owner) -> ClaimReply:

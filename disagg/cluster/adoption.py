@@ -23,7 +23,7 @@ from disagg.cluster.ranks import Ranks
 from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError
 from disagg.core.types import PROTOCOL_VERSION
-from disagg.node.ownership import Owner
+from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
 from transport.keys.curve import KeySet
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class Adopted:
     groups: list[Group] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
     """Control addresses of dead ranks that the groups were linked with."""
+    counts: GroupCounts = NO_COUNTS
+    """Numbers of groups that an operator had set."""
     names: set[str] = field(default_factory=set)
     """Names that are used up: of survivors, and of groups that survivors were linked with."""
 
@@ -89,6 +91,9 @@ def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) 
             _set_up(one)
             adopted.groups.append(one.group)
     linked = {info.name: info for one in claimed for record in one.records for info in record.linked}
+    if adopted.groups:
+        counts = [record.counts for one in claimed for record in one.records]
+        adopted.counts = max(counts, key=lambda one: one.changes)
     adopted.names = {*linked, *(group.name for group in found)}
     for name in set(linked).difference(group.name for group in adopted.groups):
         adopted.dead += [rank.control_address for rank in linked[name].ranks]

@@ -27,7 +27,7 @@ from disagg.core.config.read import Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo
-from disagg.node.ownership import DISOWNED, NO_OWNER, Owner
+from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts, Owner
 from transport.control.base import ControlChannel
 from transport.control.zmq import make_control
 from transport.keys.ring import AnyKeys, as_ring
@@ -93,12 +93,18 @@ class Cluster:
         self._bring_up(self.groups, progress)
 
     def missing(self) -> list[Role]:
-        """Returns the role of each group that the placement has and this cluster lacks."""
+        """Returns the role of each group that this cluster lacks, by the placement and by `keep_count`."""
+        counts = self._pulses.counts.groups
         return [
             role
             for role, where in self.placement.kinds.items()
-            for _ in range(where.groups - len(self._of(role)))
+            for _ in range(counts.get(role, where.groups) - len(self._of(role)))
         ]
+
+    def keep_count(self, role: Role, count: int) -> None:
+        """Keeps a number of groups that an operator has set, also for the launch that adopts the groups."""
+        changes, groups = self._pulses.counts
+        self._pulses.counts = GroupCounts(changes + 1, {**groups, role: count})
 
     def place(self, role: Role, progress: Progress) -> Group:
         """Reserves resources for a group and starts its processes. Names count up and are never reused."""
@@ -235,7 +241,7 @@ class Cluster:
         progress("adopting the groups of an earlier launch")
         expected = Expected(self.config, self.placement, self._keys.keys, claimant.fingerprint())
         adopted = adopt(self._ranks, found, claimant.token, expected)
-        self._owner = adopted.owner
+        self._owner, self._pulses.counts = adopted.owner, adopted.counts
         for role in self._numbers:
             numbers = [number for one, number in map(group_order, adopted.names) if one == role]
             self._numbers[role] = itertools.count(max(numbers, default=0) + 1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from disagg.cluster.group import Group
 from disagg.cluster.ranks import Call, Ranks
 from disagg.core.ports import Clock
+from disagg.node.ownership import NO_COUNTS
 
 PER_TIMEOUT = 5
 """Calls to a rank per `hang_timeout_s`."""
@@ -39,6 +40,8 @@ class Pulses:
         """`token`: the owner's, if the groups outlive this process; see `disagg.node.ownership`."""
         self._ranks, self._hang_timeout_s, self._clock = ranks, hang_timeout_s, clock
         self._token = token
+        self.counts = NO_COUNTS
+        """Sent with each pulse, for the launch that adopts the groups."""
         self._pulses: dict[Member, _Pulse] = {}
         self._looked_s = self._renewed_s = clock()
 
@@ -50,7 +53,7 @@ class Pulses:
         self._renewed_s = now_s
         for group in starting:
             for actor in group.actors:
-                actor.pulse.remote(self._token)
+                actor.pulse.remote(self._token, self.counts)
 
     def silent(self, members: Iterable[Member]) -> list[Member]:
         """Calls `members` when due; returns those without an answer for `hang_timeout_s`. Never blocks."""
@@ -66,7 +69,9 @@ class Pulses:
             if pulse is None or (
                 pulse.answered and now_s >= pulse.sent_s + self._hang_timeout_s / PER_TIMEOUT
             ):
-                self._pulses[group, rank] = _Pulse(group.actors[rank].pulse.remote(self._token), now_s)
+                self._pulses[group, rank] = _Pulse(
+                    group.actors[rank].pulse.remote(self._token, self.counts), now_s
+                )
         return [
             member
             for member, pulse in self._pulses.items()

@@ -167,6 +167,7 @@ class Supervisor:
                 self._remove(groups[-1])
             else:
                 self._add(role)
+        self._cluster.keep_count(role, count)
 
     def _of(self, role: Role) -> list[Group]:
         return [group for group in self._cluster.groups if group.role == role]

@@ -9,7 +9,7 @@ from disagg.core.collection import collection_paused
 with collection_paused():  # as in prefill_node.actor
     from disagg.colocated.rank import ColocatedRank
     from disagg.node.host import ClaimReply, RankHost
-    from disagg.node.ownership import Owner
+    from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner
 
 
 # As in prefill_node.actor: no restarts, and a separate thread for `park`.
@@ -20,9 +20,9 @@ class ColocatedActor(RankHost):
     node_class = ColocatedRank
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
-    def pulse(self, token: str = "") -> bool:
+    def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
         """See `RankHost.pulse`."""
-        return super().pulse(token)
+        return super().pulse(token, counts)
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]
     def claim(self, claimant: Owner) -> ClaimReply:

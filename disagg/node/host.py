@@ -25,7 +25,7 @@ from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.assemble import Rendezvous, make_collective, make_runner, make_source, resolve_device
-from disagg.node.ownership import DISOWNED, NO_OWNER, Owner, Ownership
+from disagg.node.ownership import DISOWNED, NO_COUNTS, NO_OWNER, GroupCounts, Owner, Ownership
 from disagg.node.process import ProcessIdentity, die_with_parent
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.sizing import describe, describe_pool, fill_memory, pool_tokens
@@ -74,6 +74,8 @@ class RankRecord(NamedTuple):
     """Groups of the other role, without those whose ranks were reported as dead."""
     unusable: str
     """Reason why the rank cannot be adopted; empty if it serves."""
+    counts: GroupCounts = NO_COUNTS
+    """The former owner's."""
 
 
 class ClaimReply(NamedTuple):
@@ -146,9 +148,9 @@ class RankHost:
         die_with_parent()
         return ProcessIdentity.own()
 
-    def pulse(self, token: str = "") -> bool:
+    def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
         """Returns at once: the process runs, and its interpreter is not held. False: the caller is not the owner."""
-        return self._ownership.pulse(token)
+        return self._ownership.pulse(token, counts)
 
     def claim(self, claimant: Owner) -> ClaimReply:
         """Makes `claimant` the owner if the present one is dead; then returns what it needs to adopt the rank."""
@@ -282,6 +284,7 @@ class RankHost:
             self._started,
             self._linked,
             unusable,
+            self._ownership.counts,
         )
 
     def _end_when_abandoned(self, release: Callable[[], None]) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from disagg.core.config.read import Role
 from disagg.core.ports import Clock
 
 TICKS = 10
@@ -27,6 +29,16 @@ class Owner(NamedTuple):
     """Rises with each launch that adopts groups."""
 
 
+class GroupCounts(NamedTuple):
+    """Numbers of groups that an operator has set. Ranks keep them for the launch that adopts their group."""
+
+    changes: int
+    """Rises with each change: the highest is the latest."""
+    groups: Mapping[Role, int]
+
+
+NO_COUNTS = GroupCounts(0, {})
+"""No number was set: the configured ones count."""
 NO_OWNER = Owner("", 0)
 """Owner of ranks that end with the process that started them."""
 
@@ -40,6 +52,8 @@ class Ownership:
         self._lock = threading.Lock()
         self._pulse_s = clock()
         self._pulsed = threading.Event()
+        self.counts = NO_COUNTS
+        """Of the owner's latest pulse."""
 
     @property
     def epoch(self) -> int:
@@ -50,11 +64,12 @@ class Ownership:
         """Returns whether `token` is the owner's."""
         return self._owner.token == token
 
-    def pulse(self, token: str) -> bool:
+    def pulse(self, token: str, counts: GroupCounts = NO_COUNTS) -> bool:
         """Notes that the owner lives. Returns False, without effect, when `token` is not the owner's."""
         with self._lock:
             if not self.is_owner(token):
                 return False
+            self.counts = counts
             self._note_pulse()
             return True
 

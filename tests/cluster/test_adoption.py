@@ -19,7 +19,7 @@ from disagg.core.config.read import ApiConfig, ClusterConfig, Config, ControlCon
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import PROTOCOL_VERSION
 from disagg.node.host import ClaimReply, RankRecord
-from disagg.node.ownership import Owner, Ownership
+from disagg.node.ownership import NO_COUNTS, GroupCounts, Owner, Ownership
 from disagg.node.process import ProcessIdentity
 from transport.keys.curve import KeySet, make_keys
 
@@ -109,6 +109,18 @@ def test_groups_that_serve_are_adopted_under_the_next_epoch(ranks: FakeRanks) ->
         assert all(
             rank.ownership.pulse("new") and not rank.ownership.pulse("former") for rank in group.actors
         )
+
+
+def test_the_latest_numbers_of_groups_that_were_set_are_kept(ranks: FakeRanks) -> None:
+    """A rank that was late has those before."""
+    assert ranks.adopt().counts == NO_COUNTS
+    old, new = GroupCounts(1, {"prefill": 2}), GroupCounts(2, {"prefill": 2, "decode": 3})
+    ranks.groups[0].actors[0].change(counts=old)
+    ranks.groups[1].actors[1].change(counts=new)
+    assert ranks.adopt().counts == new
+    for group in ranks.groups:
+        group.actors[0].change(unusable="bug")
+    assert ranks.adopt().counts == NO_COUNTS, "a launch that adopts no group starts as configured"
 
 
 def test_settings_that_ranks_do_not_use_may_change(ranks: FakeRanks) -> None:

@@ -22,7 +22,7 @@ from disagg.core.config.read import ClusterConfig, Config, Role
 from disagg.core.errors import ConfigError, DisaggError
 from disagg.core.types import KVLayout
 from disagg.node.host import ClaimReply, RankRecord
-from disagg.node.ownership import DISOWNED, NO_OWNER, Owner
+from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts, Owner
 from disagg.node.process import ProcessIdentity
 from transport.keys.curve import KeySet, make_keys
 from transport.keys.ring import KeyRing
@@ -451,6 +451,21 @@ def test_groups_of_a_killed_launch_are_adopted_and_none_is_started(ranks: FakeRa
     finally:
         cluster.stop()
     assert ranks.taken_down == ["decode", "prefill", "decode-2"], "a normal end ends adopted groups"
+
+
+def test_numbers_that_an_operator_has_set_outlive_the_launch(ranks: FakeRanks) -> None:
+    keys = KeySet(make_keys())
+    leave(ranks, keys)
+    counts = GroupCounts(3, {"decode": 2, "prefill": 0})
+    ranks.records["prefill/1"] = ranks.records["prefill/1"]._replace(counts=counts)
+    cluster = claiming(ranks, keys)
+    cluster.start(lambda text: None)
+    try:
+        assert cluster.missing() == ["decode"], "of the other role there is one more"
+        cluster.keep_count("decode", 4)
+        assert cluster.missing() == ["decode"] * 3
+    finally:
+        cluster.stop()
 
 
 def test_a_group_that_is_not_adopted_is_missing_and_its_peers_hear_of_its_death(ranks: FakeRanks) -> None:

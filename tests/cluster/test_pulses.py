@@ -8,6 +8,7 @@ from typing import Any
 
 from disagg.cluster.group import Group
 from disagg.cluster.pulses import PAUSE_S, PER_TIMEOUT, Pulses
+from disagg.node.ownership import NO_COUNTS, GroupCounts
 
 TIMEOUT_S = 10.0
 
@@ -20,9 +21,11 @@ class Answers:
         self.tokens: set[str] = set()
         self.ended_calls: set[Any] = set()
         self.silent: set[str] = set()
+        self.counts = NO_COUNTS
 
     def actor(self, name: str) -> Any:
-        def remote(token: str) -> Any:
+        def remote(token: str, counts: GroupCounts) -> Any:
+            assert counts == self.counts
             self.sent.append(name)
             self.tokens.add(token)
             call = object()
@@ -52,6 +55,14 @@ class Rig:
             self.now_s += 0.5
             found = [rank for _, rank in self.pulses.silent([(self.group, 0), (self.group, 1)])]
         return found
+
+
+def test_pulses_carry_the_numbers_of_groups_that_were_set() -> None:
+    rig = Rig("owner")
+    rig.pulses.counts = rig.answers.counts = GroupCounts(1, {"decode": 3})
+    rig.look(TIMEOUT_S)
+    rig.pulses.renew([rig.group])
+    assert rig.answers.sent
 
 
 def test_each_rank_is_called_a_few_times_per_timeout() -> None:

@@ -37,6 +37,7 @@ class FakeCluster:
     stopped: list[str] = field(default_factory=list)
     dead: list[str] = field(default_factory=list)
     blocked: threading.Event | None = None
+    counts: dict[str, int] = field(default_factory=dict)
     not_adopted: list[str] = field(default_factory=list)
     """Roles of groups that the cluster lacks."""
     _lost: list[Callable[[Any], None]] = field(default_factory=list)
@@ -49,6 +50,9 @@ class FakeCluster:
 
     def infos(self) -> list[Any]:
         return [SimpleNamespace(name=group.name) for group in self.groups]
+
+    def keep_count(self, role: str, count: int) -> None:
+        self.counts[role] = count
 
     def add_group(self, role: str, progress: Callable[[str], None]) -> FakeGroup:
         self.starts += 1
@@ -165,6 +169,7 @@ def test_a_group_that_does_not_come_up_is_tried_seldom_and_the_others_go_on(
         assert cluster.starts == 3
         cluster.failing = 1
         assert scaled(supervisor, "decode", 1) == "no room"
+        assert not cluster.counts, "the next launch does not try again"
         assert scaled(supervisor, "decode", 1) == ""
         told.until("prefill", "decode-6")
     [line] = [line for line in logs if line["event"] == "group_stays_down"]
@@ -221,6 +226,7 @@ def test_scaling_drains_the_newest_first(logs: list[Any]) -> None:
     cluster, told = cluster_with(), Told()
     with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
         assert scaled(supervisor, "decode", 3) == ""
+        assert cluster.counts == {"decode": 3}
         assert cluster_names(cluster) == ["prefill", "decode", "decode-2", "decode-3"]
         assert scaled(supervisor, "decode", 1) == ""
     assert cluster.stopped == ["decode-3", "decode-2"]

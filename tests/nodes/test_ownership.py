@@ -10,7 +10,7 @@ import pytest
 from decode_node.rank import DecodeRank
 from disagg.core.config.read import Config
 from disagg.node.host import RankHost
-from disagg.node.ownership import DISOWNED, Owner, Ownership
+from disagg.node.ownership import DISOWNED, NO_COUNTS, GroupCounts, Owner, Ownership
 from transport.keys.curve import make_keys
 
 TIMEOUT_S = 10.0
@@ -104,7 +104,9 @@ def test_park_of_a_former_owner_ends_and_the_new_owner_s_does_not(time: Time) ->
         former = threads.submit(host.park, "first")
         refused = host.claim(SECOND)
         assert (refused.epoch, refused.record) == (1, None)
-        assert host.pulse("first")
+        counts = GroupCounts(1, {"decode": 3})
+        assert host.pulse("first", counts)
+        assert not host.pulse("stranger", NO_COUNTS)
         time.now_s += config.cluster.hang_timeout_s + 1.0  # its pulse has lapsed
         granted = host.claim(SECOND)
         assert former.result(TIMEOUT_S) == DISOWNED
@@ -115,4 +117,5 @@ def test_park_of_a_former_owner_ends_and_the_new_owner_s_does_not(time: Time) ->
     assert granted.epoch == 2
     assert granted.record is not None
     assert granted.record.unusable == "its start or its end was interrupted"
+    assert granted.record.counts == counts, "of the former owner's latest pulse"
     assert granted.record.keys == {keys.name}
