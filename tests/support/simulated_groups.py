@@ -220,6 +220,22 @@ class Simulation:
                 rank.agent.check()
                 if rank.leader is not None:
                     rank.leader.check()
+                if not self._group_is_broken(rank.role):
+                    self._check_owned(name, rank)
+
+    def _check_owned(self, name: str, rank: Any) -> None:
+        """Pages of a transfer are not free while a rank may read or write them."""
+        requests = next(one.leader for one in self.ranks.values() if one.role == rank.role).scheduler.requests
+        if rank.role == "prefill":
+            for outgoing in rank.agent.tickets.open.values():
+                request = requests.get(outgoing.key)
+                assert request is not None, f"{name} still sends for {outgoing.key}"
+                assert request.block_table is not None or outgoing.left == 0, (
+                    f"{name} reads for {outgoing.key}"
+                )
+        else:
+            for incoming in rank.agent.parts.tickets.open.values():
+                assert incoming.key in requests, f"{name} still receives for {incoming.key}"
 
     def _take_down_broken_groups(self) -> None:
         for name, rank in self.ranks.items():
