@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import structlog
 import torch
 
@@ -9,7 +11,7 @@ from decode_node.admitting_leader import AdmittingLeader
 from decode_node.request import DecodeRequest
 from decode_node.request import Sequence as DecodeSequence
 from decode_node.sampled_step import SampledStep
-from decode_node.scheduler import DecodeStatistics
+from decode_node.scheduler import DecodeScheduler, DecodeStatistics
 from disagg.core.errors import (
     ChecksumError,
     DisaggError,
@@ -18,13 +20,16 @@ from disagg.core.errors import (
     TransportError,
     error_from_code,
 )
+from disagg.core.ports import Clock
 from disagg.core.sampling import MAX_SEQUENCES, ending_tokens
 from disagg.core.types import GroupInfo, RequestKey, TokenLogprobs
 from disagg.kv.event_log import KVEventLog
+from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.beam_search import BeamSearch, Candidate, candidates_wanted
-from disagg.model.sampling.next_tokens import Chosen
+from disagg.model.sampling.sampled import Chosen
+from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import LedRequest, Scheduled, finish_reason
+from disagg.node.leader import LedRequest, Scheduled, Send, finish_reason
 from disagg.node.plan import StepPlan
 from transport.control import messages as m
 
@@ -35,6 +40,19 @@ class DecodeLeader(AdmittingLeader):
     """Message handlers and scheduler of rank 0; `disagg.node.leader` describes its threads."""
 
     _role = "decode"
+
+    def __init__(
+        self,
+        scheduler: DecodeScheduler,
+        eos_ids: Sequence[int],
+        spec: ModelSpec,
+        send: Send,
+        to_self: Callable[[m.Message], None],
+        clock: Clock,
+        max_waiting: int,
+    ) -> None:
+        super().__init__(scheduler, eos_ids, spec, send, to_self, clock, max_waiting)
+        self._sampler = Sampler(eos_ids)
 
     def join(self, group: GroupInfo) -> None:
         """Joins the complete group: its host memory is the least that any of its ranks has."""
@@ -54,7 +72,7 @@ class DecodeLeader(AdmittingLeader):
         """
         with self._changed:
             stepped = self._scheduler.stepped(plan)
-        return SampledStep.launch(plan, stepped, logits, self._eos_ids)
+        return SampledStep.launch(plan, stepped, logits, self._sampler)
 
     def commit(self, step: SampledStep) -> None:
         """Ends the oldest step in flight: streams the next token of every sequence that the step sampled one for."""

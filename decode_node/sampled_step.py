@@ -12,9 +12,11 @@ from decode_node.request import Sequence as DecodeSequence
 from decode_node.step_planner import Stepped
 from disagg.core.errors import RequestError
 from disagg.model.batch import upload
+from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.beam_search import Candidate
-from disagg.model.sampling.next_tokens import BeamStep, Chosen, SampledBeams, SampledTokens
+from disagg.model.sampling.next_tokens import BeamStep, SampledBeams
 from disagg.model.sampling.penalties import SamplingRow
+from disagg.model.sampling.sampled import Chosen, SampledTokens
 from disagg.node.plan import StepPlan
 
 
@@ -34,9 +36,7 @@ class SampledStep:
     beams: SampledBeams | None
 
     @staticmethod
-    def launch(
-        plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, eos_ids: Sequence[int]
-    ) -> SampledStep:
+    def launch(plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, sampler: Sampler) -> SampledStep:
         """Launches the choice of the next tokens from `logits`, float32 `[len(plan.work), vocab]`.
 
         The next step may overwrite the logits: it is launched behind.
@@ -47,12 +47,13 @@ class SampledStep:
         tokens = None
         if rows:
             whole = len(single) == len(stepped)
-            tokens = SampledTokens(logits if whole else logits[upload(single, logits.device)], rows, eos_ids)
+            tokens = sampler.step(logits if whole else logits[upload(single, logits.device)], rows)
         beams: dict[DecodeRequest, list[int]] = {}
         for index in sampled:
             if stepped[index].request.search is not None:
                 beams.setdefault(stepped[index].request, []).append(index)
-        return SampledStep(plan, stepped, single, tokens, list(beams), _launch_beams(logits, beams, eos_ids))
+        found = _launch_beams(logits, beams, sampler.eos_ids)
+        return SampledStep(plan, stepped, single, tokens, list(beams), found)
 
     def shared_tokens(self) -> torch.Tensor | None:
         """Returns the token of each work item, int64 `[len(plan.work)]` on the device: any for one without a token.

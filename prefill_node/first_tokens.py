@@ -10,8 +10,9 @@ import torch
 from disagg.core.errors import RequestError
 from disagg.core.sampling import sampling_of
 from disagg.core.types import RequestKey, TokenLogprobs
-from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_tokens
+from disagg.model.sampling.next_tokens import BeamStep, likeliest, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.sampling.sampled import Chosen
 from prefill_node.scheduler import PrefillRequest
 
 ROWS = 32

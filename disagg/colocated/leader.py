@@ -19,8 +19,9 @@ from disagg.core.errors import (
 from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
-from disagg.model.sampling.next_tokens import Chosen, next_tokens
+from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
 from disagg.node.leader import LedRequest, Scheduled, Send, check_request, finish_reason
@@ -49,6 +50,7 @@ class ColocatedLeader(ReservingLeader):
     ) -> None:
         super().__init__(spec, send, to_self, clock, max_waiting)
         self._scheduler = scheduler
+        self._sampler = Sampler(spec.eos_ids)
 
     def link(self, other: GroupInfo) -> None:
         """Raises `HandshakeError`: a colocated group has no links."""
@@ -65,7 +67,7 @@ class ColocatedLeader(ReservingLeader):
         answering = [requests[i] for i in whole]
         rows = [SamplingRow(request.sampling, request.tokens, request.history) for request in answering]
         wanted = logits if len(whole) == len(requests) else logits[whole]
-        tokens = next_tokens(wanted, rows, self._spec.eos_ids) if rows else []
+        tokens = self._sampler.step(wanted, rows).result() if rows else []
         works = zip(plan.work, requests, strict=True)
         prompt_tokens = sum(len(work.tokens) for work, of in works if work.start < of.begin_tokens)
         with self._changed, self._one_message_each():

@@ -5,6 +5,7 @@ The tensors are built once per step and copied to the device without synchroniza
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -139,9 +140,9 @@ def build_index(
     )
 
 
-def upload(values: list[int], device: torch.device) -> torch.Tensor:
-    """int64 `[len(values)]` on `device`, copied from pinned memory without synchronization."""
-    host = torch.tensor(values, dtype=torch.int64)
+def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """`dtype` `[len(values)]` on `device`, copied from pinned memory without synchronization."""
+    host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host
     return host.pin_memory().to(

@@ -17,7 +17,8 @@ from disagg.model.collective.nccl import NcclCollective
 from disagg.model.collective.shared import SharedCollective
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
-from disagg.model.sampling.sampler import sample
+from disagg.model.sampling.next_tokens import next_tokens
+from disagg.model.sampling.penalties import SamplingRow
 from disagg.model.unsplit import generate_unsplit
 
 pytestmark = pytest.mark.gpu
@@ -136,5 +137,5 @@ def test_the_sampler_draws_the_same_tokens_as_on_the_cpu() -> None:
         SamplingParams(temperature=0.5 * (i % 4), top_k=i % 3 * 20, top_p=1 - 0.1 * (i % 2), seed=i)
         for i in range(64)
     ]
-    expected = sample(logits, params, range(64))
-    assert sample(logits.cuda(), params, range(64)) == expected
+    rows = [SamplingRow(one, (), None, ahead_tokens=i) for i, one in enumerate(params)]
+    assert next_tokens(logits.cuda(), rows, ()) == next_tokens(logits, rows, ())

@@ -18,8 +18,9 @@ from disagg.core.sampling import sampling_of
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
 from disagg.model.chunks import PromptChunks
-from disagg.model.sampling.next_tokens import Chosen, next_tokens
+from disagg.model.sampling.next_tokens import next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.sampling.sampled import Chosen
 from disagg.node.kv_manager import KVManager
 from prefill_node.first_tokens import ROWS, First, first_tokens
 from prefill_node.scheduler import PrefillRequest

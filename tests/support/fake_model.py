@@ -20,8 +20,9 @@ from disagg.model.batch import StepBatch
 from disagg.model.page_copies import copy_in_order
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
-from disagg.model.sampling.next_tokens import BeamStep, Chosen, likeliest, next_tokens
+from disagg.model.sampling.next_tokens import BeamStep, likeliest, next_tokens
 from disagg.model.sampling.penalties import SamplingRow
+from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec, shard_of
 
 VOCAB = 64

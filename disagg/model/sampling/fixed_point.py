@@ -1,4 +1,4 @@
-"""Softmaxes, their sums and likeliest tokens, with bits that depend on one row alone.
+"""Logarithms of a softmax and likeliest tokens, with bits that depend on one row alone.
 
 torch sums floats in an order that depends on the number of rows and on a row's address. Integer sums do not depend on
 order. Each weight `exp(score - highest)` therefore becomes an integer number of units of `2^-44` before any sum.
@@ -25,15 +25,6 @@ class Top(NamedTuple):
 
     values: torch.Tensor
     indices: torch.Tensor
-
-
-def softmax_weights(scores: torch.Tensor) -> torch.Tensor:
-    """float64 of the shape of `scores`, `[n, vocab]`: `exp(score - the row's highest)`, 0 to 1.
-
-    NaN in rows whose highest score is not finite.
-    """
-    wide = scores.double()
-    return (wide - wide.amax(dim=-1, keepdim=True)).exp_()
 
 
 def in_units(weights: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,4 @@
-"""Changes logits before sampling: repetition penalties, a bias, no end token before `min_tokens`.
-
-Meaning of each: `repetition_penalty` as transformers' `RepetitionPenaltyLogitsProcessor`, `presence_penalty` and
-`frequency_penalty` as OpenAI documents them (over the answer alone). The order among them is vLLM's.
-"""
+"""The tokens of one request's prompt and answer, counted on the device of the logits for its penalties."""
 
 from __future__ import annotations
 
@@ -11,38 +7,43 @@ from typing import NamedTuple
 
 import torch
 
-from disagg.core.sampling import ending_tokens
+from disagg.core.errors import InvariantError
 from disagg.core.types import SamplingParams
+from disagg.model.batch import upload
 
 
 class TokenHistory:
-    """The tokens of one request's prompt and answer, counted over the vocabulary, on the device of the logits.
+    """int32 counts over the vocabulary, in the layout of `kernels.sampling.penalties`.
 
-    5 bytes per token of the vocabulary, allocated at the first use; freed with the request. Owned by the sampling
-    thread.
+    4 bytes per token of the vocabulary, allocated at the first use; freed with the request. Owned by the sampling
+    thread. Counts follow from prompt and answer alone, so any group can rebuild them.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self._prompt = prompt
-        self._in_prompt = self._counts = torch.empty(0)
-        self._counted = 0
+        self._counts: torch.Tensor | None = None
+        self.counted = 0
+        """Tokens of the answer that are counted."""
 
-    def after(
-        self, answer: Sequence[int], vocab: int, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """bool `[vocab]`: prompt or answer has the token; float32 `[vocab]`: how often the answer has it.
+    def counts(self, answer: Sequence[int], position: int, vocab: int, device: torch.device) -> torch.Tensor:
+        """Returns int32 `[vocab]`: counts of the first `position` tokens of the answer.
 
-        `answer` extends the answer of the previous call; only the new tokens are counted.
+        The host may lack the last tokens of the answer if the device has counted them already. Does not synchronize.
+        Raises InvariantError for tokens that neither has.
         """
-        if not self._counts.numel():
-            self._counts = torch.zeros(vocab, device=device)
-            self._in_prompt = torch.zeros(vocab, dtype=torch.bool, device=device)
-            self._in_prompt[torch.tensor(self._prompt, dtype=torch.long, device=device)] = True
-            self._prompt = ()
-        for token in answer[self._counted :]:
-            self._counts[token].add_(1.0)
-        self._counted = len(answer)
-        return self._in_prompt | (self._counts > 0), self._counts
+        if self._counts is None or self.counted > position:
+            self._counts = torch.zeros(vocab, dtype=torch.int32, device=device)
+            self._counts.index_fill_(0, upload(self._prompt, device), 1)
+            self.counted = 0
+        if new := answer[self.counted : position]:
+            tokens = upload(new, device)
+            self._counts.scatter_add_(0, tokens, torch.full_like(tokens, 2, dtype=torch.int32))
+            self.counted += len(new)
+        if self.counted != position:
+            raise InvariantError(
+                f"{self.counted} of {position} tokens of an answer are counted for its penalties"
+            )
+        return self._counts
 
 
 def history_of(prompt: Sequence[int], params: SamplingParams) -> TokenHistory | None:
@@ -57,63 +58,13 @@ class SamplingRow(NamedTuple):
 
     params: SamplingParams
     answer: Sequence[int]
-    """Tokens so far, without the prompt."""
+    """Tokens so far, without the prompt, as far as the host has read them."""
     history: TokenHistory | None
     """Result of `history_of`, one for the whole answer."""
     ahead_tokens: int = 0
-    """Tokens behind `answer` that steps in flight sample; 0 for a row with a history."""
+    """Tokens behind `answer` that steps in flight sample."""
 
     @property
     def position(self) -> int:
         """Index of the next token within the answer."""
         return len(self.answer) + self.ahead_tokens
-
-
-def adjust(logits: torch.Tensor, rows: Sequence[SamplingRow], eos_ids: Sequence[int]) -> torch.Tensor:
-    """Logits with penalties, bias and `min_tokens` applied: a copy if any row changes.
-
-    `logits`: float32 `[len(rows), vocab]`, any device. Rows without such parameters keep their bits.
-    """
-    vocab = logits.shape[-1]
-    penalised = [i for i, row in enumerate(rows) if row.history is not None]
-    biased = [(i, token, bias) for i, row in enumerate(rows) for token, bias in row.params.logit_bias]
-    barred = [(i, token) for i, row in enumerate(rows) for token in _barred(row, eos_ids) if token < vocab]
-    if not (penalised or biased or barred):
-        return logits
-    logits = logits.clone()
-    if penalised:
-        index = torch.tensor(penalised, device=logits.device)
-        logits[index] = _penalise(logits[index], [rows[i] for i in penalised])
-    if biased:
-        at, tokens, values = zip(*biased, strict=True)
-        where = (torch.tensor(at, device=logits.device), torch.tensor(tokens, device=logits.device))
-        logits.index_put_(
-            where, torch.tensor(values, dtype=logits.dtype, device=logits.device), accumulate=True
-        )
-    if barred:
-        row_of, token_of = torch.tensor(barred, device=logits.device).unbind(-1)
-        logits[row_of, token_of] = float("-inf")
-    return logits
-
-
-def _barred(row: SamplingRow, eos_ids: Sequence[int]) -> tuple[int, ...]:
-    return ending_tokens(row.params, eos_ids) if row.position < row.params.min_tokens else ()
-
-
-def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits `[n, vocab]` of rows that all have a history."""
-    vocab, device = logits.shape[-1], logits.device
-    histories = [row.history.after(row.answer, vocab, device) for row in rows if row.history is not None]
-    seen, counts = torch.stack([s for s, _ in histories]), torch.stack([c for _, c in histories])
-    columns = zip(*map(_penalties, rows), strict=True)
-    repetition, frequency, presence = (torch.tensor(c, device=device)[:, None] for c in columns)
-    repeated = torch.where(logits < 0, logits * repetition, logits / repetition)
-    punished: torch.Tensor = (
-        torch.where(seen, repeated, logits) - frequency * counts - presence * (counts > 0)
-    )
-    return punished
-
-
-def _penalties(row: SamplingRow) -> tuple[float, float, float]:
-    params = row.params
-    return float(params.repetition_penalty), float(params.frequency_penalty), float(params.presence_penalty)

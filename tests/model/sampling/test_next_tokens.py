@@ -16,8 +16,10 @@ from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLog
 from disagg.core.errors import RequestError
 from disagg.core.types import SamplingParams
 from disagg.model.load.tiny import make_tiny_checkpoint
-from disagg.model.sampling.next_tokens import Chosen, next_tokens
-from disagg.model.sampling.penalties import SamplingRow, adjust, history_of
+from disagg.model.sampling.batch import SamplingBatch
+from disagg.model.sampling.next_tokens import next_tokens
+from disagg.model.sampling.penalties import SamplingRow, history_of
+from disagg.model.sampling.sampled import Chosen
 from disagg.model.unsplit import generate_unsplit
 
 VOCAB = 40
@@ -37,6 +39,10 @@ def row_of(
     params: SamplingParams, prompt: list[int] | None = None, answer: list[int] | None = None
 ) -> SamplingRow:
     return SamplingRow(params, answer or [], history_of(prompt or [1], params))
+
+
+def adjust(logits: torch.Tensor, rows: list[SamplingRow], eos_ids: tuple[int, ...]) -> torch.Tensor:
+    return SamplingBatch(rows, eos_ids, VOCAB, logits.device).adjusted(logits)
 
 
 def plain_adjusted(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -11,13 +12,24 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from disagg.core.errors import RequestError
 from disagg.core.types import SamplingParams
-from disagg.model.sampling.sampler import sample
+from disagg.model.sampling.next_tokens import next_tokens
+from disagg.model.sampling.penalties import SamplingRow
 
 VOCAB = 40
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return 2 * torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed))
+
+
+def sample(
+    logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> list[int | RequestError]:
+    """One token per row; `positions`: index of each token in its answer."""
+    rows = [
+        SamplingRow(p, (), None, ahead_tokens=position) for p, position in zip(params, positions, strict=True)
+    ]
+    return [one if isinstance(one, RequestError) else one.token for one in next_tokens(logits, rows, ())]
 
 
 def plain_probabilities(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
@@ -119,5 +131,5 @@ def test_bad_logits_end_their_row_only(bad: float, temperature: float) -> None:
 
 def test_a_row_of_minus_infinity_is_an_error_and_lengths_must_match() -> None:
     assert isinstance(sample(torch.full((1, 4), float("-inf")), [SamplingParams()], [0])[0], RequestError)
-    with pytest.raises(ValueError, match="do not match"):
-        sample(random_logits(2), [SamplingParams()], [0, 1])
+    with pytest.raises(ValueError, match="logits must be"):
+        sample(random_logits(2), [SamplingParams()], [0])

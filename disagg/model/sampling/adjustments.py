@@ -1,0 +1,126 @@
+"""Changes logits before sampling: repetition penalties, a bias, no end token before `min_tokens`.
+
+Meaning of each: `repetition_penalty` as transformers' `RepetitionPenaltyLogitsProcessor`, `presence_penalty` and
+`frequency_penalty` as OpenAI documents them (over the answer alone). The order among them is vLLM's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from disagg.core.sampling import ending_tokens
+from disagg.model.batch import upload
+from disagg.model.sampling.penalties import SamplingRow
+from kernels.sampling.penalties import Penalties, count_tokens, penalise
+
+
+class _Biases(NamedTuple):
+    places: torch.Tensor
+    """int64 `[m]`: distinct indices into the flat logits."""
+    values: torch.Tensor
+    """float32 `[m]`."""
+
+
+class _Bars(NamedTuple):
+    """Tokens that may not end an answer yet."""
+
+    places: torch.Tensor
+    """int64 `[m]`: distinct indices into the flat logits."""
+    rows: torch.Tensor
+    """int64 `[m]`: row of each place."""
+    least_tokens: torch.Tensor
+    """int64 `[m]`: number of tokens from which the place is allowed."""
+    by_row: dict[int, int]
+    """`min_tokens` of each row with places."""
+
+
+class Adjustments:
+    """The changes of a batch's logits, on the device; built when the batch's rows change."""
+
+    def __init__(
+        self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
+    ) -> None:
+        """Counts the tokens of histories that the device has not counted. Does not synchronize."""
+        self._histories = [row.history for row in rows if row.history is not None]
+        self._penalties = _penalties(rows, vocab, device)
+        self._biases = _biases(rows, vocab, device)
+        self._bars = _bars(rows, eos_ids, vocab, device)
+
+    def bars(self, positions: Sequence[int]) -> bool:
+        """Returns whether a row with one of these positions has fewer than `min_tokens` tokens."""
+        return self._bars is not None and any(positions[i] < n for i, n in self._bars.by_row.items())
+
+    def apply(self, logits: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """Returns the changed logits: a copy if any row changes. Rows without such parameters keep their bits.
+
+        `logits`: float32 `[n, vocab]`; `positions`: int64 `[n]` on the device, the index of each row's next
+        token; None unless `bars`. Does not synchronize.
+        """
+        bars = None if positions is None else self._bars
+        if self._penalties is None and self._biases is None and bars is None:
+            return logits
+        changed = torch.clone(logits, memory_format=torch.contiguous_format)
+        if self._penalties is not None:
+            penalise(changed, self._penalties)
+        flat = changed.view(-1)
+        if self._biases is not None:
+            places, values = self._biases
+            flat.scatter_(0, places, flat.gather(0, places) + values)
+        if positions is not None and bars is not None:
+            barred = positions.index_select(0, bars.rows) < bars.least_tokens
+            flat.scatter_(0, bars.places, flat.gather(0, bars.places).masked_fill(barred, float("-inf")))
+        return changed
+
+    def count(self, tokens: torch.Tensor) -> None:
+        """Counts each penalised row's new token; `tokens`: int64 `[n]`, -1 for none. Does not synchronize."""
+        if self._penalties is not None:
+            count_tokens(tokens, self._penalties)
+            for history in self._histories:
+                history.counted += 1
+
+
+def _penalties(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> Penalties | None:
+    counts, index, factors = [], [], []
+    for i, row in enumerate(rows):
+        if row.history is not None:
+            counts.append(row.history.counts(row.answer, row.position, vocab, device))
+            index.append(i)
+            p = row.params
+            factors += [p.repetition_penalty, p.frequency_penalty, p.presence_penalty]
+    if not index:
+        return None
+    addresses = upload([one.data_ptr() for one in counts], device)
+    return Penalties(
+        upload(index, device), counts, addresses, upload(factors, device, torch.float32).view(-1, 3)
+    )
+
+
+def _biases(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> _Biases | None:
+    values: dict[int, float] = {}
+    for i, row in enumerate(rows):
+        for token, bias in row.params.logit_bias:
+            values[i * vocab + token] = values.get(i * vocab + token, 0.0) + bias
+    return (
+        _Biases(upload([*values], device), upload([*values.values()], device, torch.float32))
+        if values
+        else None
+    )
+
+
+def _bars(
+    rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
+) -> _Bars | None:
+    places: dict[int, int] = {}
+    for i, row in enumerate(rows):
+        if row.position < row.params.min_tokens:
+            ending = ending_tokens(row.params, eos_ids)
+            places |= dict.fromkeys((i * vocab + token for token in ending if token < vocab), i)
+    if not places:
+        return None
+    least = {i: rows[i].params.min_tokens for i in places.values()}
+    numbers = upload([*places, *places.values(), *(least[i] for i in places.values())], device)
+    where, of_row, least_tokens = numbers.view(3, -1)
+    return _Bars(where, of_row, least_tokens, least)

@@ -1,0 +1,118 @@
+"""One step's sampling for a whole batch, on the device and without synchronization."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from disagg.core.types import SamplingParams
+from disagg.model.batch import upload
+from disagg.model.sampling.adjustments import Adjustments
+from disagg.model.sampling.penalties import SamplingRow
+from disagg.model.sampling.sampled import LogprobRows, SampledTokens
+from kernels.sampling.draw import DrawParams, draw, gap_of, likeliest_tokens, scale_of
+
+
+class SamplingBatch:
+    """Parameters and positions of a batch's rows on the device, built when the rows change.
+
+    A step without new rows needs `sample` and `advance` only. Holds the rows' histories. Owned by the thread that
+    samples.
+    """
+
+    def __init__(
+        self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
+    ) -> None:
+        """Uploads the parameters without synchronization; nothing for greedy rows without other parameters."""
+        self._rows = [(row.params, row.history) for row in rows]
+        self._positions = [row.position for row in rows]
+        self._vocab, self._device = vocab, device
+        self._adjustments = Adjustments(rows, eos_ids, vocab, device)
+        params = [row.params for row in rows]
+        draws = any(p.temperature > 0 for p in params)
+        self._on_device: torch.Tensor | None = None
+        """int64 `[n]`: the positions; None if no kernel reads them."""
+        if draws or self._adjustments.bars(self._positions):
+            self._on_device = upload(self._positions, device)
+        self._draw = _draw_params(params, self._on_device) if draws and self._on_device is not None else None
+        self._logprobs = LogprobRows.of(params, vocab, device)
+
+    def fits(self, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> bool:
+        """Returns whether it is the batch of these rows' next tokens."""
+        if len(rows) != len(self._rows) or (vocab, device) != (self._vocab, self._device):
+            return False
+        return all(
+            row.params is params
+            and row.history is history
+            and row.position == position
+            and (history is None or history.counted == position)
+            for row, (params, history), position in zip(rows, self._rows, self._positions, strict=True)
+        )
+
+    def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns the logits (float32 `[n, vocab]`) after penalties, bias and `min_tokens`.
+
+        A copy if any row changes.
+        """
+        barred = self._adjustments.bars(self._positions)
+        return self._adjustments.apply(logits, self._on_device if barred else None)
+
+    def sample(self, logits: torch.Tensor) -> SampledTokens:
+        """Returns one token per row of `logits` (float32 `[n, vocab]`), which stay unchanged."""
+        if logits.shape != (len(self._rows), self._vocab):
+            raise ValueError(
+                f"logits must be float32 [{len(self._rows)}, {self._vocab}]; got {tuple(logits.shape)}"
+            )
+        adjusted = self.adjusted(logits)
+        tokens = likeliest_tokens(adjusted) if self._draw is None else draw(adjusted.contiguous(), self._draw)
+        return SampledTokens(tokens, logits, self._logprobs)
+
+    def advance(self, sampled: SampledTokens) -> None:
+        """Prepares the next step of the same rows: counts their new tokens, and moves their positions by one."""
+        self._adjustments.count(sampled.tokens)
+        if self._on_device is not None:
+            self._on_device += 1
+        self._positions = [position + 1 for position in self._positions]
+
+    def check(self) -> None:
+        """Asserts that host and device have the same positions. Synchronizes."""
+        assert self._on_device is None or self._on_device.tolist() == self._positions, "device's positions"
+        for (_, history), position in zip(self._rows, self._positions, strict=True):
+            assert history is None or history.counted == position, "counted tokens"
+
+
+class Sampler:
+    """Samples the steps of one engine. Parameters stay on the device while the same rows are sampled."""
+
+    def __init__(self, eos_ids: Sequence[int]) -> None:
+        self.eos_ids = eos_ids
+        self.batch: SamplingBatch | None = None
+        """The latest step's rows, ready for their next tokens."""
+
+    def step(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+        """Launches the sampling of one token per row of `logits` (float32 `[len(rows), vocab]`, any device).
+
+        Counts the tokens for penalties, so rows share no history. Does not synchronize. A later step of the same rows
+        may be launched before the host has read the tokens, with `SamplingRow.ahead_tokens`.
+        """
+        vocab, device = logits.shape[-1], logits.device
+        if self.batch is None or not self.batch.fits(rows, vocab, device):
+            self.batch = SamplingBatch(rows, self.eos_ids, vocab, device)
+        sampled = self.batch.sample(logits)
+        self.batch.advance(sampled)
+        return sampled
+
+
+def _draw_params(params: Sequence[SamplingParams], positions: torch.Tensor) -> DrawParams:
+    """Rows without a seed get a random one, from torch's default CPU generator."""
+    n, device = len(params), positions.device
+    random = torch.randint(-(2**63), 2**63 - 1, (n,)).tolist() if any(p.seed is None for p in params) else []
+    seeds = [random[i] if p.seed is None else p.seed for i, p in enumerate(params)]
+    top_k = [p.top_k for p in params]
+    scales = [scale_of(p.temperature) for p in params]
+    tails = [1.0 - p.top_p for p in params]
+    gaps = [gap_of(p.min_p, p.temperature) for p in params]
+    floats = upload([*scales, *tails, *gaps], device, torch.float32).view(3, n)
+    whole = upload([*top_k, *seeds], device).view(2, n)
+    return DrawParams(floats[0], floats[1], floats[2], whole[0], whole[1], positions)

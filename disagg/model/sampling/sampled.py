@@ -1,0 +1,89 @@
+"""The tokens and log-probabilities of a sampled step: on the device at once, on the host when they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from disagg.core.errors import RequestError
+from disagg.core.types import SamplingParams, TokenLogprobs
+from disagg.model.batch import upload
+from disagg.model.host_copy import HostCopy
+from disagg.model.sampling.fixed_point import log_softmax, top
+
+
+class Chosen(NamedTuple):
+    """One request's next token."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+    """None unless requested."""
+
+
+@dataclass(frozen=True)
+class LogprobRows:
+    """The rows of a batch whose log-probabilities are requested."""
+
+    counts: dict[int, int]
+    """Number of likeliest tokens, by row."""
+    index: torch.Tensor
+    """int64 `[m]`: the rows."""
+    most: int
+    """Largest of the counts, at most the vocabulary."""
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> LogprobRows | None:
+        """Returns None if no row requests any."""
+        counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+        if not counts:
+            return None
+        return cls(counts, upload([*counts], device), min(max(counts.values()), vocab))
+
+    def launch(self, logits: torch.Tensor, tokens: torch.Tensor) -> HostCopy:
+        """float64 `[m, 1 + most, 2]`: id and log-probability of the chosen token, then of the likeliest ones.
+
+        `logits`: the model's own, float32 `[n, vocab]`; `tokens`: int64 `[n]`.
+        """
+        picked = logits.index_select(0, self.index)
+        chosen = tokens.index_select(0, self.index).clamp_(min=0)  # bad logits report no log-probabilities
+        ids = torch.cat([chosen[:, None], top(picked, self.most).indices], dim=-1)
+        return HostCopy(torch.stack([ids.double(), log_softmax(picked).gather(-1, ids).double()], dim=-1))
+
+    def reported(self, found: Sequence[Sequence[tuple[float, float]]]) -> dict[int, TokenLogprobs]:
+        """Log-probabilities by row; `found`: the values of `launch`."""
+        reported = {}
+        for (row, count), pairs in zip(self.counts.items(), found, strict=True):
+            (token, logprob), *likely = ((int(t), value) for t, value in pairs[: count + 1])
+            reported[row] = TokenLogprobs(token, logprob, tuple(likely))
+        return reported
+
+
+class SampledTokens:
+    """The next tokens of a batch: on the device at once, on the host when the device has chosen them."""
+
+    def __init__(self, tokens: torch.Tensor, logits: torch.Tensor, wanted: LogprobRows | None) -> None:
+        """Launches the copies to the host. `logits`: the model's own, float32 `[n, vocab]`, unchanged."""
+        self.tokens = tokens
+        """int64 `[n]` on the device of the logits; -1 for a row of bad logits."""
+        self._host = HostCopy(tokens)
+        self._wanted = wanted
+        self._logprobs = wanted.launch(logits, tokens) if wanted is not None else None
+
+    def result(self) -> list[Chosen | RequestError]:
+        """Returns the token of each row, or an error for a row of bad logits. Waits for the device."""
+        logprobs: dict[int, TokenLogprobs] = {}
+        tokens = self._host.values()
+        if self._wanted is not None and self._logprobs is not None:
+            logprobs = self._wanted.reported(self._logprobs.values())
+        return [_chosen(row, token, logprobs.get(row)) for row, token in enumerate(tokens)]
+
+
+def _chosen(row: int, token: int, logprobs: TokenLogprobs | None) -> Chosen | RequestError:
+    if token >= 0:
+        return Chosen(token, logprobs)
+    return RequestError(
+        f"the model gave no finite logits for row {row} of the batch; the request cannot go on"
+    )

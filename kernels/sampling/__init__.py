@@ -1,0 +1,1 @@
+"""Kernels of sampling: random numbers, draws without a sort, penalties."""
