@@ -13,14 +13,36 @@ import math
 from dataclasses import dataclass, fields
 
 import torch
+import triton
+import triton.language as tl
 
+from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
-from kernels.sampling.philox import uniform_reference
-from kernels.sampling.units import fraction_bits, units_reference
+from kernels.dispatch import backend
+from kernels.sampling.philox import uniform_of, uniform_reference
+from kernels.sampling.search import (
+    INFINITE_KEY,
+    LOWEST_KEY,
+    PIVOTS,
+    below,
+    highest_of,
+    index_of,
+    masses_of,
+    narrowed,
+    search,
+    value_of,
+)
+from kernels.sampling.units import fraction_bits, units_of, units_reference
 
 COLDEST = 1e-30
 """Lowest temperature of a draw, already greedy in effect; a lower one would make scores infinite."""
 _HOTTEST = 1e30
+BLOCK, WARPS = 512, 8
+LIST = 2048
+"""Logits among which a search ends."""
+_INFINITY = tl.constexpr(float("inf"))
+_NOTHING = tl.constexpr(64.0)
+"""Bits below the highest logit at which a weight has no unit."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +102,36 @@ def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
 def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Returns int64 `[n]`: a token for each row of `logits` (contiguous float32 `[n, vocab]`); -1 for bad logits.
 
-    Bad are logits with NaN or infinity, and rows that are -infinity everywhere. Raises ValueError (arguments).
+    Bad are logits with NaN or infinity, and rows that are -infinity everywhere. On CUDA: one launch on the current
+    stream, no synchronization, and 8 KiB of memory for each row meanwhile. Raises ValueError (arguments) and
+    ConfigError (`DISAGG_KERNELS`).
     """
-    return draw_reference(logits, params)
+    if backend(logits.device) != "triton":
+        return draw_reference(logits, params)
+    params.check(logits)
+    rows, vocab = logits.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        found = torch.empty(rows, LIST, dtype=torch.float32, device=logits.device)
+        with on_device(logits):
+            draw_kernel[(rows,)](
+                logits,
+                params.scales,
+                params.tails,
+                params.gaps,
+                params.top_k,
+                params.seeds,
+                params.positions,
+                tokens,
+                found,
+                vocab,
+                BITS=fraction_bits(vocab),
+                BLOCK=BLOCK,
+                LIST=LIST,
+                num_warps=WARPS,
+                enable_fp_fusion=False,
+            )
+    return tokens
 
 
 def draw_reference(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
@@ -117,3 +166,126 @@ def draw_reference(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
 def _share(mass: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     """int64: the product of int64 and float64, rounded down."""
     return (mass.double() * share).long()
+
+
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize_on_alignment=["scales", "tails", "gaps", "top_k", "seeds", "positions"],
+)
+def draw_kernel(  # type: ignore[no-untyped-def]
+    # tensors
+    logits,
+    scales,
+    tails,
+    gaps,
+    top_k,
+    seeds,
+    positions,
+    tokens,
+    found,
+    # sizes
+    vocab,
+    # meta
+    BITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    BLOCK: tl.constexpr,  # noqa: N803
+    LIST: tl.constexpr,  # noqa: N803
+):
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * vocab
+    found += index * LIST
+    top, token = highest_of(row, vocab, BLOCK)
+    finite = (top < INFINITE_KEY) & (top > LOWEST_KEY)
+    token = tl.where(finite, token, -1)
+    scale = tl.load(scales + index)
+    if finite & (scale > 0):
+        highest = value_of(top)
+        least = _kth(row, vocab, tl.load(top_k + index), found, highest, scale, BLOCK, LIST)
+        edge = highest - tl.load(gaps + index)
+        values, masses = _first_pass(row, vocab, least, edge, highest, scale, BITS, BLOCK)
+        number = tl.arange(0, PIVOTS)
+        total = tl.max(masses, 0)
+        by_k = tl.sum(tl.where(number == PIVOTS - 2, masses, 0), 0)
+        dropped = tl.maximum(by_k, tl.sum(tl.where(number == PIVOTS - 3, masses, 0), 0))
+        tail = tl.load(tails + index).to(tl.float64)
+        rest = total - by_k
+        last = by_k + tl.minimum((rest.to(tl.float64) * tail).to(tl.int64), rest - 1)
+        target = last + 1
+        uniform = uniform_of(tl.load(seeds + index), tl.load(positions + index))
+        value, mass, unit = highest, last, target
+        # The first search finds the least likely token that top-p keeps, the second one the drawn token.
+        for drawing in range(tl.where(tail > 0, 0, 1), 2):
+            if drawing == 1:
+                kept = total - dropped
+                target = dropped + tl.maximum(kept - (kept.to(tl.float64) * uniform).to(tl.int64), 1)
+            low, low_mass, high, high_mass = narrowed(
+                values, masses, target, highest - _NOTHING / scale, rest * 0, highest, total
+            )
+            value, mass = search(
+                row,
+                vocab,
+                found,
+                target,
+                low,
+                low_mass,
+                high,
+                high_mass,
+                highest,
+                scale,
+                False,
+                BITS,
+                BLOCK,
+                LIST,
+            )
+            unit = units_of(value, highest, scale, BITS)
+            dropped = tl.maximum(dropped, mass + (last - mass) // unit * unit)
+        token = index_of(row, vocab, value, (target - mass + unit - 1) // unit, BLOCK)
+    tl.store(tokens + index, token.to(tl.int64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _kth(row, vocab, k, found, highest, scale, BLOCK: tl.constexpr, LIST: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """The `k`-th highest logit; -infinity for 0, and for a `k` that drops none."""
+    least = tl.full([], -_INFINITY, tl.float32)
+    if (k > 0) & (k < vocab):
+        number = tl.arange(0, PIVOTS)
+        values = tl.where(number == 0, -_INFINITY, _spread(highest, scale))
+        masses = masses_of(row, vocab, values, highest, scale, True, 0, BLOCK)
+        target = vocab - k + 1
+        none = tl.sum(tl.where(number == 0, masses, 0), 0)
+        if none < target:
+            whole = tl.full([], 0, tl.int64) + vocab
+            low, low_mass, high, high_mass = narrowed(values, masses, target, least, none, highest, whole)
+            least, _ = search(
+                row,
+                vocab,
+                found,
+                target,
+                low,
+                low_mass,
+                high,
+                high_mass,
+                highest,
+                scale,
+                True,
+                0,
+                BLOCK,
+                LIST,
+            )
+    return least
+
+
+@triton.jit
+def _spread(highest, scale):  # type: ignore[no-untyped-def]
+    """float32 `[PIVOTS]`: logits 0, 1, 3, 6, 10, 15, 21 and 28 bits below the highest one."""
+    number = tl.arange(0, PIVOTS)
+    return highest - (number * (number + 1) >> 1).to(tl.float32) / scale
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _first_pass(row, vocab, least, edge, highest, scale, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Values and their masses. The last three are the mass below `edge`, the mass below `least`, and all."""
+    number = tl.arange(0, PIVOTS)
+    values = _spread(highest, scale)
+    values = tl.where(number == PIVOTS - 3, below(edge), values)
+    values = tl.where(number == PIVOTS - 2, below(least), values)
+    values = tl.where(number == PIVOTS - 1, _INFINITY, values)
+    return values, masses_of(row, vocab, values, highest, scale, False, BITS, BLOCK)

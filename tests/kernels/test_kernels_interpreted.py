@@ -27,6 +27,7 @@ ATTENTION = (
     "kernels/attention/test_kv_write.py",
 )
 LAYERS = ("kernels/layers/test_small_layers.py", "kernels/layers/test_rank_sum.py")
+SAMPLING = ("kernels/sampling/test_draw.py", "kernels/sampling/test_penalties.py")
 MODELS = (
     "model/attention/test_attention_kernels.py::test_greedy_equals_generate",
     "model/attention/test_attention_kernels.py::test_a_quantized_pool_gives_what_the_torch_path_gives",
@@ -39,6 +40,7 @@ SWEEPS = (
     "kernels/attention/test_prefill_attention.py",
     "kernels/attention/test_decode_attention.py",
     "kernels/copy/test_checksum.py",
+    "kernels/sampling/test_draw.py",
     *MODELS,
 )
 
@@ -47,7 +49,9 @@ SWEEPS = (
     ("tests", "marked"),
     [
         pytest.param(
-            (*COPIES, *LAYERS, *ATTENTION, *MODELS, *BENCHMARKS), "not slow and not gpu", id="all kernels"
+            (*COPIES, *LAYERS, *ATTENTION, *SAMPLING, *MODELS, *BENCHMARKS),
+            "not slow and not gpu",
+            id="all kernels",
         ),
         pytest.param(SWEEPS, "slow and not gpu", id="rest of the sweeps", marks=pytest.mark.slow),
     ],

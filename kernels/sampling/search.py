@@ -1,0 +1,191 @@
+"""Searches in one row of logits without a sort; parts of the kernel in `kernels.sampling.draw`.
+
+The mass of a value is the sum of the units of all logits that are not larger, or their number (`COUNT`). A search
+finds the smallest logit whose mass reaches a target. A pass over the row computes the masses of several values, which
+narrows the bracket of the result. When few logits are left in the bracket, the next pass copies them to a list, and
+the search ends there. Masses are integers: the result is exact.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kernels.sampling.units import units_of
+
+PIVOTS = tl.constexpr(8)
+"""Values whose masses one pass computes."""
+_STAGES = tl.constexpr(4)
+"""Blocks whose loads are under way at the same time."""
+_INFINITY = tl.constexpr(float("inf"))
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_SIGN = tl.constexpr(-(1 << 31))
+_NO_KEY = _SIGN
+_NAN_KEY = tl.constexpr(0x7FFFFFFF)
+INFINITE_KEY = tl.constexpr(0x7F800000)
+LOWEST_KEY = tl.constexpr(-0x7F800000)
+"""Keys of infinity, and of -infinity."""
+_MOST_MASS = tl.constexpr(1 << 62)
+
+
+@triton.jit
+def key_of(value):  # type: ignore[no-untyped-def]
+    """int32 in the order of float32, equal for 0.0 and -0.0; not of NaN."""
+    bits = value.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+
+
+@triton.jit
+def value_of(key):  # type: ignore[no-untyped-def]
+    """The float32 of a key, given as any integer."""
+    key = key.to(tl.int32)
+    return tl.where(key < 0, -key | _SIGN, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def below(value):  # type: ignore[no-untyped-def]
+    """The next smaller float32; of -infinity itself."""
+    return value_of(tl.maximum(key_of(value) - 1, LOWEST_KEY))
+
+
+@triton.jit
+def load_logits(row, place, vocab):  # type: ignore[no-untyped-def]
+    """-infinity beyond the vocabulary."""
+    return tl.load(row + place, mask=place < vocab, other=-_INFINITY)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def highest_of(row, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Key of the highest logit, with NaN above all others, and the lowest index that has it."""
+    best = tl.full([BLOCK], _NO_KEY, tl.int32)
+    at = tl.zeros([BLOCK], tl.int32)
+    for first in tl.range(0, vocab, BLOCK, num_stages=_STAGES):
+        place = first + tl.arange(0, BLOCK)
+        logits = load_logits(row, place, vocab)
+        key = tl.where(logits == logits, key_of(logits), _NAN_KEY)
+        better = key > best
+        best = tl.where(better, key, best)
+        at = tl.where(better, place, at)
+    highest = tl.max(best, 0)
+    return highest, tl.min(tl.where(best == highest, at, vocab), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def masses_of(  # type: ignore[no-untyped-def]
+    row,
+    vocab,
+    values,  # float32 [PIVOTS]
+    highest,
+    scale,
+    COUNT: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """int64 `[PIVOTS]`: the mass of each value."""
+    masses = tl.zeros([PIVOTS, BLOCK], tl.int64)
+    for first in tl.range(0, vocab, BLOCK, num_stages=_STAGES):
+        place = first + tl.arange(0, BLOCK)
+        logits = load_logits(row, place, vocab)
+        units = (place < vocab).to(tl.int64) if COUNT else units_of(logits, highest, scale, BITS)
+        masses += tl.where(logits[None, :] <= values[:, None], units[None, :], 0)
+    return tl.sum(masses, 1)
+
+
+@triton.jit
+def narrowed(values, masses, target, low, low_mass, high, high_mass):  # type: ignore[no-untyped-def]
+    """The bracket `(low, high]` of the result, and its masses, after a pass."""
+    under = masses < target
+    low = tl.maximum(low, tl.max(tl.where(under, values, -_INFINITY), 0))
+    low_mass = tl.maximum(low_mass, tl.max(tl.where(under, masses, 0), 0))
+    high = tl.minimum(high, tl.min(tl.where(under, _INFINITY, values), 0))
+    high_mass = tl.minimum(high_mass, tl.min(tl.where(under, _MOST_MASS, masses), 0))
+    return low, low_mass, high, high_mass
+
+
+@triton.jit
+def _between(low, high):  # type: ignore[no-untyped-def]
+    """float32 `[PIVOTS]` between the ends: evenly spaced values, and the middle key, which halves any bracket."""
+    low_key, high_key = key_of(low).to(tl.int64), key_of(high).to(tl.int64)
+    number = tl.arange(0, PIVOTS)
+    share = number.to(tl.float32) * (1.0 / PIVOTS)
+    even = tl.maximum(low, -_LARGEST) * (1.0 - share) + high * share
+    values = tl.where(number == 0, value_of((low_key + high_key) >> 1), even)
+    return tl.minimum(tl.maximum(values, value_of(low_key + 1)), value_of(high_key - 1))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _collect(row, vocab, low, high, found, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Copies the logits in `(low, high]` to `found` and returns their number."""
+    count = 0
+    for first in tl.range(0, vocab, BLOCK, num_stages=_STAGES):
+        logits = load_logits(row, first + tl.arange(0, BLOCK), vocab)
+        inside = ((logits > low) & (logits <= high)).to(tl.int32)
+        tl.store(found + count + tl.cumsum(inside, 0) - 1, logits, mask=inside > 0)
+        count += tl.sum(inside, 0)
+    tl.debug_barrier()  # other threads read what this one has written
+    return count
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def search(  # type: ignore[no-untyped-def]
+    row,
+    vocab,
+    found,  # float32 [LIST]: memory of the row
+    target,
+    low,
+    low_mass,
+    high,
+    high_mass,
+    highest,
+    scale,
+    COUNT: tl.constexpr,  # noqa: N803
+    BITS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    LIST: tl.constexpr,  # noqa: N803
+):
+    """The smallest logit whose mass reaches `target`, and the mass of all smaller ones.
+
+    The masses of `low`, which is less than `target`, and `high` are given.
+    """
+    lightest = tl.full([], 1, tl.int64)
+    if not COUNT:
+        lightest = units_of(low, highest, scale, BITS)
+    while (key_of(high).to(tl.int64) - key_of(low) > 1) & (high_mass - low_mass > LIST * lightest):
+        values = _between(low, high)
+        masses = masses_of(row, vocab, values, highest, scale, COUNT, BITS, BLOCK)
+        low, low_mass, high, high_mass = narrowed(values, masses, target, low, low_mass, high, high_mass)
+        if not COUNT:
+            lightest = units_of(low, highest, scale, BITS)
+    low_key, high_key = key_of(low).to(tl.int64), key_of(high).to(tl.int64)
+    if high_key - low_key > 1:
+        place = tl.arange(0, LIST)
+        inside = place < _collect(row, vocab, low, high, found, BLOCK)
+        logits = tl.load(found + place, mask=inside, other=-_INFINITY)
+        units = inside.to(tl.int64) if COUNT else units_of(logits, highest, scale, BITS)
+        start = low_mass
+        while high_key - low_key > 1:
+            middle = (low_key + high_key) >> 1
+            mass = start + tl.sum(tl.where(logits <= value_of(middle), units, 0), 0)
+            low_key = tl.where(mass < target, middle, low_key)
+            low_mass = tl.where(mass < target, mass, low_mass)
+            high_key = tl.where(mass < target, high_key, middle)
+        tl.debug_barrier()  # all threads have read the list
+    return value_of(high_key), low_mass
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def index_of(row, vocab, value, rank, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    """Index of the `rank`-th logit, from 1, that equals `value`."""
+    seen = tl.zeros([], tl.int64)
+    index = tl.full([], -1, tl.int32)
+    first = tl.zeros([], tl.int32)
+    while (first < vocab) & (index < 0):
+        place = first + tl.arange(0, BLOCK)
+        equal = (load_logits(row, place, vocab) == value).to(tl.int32)
+        count = tl.sum(equal, 0)
+        if seen + count >= rank:
+            chosen = (equal > 0) & (seen + tl.cumsum(equal, 0) == rank)
+            index = tl.min(tl.where(chosen, place, vocab), 0)
+        seen += count
+        first += BLOCK
+    return index
