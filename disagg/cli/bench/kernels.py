@@ -33,11 +33,11 @@ class KernelOptions:
     """Flags of `disagg bench kernels`."""
 
     what: Annotated[
-        Literal["copies", "checksum", "quantize", "page_copy", "attention"],
+        Literal["copies", "checksum", "quantize", "page_copy", "attention", "sampling"],
         typer.Option(
             "--what",
             help="checksum: copies with and without; quantize: the gather to 8 bits; page_copy: pages within a pool; "
-            "attention: decode, prefill, writes of K and V (needs a GPU).",
+            "attention: decode, prefill, writes of K and V (needs a GPU); sampling: a step of 256 requests.",
         ),
     ] = "copies"
     rows: Annotated[str, typer.Option("--rows", help="Bytes of a token's head slice, comma-separated.")] = (
@@ -68,7 +68,8 @@ class KernelRun:
 def kernels(options: KernelOptions) -> None:
     """Gather and scatter as a share of a plain copy on the same device; or other kernels, see --what."""
     device = device_of(options.device)
-    chosen = _attention(options, device) if options.what == "attention" else _copies(options, device)
+    runs = {"attention": _attention, "sampling": _sampling}
+    chosen = runs.get(options.what, _copies)(options, device)
     with progress() as update:
         results = chosen.measure(update)
     show_results(chosen.name, f"{chosen.title} on {name_of(device)}", results, options.output)
@@ -79,6 +80,15 @@ def _attention(options: KernelOptions, device: Any) -> KernelRun:
 
     bench = attention.AttentionBench(device, options.repeats, options.page_size)
     return KernelRun(lambda update: attention.run(bench, update), "attention", "attention kernels")
+
+
+def _sampling(options: KernelOptions, device: Any) -> KernelRun:
+    from disagg.bench.kernels import sampling
+
+    sizes = (256, 1 << 17) if device.type == "cuda" else (4, 1 << 12)
+    bench = sampling.SamplingBench(device, *sizes, options.repeats)
+    title = f"sampling of {bench.batch} requests, {bench.vocab} tokens in the vocabulary,"
+    return KernelRun(lambda update: sampling.run(bench, update), "sampling", title)
 
 
 def _copies(options: KernelOptions, device: Any) -> KernelRun:
