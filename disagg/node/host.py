@@ -29,7 +29,7 @@ from disagg.node.ownership import DISOWNED, NO_COUNTS, NO_OWNER, GroupCounts, Ow
 from disagg.node.process import ProcessIdentity, die_with_parent
 from disagg.node.rank import SWITCH_INTERVAL_S, RankNode
 from disagg.node.sizing import describe, describe_pool, fill_memory, pool_tokens
-from disagg.node.warm import warm_model, warm_page_copies
+from disagg.node.warm import warm_model, warm_page_copies, warm_sampling
 from disagg.sockets.guards import log_own_sockets
 from transport.base import Transport
 from transport.control.zmq import make_control
@@ -189,6 +189,8 @@ class RankHost:
             warm_model(runner, group.chunk_tokens, group.decode_batch or group.max_requests)
             if self.node_class.role == "decode":
                 warm_page_copies(runner)
+            if self._rank == 0:
+                warm_sampling(runner.spec.vocab_size, device)
             if group.graphs and group.decode_batch:
                 runner.record(group.decode_batch)
             elif group.graphs:

@@ -29,7 +29,7 @@ outside torch to one of several processes on a GPU."""
 MAX_POOL_TOKENS = 1 << 24
 """Largest pool: beyond the capacity of a GPU for real models; bounds the page list of tiny ones."""
 SAMPLER_COPIES = 6
-"""Peak memory of sampling, in float32 copies of the logits: sorted values, indices, probabilities."""
+"""Peak memory of sampling, in float32 copies of the logits: counts, penalised logits, log-probabilities."""
 
 cuda: Any = torch.cuda  # its memory functions carry no types
 

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disagg.core.types import Shard, Span, code_row_bytes
+from disagg.core.types import SamplingParams, Shard, Span, code_row_bytes
 from disagg.kv.pages import TRASH_PAGE
 from disagg.kv.pool import KVPool, MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.sampling.batch import Sampler
+from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.node.sums import Sums
 from kernels.copy.gather import gather
 from kernels.copy.layout import segment_bytes
@@ -53,6 +55,13 @@ def warm_page_copies(runner: ModelRunner) -> None:
     for count in (2, 3):
         runner.copy_pages([(TRASH_PAGE, TRASH_PAGE)] * count)
     torch.cuda.synchronize(runner.device)
+
+
+def warm_sampling(vocab_tokens: int, device: torch.device) -> None:
+    """Compiles the sampling kernels, which depend on the size of the vocabulary, and on no number of rows."""
+    params = SamplingParams(temperature=1.0, seed=0, repetition_penalty=2.0)
+    logits = torch.zeros(1, vocab_tokens, device=device)
+    Sampler(()).step(logits, [SamplingRow(params, (), history_of((0,), params))]).result()
 
 
 def warm_copies(
