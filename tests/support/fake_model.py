@@ -21,7 +21,7 @@ from disagg.model.page_copies import copy_in_order
 from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.next_tokens import BeamStep, likeliest, next_tokens
-from disagg.model.sampling.penalties import SamplingRow
+from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec, shard_of
 
@@ -79,8 +79,9 @@ def fake_answers(prompt: Sequence[int], sampling: SamplingParams) -> list[list[i
 
 def _fake_answer(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
     answer: list[int] = []
+    history = history_of(prompt, sampling)
     while len(answer) < sampling.max_tokens:
-        row = SamplingRow(sampling, answer, None)
+        row = SamplingRow(sampling, answer, history)
         (chosen,) = next_tokens(fake_logits([*prompt, *answer])[None], [row], ())
         assert isinstance(chosen, Chosen)
         answer.append(chosen.token)

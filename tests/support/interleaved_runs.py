@@ -115,17 +115,22 @@ def strike(simulation: Simulation, what: str, choose: random.Random) -> None:
 def sampling_of(
     simulation: Simulation, prompt_tokens: int, max_tokens: int, choose: random.Random
 ) -> SamplingParams:
-    """Mostly one answer; sometimes several, or a beam search, of as many tokens as fit the group."""
+    """Mostly one answer; sometimes several, or a beam search, of as many tokens as fit the group.
+
+    Every third length of a prompt has penalties, unless it is a beam search.
+    """
     kind = choose.choice(["one", "one", "several", "beams"])
     most, group = simulation.groups[1].leader.max_sequences, simulation.config.decode
     count = choose.randint(2, 4)
     left_tokens = group.pool_tokens - prompt_tokens - count * group.page_size
     fitting_tokens = min(max_tokens, left_tokens // count - group.page_size, 12 if kind == "beams" else 100)
+    penalty = 0.0 if prompt_tokens % 3 else 0.7
     if kind == "one" or most < count or fitting_tokens < 1:
-        return SamplingParams(max_tokens=max_tokens)
+        return SamplingParams(max_tokens=max_tokens, frequency_penalty=penalty)
     if kind == "beams":
         return SamplingParams(max_tokens=fitting_tokens, beams=count, n=choose.randint(1, count))
-    return SamplingParams(max_tokens=fitting_tokens, n=count, temperature=1.0, seed=choose.randrange(100))
+    drawn = SamplingParams(max_tokens=fitting_tokens, temperature=1.0, seed=choose.randrange(100))
+    return msgspec.structs.replace(drawn, n=count, frequency_penalty=penalty)
 
 
 def run(

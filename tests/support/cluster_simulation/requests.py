@@ -145,14 +145,22 @@ class RequestSource:
     def _sampling(self) -> SamplingParams:
         choose, most = self._choose, self._longest_answer
         tokens, kind = choose.choice([1, most // 2, most]), choose.choice(["one"] * 5 + ["several", "beams"])
+        penalty = 0.0 if self._count % 3 else 0.7
         if kind == "several":
             return SamplingParams(
-                max_tokens=tokens, n=choose.randint(2, 3), temperature=1.0, seed=choose.randrange(99)
+                max_tokens=tokens,
+                n=choose.randint(2, 3),
+                temperature=1.0,
+                seed=choose.randrange(99),
+                frequency_penalty=penalty,
             )
         if kind == "beams":
             return SamplingParams(max_tokens=min(tokens, 4), beams=2, n=choose.randint(1, 2))
         return SamplingParams(
-            max_tokens=tokens, temperature=choose.choice([0.0, 0.0, 0.7]), seed=choose.randrange(99)
+            max_tokens=tokens,
+            temperature=choose.choice([0.0, 0.0, 0.7]),
+            seed=choose.randrange(99),
+            frequency_penalty=penalty,
         )
 
     def _draw(self, tokens: int) -> list[int]:
