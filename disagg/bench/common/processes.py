@@ -39,6 +39,12 @@ class Remote:
         self._process.start()
         theirs.close()  # otherwise the end of the child would not be detected
 
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        assert self._process.pid is not None, "started in the constructor"
+        return self._process.pid
+
     def start_call(self, method: str, *arguments: object) -> None:
         """Starts a call."""
         try:

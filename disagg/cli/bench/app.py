@@ -12,6 +12,7 @@ from disagg.cli.bench.handoff import handoff
 from disagg.cli.bench.kernels import kernels
 from disagg.cli.bench.memory import memory
 from disagg.cli.bench.overload import overload
+from disagg.cli.bench.router import router
 from disagg.cli.bench.serve import serve
 from disagg.cli.bench.swap import swap
 from disagg.cli.bench.transfer import transfer
@@ -30,6 +31,7 @@ for _command in (
     agreement,
     serve,
     overload,
+    router,
     chaos,
 ):
     app.command(_command.__name__)(_command)
