@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from disagg.router.answers import SessionReport
-from disagg.router.session import Loss
+from disagg.router.session_events import Loss
 
 FINE_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 COARSE_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

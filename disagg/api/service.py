@@ -40,7 +40,7 @@ class Generator(Protocol):
     """Interface of `disagg.router.router.Router` for the API."""
 
     recoveries: Counter[str]
-    """Recoveries of requests since the start, by `disagg.router.session.Loss`."""
+    """Recoveries of requests since the start, by `disagg.router.session_events.Loss`."""
 
     def missing(self) -> list[str]:
         """Returns the roles (`prefill`, `decode`; `colocated`) without a living group."""

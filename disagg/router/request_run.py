@@ -20,8 +20,9 @@ from disagg.router.answers import Output, SessionReport
 from disagg.router.policy import RoutedGroup, SessionLoad
 from disagg.router.recovery import Branch, RecoveryBudget, require_recoverable
 from disagg.router.response_dispatcher import ResponseDispatcher
-from disagg.router.session import Loss, Session
+from disagg.router.session import Session
 from disagg.router.session_driver import SessionDriver
+from disagg.router.session_events import Loss
 
 log = structlog.get_logger(__name__)
 

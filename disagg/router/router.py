@@ -22,7 +22,7 @@ from disagg.router.policy import POLICIES, RoutedGroup, RoutingRequest, prefix_a
 from disagg.router.recovery import Branch, RecoveryBudget
 from disagg.router.request_run import Pair, RecoveryOptions, RequestRun, RoutedRequest, RunContext
 from disagg.router.response_dispatcher import ResponseDispatcher
-from disagg.router.session import Loss
+from disagg.router.session_events import Loss
 from disagg.router.status import GroupStatuses
 from disagg.router.text import Decode
 

@@ -13,12 +13,12 @@ from disagg.core.clock import Clock
 from disagg.router.answers import Output
 from disagg.router.policy import SessionLoad
 from disagg.router.response_dispatcher import ResponseDispatcher, ResponseInbox
-from disagg.router.session import (
+from disagg.router.session import Session
+from disagg.router.session_events import (
     CountPromptComputed,
     EmitOutput,
     RaiseError,
     SendMessage,
-    Session,
     SessionAction,
     SessionPhase,
     SessionTrigger,

@@ -21,14 +21,13 @@ from disagg.core.types import (
     Ticket,
 )
 from disagg.router.answers import Output, SessionReport, new_answers
-from disagg.router.session import (
-    TRANSITIONS,
+from disagg.router.session import TRANSITIONS, Session
+from disagg.router.session_events import (
     CountPromptComputed,
     EmitOutput,
     Loss,
     RaiseError,
     SendMessage,
-    Session,
     SessionAction,
     SessionPhase,
     SessionTrigger,

@@ -14,14 +14,8 @@ from disagg.core.errors import BusyError, DisaggError, PeerLostError
 from disagg.core.tokens import pack_tokens
 from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket
 from disagg.router.answers import SessionReport, new_answers
-from disagg.router.session import (
-    RaiseError,
-    SendMessage,
-    Session,
-    SessionAction,
-    SessionPhase,
-    SessionTrigger,
-)
+from disagg.router.session import Session
+from disagg.router.session_events import RaiseError, SendMessage, SessionAction, SessionPhase, SessionTrigger
 from disagg.router.text import TextStream
 from transport.control import messages as m
 

@@ -1,0 +1,95 @@
+"""What a session can be in, receive and order: its phases, triggers and actions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from disagg.core.errors import DisaggError
+from disagg.router.answers import Output
+from transport.control import messages as m
+
+
+class SessionPhase(Enum):
+    """Phase of a session."""
+
+    NEW = "new"
+    """No leader has the request."""
+    RESERVING = "reserving"
+    """The decode leader has the `Reserve` request, and queues the request if the group is full."""
+    PREFILLING = "prefilling"
+    """The prefill leader has the `Prefill` request."""
+    DECODING = "decoding"
+    """The first tokens are known."""
+    ANSWERED = "answered"
+    """Every answer is complete."""
+    FAILED = "failed"
+    """An error ended the request."""
+    RELEASING = "releasing"
+    """Involved leaders have the `Release` request; some have not confirmed yet."""
+    ENDED = "ended"
+
+
+class SessionTrigger(Enum):
+    """What an event means to a session: one column of `TRANSITIONS`."""
+
+    START = "start"
+    DEADLINE = "deadline"
+    CLOSE = "close"
+    RELEASE_TIMEOUT = "release timeout"
+    RESERVED = "reserved"
+    PREFILLED = "prefilled"
+    TOKENS = "tokens"
+    TRANSFERRED = "transferred"
+    FAILED = "failed"
+    PREFILL_LOST = "prefill lost"
+    """The prefill group's leader is lost, and is not the decode group's."""
+    DECODE_LOST = "decode lost"
+    RELEASED = "released"
+    OTHER = "other"
+    """A message without meaning for a session, or the loss of a leader that has nothing of the request."""
+    ALL_ANSWERED = "all answered"
+    ALL_RELEASED = "all released"
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Send `message` to the leader at `peer`."""
+
+    peer: str
+    message: m.Message
+
+
+@dataclass(frozen=True, slots=True)
+class EmitOutput:
+    """Give `output` to the client."""
+
+    output: Output
+
+
+@dataclass(frozen=True, slots=True)
+class RaiseError:
+    """Raise `error` to the client, once the request is released."""
+
+    error: DisaggError
+
+
+@dataclass(frozen=True, slots=True)
+class CountPromptComputed:
+    """Take the prompt out of the prefill group's load."""
+
+
+SessionAction = SendMessage | EmitOutput | RaiseError | CountPromptComputed
+
+
+class Loss(Enum):
+    """Why a session failed, where another session can go on with the request."""
+
+    PREFILL = "prefill_lost"
+    """The prefill group, or its connection with the decode group."""
+    DECODE = "decode_lost"
+    """The decode group, or a colocated one."""
+    DAMAGE = "damaged_kv"
+    """KV arrived damaged twice."""
+    TRANSFER = "transfer_failed"
+    """The request's transfer failed, and no group was lost: a late lease, a failed send, a launch that failed."""

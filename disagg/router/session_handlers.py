@@ -1,0 +1,238 @@
+"""The handlers of a session's transitions; `disagg.router.session` has the protocol and the table."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Set
+from dataclasses import dataclass, field
+from typing import Any
+
+from disagg.core.errors import (
+    BusyError,
+    ChecksumError,
+    DisaggError,
+    NotLinkedError,
+    PeerLostError,
+    RequestTimeoutError,
+    TransportError,
+)
+from disagg.core.tokens import TokenIds
+from disagg.core.types import GroupInfo, RequestKey, SamplingParams, Ticket
+from disagg.router.answers import Answer, SessionReport
+from disagg.router.session_events import (
+    CountPromptComputed,
+    EmitOutput,
+    Loss,
+    RaiseError,
+    SendMessage,
+    SessionAction,
+    SessionPhase,
+    SessionTrigger,
+)
+from transport.control import messages as m
+
+
+class NoReceiverError(Exception):
+    """A message has no living receiver."""
+
+    def __init__(self, peer: str) -> None:
+        super().__init__(peer)
+        self.peer = peer
+
+
+@dataclass(slots=True)
+class SessionHandlers(ABC):
+    """State of a session, and the handlers of `TRANSITIONS`: each returns the actions to perform, in order."""
+
+    prefill: GroupInfo
+    decode: GroupInfo
+    """The same group as `prefill` where it is colocated."""
+    key: RequestKey
+    prompt: TokenIds
+    sampling: SamplingParams
+    began_s: float
+    """Start of the request, for the report. On the clock of every event's `now_s`, as `deadline_s`."""
+    deadline_s: float
+    answers: list[Answer]
+    """Unfinished answers of the request. A session that continues an answer has this one only."""
+    report: SessionReport
+    reserve_wait_s: float
+    """How long the request may wait for room in the decode group; infinite: until the deadline."""
+    cache_salt: str
+    lost: Set[str]
+    """Addresses of leaders that are lost now; the response dispatcher updates the set."""
+    after: RequestKey | None = None
+    """The earlier attempt whose row and pages the decode group keeps for this session."""
+    phase: SessionPhase = SessionPhase.NEW
+    involved: set[str] = field(default_factory=set)
+    """Leaders that received the request, and so must release it."""
+    unreleased: set[str] = field(default_factory=set)
+    """Leaders that have not confirmed the release."""
+    loss: Loss | None = None
+    """Set with the error of a request that another session can continue."""
+    no_room: bool = False
+    """The session failed because the decode group had no room in time; another group may have some."""
+    unlinked: bool = False
+    """The session failed because its groups were not linked, or lost each other before the prefill group received the
+    prompt: nothing was computed for it."""
+    resumable: bool = False
+    """The decode group keeps row and pages for a session with this one's key as `after`."""
+    started_s: float = 0.0
+    """Time of the start of this session."""
+    _prompt_sent: bool = False
+    """The prompt is on its way to the prefill group."""
+    _answered: list[int] = field(init=False)
+    """Tokens of the answer at the start of the session."""
+    decoded: bool = False
+    """The decode group has sent tokens: all KV has landed."""
+    now_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._answered = list(self.answers[0].tokens) if len(self.answers) == 1 else []
+        self.report.prefill, self.report.decode = self.prefill.name, self.decode.name
+        self.report.sessions += 1
+
+    def left_s(self, now_s: float) -> float:
+        """Returns the seconds until the deadline, 0 after it."""
+        return max(0.0, self.deadline_s - now_s)
+
+    def note_loss(self, error: DisaggError, *, prefill: bool, resumable: bool) -> None:
+        """Sets `loss`, or another reason for which a further session can continue the request."""
+        if isinstance(error, ChecksumError):
+            self.loss = Loss.DAMAGE
+        elif isinstance(error, NotLinkedError) or (
+            prefill and isinstance(error, PeerLostError) and not self._prompt_sent
+        ):
+            # One cut is noticed several times: by each data connection, and by silence again and again.
+            self.unlinked, self.resumable = True, resumable
+        elif isinstance(error, PeerLostError):
+            self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
+        elif isinstance(error, TransportError):
+            self.loss, self.resumable = Loss.TRANSFER, resumable
+        elif isinstance(error, BusyError):
+            self.resumable = resumable
+
+    def is_prefill(self, peer: str) -> bool:
+        """Returns whether `peer` leads the prefill group, and not a colocated one."""
+        return peer == self.prefill.leader.control_address != self.decode.leader.control_address
+
+    @abstractmethod
+    def step(self, trigger: SessionTrigger, item: Any = None) -> list[SessionAction]:
+        """Performs the transition of `trigger`; `item` is what its handler takes."""
+
+    def send_reserve(self, _: None) -> list[SessionAction]:
+        self.started_s = self.now_s
+        left_s = self.left_s(self.now_s)
+        reserve = m.Reserve(
+            self.key,
+            self.prompt,
+            self.sampling,
+            left_s,
+            self.prefill.name,
+            self.cache_salt,
+            self._answered,
+            self.after,
+            min(self.reserve_wait_s, left_s),
+        )
+        return [self._send(self.decode, reserve)]
+
+    def send_prefill(self, ticket: Ticket) -> list[SessionAction]:
+        self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
+        left_s = self.left_s(self.now_s)
+        prefill = m.Prefill(
+            self.key, self.prompt, self.sampling, ticket, left_s, self.cache_salt, self._answered
+        )
+        sent = self._send(self.prefill, prefill)
+        self._prompt_sent = True
+        return [sent]
+
+    def first_tokens(self, message: m.Prefilled) -> list[SessionAction]:
+        self.report.ttft_s = self.report.ttft_s or self._elapsed_s()
+        logprobs = [[one] for one in message.logprobs] or [[] for _ in message.first_tokens]
+        firsts = zip(message.first_tokens, logprobs, range(len(self.answers)), strict=False)
+        actions: list[SessionAction] = [CountPromptComputed()]
+        for token, of_token, number in firsts:
+            at = len(self._answered)
+            actions += self._ordered(m.Tokens(self.key, at, [token], logprobs=of_token, answer=number))
+        return actions + self._all_answered()
+
+    def tokens(self, message: m.Tokens) -> list[SessionAction]:
+        return self._ordered(message) + self._all_answered()
+
+    def _all_answered(self) -> list[SessionAction]:
+        over = all(answer.over for answer in self.answers)
+        return self.step(SessionTrigger.ALL_ANSWERED) if over else []
+
+    def _ordered(self, message: m.Tokens) -> list[SessionAction]:
+        """Adds `message` to its answer; returns the outputs that are now complete up to their first token."""
+        actions: list[SessionAction] = []
+        for output, cut in self.answers[message.answer].add(message):
+            leader = self.decode.leader.control_address
+            if cut and len(self.answers) > 1 and leader not in self.lost:
+                actions.append(SendMessage(leader, m.EndAnswer(self.key, message.answer)))
+            actions.append(EmitOutput(output))
+        return actions
+
+    def measure(self, message: m.Transferred) -> list[SessionAction]:
+        self.report.nbytes, self.report.segments = message.nbytes, message.segments
+        self.report.messages, self.report.transfer_s = message.messages, message.seconds
+        self.report.transferred_s = self._elapsed_s()
+        return []
+
+    def fail(self, error: DisaggError) -> list[SessionAction]:
+        return [RaiseError(error)]
+
+    def fail_lost(self, peer: str) -> list[SessionAction]:
+        error, prefill = self._lost_error(peer), self.is_prefill(peer)
+        self.note_loss(error, prefill=prefill, resumable=prefill)
+        return self.fail(error)
+
+    def drop_prefill(self, peer: str) -> list[SessionAction]:
+        """Continues without the prefill group: if KV is missing, the decode group reports it."""
+        self.involved.discard(peer)
+        return []
+
+    def fail_waiting(self, _: None) -> list[SessionAction]:
+        return self.fail(
+            RequestTimeoutError(
+                f"request {self.key} reached its deadline in the queue for room in {self.decode.name}"
+            )
+        )
+
+    def fail_late(self, _: None) -> list[SessionAction]:
+        return self.fail(RequestTimeoutError(f"request {self.key} did not end before its deadline"))
+
+    def release(self, _: None) -> list[SessionAction]:
+        """Asks every living involved leader to free the request; a lost leader owns nothing any more."""
+        self.report.ended_s = self._elapsed_s()
+        self.unreleased = self.involved - self.lost
+        release = m.Release(self.key, "the session ended")
+        return [SendMessage(peer, release) for peer in sorted(self.unreleased)] + self._all_released()
+
+    def confirm(self, peer: str) -> list[SessionAction]:
+        self.unreleased.discard(peer)
+        return self._all_released()
+
+    def _all_released(self) -> list[SessionAction]:
+        return [] if self.unreleased else self.step(SessionTrigger.ALL_RELEASED)
+
+    def note_released(self, _: None) -> list[SessionAction]:
+        self.report.released_sessions += 1
+        return []
+
+    def ignore(self, _: object) -> list[SessionAction]:
+        return []
+
+    def _send(self, group: GroupInfo, message: m.Message) -> SendMessage:
+        peer = group.leader.control_address
+        if peer in self.lost:  # a later Release could not reach it either
+            raise NoReceiverError(peer)
+        self.involved.add(peer)
+        return SendMessage(peer, message)
+
+    def _lost_error(self, peer: str) -> PeerLostError:
+        role = self.prefill.role if peer == self.prefill.leader.control_address else self.decode.role
+        return PeerLostError(f"lost the {role} group's leader at {peer}")
+
+    def _elapsed_s(self) -> float:
+        return self.now_s - self.began_s
