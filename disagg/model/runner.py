@@ -35,6 +35,7 @@ from disagg.model.graphs import (
     context_limits,
 )
 from disagg.model.layers.fused import fuse
+from disagg.model.layers.merged import merge_projections
 from disagg.model.layers.rope import long_tokens, wrap_ropes
 from disagg.model.layers.row_wise import RowWise, use_linear_kernels
 from disagg.model.load.build import build_model
@@ -122,6 +123,7 @@ class ModelRunner:
         """Parts of the model that every rank of the group holds whole, because they cannot be split."""
         self._classes = self._attention_classes()
         small_layers = fuse(self.model) if options.fused and backend(self.device) == "triton" else None
+        merged = merge_projections(self.model) if small_layers is not None else 0
         self._row_wise: RowWise | None = None
         self._ropes = wrap_ropes(self.model, self.spec.rope_switch_tokens)
         self._indexers = wrap_indexers(self.model, self.spec.places)
@@ -134,7 +136,9 @@ class ModelRunner:
         if self.deterministic:
             self._use_row_wise(options.dtype)
         if small_layers is not None and collective.rank == 0:
-            log.info("small_layers_fused", model=self.spec.architecture, **small_layers.summary())
+            log.info(
+                "small_layers_fused", model=self.spec.architecture, merged=merged, **small_layers.summary()
+            )
         self.req_to_token = ReqToTokenPool(
             options.rows, options.max_tokens + self.spec.state_tokens, self.device
         )

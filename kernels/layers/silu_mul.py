@@ -16,26 +16,36 @@ _WARPS = 4
 
 
 def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Returns `silu(gate) * up`, a new tensor; silu is rounded to the type before the product, as in torch.
+    """Returns `silu(gate) * up`, contiguous and new; silu is rounded to the type before the product, as in torch.
 
-    `gate` and `up`: float32, bfloat16 or float16, of one shape, contiguous. On CUDA: one launch on the
-    current stream, no synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    `gate` and `up`: float32, bfloat16 or float16, of one shape; both contiguous, or `[.., columns]` with
+    contiguous rows at one distance, as the two halves of a merged projection. On CUDA: one launch on the current
+    stream, no synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     _check(gate, up)
     if backend(gate.device) != "triton":
         return silu_mul_reference(gate, up)
-    out = torch.empty_like(gate)
-    if out.numel():
-        with on_device(gate):
-            silu_mul_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
-                gate,
-                up,
-                out,
-                out.numel(),
-                BLOCK=_BLOCK,
-                num_warps=_WARPS,
-                enable_fp_fusion=False,  # as torch computes it
-            )
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel() == 0:
+        return out
+    if gate.is_contiguous() and up.is_contiguous():
+        columns, gate_stride, up_stride = out.numel(), 0, 0
+    else:
+        columns, gate_stride, up_stride = gate.shape[-1], gate.stride(-2), up.stride(-2)
+    blocks = triton.cdiv(columns, _BLOCK)
+    with on_device(gate):
+        silu_mul_kernel[(out.numel() // columns * blocks,)](
+            gate,
+            up,
+            out,
+            columns,
+            blocks,
+            gate_stride,
+            up_stride,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+            enable_fp_fusion=False,  # as torch computes it
+        )
     return out
 
 
@@ -48,19 +58,41 @@ def silu_mul_reference(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
     for name, x in (("gate", gate), ("up", up)):
         alike = x.shape == gate.shape and x.dtype == gate.dtype and x.device == gate.device
-        if not alike or x.dtype not in DTYPES or not x.is_contiguous():
+        if not alike or x.dtype not in DTYPES or not (x.is_contiguous() or _has_regular_rows(x)):
             raise ValueError(
-                f"{name} must be contiguous float32, bfloat16 or float16, gate and up alike; got {describe(x)}"
+                f"{name} must be float32, bfloat16 or float16, contiguous or with contiguous rows at one distance, "
+                f"gate and up alike; got {describe(x)}"
             )
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def silu_mul_kernel(gate, up, out, elements, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    # int64 before the product: a long prompt's rows have more than 2^31 elements.
-    element = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = element < elements  # mostly known to be a multiple of 16: otherwise accesses would be scalar
-    found = tl.load(gate + element, mask=mask, other=0.0)
+def _has_regular_rows(x: torch.Tensor) -> bool:
+    if x.dim() < 2 or x.stride(-1) != 1:
+        return False
+    sizes, strides = x.shape[:-1], x.stride()[:-1]
+    after = zip(sizes[1:], strides[1:], strict=True)
+    return all(stride == size * inner for stride, (size, inner) in zip(strides[:-1], after, strict=True))
+
+
+@triton.jit(do_not_specialize=["blocks"])  # type: ignore[untyped-decorator]
+def silu_mul_kernel(  # type: ignore[no-untyped-def]
+    # tensors
+    gate,
+    up,
+    out,
+    # sizes
+    columns,
+    blocks,
+    gate_stride,
+    up_stride,
+    # meta
+    BLOCK: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+):
+    # int64 before any product: a long prompt's rows have more than 2^31 elements.
+    row, block = (tl.program_id(0) // blocks).to(tl.int64), (tl.program_id(0) % blocks).to(tl.int64)
+    element = block * BLOCK + tl.arange(0, BLOCK)
+    mask = element < columns  # mostly known to be a multiple of 16: otherwise accesses would be scalar
+    found = tl.load(gate + row * gate_stride + element, mask=mask, other=0.0)
     wide = found.to(tl.float32)
     silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(found.dtype).to(tl.float32)
-    factor = tl.load(up + element, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out + element, (silu * factor).to(found.dtype), mask=mask)
+    factor = tl.load(up + row * up_stride + element, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * columns + element, (silu * factor).to(found.dtype), mask=mask)

@@ -11,20 +11,22 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from disagg.model.layers.class_names import by_name, class_name
+from disagg.model.layers.merged import projected
 from kernels.layers.rms_norm import DTYPES
 from kernels.layers.silu_mul import silu_mul
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_MERGED = ("gate_proj", "up_proj")
+_PROJECTIONS = (*_MERGED, "down_proj")
 _SILU = (nn.SiLU, SiLUActivation)
 
 
 def _llama(module: Any, x: torch.Tensor) -> Any:
-    return module.down_proj(silu_mul(module.gate_proj(x), module.up_proj(x)))
+    return module.down_proj(silu_mul(*projected(module, _MERGED, x)))
 
 
 def _falcon_h1(module: Any, x: torch.Tensor) -> Any:
-    gate = module.gate_proj(x) * module.gate_multiplier
-    return module.down_proj(silu_mul(gate, module.up_proj(x))) * module.down_multiplier
+    gate, up = projected(module, _MERGED, x)
+    return module.down_proj(silu_mul(gate * module.gate_multiplier, up)) * module.down_multiplier
 
 
 _Forward = Callable[[Any, torch.Tensor], Any]

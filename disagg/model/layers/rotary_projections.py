@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from disagg.model.layers.merged import projected
+
 
 class Heads(NamedTuple):
     """Projected hidden states, `[batch, heads, tokens, dim]`."""
@@ -36,7 +38,8 @@ def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor
 
 
 def _projected(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return module.q_proj(x), module.k_proj(x), module.v_proj(x)
+    q, k, v = projected(module, ("q_proj", "k_proj", "v_proj"), x)
+    return q, k, v
 
 
 def plain(module: Any, x: torch.Tensor) -> Heads:
@@ -128,9 +131,9 @@ def persimmon(module: Any, x: torch.Tensor) -> Heads:
 
 def qwen3_next(module: Any, x: torch.Tensor) -> Heads:
     """Each head's gate comes from the projection to queries; norms of each head."""
-    both = module.q_proj(x)
+    both, k, v = _projected(module, x)
     q, gate = both.view(*both.shape[:-1], -1, 2 * module.head_dim).chunk(2, dim=-1)
-    k, v = split_heads(module, module.k_proj(x)), split_heads(module, module.v_proj(x))
+    k, v = split_heads(module, k), split_heads(module, v)
     return _heads(module.q_norm(q), module.k_norm(k), v, torch.sigmoid(gate))
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from disagg.core.errors import UnsupportedModelError
+from disagg.model.layers.merged import merged_of
 from disagg.model.layers.row_wise_operations import ON_CPU, REPLACED
 from disagg.model.tensor_parallel import RowParallelLinear
 from kernels.layers.linear import Linear
@@ -80,6 +81,8 @@ class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def use_linear_kernels(model: Any) -> None:
     """Replaces the products of `model`'s linear layers by `kernels.layers.linear.Linear`. Load the weights first."""
     for module in model.modules():
+        if merged := merged_of(module):
+            merged.product = Linear(merged.weight, merged.bias)
         plain = type(module) is nn.Linear and "forward" not in vars(module)
         if plain and module.weight.is_contiguous():
             module.forward = Linear(module.weight.data, None if module.bias is None else module.bias.data)

@@ -53,8 +53,9 @@ def test_rotary() -> None:
 
 
 def test_silu_mul() -> None:
-    ptx = code(silu_mul_kernel, "gate up out", {"elements": 1600}, {"BLOCK": 1024}, 4)
+    ptx = code(silu_mul_kernel, "gate up out", {"columns": 1600, "blocks": 7}, {"BLOCK": 1024}, 4)
     assert stores(ptx) == {"st.global.v4.b32"}
+    assert "ld.global.v4.b32" in ptx
 
 
 def test_rank_sum() -> None:
