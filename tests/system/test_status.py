@@ -128,8 +128,8 @@ def test_memory_and_requests_are_told_while_they_are_held(checkpoints: Checkpoin
             decode = router.groups()[1]
             assert decode.requests_running == 1
             held = decode.tokens_held
-            assert held - 33 - decode.tokens_total in (0, 1), (
-                "the prompt and the answer so far, with one in a step"
+            assert held - 33 - decode.tokens_total in (0, 1, 2), (
+                "the prompt and the answer so far, with one in a step and one in the step behind it"
             )
             assert decode.pages_used == -(-held // decode.page_size)
             running.cancel()

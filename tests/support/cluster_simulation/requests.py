@@ -12,7 +12,7 @@ from fake_model import VOCAB, fake_answers
 from disagg.core.errors import DisaggError
 from disagg.core.types import SamplingParams
 from disagg.router.answers import Output, SessionReport
-from disagg.router.session import Loss
+from disagg.router.session_events import Loss
 
 STEM_TOKENS = 32
 
