@@ -195,6 +195,8 @@ class RankHost:
                 runner.record(group.decode_batch)
             elif group.graphs:
                 runner.record_chunks(group.chunk_tokens)
+            if group.graphs and self.node_class.role != "decode":
+                runner.record_pieces(group.chunk_tokens, group.decode_batch)
         choice = self._choose_transport()
         self.node = self.node_class(
             rank=self._rank,
