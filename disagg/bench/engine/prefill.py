@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from disagg.bench.common.measure import host_us, rounding, seconds_of
+from disagg.bench.common.measure import rounding, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.bench.engine.decode import DecodeBench, prepare
 from disagg.core.errors import ConfigError, InvariantError
@@ -75,7 +76,7 @@ def _measure(
     bench: PrefillBench, runner: ModelRunner, step: StepBatch, ceiling: Measurement, recorded: bool
 ) -> list[Result]:
     seconds = seconds_of(lambda: runner.forward(step), bench.device, bench.repeats)
-    host = tuple(host_us(lambda: runner.forward(step), bench.device) / 1e3 for _ in range(3))
+    host = tuple(_host_ms(runner, step) for _ in range(bench.repeats))
     flops = 2.0 * sum(p.numel() for p in runner.model.model.layers.parameters()) * step.tokens
     labels: dict[str, Label] = {
         "model": bench.model,
@@ -91,6 +92,15 @@ def _measure(
         Result(f"{title}: step", Measurement("step", "ms", tuple(1e3 * s for s in seconds)), None, labels),
         Result(f"{title}: host", Measurement("host", "ms", host), None, labels),
     ]
+
+
+def _host_ms(runner: ModelRunner, step: StepBatch) -> float:
+    """Returns the time in which the host launches a step; on a CPU, that of the step."""
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+    started_s = time.perf_counter()
+    runner.forward(step)
+    return 1e3 * (time.perf_counter() - started_s)
 
 
 def _compare(runner: ModelRunner, tokens: int, wanted: torch.Tensor, found: torch.Tensor) -> None:
