@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import structlog
 import torch
 
+from disagg.core.collection import collection_paused
 from disagg.model.batch import SequenceSlice, StepBatch
 
 log = structlog.get_logger(__name__)
@@ -95,11 +96,14 @@ class StepGraphs(ABC):
         graphs: dict[tuple[int, int], Any] = {}
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         try:
-            for size in reversed(self._sizes):
-                numbers = torch.tensor(self.step_numbers(size, ()), dtype=torch.int64, device=self._device)
-                self._numbers[size] = numbers
-                for limit in self._limits:
-                    graphs[size, limit] = self._record(size, limit, pool, stream)
+            with collection_paused():
+                for size in reversed(self._sizes):
+                    numbers = torch.tensor(
+                        self.step_numbers(size, ()), dtype=torch.int64, device=self._device
+                    )
+                    self._numbers[size] = numbers
+                    for limit in self._limits:
+                        graphs[size, limit] = self._record(size, limit, pool, stream)
         except (RuntimeError, ValueError) as exc:
             self._numbers.clear()
             self._logits = torch.empty(0)

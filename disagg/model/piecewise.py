@@ -19,6 +19,7 @@ from typing import Any
 import structlog
 import torch
 
+from disagg.core.collection import collection_paused
 from disagg.model.attention.paged import AttentionContext
 from disagg.model.batch import StepBatch
 from disagg.model.graphs import CAPTURE_MODE, cuda, end_recording
@@ -140,8 +141,9 @@ class PiecewiseGraphs:
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         found: dict[int, _Recording] = {}
         try:
-            for size in reversed(self._sizes):  # smaller steps use the memory of the largest one
-                found[size] = self._record(size, pool, stream)
+            with collection_paused():
+                for size in reversed(self._sizes):  # smaller steps use the memory of the largest one
+                    found[size] = self._record(size, pool, stream)
         except (RuntimeError, ValueError) as exc:
             self._logits = torch.empty(0)
             end_recording(stream, self._device)
