@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 _STEP = 32
-_CHUNK_SIZES = (16, 32, 64, 128, 256)
+_CHUNK_SIZES = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 SHORT_TOKENS = 4096
 _WARM_UPS = 2
 

@@ -29,8 +29,8 @@ def test_sizes(largest: int) -> None:
 
 def test_chunk_sizes() -> None:
     assert chunk_sizes(8) == ()
-    assert chunk_sizes(100) == (16, 32, 64)
-    assert chunk_sizes(2048) == (16, 32, 64, 128, 256)
+    assert chunk_sizes(100) == (16, 32, 64, 96)
+    assert chunk_sizes(2048) == (16, 32, 64, 96, 128, 160, 192, 224, 256)
 
 
 @pytest.mark.parametrize("chunk_tokens", [8, 16, 256, 257, 300, 512, 1000, 2048, 8192])
