@@ -1,4 +1,4 @@
-"""DecodeAdmission to the decode group: which requests get a ticket, a row and pages."""
+"""Admission to the decode group: decides which requests get a ticket, a row and pages."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class DecodeAdmission:
         prefix: PrefixKey | None = None,
         resumption: Resumption = NOTHING,
     ) -> DecodeRequest:
-        """Reserves a row for each sequence and the pages that land, behind the cached pages of `prefix`.
+        """Reserves a row for each sequence, and pages for the KV that will be transferred.
 
-        At least one token lands. Takes over the block table of `resumption`, also when it raises.
+        The pages follow the cached pages of `prefix`. At least one token is transferred. Takes over the block table
+        of `resumption`, also when it raises.
         Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
         """
         answered, begin_tokens = resumption.answered, len(prompt) + len(resumption.answered)

@@ -55,7 +55,7 @@ class DecodeLeader(AdmittingLeader):
         self._sampler = Sampler(eos_ids)
 
     def join(self, group: GroupInfo) -> None:
-        """Joins the complete group: its host memory is the least that any of its ranks has."""
+        """Sets the complete group. Its swap space is that of the rank with the least host memory."""
         super().join(group)
         with self._changed:
             self._scheduler.join(min(rank.swap_blocks for rank in group.ranks))
@@ -75,7 +75,7 @@ class DecodeLeader(AdmittingLeader):
         return SampledStep.launch(plan, stepped, logits, self._sampler)
 
     def commit(self, step: SampledStep) -> None:
-        """Ends the oldest step in flight: streams the next token of every sequence that the step sampled one for."""
+        """Ends the oldest step in flight: streams the token of each sequence for which the step sampled one."""
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
             generated = 0

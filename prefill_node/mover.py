@@ -97,7 +97,7 @@ class SegmentMover:
             self.copying.append(item)
 
     def poll(self, now_s: float) -> None:
-        """Sends what has been gathered and notifies of what was written. Needed while `copying` is not empty."""
+        """Sends gathered segments, and notifications of written ones. Needed while `copying` is not empty."""
         for item in self.copying:
             if item.started_s is None:
                 if not is_done(item.after):  # the device still computes, and nothing is moved

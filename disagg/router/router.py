@@ -153,7 +153,7 @@ class Router:
         return tuple(engine.group.name for engine in self._engines.values() if engine.draining)
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Returns the number of answers or beams of such a request that every living group can compute together."""
+        """Returns how many answers or beams of a request of these lengths each living group can compute together."""
         living = [e.group for e in self._of(self._roles[-1]) if not e.lost]
         most = [
             min(

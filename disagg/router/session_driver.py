@@ -65,7 +65,7 @@ class SessionDriver:
         await _to_its_end(self._release())
 
     async def release_after(self, reserving: asyncio.Event) -> None:
-        """Releases once another session has claimed the pages of this one: its `reserving`."""
+        """Releases the request after `reserving`, which is set once another session has claimed its pages."""
         await reserving.wait()
         await self.release()
 

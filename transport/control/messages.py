@@ -118,8 +118,8 @@ class Transferred(Message, frozen=True):
 class FirstTokens(Message, frozen=True):
     """Prefill leader -> decode leader: the tokens chosen at the prompt's last position.
 
-    The first token of each answer. For beam search: the likeliest tokens in descending order, with their
-    log-probabilities.
+    `tokens` has the first token of each answer; for beam search, the likeliest tokens in descending order, with their
+    log-probabilities in `scores`.
     """
 
     key: RequestKey
@@ -254,7 +254,7 @@ class Plan(Message, frozen=True):
 
 
 class OpenSend(Message, frozen=True):
-    """Prefill leader -> its ranks: a request starts; its KV lies in `pages` and goes to the ticket's group."""
+    """Prefill leader -> its ranks: a request starts; its KV is in `pages` and goes to the ticket's group."""
 
     key: RequestKey
     ticket: Ticket
@@ -274,7 +274,7 @@ class RankSent(Message, frozen=True):
 
 
 class RankStopped(Message, frozen=True):
-    """Prefill rank -> its leader: the decode side wants no more of the ticket."""
+    """Prefill rank -> its leader: the decode side needs no more KV of the ticket."""
 
     key: RequestKey
     ticket: TicketNumber
