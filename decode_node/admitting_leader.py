@@ -16,7 +16,9 @@ from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.penalties import history_of
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.node.leader import LedRequest, Send, check_request
+from disagg.node.leader import Send
+from disagg.node.led_scheduler import LedRequest
+from disagg.node.request_checks import check_request
 from disagg.node.reserving_leader import ReservingLeader
 from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m

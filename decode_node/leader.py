@@ -28,9 +28,12 @@ from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.beam_search import BeamSearch, Candidate, candidates_wanted
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import LedRequest, Scheduled, Send, finish_reason
+from disagg.node.leader import Send
+from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
+from disagg.node.request_checks import finish_reason
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
