@@ -98,7 +98,7 @@ class DecodeAdmission:
     def _passed_on(self, tokens: int, sequences: int, resumption: Resumption) -> BlockTable | None:
         """Returns the block table of the earlier attempt, for `tokens` tokens; None without one, or without room.
 
-        While a preempted request waits for pages, it must do with the pages that it has.
+        While a preempted request waits for pages, the block table gets no further page.
         """
         if resumption.block_table is None:
             return None
@@ -112,7 +112,7 @@ class DecodeAdmission:
     def _block_table(
         self, tokens: int, sequences: int, prefix: PrefixKey | None, resumption: Resumption
     ) -> tuple[BlockTable, int]:
-        """Reserves pages for `tokens`; returns them and the number of tokens that are there already.
+        """Reserves pages for `tokens`; returns the block table and the number of tokens with KV in its pages.
 
         Raises `BusyError`, also while a preempted request waits for pages.
         """

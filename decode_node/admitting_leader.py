@@ -88,7 +88,7 @@ class AdmittingLeader(ReservingLeader):
             self._changed.notify_all()
 
     def _reserve(self, router: str, message: m.Reserve) -> None:
-        """Admits a request; after an earlier attempt of it in this group has closed, if there was one."""
+        """Admits a request; first closes its earlier attempt in this group, if there is one."""
         if message.key in self._claims:
             return  # repeated
         old = self._scheduler.requests.get(message.after) if message.after is not None else None
@@ -110,7 +110,7 @@ class AdmittingLeader(ReservingLeader):
             self._admit(claim.old.router, claim.message)
 
     def _drop_claim(self, old: DecodeRequest) -> m.Reserve | None:
-        """Returns the message of the attempt that was to take over, None without one. Nothing is passed on then."""
+        """Cancels the claim on `old`; returns the message of the claiming attempt, None without one."""
         key, old.successor = old.successor, None
         return self._claims.pop(key).message if key is not None else None
 

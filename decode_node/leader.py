@@ -120,7 +120,8 @@ class DecodeLeader(AdmittingLeader):
         return going
 
     def _send_answers(self, request: DecodeRequest, search: BeamSearch) -> None:
-        """Sends whole answers at once, before the close: one that is too large can still fail its request."""
+        """Sends whole answers at once, before the close: an answer too large for a message can still fail its
+        request."""
         for number, (_, tokens) in enumerate(search.answers()):
             finish = finish_reason(tokens, request.sampling, self._eos_ids)
             self._send_now(request.router, m.Tokens(request.key, 0, list(tokens), finish, answer=number))

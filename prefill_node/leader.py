@@ -50,7 +50,7 @@ class PrefillLeader(Leader):
             self.decode_leaders[other.name] = other.leader.control_address
 
     def _on_router_lost(self, request: LedRequest) -> None:
-        """Sends a computed prompt to its end: only the router may be cut off, and the decode group goes on.
+        """Finishes the transfer of a computed prompt: the decode group may still reach the router.
 
         A decode group that lost the router too stops the transfer.
         """

@@ -120,7 +120,7 @@ class _Claimed:
 
 
 class _OwnedError(ConfigError):
-    """The owner of the groups lives."""
+    """Raised when the owner of the groups is alive."""
 
 
 class _Claims:

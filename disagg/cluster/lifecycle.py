@@ -296,7 +296,7 @@ class Cluster:
             self._hangs(group, rank)
 
     def _hangs(self, group: Group, rank: int) -> None:
-        """Kills the group of a rank that answers nothing."""
+        """Kills the group of a rank that does not answer."""
         timeout_s = self.config.cluster.hang_timeout_s
         why = f"rank {rank} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
         if self._parked.drop((group, rank)) and not self._stopping.is_set():
