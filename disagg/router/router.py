@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Set
-from contextlib import aclosing
 from functools import partial
 
 from disagg.core.clock import Clock
@@ -17,11 +16,12 @@ from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_f
 from disagg.core.status import GroupStatus
 from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.core.types import GroupInfo, SamplingParams
-from disagg.router.answers import Output, SessionReport, new_answers
+from disagg.router.answers import Emit, Output, RouterRequest, SessionReport, new_answers
 from disagg.router.policy import POLICIES, RoutedGroup, RoutingRequest, prefix_aware
 from disagg.router.recovery import Branch, RecoveryBudget
 from disagg.router.request_run import Pair, RecoveryOptions, RequestRun, RoutedRequest, RunContext
 from disagg.router.response_dispatcher import ResponseDispatcher
+from disagg.router.session_driver import to_its_end
 from disagg.router.session_events import Loss
 from disagg.router.status import GroupStatuses
 from disagg.router.text import Decode
@@ -243,9 +243,26 @@ class Router:
     ) -> AsyncGenerator[Output, None]:
         """Streams the answers to `prompt`; an early `aclose` aborts the request in both groups.
 
-        `decode` converts tokens to text and is needed for stop strings; `disagg.router.text.decode_with` makes one.
-        Only prompts with the same `cache_salt` share cached KV. Requests with the same `session` use the same decode
-        group, unless it is overloaded.
+        See `run`, and `RouterRequest` for the parameters.
+        """
+        report = report or SessionReport()
+        request = RouterRequest(request_id, prompt, sampling, timeout_s, decode, report, cache_salt, session)
+        outputs: asyncio.Queue[Output | None] = asyncio.Queue()
+        running = asyncio.ensure_future(self.run(request, outputs.put_nowait))
+        running.add_done_callback(lambda _: outputs.put_nowait(None))
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+            running.result()
+        finally:
+            running.cancel()
+            await to_its_end(running)
+            if not running.cancelled():
+                running.exception()  # raised above, unless the caller has ended the request
+
+    async def run(self, request: RouterRequest, emit: Emit) -> None:
+        """Emits the answers to a request, and returns when both groups have released it. A cancellation aborts the
+        request in both groups.
 
         A request that loses a group, or whose KV arrives damaged twice, goes on with other groups behind its last
         token: see `disagg.router.recovery`.
@@ -253,17 +270,18 @@ class Router:
         Raises `InvalidRequestError`, `RequestInUseError`, `BusyError`, `PromptTooLongError`, `RequestTimeoutError`,
         `PeerLostError`, or another `DisaggError`.
         """
+        sampling, report, now_s = request.sampling, request.report, self._clock()
         check_sampling(sampling)  # the leaders check again, with the vocabulary
-        tokens, began_s, report = _packed(prompt), self._clock(), report or SessionReport()
-        branch = Branch(tuple(new_answers(sampling, decode)), sampling)
+        tokens = _packed(request.prompt)
+        branch = Branch(tuple(new_answers(sampling, request.decode)), sampling)
         report.answers = [answer.tokens for answer in branch.answers]
         report.prompt_tokens = len(tokens)
-        routed = RoutedRequest(request_id, tokens, cache_salt, began_s, began_s + timeout_s, report)
-        request = self._routing_request(tokens, cache_salt, session)
-        run = RequestRun(self._context, routed, partial(self._pair, request), request.missing_tokens)
-        async with aclosing(run.outputs(branch)) as outputs:
-            async for output in outputs:
-                yield output
+        routed = RoutedRequest(
+            request.request_id, tokens, request.cache_salt, now_s, now_s + request.timeout_s, report
+        )
+        routing = self._routing_request(tokens, request.cache_salt, request.session)
+        choose = partial(self._pair, routing)
+        await RequestRun(self._context, routed, choose, routing.missing_tokens, emit).run(branch)
 
     def _recovered(self, loss: Loss) -> None:
         """Counts a recovery."""
