@@ -114,6 +114,8 @@ class HeldPrefixes:
 
         `block_hashes`: `key.block_hashes(unit_tokens)` of the prompt, common to all groups of the same unit.
         """
+        if not block_hashes or block_hashes[0] not in self.held:
+            return 0
         return self.unit_tokens * longest_held(block_hashes, self.held)
 
 

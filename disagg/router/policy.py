@@ -121,10 +121,15 @@ def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> Rou
     usable = _usable(engines)
     if request.session and usable[0].group.role == "decode":
         return _of_session(usable, request.session)
-    costs = {engine: engine.tokens + request.missing_tokens(engine) for engine in usable}
-    most = min(costs.values()) + request.tokens // SLACK
-    alike = [engine for engine in usable if costs[engine] <= most]
-    return min(alike, key=lambda e: (e.requests, len(e.held), costs[e], e.served))
+    costs = [engine.tokens + request.missing_tokens(engine) for engine in usable]
+    most = min(costs) + request.tokens // SLACK
+    fewest = min(engine.requests for engine, cost in zip(usable, costs, strict=True) if cost <= most)
+    alike = [
+        (len(engine.held), cost, engine.served, at)
+        for at, (engine, cost) in enumerate(zip(usable, costs, strict=True))
+        if cost <= most and engine.requests == fewest
+    ]
+    return usable[min(alike)[-1]]
 
 
 POLICIES: dict[PolicyName, Policy] = {

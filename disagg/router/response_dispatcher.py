@@ -35,6 +35,8 @@ class ResponseDispatcher:
         """Peers that are dead or silent."""
         self.dead: set[str] = set()
         """Peers that are dead; a peer that is silent may return."""
+        self.changes = 0
+        """Changes of `lost` and `dead` so far."""
         self.unclaimed = 0
         """Dropped messages: of ended requests, or of peers without a listener."""
         self._arrived: deque[Callable[[], None]] = deque()
@@ -66,6 +68,7 @@ class ResponseDispatcher:
     def revive(self, peers: Iterable[str]) -> None:
         """Clears the loss of `peers`: new processes use these addresses."""
         peers = list(peers)
+        self.changes += 1
         self.lost.difference_update(peers)
         self.dead.difference_update(peers)
 
@@ -162,9 +165,11 @@ class ResponseDispatcher:
     def _met(self, peer: str) -> None:
         if peer in self._watched:
             self.lost.discard(peer)
+            self.changes += 1
 
     def _lose(self, peer: str) -> None:
         self.lost.add(peer)
+        self.changes += 1
         for receiver in list(self.receivers.values()):  # a receiver may end its session
             receiver(peer, PeerLostError(f"lost {peer}"))
         if peer in self.listeners:
