@@ -42,6 +42,8 @@ class ResponseDispatcher:
         self._arrived: deque[Callable[[], None]] = deque()
         """What the channel's thread passed over, in order. The loop is woken once for all of it."""
         self._woken = False
+        self._corked = False
+        """Whether messages wait for the end of this iteration of the loop."""
 
     def start(self) -> None:
         """Starts the channel."""
@@ -73,8 +75,16 @@ class ResponseDispatcher:
         self.dead.difference_update(peers)
 
     def send(self, peer: str, message: m.Message) -> None:
-        """Queues a message."""
+        """Queues a message. All messages of an iteration of the loop wake the channel's thread once."""
+        if not self._corked:
+            self._corked = True
+            self._control.cork()
+            self._loop.call_soon(self._uncork)
         self._control.send(peer, message)
+
+    def _uncork(self) -> None:
+        self._corked = False
+        self._control.uncork()
 
     @contextmanager
     def receiving(self, key: RequestKey, receiver: Receiver) -> Iterator[None]:
@@ -101,6 +111,7 @@ class ResponseDispatcher:
 
     def close(self) -> None:
         """Closes the channel."""
+        self._uncork()
         self._control.close(linger_s=0.2)
 
     def _from_channel(self, peer: str, message: m.Message) -> None:

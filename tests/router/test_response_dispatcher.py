@@ -28,7 +28,7 @@ class Channel(ControlChannel):
     def _none(self, *_: Any, **__: Any) -> Any:
         """Does nothing."""
 
-    send = watch = forget = call_soon = statistics = check = close = _none
+    send = cork = uncork = watch = forget = call_soon = statistics = check = close = _none
 
 
 class CountedLoop:

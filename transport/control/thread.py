@@ -49,6 +49,7 @@ class ThreadedControl(ControlChannel):
         """Whether the latest turn of the thread failed."""
         self._waits = True
         """Whether the thread waits, or will without looking for work and calls again; else nothing has to wake it."""
+        self._corked = False
         self._thread = threading.Thread(target=self._run, name=f"control-{address}", daemon=True)
         self._sent = self._delivered = self._bad_frames = self._handler_errors = self._lost = 0
         self._last_lost = ""
@@ -71,6 +72,14 @@ class ThreadedControl(ControlChannel):
             self._streams.send(peer, body, now_s)
 
         self._post(work)
+
+    def cork(self) -> None:
+        self._corked = True
+
+    def uncork(self) -> None:
+        self._corked = False  # before the look at the work: other threads' later work wakes the thread
+        if self._work and self._waits and not self._closing.is_set():
+            self._wake()
 
     def watch(self, peer: str) -> None:
         self._post(lambda now_s: self._streams.watch(peer, now_s))
@@ -153,7 +162,7 @@ class ThreadedControl(ControlChannel):
     def _post(self, work: Callable[[float], None]) -> None:
         if not self._closing.is_set():
             self._work.append(work)
-            if self._waits:
+            if self._waits and not self._corked:
                 self._wake()
 
     def _run(self) -> None:
