@@ -107,12 +107,7 @@ class GroupTable:
         if not self._by_prefixes():
             return set()
         compared = [engines for engines in self._current().of.values() if len(engines) > 1]
-        return {
-            (engine.held.unit_tokens, engine.held.switch_tokens)
-            for engines in compared
-            for engine in engines
-            if engine.held.held
-        }
+        return {engine.held.kind for engines in compared for engine in engines if engine.held.held}
 
     def _current(self) -> _GroupView:
         version = (self._dispatcher.changes, self.statuses.changes, self._changes)

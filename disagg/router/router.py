@@ -191,8 +191,10 @@ class Router:
         prefills = self._table.usable("prefill")
         self._drop_old_shunned()
         paired = self._met(decodes, lambda one: any(self._meet(p, one) for p in prefills))
-        kept = [one for one in paired if one.group.name == keep]
-        decodes = kept or [one for one in paired if one.group.name not in full] or decodes
+        if keep or full:
+            kept = [one for one in paired if one.group.name == keep]
+            paired = kept or [one for one in paired if one.group.name not in full]
+        decodes = paired or decodes
         met = self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
         prefill = self.choose(met or prefills, request)
         met = self._met(decodes, lambda other: self._meet(prefill, other))
