@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def faults_of(function: ast.FunctionDef | ast.AsyncFunctionDef, package: str) -> Iterator[str]:
-    """Yields what is too large about a function."""
+    """Yields each bound that a function exceeds."""
     if any("jit" in ast.dump(decorator) for decorator in function.decorator_list):
         return
     parameters = parameters_of(function)

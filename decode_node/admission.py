@@ -1,4 +1,4 @@
-"""DecodeAdmission to the decode group: which requests get a ticket, a row and pages."""
+"""Admission to the decode group: decides which requests get a ticket, a row and pages."""
 
 from __future__ import annotations
 
@@ -49,9 +49,10 @@ class DecodeAdmission:
         prefix: PrefixKey | None = None,
         resumption: Resumption = NOTHING,
     ) -> DecodeRequest:
-        """Reserves a row for each sequence and the pages that land, behind the cached pages of `prefix`.
+        """Reserves a row for each sequence, and pages for the KV that will be transferred.
 
-        At least one token lands. Takes over the block table of `resumption`, also when it raises.
+        The pages follow the cached pages of `prefix`. At least one token is transferred. Takes over the block table
+        of `resumption`, also when it raises.
         Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
         """
         answered, begin_tokens = resumption.answered, len(prompt) + len(resumption.answered)
@@ -97,7 +98,7 @@ class DecodeAdmission:
     def _passed_on(self, tokens: int, sequences: int, resumption: Resumption) -> BlockTable | None:
         """Returns the block table of the earlier attempt, for `tokens` tokens; None without one, or without room.
 
-        While a preempted request waits for pages, it must do with the pages that it has.
+        While a preempted request waits for pages, the block table gets no further page.
         """
         if resumption.block_table is None:
             return None
@@ -111,7 +112,7 @@ class DecodeAdmission:
     def _block_table(
         self, tokens: int, sequences: int, prefix: PrefixKey | None, resumption: Resumption
     ) -> tuple[BlockTable, int]:
-        """Reserves pages for `tokens`; returns them and the number of tokens that are there already.
+        """Reserves pages for `tokens`; returns the block table and the number of tokens with KV in its pages.
 
         Raises `BusyError`, also while a preempted request waits for pages.
         """

@@ -16,17 +16,20 @@ from disagg.core.types import GroupInfo, RequestKey
 from disagg.model.sampling.beam_search import BeamSearch
 from disagg.model.sampling.penalties import history_of
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.node.leader import LedRequest, Send, check_request
+from disagg.node.leader import Send
+from disagg.node.led_scheduler import LedRequest
+from disagg.node.request_checks import check_request
 from disagg.node.reserving_leader import ReservingLeader
 from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m
 
 CLAIM_S = 0.5
-"""Longest wait for the pages of an earlier attempt. Behind a lost direct writer they are free after many seconds."""
+"""Longest wait for the pages of an earlier attempt. While a lost peer may still write them, they stay in use for many
+seconds."""
 
 
 class Claim(NamedTuple):
-    """A request that takes over row and pages of an earlier attempt once that is settled."""
+    """A request that takes over row and pages of an earlier attempt once that attempt is settled."""
 
     old: DecodeRequest
     message: m.Reserve
@@ -35,7 +38,7 @@ class Claim(NamedTuple):
 
 
 class AdmittingLeader(ReservingLeader):
-    """The part of `DecodeLeader` that gives requests row and pages. Linked prefill groups are known here."""
+    """The part of `DecodeLeader` that gives requests row and pages, and keeps the linked prefill groups."""
 
     _scheduler: DecodeScheduler
 
@@ -65,8 +68,8 @@ class AdmittingLeader(ReservingLeader):
     def on_peer_lost(self, peer: str) -> None:
         """Also fails requests without a first token when the leader of their prefill group is lost.
 
-        Nothing was computed for waiting ones: for them the groups are not linked, which costs no recovery. A cut in
-        the network is noticed again and again.
+        A waiting request fails with `NotLinkedError`, which costs no recovery: nothing was computed for the request,
+        and one cut of the network can cause many losses.
         """
         with self._changed:
             for claim in list(self._claims.values()):
@@ -85,7 +88,7 @@ class AdmittingLeader(ReservingLeader):
             self._changed.notify_all()
 
     def _reserve(self, router: str, message: m.Reserve) -> None:
-        """Admits a request; after an earlier attempt of it in this group has closed, if there was one."""
+        """Admits a request; first closes its earlier attempt in this group, if there is one."""
         if message.key in self._claims:
             return  # repeated
         old = self._scheduler.requests.get(message.after) if message.after is not None else None
@@ -99,7 +102,7 @@ class AdmittingLeader(ReservingLeader):
         self._admit_waiting()
 
     def expire(self) -> None:
-        """Also lets an attempt go on without the pages of the earlier one, where a lost writer may still write."""
+        """Also admits attempts whose wait for an earlier attempt's pages is over; they get other pages."""
         super().expire()
         now_s = self._clock()
         for claim in [one for one in self._claims.values() if one.until_s < now_s]:
@@ -107,7 +110,7 @@ class AdmittingLeader(ReservingLeader):
             self._admit(claim.old.router, claim.message)
 
     def _drop_claim(self, old: DecodeRequest) -> m.Reserve | None:
-        """Returns the message of the attempt that was to take over, None without one. Nothing is passed on then."""
+        """Cancels the claim on `old`; returns the message of the claiming attempt, None without one."""
         key, old.successor = old.successor, None
         return self._claims.pop(key).message if key is not None else None
 

@@ -1,4 +1,4 @@
-"""Builds the transfer agent of a decode rank from its options and its surroundings."""
+"""Builds the transfer agent of a decode rank from its options and its context."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ class CostEstimates(NamedTuple):
     """Estimated rates at one moment."""
 
     pages_per_s: float
-    """Pages that the slowest rank copies, one way."""
+    """Pages per second that the slowest rank copies in one direction."""
     tokens_per_s: float
-    """Tokens of steps that compute more than one token of a request; the step's other tokens are not counted."""
+    """Recomputed tokens per second; other tokens of the same steps are not counted."""
     steps_per_s: float = STEPS_PER_S
-    """Steps with one token of each request."""
+    """Steps per second that compute one token of each request."""
 
     @staticmethod
     def of(page_bytes: int) -> CostEstimates:

@@ -1,4 +1,4 @@
-"""Which part of a ticket's KV was announced: proves that each cell is written exactly once."""
+"""Records which part of a ticket's KV was announced, and proves that each cell is written exactly once."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Coverage:
             ahead[row] = segment.tokens.stop
 
     def is_early(self, segment: Segment) -> bool:
-        """True when another segment of its route must come first. Raises `ProtocolError` when it is on no route."""
+        """Returns whether another segment of its route must come first. Raises `ProtocolError` for a segment on no
+        route."""
         route = self._route_of(segment)
         ahead = self._next[route]
         return any(ahead[row] < segment.tokens.start for row in segment.layers.shift(-route.layers.start))

@@ -1,4 +1,4 @@
-"""Fence words: for each row of this rank the ticket that may be written; the writers' kernels read them."""
+"""Fence words: the ticket whose writes each row of this rank accepts. The writers' kernels read the words."""
 
 from __future__ import annotations
 

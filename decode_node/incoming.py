@@ -40,13 +40,13 @@ class IncomingSegment:
     """Control address of the source rank; its name in the transport."""
     lease: Lease
     again: bool = False
-    """The first sending was damaged; `state` is of the second sending."""
+    """Whether the first sending was damaged; `state` is then that of the second one."""
     scattered: DeviceEvent = None
     word: Word | None = None
     """Receives the checksum's difference while SCATTERING; None otherwise."""
     started_s: float = 0.0
     waits_since_s: float | None = None
-    """Time of the grant, when the lease was not writable then; None otherwise."""
+    """Time of the grant if the lease was not writable at that time; None otherwise."""
     _machine: StateMachine[ReceiveState, SegmentEvent, Action] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class SourceRank:
     peer: str
     """Control address."""
     writes: bool
-    """It may write straight into the pool."""
+    """Whether the rank may write directly into the pool."""
     landed_bytes: int = 0
     _machine: StateMachine[SourceState, SourceEvent, Action] = field(init=False)
 

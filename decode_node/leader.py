@@ -28,9 +28,12 @@ from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.beam_search import BeamSearch, Candidate, candidates_wanted
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import LedRequest, Scheduled, Send, finish_reason
+from disagg.node.leader import Send
+from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
+from disagg.node.request_checks import finish_reason
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
@@ -55,7 +58,7 @@ class DecodeLeader(AdmittingLeader):
         self._sampler = Sampler(eos_ids)
 
     def join(self, group: GroupInfo) -> None:
-        """Joins the complete group: its host memory is the least that any of its ranks has."""
+        """Sets the complete group. Its swap space is that of the rank with the least host memory."""
         super().join(group)
         with self._changed:
             self._scheduler.join(min(rank.swap_blocks for rank in group.ranks))
@@ -75,7 +78,7 @@ class DecodeLeader(AdmittingLeader):
         return SampledStep.launch(plan, stepped, logits, self._sampler)
 
     def commit(self, step: SampledStep) -> None:
-        """Ends the oldest step in flight: streams the next token of every sequence that the step sampled one for."""
+        """Ends the oldest step in flight: streams the token of each sequence for which the step sampled one."""
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
             generated = 0
@@ -117,7 +120,8 @@ class DecodeLeader(AdmittingLeader):
         return going
 
     def _send_answers(self, request: DecodeRequest, search: BeamSearch) -> None:
-        """Sends whole answers at once, before the close: one that is too large can still fail its request."""
+        """Sends whole answers at once, before the close: an answer too large for a message can still fail its
+        request."""
         for number, (_, tokens) in enumerate(search.answers()):
             finish = finish_reason(tokens, request.sampling, self._eos_ids)
             self._send_now(request.router, m.Tokens(request.key, 0, list(tokens), finish, answer=number))

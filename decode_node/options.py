@@ -1,4 +1,4 @@
-"""Settings and surroundings of a decode rank's receiver: what every one of its parts is constructed from."""
+"""Options and context of a decode rank's receiver, from which each of its parts is constructed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ReceiverOptions:
     checksum: bool
     """Segments carry checksums."""
     quarantine_s: float
-    """A writer that was fenced by mistake has noticed by then, and its last launch has ended."""
+    """Time after which the last launch of a fenced writer has ended, even of one that was fenced by mistake."""
     lease_timeout_s: float
     watermark_interval_s: float
     """Seconds between two repetitions of a watermark."""
 
     @staticmethod
     def of(config: Config, *, page_size: int, rows: int) -> ReceiverOptions:
-        """Returns the options that `config` sets; its `transfer` is sized. `rows`: requests that run at once."""
+        """Returns the options that `config`, whose `transfer` is sized, sets. `rows`: requests that run at once."""
         transfer = config.transfer
         return ReceiverOptions(
             page_size=page_size,

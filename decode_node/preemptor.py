@@ -62,7 +62,8 @@ class Preemptor:
         return [request for request in self._requests.values() if not request.closing]
 
     def spare_pages(self) -> int | None:
-        """Returns the pages that an admission must leave free; None while a preempted request waits: admit none."""
+        """Returns the pages that an admission must leave free; None: admit no request, because a preempted one
+        waits."""
         waits = any(r.residency in (Residency.LEAVING, Residency.OUT) for r in self.live())
         return None if waits else self._spare_pages()
 

@@ -1,4 +1,4 @@
-"""Receives the messages with which a prefill rank measures the wire, into the ring while no request uses that.
+"""Receives the messages with which a prefill rank measures the wire, into the ring while no request uses the ring.
 
 The bytes are not read. The region is freed when the prefill rank has ended the probe, is lost or takes too long, and
 no receive into the region is under way.
@@ -19,7 +19,7 @@ from transport.control import messages as m
 from transport.tags import is_probe, probe_tag
 
 HELD_S = PROBE_LIMIT_S + 1.0
-"""Longest life of a probe's lease; the prefill rank gives up before."""
+"""Longest life of a probe's lease; the prefill rank's own limit is shorter."""
 
 
 @dataclass(slots=True, eq=False)

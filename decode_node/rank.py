@@ -133,7 +133,7 @@ class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):
             self.end_steps()
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launches a step, and ends the one before it, or the step itself without `steps_ahead`."""
+        """Launches a step, then ends the previous one, or the launched step itself without `steps_ahead`."""
         before, began_s = self._in_flight, self.timeline.now()
         logits = self._forward(plan)
         step = self.leader.sample(plan, logits) if self.leader is not None else None

@@ -80,7 +80,7 @@ class ReceiveTransferState(enum.Enum):
     LANDED = "landed"
     """All KV is in its pages, and all checksums match."""
     FAILED = "failed"
-    """The leader knows of an error; nothing more is scattered."""
+    """The leader has received `RankFailed`; nothing more is scattered."""
     CLOSING = "closing"
     """The leader ended the request; ring regions or writers may be left."""
     CLOSED = "closed"

@@ -24,7 +24,7 @@ class Residency(enum.Enum):
     LEAVING = "leaving"
     """Still in its pages, which every rank is copying to host memory."""
     OUT = "out"
-    """In host memory; without host blocks nowhere, and recomputed later."""
+    """In host memory; a request without host blocks has no KV and is recomputed later."""
     RETURNING = "returning"
     """In host memory; every rank is copying it to new pages."""
 
@@ -46,7 +46,7 @@ class Sequence:
     sampling: SamplingParams
     block_table: BlockTable
     prompt: array[int] = field(repr=False)
-    """The request's."""
+    """The request's prompt."""
     computed_tokens: int
     """Positions whose KV is in its pages, or in the request's blocks."""
     tokens: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Sequence:
     published_pages: list[int] = field(default_factory=list, repr=False)
     """Pages as the ranks have them in their request-to-token tables."""
     ended: bool = False
-    """True when no step computes it any more; its pages are freed once no step uses them."""
+    """True when no further step computes the sequence; its pages are freed once no step uses them."""
     ahead_tokens: int = 0
     """Tokens that steps in flight compute, and sample: behind `computed_tokens` and behind `tokens`."""
     work_index: int = 0
@@ -76,7 +76,7 @@ class Sequence:
 
     @property
     def may_go_on(self) -> bool:
-        """False when it ends with its latest token, or with one that a step in flight samples."""
+        """False when the sequence ends with its latest token, or with a token that a step in flight samples."""
         return not self.ended and len(self.tokens) + self.ahead_tokens < self.sampling.max_tokens
 
     def last_token(self) -> int:
@@ -89,7 +89,7 @@ class Sequence:
         return tokens_at(self.prompt, self.tokens, start, start + count)
 
     def begin_like(self, other: Sequence) -> bool:
-        """Returns True when its new row begins as a copy of `other`'s, and publishes the common pages."""
+        """Returns whether its new row begins as a copy of `other`'s; if so, publishes the common pages."""
         if self.published_pages or other is self:
             return False
         pages = self.block_table.pages
@@ -114,7 +114,7 @@ class Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What is left of an earlier attempt of a request, whose group was lost."""
+    """The remains of a request's earlier attempt, which lost a group: tokens, row and pages."""
 
     answered: Tokens[int] = ()
     """Tokens of the answer so far."""
@@ -123,7 +123,7 @@ class Resumption:
     kept_tokens: int = 0
     """The first tokens whose KV is complete in `block_table`: whole pages."""
     only_kept: bool = False
-    """Other requests wait for room: without `block_table` this one must wait behind them."""
+    """True when other requests wait for room: without `block_table` this request must wait behind them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +152,7 @@ class DecodeRequest:
     begun: bool = False
     """True once the first tokens have come from the prefill group."""
     again: bool = False
-    """True during recomputation: until then no new token is computed."""
+    """True during recomputation, in which no new token is sampled."""
     some_ended: bool = False
     """True while an ended sequence holds pages."""
     residency: Residency = Residency.RESIDENT
@@ -163,7 +163,7 @@ class DecodeRequest:
     swapped_ranks: set[int] = field(default_factory=set)
     """Ranks that have ended the copy under way."""
     held: bool = False
-    """Closing, but row and pages stay for another attempt: the prefill group was lost; see `Resumption`."""
+    """The request is closing, but keeps row and pages for another attempt: the prefill group was lost."""
     successor: RequestKey | None = None
     """The attempt that takes over row and pages once the request is settled."""
     kept: BlockTable | None = None
@@ -171,7 +171,7 @@ class DecodeRequest:
     landed_tokens: dict[int, int] = field(default_factory=dict)
     """By rank that has closed: the first tokens of the ticket whose KV has landed there."""
     steps: int = 0
-    """Steps in flight that compute it: meanwhile none of its pages may be freed."""
+    """Number of steps in flight that compute the request; none of its pages may be freed unless 0."""
     closing: bool = False
     release_requested: bool = False
     """True when the router waits for `Released`."""
@@ -186,7 +186,7 @@ class DecodeRequest:
 
     @property
     def in_step(self) -> bool:
-        """True while a step computes it."""
+        """True while a step computes the request."""
         return self.steps > 0
 
     @property

@@ -1,8 +1,8 @@
 """A decode rank's ring: grants leases for the segments that will come, and sends watermarks when space gets free.
 
 A region is used again only when nothing can write it any more. Either the receive has ended and the scatter is done,
-or there is no receive: the sender said that none follows, or is fenced. A probe takes and frees its own region
-(`decode_node.probe`).
+or there is no receive: the sender has reported that no send follows, or is fenced. A probe takes and frees its own
+region (`decode_node.probe`).
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class ReceiveRing:
             self._messages.send(peer, self._watermark())
 
     def maintain(self, now_s: float) -> None:
-        """Repeats watermarks, of which one may have been lost; fails a request that blocks the ring for too long."""
+        """Repeats watermarks, because one may have been lost; fails a request that blocks the ring for too long."""
         self.due_s = now_s + self._options.watermark_interval_s
         leased = (item for incoming in self._tickets.open.values() for item in incoming.leased())
         for peer in {

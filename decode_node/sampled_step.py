@@ -39,7 +39,7 @@ class SampledStep:
     def launch(plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, sampler: Sampler) -> SampledStep:
         """Launches the choice of the next tokens from `logits`, float32 `[len(plan.work), vocab]`.
 
-        The next step may overwrite the logits: it is launched behind.
+        The next step is launched after this call and may overwrite the logits.
         """
         sampled = [index for index, one in enumerate(stepped) if one.samples]
         single = [index for index in sampled if stepped[index].request.search is None]
@@ -56,9 +56,8 @@ class SampledStep:
         return SampledStep(plan, stepped, single, tokens, list(beams), found)
 
     def shared_tokens(self) -> torch.Tensor | None:
-        """Returns the token of each work item, int64 `[len(plan.work)]` on the device: any for one without a token.
-
-        None if no work item has a token.
+        """Returns the token of each work item, int64 `[len(plan.work)]` on the device: arbitrary for an item without
+        a token. None if no work item has one.
         """
         if self.tokens is None or len(self.single) == len(self.stepped):
             return self.tokens.tokens if self.tokens is not None else None

@@ -151,7 +151,7 @@ class DecodeScheduler:
         self._forks.branch(request, beams)
 
     def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
-        """Marks a sequence that has its last token. Returns True when all of the request's have: close it then."""
+        """Marks a sequence that has its last token. Returns True if none of the request's are left: close it then."""
         return self._forks.end(request, sequence)
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
@@ -169,7 +169,8 @@ class DecodeScheduler:
         return True
 
     def rank_closed(self, request: DecodeRequest, rank: int, landed_tokens: int = 0) -> None:
-        """Records that nothing can land in the request's pages on that rank any more, and what has landed."""
+        """Records that nothing can land in the request's pages on that rank any more, and how many tokens have
+        landed."""
         request.closed_ranks.add(rank)
         request.landed_tokens[rank] = landed_tokens
         self._settle(request)
@@ -204,11 +205,11 @@ class DecodeScheduler:
             del self.requests[request.key]
 
     def drop(self, resumption: Resumption) -> None:
-        """Frees what a settled request passed on, instead of `reserve`."""
+        """Frees the row and pages that a settled request passed on; for a successor that is not reserved."""
         self._admission.drop(resumption)
 
     def resumption(self, request: DecodeRequest, answered: Tokens[int]) -> Resumption:
-        """Returns what a settled request passes on to its successor, with whole pages of landed KV."""
+        """Returns the remains of a settled request for its successor, with whole pages of landed KV."""
         landed_tokens = min(request.landed_tokens.values())
         have, size = request.ticket.tokens.start + landed_tokens, self._kv_manager.page_size
         if self._options.state_tokens or not self._options.has_kv:

@@ -63,7 +63,7 @@ class StepPlanner:
     def next_step(self) -> StepPlan | None:
         """Returns a plan with one token of each running sequence, and chunks of recomputed ones; None if empty.
 
-        None too while as many steps are in flight as allowed, or while the next step depends on their outcome.
+        Also None while as many steps are in flight as allowed, or while the next step depends on their outcome.
         """
         if self.in_flight > self._steps_ahead:
             return None
@@ -94,7 +94,7 @@ class StepPlanner:
         return stepped
 
     def move_back(self, request: DecodeRequest) -> None:
-        """Moves the request behind all others, so that each is planned when they exceed `max_batch`."""
+        """Moves the request behind all others, so that requests beyond `max_batch` are planned in turn."""
         self._requests[request.key] = self._requests.pop(request.key)
 
     def _planned(self) -> tuple[list[Stepped], list[Work]]:

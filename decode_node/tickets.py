@@ -76,7 +76,7 @@ class IncomingTickets:
             self.refuse(incoming.ticket, error)
 
     def refuse(self, ticket: Ticket, error: DisaggError) -> None:
-        """Reports to the leader why a ticket's KV does not come."""
+        """Reports to the leader why a ticket's KV cannot be received."""
         message = m.RankFailed(ticket.key, ticket.number, self._context.rank, error.code, str(error))
         self._context.to_leader(message)
 

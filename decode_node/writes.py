@@ -1,9 +1,9 @@
 """Prefill ranks that write straight into this rank's pool: offers, fences and completion notifications.
 
 A write cannot be cancelled. A ticket's pages are therefore freed only when each of its writers is proven to write no
-more. The proof is one of three: all of its segments have landed; it has ended, and the notifications of all that it
-launched have come; or `quarantine_s` has passed, after which its launched writes have ended. Later launches find the
-fence word closed.
+more. The proof is one of three: all segments of the writer have landed; the writer has ended, and the notifications
+of all its launched writes have arrived; or `quarantine_s` has passed, after which its launched writes have ended.
+Later launches find the fence word closed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class PeerWrites:
     # --- ends of writers
 
     def lost(self, incoming: IncomingTransfer, src_rank: int) -> None:
-        """Handles a lost source rank. If it may have written, the ticket waits until its last launch has ended."""
+        """Handles a lost source rank. If the rank may have written, the ticket waits until the rank's last launch has
+        ended."""
         if src_rank in incoming.unproven_writers():
             self.close_fence(incoming)
             incoming.barred_until_s = self._clock() + self._quarantine_s

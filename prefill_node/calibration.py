@@ -54,7 +54,7 @@ class Calibrator:
 
     rank: int
     configured: Config
-    """As the user set it."""
+    """The configuration as the user set it."""
     sized: TransferConfig
     """The transfer settings with every automatic value chosen."""
     device: torch.device

@@ -38,7 +38,7 @@ class Part(enum.Enum):
 
 
 class StepPart(NamedTuple):
-    """What becomes ready together: one kind of KV of one step."""
+    """One kind of KV of one step: the unit that becomes ready together."""
 
     step: int
     part: Part

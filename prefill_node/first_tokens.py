@@ -32,7 +32,7 @@ class First(NamedTuple):
 def first_tokens(
     logits: torch.Tensor, requests: Mapping[int, PrefillRequest], eos_ids: Sequence[int]
 ) -> dict[RequestKey, First | RequestError]:
-    """Returns the first tokens of each request; its key is the row of `logits` (float32 `[rows, vocab]`)."""
+    """Returns the first tokens of `requests`, each keyed by its row of `logits` (float32 `[rows, vocab]`)."""
     searches = {row: request for row, request in requests.items() if request.sampling.beams}
     others = {row: request for row, request in requests.items() if not request.sampling.beams}
     return _searches(logits, searches, eos_ids) | _others(logits, others, eos_ids)

@@ -12,9 +12,12 @@ from disagg.core.ports import Clock
 from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import Leader, LedRequest, Scheduled, Send, check_request
+from disagg.node.leader import Leader, Send
+from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
+from disagg.node.request_checks import check_request
 from prefill_node.first_tokens import First, first_tokens
 from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
 from transport.control import messages as m
@@ -47,7 +50,7 @@ class PrefillLeader(Leader):
             self.decode_leaders[other.name] = other.leader.control_address
 
     def _on_router_lost(self, request: LedRequest) -> None:
-        """Sends a computed prompt to its end: only the router may be cut off, and the decode group goes on.
+        """Finishes the transfer of a computed prompt: the decode group may still reach the router.
 
         A decode group that lost the router too stops the transfer.
         """

@@ -97,11 +97,11 @@ class SegmentMover:
             self.copying.append(item)
 
     def poll(self, now_s: float) -> None:
-        """Sends what has been gathered and notifies of what was written. Needed while `copying` is not empty."""
+        """Sends gathered segments, and notifications of written ones. Needed while `copying` is not empty."""
         for item in self.copying:
             if item.started_s is None:
                 if not is_done(item.after):  # the device still computes, and nothing is moved
-                    break  # the queue runs in order: what is behind has not begun either
+                    break  # the queue runs in order: later items have not begun either
                 _begin(item, now_s)
         self._send_copied()
 
@@ -147,7 +147,8 @@ class SegmentMover:
                     self._tickets.end(item)
 
     def _resend(self, item: OutgoingSegment) -> None:
-        """No deadlock: the destination still holds the lease, which is writable, or waits for nothing."""
+        """Sends the segment again. No deadlock: the segment's lease is still writable, or a direct write needs
+        none."""
         outgoing = item.outgoing
         if item.again or item.state is not SendState.SENT or outgoing.stopped or outgoing.reported:
             return  # the pages of a closed transfer may be another request's

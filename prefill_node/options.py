@@ -1,4 +1,4 @@
-"""What a `SegmentSender` is built from: its options, from the configuration, and its context, from the rank."""
+"""Options of a `SegmentSender`, from the configuration, and its context, from the rank."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class SendEvent(enum.Enum):
 
 
 class SendAction(enum.Enum):
-    """What the caller of `OutgoingSegment.advance` performs."""
+    """Action that the caller of `OutgoingSegment.advance` performs."""
 
     TAKE_STAGING = "take staging"
     POST_SEND = "post the send of the staging region"
@@ -92,7 +92,7 @@ class SendTransferEvent(enum.Enum):
 
 
 class TransferAction(enum.Enum):
-    """What the caller of `OutgoingTransfer.advance` performs."""
+    """Action that the caller of `OutgoingTransfer.advance` performs."""
 
     REPORT_SENT = "send RankSent to the leader"
     STOP_SEGMENTS = "stop each segment"

@@ -106,7 +106,7 @@ class SegmentSender:
     # --- set-up
 
     def adopt_thread(self) -> None:
-        """The calling thread is the transfer thread, and launches on this agent's queue only."""
+        """Makes the calling thread the transfer thread; its device work goes to this agent's queue only."""
         self.queue.adopt()
 
     def link(self, link: Link) -> None:

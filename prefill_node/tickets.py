@@ -124,7 +124,7 @@ class OutgoingTickets:
         self._to_leader(m.RankFailed(key, ticket, self._rank, error.code, str(error)))
 
     def stop(self, outgoing: OutgoingTransfer, reason: str) -> None:
-        """Drops segments whose copy was not launched, and sends `SenderEnded`. Again: changes nothing."""
+        """Drops segments whose copy was not launched, and sends `SenderEnded`. A second call changes nothing."""
         self._advance(outgoing, SendTransferEvent.STOP, reason)
 
     def send_end(self, outgoing: OutgoingTransfer, peer: str, reason: str) -> None:

@@ -112,7 +112,7 @@ class ActiveMessages:
         self._announce(peer, Linked(inbox.number))
 
     def is_linked(self, peer: str) -> bool:
-        """Returns whether messages from `peer` are received: it is linked, and not forgotten since."""
+        """Returns whether messages from `peer` are received: the peer is linked and was not forgotten since."""
         return peer in self._linked
 
     def on_linked(self, peer: str, message: Linked) -> bool:

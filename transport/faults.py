@@ -67,6 +67,11 @@ class Faults:
         """Breaks the sender's connection to the destination just before the send; both ranks live on."""
         self.rules.append(Rule("sever", nth, when))
 
+    @property
+    def all_struck(self) -> bool:
+        """Whether each rule has been applied: a test of a fault that never occurred would show nothing."""
+        return all(rule.seen > rule.nth for rule in self.rules)
+
     def take(self, source: str, destination: str, tag: int) -> list[Rule]:
         """Counts one send and returns the rules that apply to it."""
         struck = []

@@ -72,7 +72,7 @@ class InprocFabric:
                 victim.lose(other, f"the connection to {other} broke")
 
     def deliver(self, message: _Message) -> None:
-        """Puts a message in its destination's mailbox; without a destination, the send fails."""
+        """Puts a message in the queue of its destination; without a destination, the send fails."""
         for observer in self._observers:
             observer(message.source, message.destination, message.tag, message.data)
         destination = self.transports.get(message.destination)
@@ -100,7 +100,7 @@ class InprocTransport(Transport):
         self._tracker = OperationTracker()
         self._peers: dict[str, str] = {}
         self._lost: set[str] = set()
-        self._mailbox: deque[_Message] = deque()
+        self._unread: deque[_Message] = deque()
         self.wire: list[_Message] = []
         """Messages sent by this transport whose memory may still be read."""
         self._receives: deque[tuple[Operation, _Message]] = deque()
@@ -162,8 +162,8 @@ class InprocTransport(Transport):
 
     def arrivals(self) -> list[Arrival]:
         with self._fabric.lock:
-            found = [Arrival(message.tag, message.data.numel(), message) for message in self._mailbox]
-            self._mailbox.clear()
+            found = [Arrival(message.tag, message.data.numel(), message) for message in self._unread]
+            self._unread.clear()
             self._tracker.hand_out(found)
             return found
 
@@ -229,7 +229,7 @@ class InprocTransport(Transport):
 
     def accept(self, message: _Message) -> None:
         """Accepts a message delivered by the fabric."""
-        self._mailbox.append(message)
+        self._unread.append(message)
         self._wake_up.set()
 
     def end(self, operation: Operation, error: TransportError | None = None) -> None:
@@ -253,11 +253,11 @@ class InprocTransport(Transport):
             operation, message = self._receives.popleft()
             self.end(operation, PeerLostError(f"{self._name} was closed"))
             self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
-        for message in self._mailbox:
+        for message in self._unread:
             self._fabric.end_send(message, PeerLostError(f"{self._name} is gone"))
         for arrival in self._tracker.take_arrivals():
             self._fabric.end_send(_message_of(arrival), PeerLostError(f"{self._name} is gone"))
-        self._mailbox.clear()
+        self._unread.clear()
         self._peers.clear()
         del self._fabric.transports[self._name]
         for other in list(self._fabric.transports.values()):

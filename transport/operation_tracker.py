@@ -78,7 +78,7 @@ class OperationTracker:
         return operation
 
     def end(self, operation: Operation, error: TransportError | None = None) -> None:
-        """Ends a pending operation: failed with `error`, done without."""
+        """Ends a pending operation: as failed if `error` is given, else as done."""
         self._pending.pop(operation)
         operation.error = error
         operation.state = OperationState.DONE if error is None else OperationState.FAILED

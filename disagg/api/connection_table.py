@@ -78,13 +78,13 @@ class ConnectionTable:
         return ConnectionDecision(held=True, evicted=evicted, refused="" if evicted is not None else why)
 
     def begin(self, connection: Connection) -> None:
-        """A request of the connection has begun. No effect on a connection that left the table."""
+        """Marks the connection as busy with a request. No effect on a connection that left the table."""
         address = self._open.get(connection)
         if address is not None and connection in self._waiting:
             self._leave_waiting(connection, address)
 
     def wait(self, connection: Connection) -> None:
-        """The connection's requests have ended. No effect on a connection that left the table."""
+        """Marks the connection as idle: its requests have ended. No effect on a connection that left the table."""
         address = self._open.get(connection)
         if address is not None:
             self._waiting[connection] = None
@@ -102,7 +102,7 @@ class ConnectionTable:
             del self._counts[address]
 
     def statistics(self) -> ConnectionStatistics:
-        """A consistent snapshot."""
+        """Returns a consistent snapshot."""
         return ConnectionStatistics(len(self._open), len(self._waiting), len(self._counts))
 
     def check(self) -> None:

@@ -47,7 +47,7 @@ class Generator(Protocol):
         """Returns the roles that have had no living group for too long; until then requests wait for one."""
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Returns the number of answers or beams of such a request that are computed together."""
+        """Returns how many answers or beams of a request of these lengths are computed together."""
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """Returns the latest status of each group."""

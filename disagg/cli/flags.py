@@ -81,7 +81,7 @@ ApiKeyFlag = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """The weights."""
+    """Flags that select the model's weights."""
 
     model: ModelFlag = None
     random_init: RandomInitFlag = None
@@ -90,7 +90,7 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
-    """The ranks of a split system."""
+    """Flags for the ranks of a split system."""
 
     prefill_tp: Annotated[
         int | None,
@@ -106,7 +106,7 @@ class RankFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFlags:
-    """Where settings come from, beside the flags with names of their own."""
+    """Sources of settings, beside the flags with names of their own."""
 
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Configuration, TOML or YAML.")

@@ -58,7 +58,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingFlags:
-    """How an answer's tokens are chosen."""
+    """Flags for the sampling of an answer's tokens."""
 
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens; 0 is off.")] = 0

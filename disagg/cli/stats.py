@@ -1,4 +1,4 @@
-"""`disagg stats`: flags, then over to `disagg.stats`."""
+"""`disagg stats`: flags for `disagg.stats`."""
 
 from __future__ import annotations
 

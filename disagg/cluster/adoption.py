@@ -51,10 +51,10 @@ class Claimant:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a group must have in common with the launch that adopts it."""
+    """Properties that a group must share with the launch that adopts the group."""
 
     config: Config
-    """With the placement."""
+    """The launch's configuration, with the placement."""
     placement: Placement
     keys: KeySet
     fingerprint: str
@@ -120,7 +120,7 @@ class _Claimed:
 
 
 class _OwnedError(ConfigError):
-    """The owner of the groups lives."""
+    """Raised when the owner of the groups is alive."""
 
 
 class _Claims:

@@ -52,7 +52,8 @@ def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:
 
 
 class SentKeys:
-    """Sends changed keys to ranks, whose hosts may have no key file; this process reads the file. One thread."""
+    """Sends changed keys to ranks, whose hosts may have no key file; this process reads the file. Used by one
+    thread."""
 
     def __init__(self, keys: KeyRing) -> None:
         self._keys = keys

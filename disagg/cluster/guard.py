@@ -1,7 +1,7 @@
 """Ends the processes of a private Ray when the command that started them has ended, however it ended.
 
 Run as a script in a process of its own, which needs no import of this package. It waits for the end of its standard
-input, a pipe from the command, so that a command killed with SIGKILL is noticed too. Processes are found by a mark
+input, a pipe from the command, so that it detects a SIGKILL of the command too. Processes are found by a mark
 in their environment and by open files in the folder of this Ray, so those that lost their parent are found too.
 """
 

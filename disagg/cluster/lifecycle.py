@@ -157,7 +157,7 @@ class Cluster:
                 self._ranks.kill(group)
 
     def stop_watching(self) -> None:
-        """Ends the watcher: no death is noticed any more, and no group can be added. Idempotent."""
+        """Ends the watcher: no death is detected any more, and no group can be added. Idempotent."""
         self._stopping.set()
         self._no_more_groups.set()
         if self._watcher.is_alive():
@@ -268,7 +268,7 @@ class Cluster:
             try:
                 self._look()
             except Exception:
-                log.exception("cluster_watch_failed")  # a bug; without this thread no death is noticed
+                log.exception("cluster_watch_failed")  # a bug; without this thread no death is detected
                 self._stopping.wait(WATCH_S)
 
     def _look(self) -> None:
@@ -296,7 +296,7 @@ class Cluster:
             self._hangs(group, rank)
 
     def _hangs(self, group: Group, rank: int) -> None:
-        """Kills the group of a rank that answers nothing."""
+        """Kills the group of a rank that does not answer."""
         timeout_s = self.config.cluster.hang_timeout_s
         why = f"rank {rank} has not answered for {timeout_s:g} s (cluster.hang_timeout_s)"
         if self._parked.drop((group, rank)) and not self._stopping.is_set():

@@ -111,7 +111,7 @@ def guarded(folder: Path) -> Iterator[PrivateRay]:
     finally:
         os.environ.pop(guard.MARK, None)
         if process is not None:
-            with contextlib.suppress(OSError):  # somebody has killed the guard
+            with contextlib.suppress(OSError):  # the guard was killed
                 process.communicate(guard.CLEAN)
 
 

@@ -1,4 +1,4 @@
-"""Detects ranks whose process lives but answers nothing: stopped, or with its interpreter held for ever.
+"""Detects ranks whose process exists but does not answer: stopped, or with its interpreter held for ever.
 
 Each rank gets a small call at regular intervals, at most one at a time. Any answer counts, an error too: a death is
 reported by the end of the rank's `park` call.
@@ -46,7 +46,7 @@ class Pulses:
         self._looked_s = self._renewed_s = clock()
 
     def renew(self, starting: Iterable[Group]) -> None:
-        """Shows ranks that start that their owner lives, when due. A start may delay their answers for long."""
+        """Sends pulses to starting ranks, when due, and awaits no answer: a start may delay it for long."""
         now_s = self._clock()
         if not self._token or now_s < self._renewed_s + self._hang_timeout_s / PER_TIMEOUT:
             return

@@ -23,9 +23,12 @@ from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
-from disagg.node.leader import LedRequest, Scheduled, Send, check_request, finish_reason
+from disagg.node.leader import Send
+from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
+from disagg.node.request_checks import check_request, finish_reason
 from disagg.node.reserving_leader import ReservingLeader
 from disagg.node.waiting import WaitingRequest
 from transport.control import messages as m

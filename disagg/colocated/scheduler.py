@@ -3,7 +3,7 @@
 Each step decodes a token of every running answer. The rest of the step's token budget goes to prompt chunks, so
 prompts never stall answers (chunked prefill with stall-free batching, Sarathi-Serve, Agrawal et al., 2024).
 
-Owner of a request's row and pages (its block table), and who frees them:
+Owner of a request's row and pages (its block table), and the code that frees them:
 
     [reserve, settled)     the request; cached pages also belong to the cache and to other requests
     settled                `_settle` frees, once the request is closing and no running step computes it. Ranks need

@@ -70,7 +70,7 @@ def limit_tokens(config: Config, source: ModelSource) -> int:
 
 @contextlib.contextmanager
 def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
-    """Starts Ray, or connects to the one of `cluster.ray`, and all groups; stops what it started at the end.
+    """Starts or joins Ray, as `cluster.ray` selects, and starts all groups; stops at the end all that it started.
 
     A TP size of None is chosen by the number of GPUs.
     """

@@ -16,10 +16,10 @@ refuses {refused} at start with a one-line error. This command writes the page:
     disagg models --check --out docs/models.md
 
 The command builds a tiny model of each type, with random weights and all layer kinds of the type's default. It
-compares greedy tokens with those of Hugging Face's `generate()` in float32 on a CPU. Prompts have {prompts} tokens,
-answers {answers}, sliding windows {window}. *Exact* means that all tokens are equal in two runs: one batch with
-chunks of {chunks} tokens, and a split system with two prefill ranks and one decode rank. Encoder types are built
-as decoders (`is_decoder`).
+compares greedy tokens with those of Hugging Face's `generate()` in float32 on a CPU. Prompts have
+{prompts} tokens, answers {answers}, sliding windows {window}. *Exact* means that all tokens are equal in two
+runs: one batch with chunks of {chunks} tokens, and a split system with two prefill ranks and one decode rank.
+Encoder types are built as decoders (`is_decoder`).
 
 A checkpoint of an exact type may still be refused for settings in its configuration, such as quantized weights.
 "Held whole" names the parts that every rank of a group computes in full, because they cannot be split exactly.

@@ -90,7 +90,7 @@ class MHATokenToKVPool:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the memory."""
         return self.buffer.device
 
     @property
@@ -161,7 +161,7 @@ class ClassedKVPool:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """Device of the memory."""
         return self.parts[0].device
 
     @property

@@ -50,7 +50,7 @@ class RadixStatistics:
     misses: int
     hit_tokens: int
     queried_tokens: int
-    """Tokens of the prompts of hits and misses."""
+    """Prompt tokens of all counted requests, hits and misses."""
     evicted_pages: int
 
 

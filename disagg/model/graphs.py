@@ -19,15 +19,18 @@ from typing import Any, ClassVar
 import structlog
 import torch
 
+from disagg.core.collection import collection_paused
 from disagg.model.batch import SequenceSlice, StepBatch
 
 log = structlog.get_logger(__name__)
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 _STEP = 32
-_CHUNK_SIZES = (16, 32, 64, 128, 256)
+_CHUNK_SIZES = (16, 32, 64, 96, 128, 160, 192, 224, 256)
 SHORT_TOKENS = 4096
 _WARM_UPS = 2
+
+CAPTURE_MODE = "thread_local"
 
 cuda: Any = torch.cuda  # its graphs carry no types
 
@@ -52,6 +55,12 @@ def chunk_sizes(chunk_tokens: int) -> tuple[int, ...]:
 def context_limits(max_tokens: int) -> tuple[int, ...]:
     """Returns the longest contexts of decode steps that are recorded, ascending."""
     return (SHORT_TOKENS, max_tokens) if max_tokens > 2 * SHORT_TOKENS else (max_tokens,)
+
+
+def end_recording(stream: Any, device: torch.device) -> None:
+    """Resets torch's random generator after a failed recording, by a recording that succeeds."""
+    with cuda.graph(cuda.CUDAGraph(), stream=stream, capture_error_mode=CAPTURE_MODE):
+        torch.zeros(1, device=device)
 
 
 class StepGraphs(ABC):
@@ -87,15 +96,18 @@ class StepGraphs(ABC):
         graphs: dict[tuple[int, int], Any] = {}
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         try:
-            for size in reversed(self._sizes):
-                numbers = torch.tensor(self.step_numbers(size, ()), dtype=torch.int64, device=self._device)
-                self._numbers[size] = numbers
-                for limit in self._limits:
-                    graphs[size, limit] = self._record(size, limit, pool, stream)
+            with collection_paused():
+                for size in reversed(self._sizes):
+                    numbers = torch.tensor(
+                        self.step_numbers(size, ()), dtype=torch.int64, device=self._device
+                    )
+                    self._numbers[size] = numbers
+                    for limit in self._limits:
+                        graphs[size, limit] = self._record(size, limit, pool, stream)
         except (RuntimeError, ValueError) as exc:
             self._numbers.clear()
             self._logits = torch.empty(0)
-            self._end_recording(stream)
+            end_recording(stream, self._device)
             log.warning("steps_not_recorded", why=str(exc).splitlines()[0], then="launched kernel by kernel")
         else:
             self._graphs = graphs
@@ -137,11 +149,6 @@ class StepGraphs(ABC):
             *[self._trash_row] * fill,
         ]
 
-    def _end_recording(self, stream: Any) -> None:
-        """Resets torch's random generator after a failed recording, by a recording that succeeds."""
-        with cuda.graph(cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
-            torch.zeros(1, device=self._device)
-
     def _record(self, size: int, limit: int, pool: Any, stream: Any) -> Any:
         numbers, rows = self._numbers[size], self._rows(size)
         stream.wait_stream(cuda.current_stream(self._device))
@@ -150,7 +157,7 @@ class StepGraphs(ABC):
                 self._logits[:rows].copy_(self._compute(numbers, limit))
         graph = cuda.CUDAGraph()
         # Transfer threads of this process may call CUDA meanwhile: only this thread's calls are checked.
-        with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=CAPTURE_MODE):
             self._logits[:rows].copy_(self._compute(numbers, limit))
         return graph
 

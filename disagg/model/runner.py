@@ -41,6 +41,7 @@ from disagg.model.layers.row_wise import RowWise, use_linear_kernels
 from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
 from disagg.model.page_copies import copy_in_order
+from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
 from disagg.model.recurrent.request_cache import RequestCache, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
@@ -146,6 +147,7 @@ class ModelRunner:
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
         """Tokens of the step before, which a step may refer to."""
         self._graphs: StepGraphs | None = None
+        self._pieces: PiecewiseGraphs | None = None
 
     def _attention_classes(self) -> list[AttentionClass]:
         """The rank's heads for each class of attention layers."""
@@ -184,7 +186,7 @@ class ModelRunner:
     @property
     def recorded(self) -> bool:
         """Whether steps run as CUDA graphs."""
-        return self._graphs is not None and self._graphs.recorded
+        return any(kind is not None and kind.recorded for kind in (self._graphs, self._pieces))
 
     def record(self, largest: int) -> None:
         """Records decode steps of up to `largest` requests, where `recordable`; all ranks of a group together."""
@@ -195,6 +197,17 @@ class ModelRunner:
         """Records short prefill steps of up to `chunk_tokens` tokens, where `recordable`; all ranks together."""
         limits = (self.req_to_token.max_tokens,)
         self._record(ChunkGraphs, self._chunk, chunk_sizes(chunk_tokens), limits)
+
+    def record_pieces(self, chunk_tokens: int, decodes: int) -> None:
+        """Records steps of up to `chunk_tokens` tokens in pieces, where `recordable`; `decodes`: one-token sequences.
+
+        For steps that no other recording takes; all ranks of a group together.
+        """
+        if self.recordable:
+            sizes, sequences = piece_sizes(chunk_tokens), decodes + SEQUENCES
+            compute = partial(self._run, cache=None)
+            self._pieces = PiecewiseGraphs(compute, sizes, sequences, self.spec.vocab_size, self.device)
+            self._pieces.record()
 
     def _record(
         self, kind: type[StepGraphs], compute: Compute, sizes: tuple[int, ...], limits: tuple[int, ...]
@@ -207,11 +220,12 @@ class ModelRunner:
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Runs every step inside the block without CUDA graphs."""
-        graphs, self._graphs = self._graphs, None
+        recorded = self._graphs, self._pieces
+        self._graphs = self._pieces = None
         try:
             yield
         finally:
-            self._graphs = graphs
+            self._graphs, self._pieces = recorded
 
     def resize(self, pool_tokens: int) -> None:
         """Frees the pool and allocates one of `pool_tokens` slots; only before any request has a row."""
@@ -311,6 +325,8 @@ class ModelRunner:
         ids, positions = index.input_ids.view(rows, -1), index.positions.view(rows, -1)
         if any(token < 0 for one in batch.sequences for token in one.tokens):
             ids = self.sampled.resolve(ids)
+        if self._pieces is not None and self._pieces.takes(batch):
+            return self._pieces.run(ids, positions, index.last, context)
         return self._run(ids, positions, index.last if cache is None else 1, context, cache)
 
     def _decode(self, numbers: torch.Tensor, max_tokens: int) -> torch.Tensor:

@@ -62,7 +62,7 @@ class Started(NamedTuple):
 
 
 class RankRecord(NamedTuple):
-    """All that a launch needs to adopt a rank of another one."""
+    """Data that a launch needs to adopt a rank of another launch."""
 
     process: ProcessIdentity
     config: Config
@@ -149,11 +149,11 @@ class RankHost:
         return ProcessIdentity.own()
 
     def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
-        """Returns at once: the process runs, and its interpreter is not held. False: the caller is not the owner."""
+        """Returns at once, which proves that the interpreter runs; False if the caller is not the owner."""
         return self._ownership.pulse(token, counts)
 
     def claim(self, claimant: Owner) -> ClaimReply:
-        """Makes `claimant` the owner if the present one is dead; then returns what it needs to adopt the rank."""
+        """Makes `claimant` the owner if the present one is dead; the reply then has the data for an adoption."""
         with self._changed:
             granted = self._ownership.claim(claimant)
             self._changed.notify_all()  # the `park` call of a former owner
@@ -195,6 +195,8 @@ class RankHost:
                 runner.record(group.decode_batch)
             elif group.graphs:
                 runner.record_chunks(group.chunk_tokens)
+            if group.graphs and self.node_class.role != "decode":
+                runner.record_pieces(group.chunk_tokens, group.decode_batch)
         choice = self._choose_transport()
         self.node = self.node_class(
             rank=self._rank,
@@ -230,7 +232,7 @@ class RankHost:
         self._keys.replace(keys)
 
     def peer_lost(self, address: str) -> None:
-        """Ends all work with a dead peer; the cluster may notice a death before the control channel does."""
+        """Ends all work with a dead peer; the cluster may detect a death before the control channel does."""
         self._linked = tuple(
             group for group in self._linked if all(rank.control_address != address for rank in group.ranks)
         )
@@ -251,7 +253,7 @@ class RankHost:
     def park(self, token: str = "") -> str:
         """Blocks until the rank stops (returns ""), its group fails (returns the reason), or has another owner.
 
-        The caller notices the end of a rank without polling. The reply to a former owner is `DISOWNED`.
+        The caller thus detects the end of a rank without polling. The reply to a former owner is `DISOWNED`.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._over or not self._ownership.is_owner(token))

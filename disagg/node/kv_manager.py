@@ -2,7 +2,7 @@
 
 All ranks of a group use the same row and page numbers, so only the leader has a KV manager.
 
-References to a request's pages, their owner, and who frees them:
+References to a request's pages, their owner, and the code that frees them:
 
     [reserve, release)      the block table references each of its pages, cached ones too; `release` frees, or
                             `vacate`, after which `refill` allocates new pages

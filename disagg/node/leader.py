@@ -11,9 +11,9 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar
 
 import structlog
 
@@ -21,24 +21,23 @@ from disagg.core.config.read import Role
 from disagg.core.errors import (
     BusyError,
     DisaggError,
-    InvalidRequestError,
     PeerLostError,
     ProtocolError,
     RequestTimeoutError,
 )
 from disagg.core.ports import Clock
 from disagg.core.prefixes import PrefixKey
-from disagg.core.sampling import check_sampling, ending_tokens
 from disagg.core.status import GroupStatus, RankStatus
-from disagg.core.tokens import TokenIds, all_below
-from disagg.core.types import GroupInfo, RequestKey, SamplingParams
+from disagg.core.tokens import TokenIds
+from disagg.core.types import GroupInfo, RequestKey
 from disagg.kv.event_log import KVEventLog
-from disagg.model.sampling.beam_search import candidates_wanted
-from disagg.model.spec.model_spec import ModelSpec, require_one_rope
+from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.group_status import Scheduled, group_status
 from disagg.node.kv_event_publisher import KVEventPublisher
-from disagg.node.kv_manager import KVManagerStatistics
+from disagg.node.led_scheduler import LedRequest, LedScheduler
 from disagg.node.plan import StepPlan
 from disagg.node.reports import Reports
+from disagg.node.request_checks import finish_reason
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
@@ -47,77 +46,6 @@ IDLE_S = 0.25
 """Interval at which an idle leader checks deadlines."""
 
 Send = Callable[[str, m.Message], None]
-
-
-def check_request(
-    prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec, answered: Sequence[int] = ()
-) -> None:
-    """Raises `InvalidRequestError` or `PromptTooLongError` for a request that a step could not compute.
-
-    The check comes first because a failed step breaks the whole group. `answered`: the answer so far.
-    """
-    if not prompt:
-        raise InvalidRequestError("the prompt has no tokens; it must have 1 or more")
-    if not all_below(prompt, spec.vocab_size):
-        raise InvalidRequestError(
-            f"the prompt has a token outside the model's vocabulary of {spec.vocab_size} tokens"
-        )
-    check_sampling(sampling, spec.vocab_size, spec.eos_ids)
-    wanted = candidates_wanted(sampling, ending_tokens(sampling, spec.eos_ids))
-    if wanted > spec.vocab_size:
-        raise InvalidRequestError(
-            f"beams = {sampling.beams} is not allowed: the search ranks {wanted} tokens, and the model's vocabulary "
-            f"has {spec.vocab_size}",
-            param="beams",
-        )
-    require_one_rope(spec, len(prompt), sampling.max_tokens)
-    if answered and (sampling.sequences > 1 or sampling.beams):
-        raise InvalidRequestError(
-            f"one answer so far is given to a request of {sampling.sequences} sequences: continue each answer as a "
-            f"request of its own"
-        )
-    if answered and max(answered) >= spec.vocab_size:
-        raise InvalidRequestError(
-            f"the answer so far has a token outside the model's vocabulary of {spec.vocab_size} tokens"
-        )
-
-
-def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
-    """Returns why the answer ends with its last token: `stop`, `length`, or None if the answer continues."""
-    if tokens[-1] in ending_tokens(sampling, eos_ids):
-        return "stop"
-    return "length" if len(tokens) >= sampling.max_tokens else None
-
-
-class LedRequest(Protocol):
-    """Fields of a request that the base class uses."""
-
-    key: RequestKey
-    router: str
-    deadline_s: float
-    closing: bool
-    release_requested: bool
-
-
-class Scheduled(NamedTuple):
-    """A scheduler's counts of requests and memory; see `disagg.core.status.GroupStatus`."""
-
-    waiting: int
-    running: int
-    closing: int
-    memory: KVManagerStatistics
-    preemptions: int = 0
-
-
-class LedScheduler(Protocol):
-    """Methods of a scheduler that the base class uses."""
-
-    @property
-    def requests(self) -> Mapping[RequestKey, LedRequest]:
-        """Requests that still own memory or wait for a release."""
-
-    def check(self) -> None:
-        """Raises `InvariantError` if the scheduler is inconsistent."""
 
 
 class Leader(ABC):
@@ -144,7 +72,7 @@ class Leader(ABC):
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None
-        """Called once, under the lock, with the reason: whoever runs the rank's process ends the group."""
+        """Called once, under the lock, with the reason; the owner of the rank's process then ends the group."""
 
     @property
     def changed(self) -> threading.Condition:
@@ -326,29 +254,7 @@ class Leader(ABC):
 
     def _status(self) -> GroupStatus:
         assert self._group is not None, "a leader is used after join"
-        scheduled, reports = self._scheduled(), self._reports
-        pages, cache = scheduled.memory.pages, scheduled.memory.cache
-        alone = cache.cached_pages - cache.locked_pages if cache is not None else 0
-        return GroupStatus(
-            self._group.name,
-            self._role,
-            reports.ranks,
-            requests_waiting=scheduled.waiting,
-            requests_running=scheduled.running,
-            requests_closing=scheduled.closing,
-            page_size=pages.page_size,
-            pages=pages.pages,
-            pages_used=pages.used_pages - alone,
-            pages_cached=alone,
-            tokens_held=pages.used_tokens - alone * pages.page_size,
-            evicted_pages_total=cache.evicted_pages if cache is not None else 0,
-            cached_tokens_total=cache.hit_tokens if cache is not None else 0,
-            preemptions_total=scheduled.preemptions,
-            tokens_total=reports.tokens,
-            steps_total=reports.steps,
-            step_s_total=reports.step_s,
-            broken=self.broken,
-        )
+        return group_status(self._group.name, self._role, self._scheduled(), self._reports, self.broken)
 
     def _requests(self) -> list[LedRequest]:
         return list(self._scheduler.requests.values())

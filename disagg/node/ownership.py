@@ -1,7 +1,7 @@
 """Ownership of a rank that outlives its launch: one launch at a time supervises it, or it ends.
 
 An owner proves its life with pulses. When they stop, another launch may claim the rank with a higher epoch. The old
-owner's pulses are refused from then on, so a launch that was paused notices its loss.
+owner's pulses are refused from then on, so a launch that was paused detects the loss.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Ownership:
         return self._owner.token == token
 
     def pulse(self, token: str, counts: GroupCounts = NO_COUNTS) -> bool:
-        """Notes that the owner lives. Returns False, without effect, when `token` is not the owner's."""
+        """Records a pulse of the owner. Returns False, without effect, when `token` is not the owner's."""
         with self._lock:
             if not self.is_owner(token):
                 return False

@@ -23,7 +23,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     row: int
     start: int
     tokens: list[int]
-    """Token ids, or a reference to the token that a work item of the plan before samples."""
+    """Token ids, or a reference to the token that a work item of the previous plan samples."""
     prompt_tokens: int
     """Length of the request's whole prompt, without an answer so far."""
     pages: list[int] = []

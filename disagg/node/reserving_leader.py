@@ -14,7 +14,8 @@ from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTim
 from disagg.core.ports import Clock
 from disagg.core.types import SamplingParams
 from disagg.model.spec.model_spec import ModelSpec
-from disagg.node.leader import Leader, LedScheduler, Send
+from disagg.node.leader import Leader, Send
+from disagg.node.led_scheduler import LedScheduler
 from disagg.node.waiting import WaitingQueue, WaitingRequest
 from transport.control import messages as m
 

@@ -175,7 +175,7 @@ class TransferLoop:
             self._transport.close()
 
     def turn(self) -> bool:
-        """Runs posted work, and handles what the transport has for the agent; returns whether there was anything.
+        """Runs posted work, passes completed operations and arrivals to the agent; returns whether there was any.
 
         The thread repeats `turn` and `run_timers`; a simulation without the thread calls both.
         """

@@ -71,7 +71,7 @@ class WaitingQueue:
         return self._queues[router][key] if router is not None else None
 
     def add(self, request: WaitingRequest) -> None:
-        """Queues a request behind the others of its router. The queue is not `full`, the request not in it."""
+        """Queues a request behind the others of its router. The queue must not be `full` or contain the request."""
         key = request.reserve.key
         assert not self.full, "the caller refuses further requests"
         assert key not in self._routers, "a request waits once"

@@ -1,4 +1,4 @@
-"""What a server chose at its start, and why: one table."""
+"""Table of the settings that a server chose at its start, with the reasons."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def choices(
 
 
 def choices_table(found: Sequence[ChosenSetting]) -> Table:
-    """Returns the choices as rich draws them."""
+    """Returns the choices as a rich table."""
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column in ("setting", "value", "why"):
         table.add_column(column)

@@ -35,7 +35,7 @@ class Follower:
     def apply(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
         """Adopts the complete list of groups: drains those in `draining`, removes missing ones, which are dead.
 
-        A group that drained for a directory that died, and does not for the next one, is used again.
+        A group that drained for a dead directory is used again, unless its successor drains the group too.
         """
         listed = {group.name: group for group in groups}
         for engine in self._router.engines:

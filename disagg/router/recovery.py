@@ -1,4 +1,4 @@
-"""Recovery of requests whose groups are lost: what is left to do, how often, and at which rate.
+"""Recovery of requests whose groups are lost: the work that is left, and the limits of number and rate.
 
 A request is cut into attempts, each a `disagg.router.session.Session` under its own epoch. When a session fails with
 a `Loss`, another session goes on with the prompt and the answer so far. Several answers that have tokens already go
@@ -20,11 +20,11 @@ from disagg.core.types import SamplingParams
 from disagg.router.answers import Answer
 
 DEADLY = 2
-"""Sessions in which a request may lose a group at the same token; then it counts as the cause."""
+"""Number of sessions that lose a group at the same token, after which the request counts as the cause."""
 FIRST_LINK_PAUSE_S, LONGEST_LINK_PAUSE_S = 0.05, 2.0
 """Pause after a session whose groups were not linked; doubles while that goes on."""
 SAME_FAULT_S = 5.0
-"""A session that begins within this time of a loss can meet the same fault, which its groups have not noticed."""
+"""A session that begins within this time of a loss can meet the same fault, which its groups have not detected."""
 SECOND_PAUSE_S = 1.0
 """Pause before the second recovery of a request; four times as long before each later one."""
 
@@ -64,7 +64,7 @@ class Branch:
     def is_same_fault(self, groups: Iterable[str], started_s: float) -> bool:
         """Returns whether the loss of a session, started at `started_s` with these groups, counts as the latest one.
 
-        A fault is noticed several times: by each data connection and each control channel of the groups.
+        Each data connection and each control channel of the groups detects a fault at its own time.
         """
         overlaps = bool(self.suspects) and not self.suspects[-1].isdisjoint(groups)
         return overlaps and self._tokens() == self.tokens and started_s <= self.recovered_s + SAME_FAULT_S

@@ -1,4 +1,4 @@
-"""One request from prompt to last token, over as many sessions as its groups' deaths make necessary."""
+"""One request from its prompt to its last token: a new session follows each loss of a group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from disagg.router.session_events import Loss
 log = structlog.get_logger(__name__)
 
 NO_GROUP_PAUSE_S = 0.25
-"""Longest pause before a request looks for a group again, where none is up."""
+"""Longest pause between two choices of groups while a role has none."""
 
 Pair = tuple[RoutedGroup, RoutedGroup]
 """The prefill and the decode group of a session, the same one if colocated."""
@@ -55,7 +55,7 @@ class RoutedRequest:
 
 @dataclass(slots=True)
 class RunContext:
-    """What the requests of a router share."""
+    """State and callbacks that the requests of a router share."""
 
     dispatcher: ResponseDispatcher
     options: RecoveryOptions
@@ -64,7 +64,8 @@ class RunContext:
     recovered: Callable[[Loss], None]
     """Called for each recovery."""
     avoid: Callable[[Pair], None]
-    """Called with the groups of each failed session whose request goes on: another pair is better for some time."""
+    """Called with the groups of each failed session whose request goes on, so that the pair is avoided for a
+    while."""
     dead_groups: Callable[[Iterable[str]], set[str]]
     """Returns those of the named groups that are dead, and not only silent."""
     decode_groups: Callable[[], int]
@@ -73,7 +74,7 @@ class RunContext:
 
 @dataclass(slots=True)
 class RequestRun:
-    """Runs one request. `run` once; every session is released when it has ended."""
+    """Runs one request. Call `run` once; when it returns, every session is released."""
 
     context: RunContext
     request: RoutedRequest
@@ -188,7 +189,8 @@ class RequestRun:
     def _recover(
         self, branch: Branch, session: Session, load: SessionLoad, error: DisaggError
     ) -> tuple[list[Branch], float]:
-        """Returns what is left of `branch`, and the pause before. Raises `error`, or why the request is given up."""
+        """Returns the unfinished part of `branch`, and the pause before it. Raises `error`, or why the request is
+        given up."""
         request, context = self.request, self.context
         groups = {session.prefill.name, session.decode.name}
         peer_lost = session.loss in (Loss.PREFILL, Loss.DECODE)

@@ -50,7 +50,7 @@ class ResponseDispatcher:
         self._control.start(self._from_channel, self._silent_from_channel, self._met_from_channel)
 
     def watch(self, peer: str) -> None:
-        """Starts to monitor `peer`: its death, silence and return are noticed without traffic."""
+        """Starts to monitor `peer`: its death, silence and return are detected without traffic."""
         self._watched.add(peer)
         self._control.watch(peer)
 

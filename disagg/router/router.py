@@ -143,7 +143,7 @@ class Router:
         return tuple(engine.group.name for engine in self.engines if engine.draining)
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Returns the number of answers or beams of such a request that every living group can compute together."""
+        """Returns how many answers or beams of a request of these lengths each living group can compute together."""
         most = (
             min(limit.max_sequences, sequences_that_fit(prompt_tokens, max_tokens, *limit[1:]))
             for limit in self._table.limits(self._roles[-1])

@@ -77,7 +77,7 @@ class Session(SessionHandlers):
         return self.step(SessionTrigger.FAILED, error)
 
     def step(self, trigger: SessionTrigger, item: Any = None) -> list[SessionAction]:
-        """Performs the transition of `trigger`; `item` is what its handler takes."""
+        """Performs the transition of `trigger`; `item` is the argument of its handler."""
         transition = TRANSITIONS[self.phase].get(trigger)
         if transition is None:
             raise InvariantError(f"session {self.key}: no transition from {self.phase} on {trigger}")

@@ -80,7 +80,7 @@ class SessionDriver:
         releasing.result()
 
     async def release_after(self, reserving: asyncio.Event) -> None:
-        """Releases once another session has claimed the pages of this one: its `reserving`."""
+        """Releases the request after `reserving`, which is set once another session has claimed its pages."""
         await reserving.wait()
         await self.release()
 

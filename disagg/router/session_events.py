@@ -1,4 +1,4 @@
-"""What a session can be in, receive and order: its phases, triggers and actions."""
+"""Phases, triggers and actions of a session."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SessionPhase(Enum):
 
 
 class SessionTrigger(Enum):
-    """What an event means to a session: one column of `TRANSITIONS`."""
+    """Meaning of an event for a session: one column of `TRANSITIONS`."""
 
     START = "start"
     DEADLINE = "deadline"
@@ -80,7 +80,7 @@ SessionAction = SendMessage | EmitOutput | RaiseError | CountPromptComputed
 
 
 class Loss(Enum):
-    """Why a session failed, where another session can go on with the request."""
+    """Cause of a session's failure after which another session can continue the request."""
 
     PREFILL = "prefill_lost"
     """The prefill group, or its connection with the decode group."""

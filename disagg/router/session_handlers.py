@@ -103,7 +103,7 @@ class SessionHandlers(ABC):
         elif isinstance(error, NotLinkedError) or (
             prefill and isinstance(error, PeerLostError) and not self._prompt_sent
         ):
-            # One cut is noticed several times: by each data connection, and by silence again and again.
+            # One cut is detected several times: by each data connection, and repeatedly by silence.
             self.unlinked, self.resumable = True, resumable
         elif isinstance(error, PeerLostError):
             self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
@@ -118,7 +118,7 @@ class SessionHandlers(ABC):
 
     @abstractmethod
     def step(self, trigger: SessionTrigger, item: Any = None) -> list[SessionAction]:
-        """Performs the transition of `trigger`; `item` is what its handler takes."""
+        """Performs the transition of `trigger`; `item` is the argument of its handler."""
 
     def send_reserve(self, _: None) -> list[SessionAction]:
         self.started_s = self.now_s

@@ -31,7 +31,7 @@ class GroupStatuses:
         engines: Callable[[], Sequence[RoutedGroup]],
         compares: Callable[[RoutedGroup], bool] = lambda _: False,
     ) -> None:
-        """`engines` returns the living groups; `compares` tells whether a group's KV events are needed."""
+        """`engines` returns the living groups; `compares` returns whether a group's KV events are needed."""
         self._dispatcher, self._engines, self._compares = dispatcher, engines, compares
         self._interval_s = 0.0
         self._statuses: dict[str, GroupStatus | None] = {}
@@ -66,7 +66,7 @@ class GroupStatuses:
         return tuple(self._of(engine) for engine in engines)
 
     def broken(self, engine: RoutedGroup) -> bool:
-        """Returns whether the group's latest report says that the group cannot serve any more."""
+        """Returns whether the group is broken by its latest report, and cannot serve any more."""
         return bool(self._of(engine).broken)
 
     def _of(self, engine: RoutedGroup) -> GroupStatus:

@@ -1,1 +1,1 @@
-"""The listening sockets of this user's processes: where they listen, what for, and what keeps strangers out."""
+"""The listening sockets of this user's processes: their addresses, purposes and protection."""

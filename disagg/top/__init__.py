@@ -1,1 +1,1 @@
-"""`disagg top`: what a server does now, in a terminal."""
+"""`disagg top`: shows a server's current work in a terminal."""

@@ -35,8 +35,10 @@ from kernels.attention.splits import (
 
 _PROGRAMS_PER_MULTIPROCESSOR = 64
 """Size of the grid for the longest contexts; most programs end at once."""
-_LEAST_SPLIT_TOKENS = (256, 4096)
-"""Minimum split with few sequences, where splits fill the device, and with enough sequences."""
+_LEAST_SPLIT_TOKENS = (64, 1024, 4096)
+"""Minimum split of one sequence, of nearly enough sequences to fill the device, and of enough of them."""
+_MANY_PROGRAMS = 6
+"""Programs of each multiprocessor from which small ones, of which more run at a time, are faster."""
 _MAX_GROUP_ROWS = {torch.float32: 16}
 """Query heads of one program (64 in 16 bits); more query heads per KV head use further programs."""
 
@@ -51,11 +53,13 @@ class DecodeTile:
     """Pipeline stages: loads of one block overlap the arithmetic of another."""
 
 
-def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int) -> DecodeTile:
+def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int, many: bool = False) -> DecodeTile:
     """Returns the tile for the queries' type, a pool element's size and the head size, for several programs
-    per multiprocessor."""
+    per multiprocessor. `many`: at least `_MANY_PROGRAMS` of them."""
     if dtype == torch.float32:  # no tensor cores
         return DecodeTile(tokens=16, stages=2)
+    if many and element_bytes == 2 and head_dim <= 128:
+        return DecodeTile(tokens=32, warps=2, stages=3)
     # Quantized values pass through registers in any case, so no stage is copied ahead.
     return DecodeTile(tokens=64 if head_dim <= 128 else 32, stages=1 if element_bytes == 1 else 2)
 
@@ -63,13 +67,13 @@ def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int) -> DecodeTile
 def decode_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
     """Returns the splits for `programs` (before any context is split) and contexts of up to `max_tokens`.
 
-    Measured on an H200 with 8 x 4,096 tokens: splits of 1,024 are fastest for 64 programs, none for 512. The
-    minimum grows with the programs in between.
+    Measured on an H200: with 1 x 576 tokens splits of 64 are fastest, with 16 x 576 of 192, with 8 x 4,096 of 512,
+    and with 64 x 576 or more none. The minimum grows with the programs.
     """
-    least, enough = _LEAST_SPLIT_TOKENS
-    there = multiprocessors(device)
-    least_tokens = min(max(enough * programs // (2 * there), least), enough)
-    return splits_of(programs, _PROGRAMS_PER_MULTIPROCESSOR * there, max_tokens, least_tokens)
+    least, most, enough = _LEAST_SPLIT_TOKENS
+    filling = 2 * multiprocessors(device)
+    least_tokens = enough if programs >= filling else max(most * programs // filling, least)
+    return splits_of(programs, _PROGRAMS_PER_MULTIPROCESSOR * filling // 2, max_tokens, least_tokens)
 
 
 def decode_attention(
@@ -115,13 +119,15 @@ def decode_attention(
     require_triton(q.device)
     if n == 0:
         return
-    tile = tile or tile_of(q.dtype, kv.k.element_size(), max(q.shape[2], out.shape[2]))
     block_rows = min(_MAX_GROUP_ROWS.get(q.dtype, 64), block_of(group))
     parts = -(-group // block_rows)
     seen = min(max_tokens or table.shape[1], params.window_tokens or table.shape[1])
     if splits is None and deterministic:
         splits = fixed_splits(seen, window=params.window_tokens is not None)
-    splits = splits or decode_splits_of(n * kv.k.shape[1] * parts, seen, q.device)
+    programs = n * kv.k.shape[1] * parts
+    splits = splits or decode_splits_of(programs, seen, q.device)
+    many = not deterministic and programs >= _MANY_PROGRAMS * multiprocessors(q.device)
+    tile = tile or tile_of(q.dtype, kv.k.element_size(), max(q.shape[2], out.shape[2]), many)
     partials = Partials(out, splits, unassigned=False)
     with on_device(q):
         _launch(q, kv, table, rows, lengths, params, out, partials, splits, tile, group, block_rows)

@@ -46,33 +46,32 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight)
         x = x.contiguous()
         out = torch.empty_like(x)
         layout = ((x.numel() // x.shape[-1], x.shape[-1], x.shape[-1]), (1, 0, 0))
-    (outer, x_outer, out_outer), (inner, x_inner, out_inner) = layout
-    if outer * inner == 0:
+    if x.numel() == 0:
         return out
-    dim = x.shape[-1]
-    block = min(triton.next_power_of_2(dim), MAX_BLOCK)
-    block_rows = max(1, _TILE_ELEMENTS // block)
     with on_device(x):
-        norm_kernel[(triton.cdiv(outer * inner, block_rows),)](
-            x,
-            weight,
-            out,
-            outer * inner,
-            inner,
-            x_outer,
-            x_inner,
-            out_outer,
-            out_inner,
-            eps,
-            DIM=dim,
-            ROUNDED_FIRST=how == "rounded_first",
-            ONE_PLUS=how == "one_plus",
-            BLOCK_ROWS=block_rows,
-            BLOCK=block,
-            num_warps=min(16, max(1, block * block_rows // _WARP_ELEMENTS)),
-            enable_fp_fusion=False,  # as torch computes it
-        )
+        _launch(x, None, weight, None, out, layout, eps, how)
     return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `x + y` and its `rms_norm`, with the bits of the two operations; x and y of one shape and type.
+
+    One launch on CUDA for contiguous rows of up to `MAX_BLOCK` elements, as a hidden state and a layer's output are;
+    two otherwise. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    """
+    dim = x.shape[-1]
+    alike = x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()
+    if not alike or dim > MAX_BLOCK or x.numel() == 0 or backend(x.device) != "triton":
+        total = x + y
+        return total, rms_norm(total, weight, eps, how)
+    _check(x, weight, how)
+    total, out = torch.empty_like(x), torch.empty_like(x)
+    rows = ((x.numel() // dim, dim, dim), (1, 0, 0))
+    with on_device(x):
+        _launch(x, y, weight, total, out, rows, eps, how)
+    return total, out
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight) -> torch.Tensor:
@@ -84,6 +83,44 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float, how: N
         return weight * normed.to(x.dtype)
     factor = weight.float() if how == "in_float32" else 1.0 + weight.float()
     return (normed * factor).to(x.dtype)
+
+
+def _launch(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    weight: torch.Tensor,
+    total: torch.Tensor | None,
+    out: torch.Tensor,
+    layout: tuple[tuple[int, int, int], tuple[int, int, int]],
+    eps: float,
+    how: NormWeight,
+) -> None:
+    """`layout`: see `_row_layout`; `y` and `total` are laid out as `x`."""
+    (outer, x_outer, out_outer), (inner, x_inner, out_inner) = layout
+    dim = x.shape[-1]
+    block = min(triton.next_power_of_2(dim), MAX_BLOCK)
+    block_rows = max(1, _TILE_ELEMENTS // block)
+    norm_kernel[(triton.cdiv(outer * inner, block_rows),)](
+        x,
+        y,
+        weight,
+        total,
+        out,
+        outer * inner,
+        inner,
+        x_outer,
+        x_inner,
+        out_outer,
+        out_inner,
+        eps,
+        DIM=dim,
+        ROUNDED_FIRST=how == "rounded_first",
+        ONE_PLUS=how == "one_plus",
+        BLOCK_ROWS=block_rows,
+        BLOCK=block,
+        num_warps=min(16, max(1, block * block_rows // _WARP_ELEMENTS)),
+        enable_fp_fusion=False,  # as torch computes it
+    )
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor, how: str) -> None:
@@ -124,7 +161,9 @@ def _row_layout(
 def norm_kernel(  # type: ignore[no-untyped-def]
     # tensors
     x,
+    y,  # added to x, or None
     weight,
+    total,  # receives the sum
     out,
     # sizes
     rows,
@@ -151,6 +190,12 @@ def norm_kernel(  # type: ignore[no-untyped-def]
     if DIM <= BLOCK:
         mask = inside & (element < DIM)
         found = tl.load(source + element, mask=mask, other=0.0).to(tl.float32)
+        if y is not None:
+            place = (outer * x_outer_stride + rest * x_inner_stride)[:, None] + element
+            more = tl.load(y + place, mask=mask, other=0.0).to(tl.float32)
+            rounded = (found + more).to(x.dtype.element_ty)
+            tl.store(total + place, rounded, mask=mask)
+            found = rounded.to(tl.float32)
         scale = tl.rsqrt(tl.sum(found * found, 1) / DIM + eps)
         factor = tl.load(weight + element, mask=element < DIM, other=0.0)
         normed = _weighted(found, scale, factor, ROUNDED_FIRST, ONE_PLUS)

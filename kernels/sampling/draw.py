@@ -19,6 +19,7 @@ import triton.language as tl
 from kernels.attention.common import on_device
 from kernels.attention.layer_kv import describe
 from kernels.dispatch import backend
+from kernels.sampling.candidates import draw_listed
 from kernels.sampling.philox import uniform_of, uniform_reference
 from kernels.sampling.search import (
     INFINITE_KEY,
@@ -37,8 +38,9 @@ from kernels.sampling.units import fraction_bits, units_of, units_reference
 COLDEST = 1e-30
 """Lowest temperature of a draw, already greedy in effect; a lower one would make scores infinite."""
 _HOTTEST = 1e30
-BLOCK, WARPS = 512, 8
-LIST = 2048
+LANES, BLOCK, WARPS = 4096, 1024, 16
+"""Logits that a pass reads at a time, one that computes masses of several values, and warps of a row."""
+LIST = 4096
 """Logits among which a search ends."""
 _INFINITY = tl.constexpr(float("inf"))
 _NOTHING = tl.constexpr(64.0)
@@ -92,18 +94,23 @@ def gap_of(min_p: float, temperature: float) -> float:
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
     """Returns int64 `[n]`: the likeliest token of each row, the lowest of equal ones; -1 for bad logits.
 
-    `logits`: float32 `[n, vocab]`. Reads them once, without synchronization.
+    `logits`: float32 `[n, vocab]`, contiguous. On CUDA: one launch, which reads them once, without synchronization.
     """
-    tokens = torch.argmax(logits, dim=-1, keepdim=True)  # NaN is above all others
-    finite = logits.gather(-1, tokens).abs() < math.inf  # two launches, where `isfinite` has four
-    return torch.where(finite, tokens, -1)[:, 0]
+    if backend(logits.device) != "triton":
+        best = torch.argmax(logits, dim=-1, keepdim=True)  # NaN is above all others
+        return torch.where(torch.isfinite(logits.gather(-1, best)), best, -1)[:, 0]
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    if len(logits):
+        with on_device(logits):
+            likeliest_kernel[(len(logits),)](logits, tokens, logits.shape[-1], LANES=LANES, num_warps=WARPS)
+    return tokens
 
 
 def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Returns int64 `[n]`: a token for each row of `logits` (contiguous float32 `[n, vocab]`); -1 for bad logits.
 
     Bad are logits with NaN or infinity, and rows that are -infinity everywhere. On CUDA: one launch on the current
-    stream, no synchronization, and 8 KiB of memory for each row meanwhile. Raises ValueError (arguments) and
+    stream, no synchronization, and 32 KiB of memory for each row meanwhile. Raises ValueError (arguments) and
     ConfigError (`DISAGG_KERNELS`).
     """
     if backend(logits.device) != "triton":
@@ -112,7 +119,7 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     rows, vocab = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows:
-        found = torch.empty(rows, LIST, dtype=torch.float32, device=logits.device)
+        found = torch.empty(rows, 2, LIST, dtype=torch.float32, device=logits.device)
         with on_device(logits):
             draw_kernel[(rows,)](
                 logits,
@@ -126,6 +133,7 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
                 found,
                 vocab,
                 BITS=fraction_bits(vocab),
+                LANES=LANES,
                 BLOCK=BLOCK,
                 LIST=LIST,
                 num_warps=WARPS,
@@ -168,6 +176,14 @@ def _share(mass: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     return (mass.double() * share).long()
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def likeliest_kernel(logits, tokens, vocab, LANES: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    index = tl.program_id(0).to(tl.int64)
+    top, _, token = highest_of(logits + index * vocab, vocab, LANES)
+    finite = (top < INFINITE_KEY) & (top > LOWEST_KEY)
+    tl.store(tokens + index, tl.where(finite, token, -1).to(tl.int64))
+
+
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize_on_alignment=["scales", "tails", "gaps", "top_k", "seeds", "positions"],
 )
@@ -181,64 +197,92 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     seeds,
     positions,
     tokens,
-    found,
+    found,  # float32 [rows, 2, LIST]: memory of each row
     # sizes
     vocab,
     # meta
     BITS: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
+    LANES: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
     LIST: tl.constexpr,  # noqa: N803
 ):
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * vocab
-    found += index * LIST
-    top, token = highest_of(row, vocab, BLOCK)
+    values = found + index * 2 * LIST
+    indices = (values + LIST).to(tl.pointer_type(tl.int32), bitcast=True)
+    top, best, token = highest_of(row, vocab, LANES)
     finite = (top < INFINITE_KEY) & (top > LOWEST_KEY)
     token = tl.where(finite, token, -1)
     scale = tl.load(scales + index)
     if finite & (scale > 0):
         highest = value_of(top)
-        least = _kth(row, vocab, tl.load(top_k + index), found, highest, scale, BLOCK, LIST)
-        edge = highest - tl.load(gaps + index)
-        values, masses = _first_pass(row, vocab, least, edge, highest, scale, BITS, BLOCK)
-        number = tl.arange(0, PIVOTS)
-        total = tl.max(masses, 0)
-        by_k = tl.sum(tl.where(number == PIVOTS - 2, masses, 0), 0)
-        dropped = tl.maximum(by_k, tl.sum(tl.where(number == PIVOTS - 3, masses, 0), 0))
         tail = tl.load(tails + index).to(tl.float64)
-        rest = total - by_k
-        last = by_k + tl.minimum((rest.to(tl.float64) * tail).to(tl.int64), rest - 1)
-        target = last + 1
+        gap = tl.load(gaps + index)
+        k = tl.load(top_k + index)
         uniform = uniform_of(tl.load(seeds + index), tl.load(positions + index))
-        value, mass, unit = highest, last, target
-        # The first search finds the least likely token that top-p keeps, the second one the drawn token.
-        for drawing in range(tl.where(tail > 0, 0, 1), 2):
-            if drawing == 1:
-                kept = total - dropped
-                target = dropped + tl.maximum(kept - (kept.to(tl.float64) * uniform).to(tl.int64), 1)
-            low, low_mass, high, high_mass = narrowed(
-                values, masses, target, highest - _NOTHING / scale, rest * 0, highest, total
+        token = draw_listed(
+            row, vocab, best, highest, scale, tail, gap, k, uniform, values, indices, BITS, LANES, LIST
+        )
+        if token < 0:
+            token = _draw_searched(
+                row, vocab, highest, scale, tail, gap, k, uniform, values, BITS, BLOCK, LIST
             )
-            value, mass = search(
-                row,
-                vocab,
-                found,
-                target,
-                low,
-                low_mass,
-                high,
-                high_mass,
-                highest,
-                scale,
-                False,
-                BITS,
-                BLOCK,
-                LIST,
-            )
-            unit = units_of(value, highest, scale, BITS)
-            dropped = tl.maximum(dropped, mass + (last - mass) // unit * unit)
-        token = index_of(row, vocab, value, (target - mass + unit - 1) // unit, BLOCK)
     tl.store(tokens + index, token.to(tl.int64))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw_searched(  # type: ignore[no-untyped-def]
+    row,
+    vocab,
+    highest,
+    scale,
+    tail,
+    gap,
+    k,
+    uniform,
+    found,
+    BITS: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+    LIST: tl.constexpr,  # noqa: N803
+):
+    """The drawn token of any row, by searches in the whole row."""
+    least = _kth(row, vocab, k, found, highest, scale, BLOCK, LIST)
+    values, masses = _first_pass(row, vocab, least, highest - gap, highest, scale, BITS, BLOCK)
+    number = tl.arange(0, PIVOTS)
+    total = tl.max(masses, 0)
+    by_k = tl.sum(tl.where(number == PIVOTS - 2, masses, 0), 0)
+    dropped = tl.maximum(by_k, tl.sum(tl.where(number == PIVOTS - 3, masses, 0), 0))
+    rest = total - by_k
+    last = by_k + tl.minimum((rest.to(tl.float64) * tail).to(tl.int64), rest - 1)
+    target = last + 1
+    value, mass, unit = highest, last, target
+    # The first search finds the least likely token that top-p keeps, the second one the drawn token.
+    for drawing in range(tl.where(tail > 0, 0, 1), 2):
+        if drawing == 1:
+            kept = total - dropped
+            target = dropped + tl.maximum(kept - (kept.to(tl.float64) * uniform).to(tl.int64), 1)
+        low, low_mass, high, high_mass = narrowed(
+            values, masses, target, highest - _NOTHING / scale, rest * 0, highest, total
+        )
+        value, mass = search(
+            row,
+            vocab,
+            found,
+            target,
+            low,
+            low_mass,
+            high,
+            high_mass,
+            highest,
+            scale,
+            False,
+            BITS,
+            BLOCK,
+            LIST,
+        )
+        unit = units_of(value, highest, scale, BITS)
+        dropped = tl.maximum(dropped, mass + (last - mass) // unit * unit)
+    return index_of(row, vocab, value, (target - mass + unit - 1) // unit, BLOCK)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -56,7 +56,10 @@ def load_logits(row, place, vocab):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def highest_of(row, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Key of the highest logit, with NaN above all others, and the lowest index that has it."""
+    """Keys of the highest logit of the row and of each lane, with NaN above all others, and the lowest index.
+
+    Lane `i` of `BLOCK` lanes reads index `i` and every `BLOCK`-th behind it. The index is of the row's highest logit.
+    """
     best = tl.full([BLOCK], _NO_KEY, tl.int32)
     at = tl.zeros([BLOCK], tl.int32)
     for first in tl.range(0, vocab, BLOCK, num_stages=_STAGES):
@@ -67,7 +70,7 @@ def highest_of(row, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
         best = tl.where(better, key, best)
         at = tl.where(better, place, at)
     highest = tl.max(best, 0)
-    return highest, tl.min(tl.where(best == highest, at, vocab), 0)
+    return highest, best, tl.min(tl.where(best == highest, at, vocab), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -126,6 +129,23 @@ def _collect(row, vocab, low, high, found, BLOCK: tl.constexpr):  # type: ignore
     return count
 
 
+@triton.jit
+def search_keys(keys, masses, target, below_all, low, high):  # type: ignore[no-untyped-def]
+    """The smallest key whose mass reaches `target`, and the mass of all smaller ones.
+
+    `keys`: int32 `[n]`, `masses`: int64 `[n]`, 0 for a key that does not count. `below_all`: mass up to `low`,
+    without these keys. The result is in `(low, high]`, int64.
+    """
+    low_mass = below_all
+    while high - low > 1:
+        middle = (low + high) >> 1
+        mass = below_all + tl.sum(tl.where(keys <= middle, masses, 0), 0)
+        low = tl.where(mass < target, middle, low)
+        low_mass = tl.where(mass < target, mass, low_mass)
+        high = tl.where(mass < target, high, middle)
+    return high, low_mass
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def search(  # type: ignore[no-untyped-def]
     row,
@@ -162,13 +182,7 @@ def search(  # type: ignore[no-untyped-def]
         inside = place < _collect(row, vocab, low, high, found, BLOCK)
         logits = tl.load(found + place, mask=inside, other=-_INFINITY)
         units = inside.to(tl.int64) if COUNT else units_of(logits, highest, scale, BITS)
-        start = low_mass
-        while high_key - low_key > 1:
-            middle = (low_key + high_key) >> 1
-            mass = start + tl.sum(tl.where(logits <= value_of(middle), units, 0), 0)
-            low_key = tl.where(mass < target, middle, low_key)
-            low_mass = tl.where(mass < target, mass, low_mass)
-            high_key = tl.where(mass < target, high_key, middle)
+        high_key, low_mass = search_keys(key_of(logits), units, target, low_mass, low_key, high_key)
         tl.debug_barrier()  # all threads have read the list
     return value_of(high_key), low_mass
 

@@ -41,7 +41,7 @@ def status(server: ApiServer) -> ServiceStatus:
 
 def test_series_follow_the_groups() -> None:
     with ApiServer() as server:
-        server.set(told=(PREFILL, DECODE, SILENT))
+        server.set(statuses=(PREFILL, DECODE, SILENT))
         text = server.client.get("/metrics").text
         found = {
             (sample.name, *sorted(sample.labels.values())): sample.value
@@ -61,7 +61,7 @@ def test_series_follow_the_groups() -> None:
         assert ("disagg_ring_bytes", "0", "prefill", "prefill") not in found
         assert "decode-2" not in text, "it has told nothing yet"
         assert [group.name for group in status(server).groups] == ["prefill", "decode", "decode-2"]
-        server.set(told=(PREFILL,))
+        server.set(statuses=(PREFILL,))
         text = server.client.get("/metrics").text
         assert 'group="decode"' not in text
         assert "disagg_ring_bytes" not in text

@@ -120,7 +120,7 @@ def test_numbers_of_a_server_that_works(browser: Browser, server: PageServer) ->
 
 def test_a_real_service_under_load(browser: Browser) -> None:
     with ApiServer() as server:
-        server.set(told=service(10.0).groups, hold_after=3)
+        server.set(statuses=service(10.0).groups, hold_after=3)
         tab = browser.tab(server.url)
         tab.until("pictures.length")
         assert texts(tab, ".tile output")[0] == "0"
@@ -133,7 +133,7 @@ def test_a_real_service_under_load(browser: Browser) -> None:
             look(tab)
             assert texts(tab, ".tile output")[0] == "1"
             assert texts(tab, "#recent td:last-child") == ["runs"]
-            server.set(told=service(12.0).groups)
+            server.set(statuses=service(12.0).groups)
             server.go()
             list(lines)
         look(tab)

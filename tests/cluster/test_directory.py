@@ -40,7 +40,7 @@ def group(name: str, ranks: int = 1, addresses: str = "", **limits: int) -> Grou
     return GroupInfo(name, role, 1, "model", KVLayout(1, 1, 8, "float32"), 16, "inproc", infos, **limits)
 
 
-class Place:
+class DirectoryHarness:
     """A hub with a directory; `router` joins it."""
 
     def __init__(self) -> None:
@@ -67,19 +67,21 @@ class Place:
 
     @asynccontextmanager
     async def router(self, name: str = "router") -> AsyncIterator[tuple[Router, ResponseDispatcher]]:
-        mail = ResponseDispatcher(InprocControl(self.hub, name, SHORT), asyncio.get_running_loop())
-        mail.start()
+        dispatcher = ResponseDispatcher(InprocControl(self.hub, name, SHORT), asyncio.get_running_loop())
+        dispatcher.start()
         try:
-            router = Router(mail)
-            async with joined(mail, router, "directory", lambda g: g.fingerprint == "model", retry_s=0.02):
-                yield router, mail
+            router = Router(dispatcher)
+            async with joined(
+                dispatcher, router, "directory", lambda g: g.fingerprint == "model", retry_s=0.02
+            ):
+                yield router, dispatcher
         finally:
-            mail.close()
+            dispatcher.close()
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
-    place = Place()
+def place() -> Iterator[DirectoryHarness]:
+    place = DirectoryHarness()
     yield place
     place.close()
 
@@ -98,7 +100,7 @@ def run(main: Coroutine[None, None, None]) -> None:
     asyncio.run(main)
 
 
-def test_a_router_hears_of_groups_at_once_and_when_they_change(place: Place) -> None:
+def test_a_router_hears_of_groups_at_once_and_when_they_change(place: DirectoryHarness) -> None:
     async def main() -> None:
         place.tell([group("prefill")], [])
         async with place.router() as (router, _):
@@ -126,13 +128,13 @@ def service_of(router: Router, **settings: int) -> Service:
     return service
 
 
-def test_a_server_that_joins_has_the_limits_of_a_server_of_the_same_groups(place: Place) -> None:
+def test_a_server_that_joins_has_the_limits_of_a_server_of_the_same_groups(place: DirectoryHarness) -> None:
     prefill = group("prefill", max_requests=256, context_tokens=4096)
     first = group("decode", max_requests=7, context_tokens=2048)
     second = group("decode-2", max_requests=9, context_tokens=1024)
 
     async def main() -> None:
-        async with place.router() as (router, mail):
+        async with place.router() as (router, dispatcher):
             joining, given = service_of(router), service_of(router, max_running=3)
             router.on_groups_changed(lambda groups: [one.follow_groups(groups) for one in (joining, given)])
             assert limits_of(joining) == (0, 100_000), "no group is known"
@@ -144,7 +146,7 @@ def test_a_server_that_joins_has_the_limits_of_a_server_of_the_same_groups(place
                 ([prefill, second], []),
             ):
                 place.tell(groups, draining)
-                owned = service_of(Router(mail, [one for one in groups if one.name not in draining]))
+                owned = service_of(Router(dispatcher, [one for one in groups if one.name not in draining]))
                 await until(lambda owned=owned: limits_of(joining) == limits_of(owned))
                 assert limits_of(given) == (3, limits_of(owned)[1])
             place.tell([prefill], [])
@@ -156,7 +158,7 @@ def test_a_server_that_joins_has_the_limits_of_a_server_of_the_same_groups(place
     run(main())
 
 
-def test_a_group_of_another_model_is_not_used(place: Place) -> None:
+def test_a_group_of_another_model_is_not_used(place: DirectoryHarness) -> None:
     async def main() -> None:
         other = msgspec.structs.replace(group("decode"), fingerprint="another")
         place.tell([group("prefill"), other], [])
@@ -166,7 +168,7 @@ def test_a_group_of_another_model_is_not_used(place: Place) -> None:
     run(main())
 
 
-def test_a_group_drains_until_no_router_uses_it(place: Place) -> None:
+def test_a_group_drains_until_no_router_uses_it(place: DirectoryHarness) -> None:
     async def main() -> None:
         groups = [group("prefill"), group("decode"), group("decode-2")]
         place.tell(groups, [])
@@ -187,7 +189,7 @@ def test_a_group_drains_until_no_router_uses_it(place: Place) -> None:
     run(main())
 
 
-def test_a_group_that_a_new_directory_does_not_drain_is_used_again(place: Place) -> None:
+def test_a_group_that_a_new_directory_does_not_drain_is_used_again(place: DirectoryHarness) -> None:
     """The launch was killed while it removed the group, and the next one has adopted it."""
 
     async def main() -> None:
@@ -209,7 +211,7 @@ def test_a_group_that_a_new_directory_does_not_drain_is_used_again(place: Place)
     run(main())
 
 
-def test_lists_in_quick_succession_drain_a_group_again(place: Place) -> None:
+def test_lists_in_quick_succession_drain_a_group_again(place: DirectoryHarness) -> None:
     """Both come in one turn of the event loop, before the first drain has noticed its end."""
 
     async def main() -> None:
@@ -230,7 +232,7 @@ def test_lists_in_quick_succession_drain_a_group_again(place: Place) -> None:
     run(main())
 
 
-def test_a_router_that_is_gone_is_not_waited_for(place: Place) -> None:
+def test_a_router_that_is_gone_is_not_waited_for(place: DirectoryHarness) -> None:
     async def main() -> None:
         place.tell([group("decode")], [])
         async with place.router() as (router, _):
@@ -244,7 +246,7 @@ def test_a_router_that_is_gone_is_not_waited_for(place: Place) -> None:
     run(main())
 
 
-def test_a_router_that_leaves_says_so(place: Place) -> None:
+def test_a_router_that_leaves_says_so(place: DirectoryHarness) -> None:
     async def main() -> None:
         place.tell([group("decode")], [])
         async with place.router() as (router, _):
@@ -258,7 +260,7 @@ def test_a_router_that_leaves_says_so(place: Place) -> None:
     run(main())
 
 
-def test_an_answer_to_older_news_hides_nothing(place: Place) -> None:
+def test_an_answer_to_older_news_hides_nothing(place: DirectoryHarness) -> None:
     """A router that has not heard of a group yet, but will, must be waited for."""
     place.hub.delay(m.Using)
 
@@ -274,12 +276,14 @@ def test_an_answer_to_older_news_hides_nothing(place: Place) -> None:
     run(main())
 
 
-def test_a_group_that_vanishes_ends_its_requests_and_its_addresses_may_come_back(place: Place) -> None:
+def test_a_group_that_vanishes_ends_its_requests_and_its_addresses_may_come_back(
+    place: DirectoryHarness,
+) -> None:
     async def main() -> None:
         place.tell([group("prefill", 2), group("decode")], [])
-        async with place.router() as (router, mail):
+        async with place.router() as (router, dispatcher):
             await until(lambda: not router.missing())
-            with mail.open(RequestKey("r")) as box:
+            with dispatcher.open(RequestKey("r")) as box:
                 place.tell([group("decode")], [])
                 async with asyncio.timeout(TIMEOUT_S):
                     lost = {(await box.get())[0] for _ in range(2)}
@@ -292,13 +296,13 @@ def test_a_group_that_vanishes_ends_its_requests_and_its_addresses_may_come_back
     run(main())
 
 
-def test_a_lost_directory_is_asked_again_and_its_groups_are_used_on(place: Place) -> None:
+def test_a_lost_directory_is_asked_again_and_its_groups_are_used_on(place: DirectoryHarness) -> None:
     async def main() -> None:
         place.tell([group("prefill"), group("decode")], [])
-        async with place.router() as (router, mail):
+        async with place.router() as (router, dispatcher):
             await until(lambda: not router.missing())
             await asyncio.to_thread(place.directory.close)
-            await until(lambda: "directory" in mail.lost)
+            await until(lambda: "directory" in dispatcher.lost)
             assert router.missing() == []
             place.directory = place.new_directory()
             place.tell([group("decode"), group("prefill-7")], [])
@@ -307,7 +311,9 @@ def test_a_lost_directory_is_asked_again_and_its_groups_are_used_on(place: Place
     run(main())
 
 
-def test_a_directory_that_starts_says_nothing_of_groups_before_it_has_found_them(place: Place) -> None:
+def test_a_directory_that_starts_says_nothing_of_groups_before_it_has_found_them(
+    place: DirectoryHarness,
+) -> None:
     """A new launch adopts groups after its directory is up: an empty list would end their requests."""
 
     async def main() -> None:
@@ -325,7 +331,7 @@ def test_a_directory_that_starts_says_nothing_of_groups_before_it_has_found_them
     run(main())
 
 
-def test_scaling_is_asked_for_role_by_role_and_errors_come_back(place: Place) -> None:
+def test_scaling_is_asked_for_role_by_role_and_errors_come_back(place: DirectoryHarness) -> None:
     asked: list[tuple[str, int]] = []
 
     def scale_to(role: str, count: int, done: Callable[[str], None]) -> None:

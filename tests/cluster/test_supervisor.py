@@ -83,17 +83,17 @@ class FakeCluster:
             callback(next(group for group in self.groups if group.name == name))
 
 
-class Told:
-    """What routers were told, and what they still use."""
+class RouterUpdates:
+    """Records the announcements to routers; `unused`: whether routers have stopped using withdrawn groups."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[list[str], list[str]]] = []
+        self.announced: list[tuple[list[str], list[str]]] = []
         self.unused = True
         self._changed = threading.Condition()
 
-    def tell(self, groups: Sequence[Any], draining: Sequence[str]) -> None:
+    def announce(self, groups: Sequence[Any], draining: Sequence[str]) -> None:
         with self._changed:
-            self.told.append(([group.name for group in groups], list(draining)))
+            self.announced.append(([group.name for group in groups], list(draining)))
             self._changed.notify_all()
 
     def wait_unused(self, names: Sequence[str], timeout_s: float) -> bool:
@@ -103,8 +103,8 @@ class Told:
         with self._changed:
             expected = (sorted(names), list(draining))
             assert self._changed.wait_for(
-                lambda: any((sorted(g), d) == expected for g, d in self.told), TIMEOUT_S
-            ), self.told
+                lambda: any((sorted(g), d) == expected for g, d in self.announced), TIMEOUT_S
+            ), self.announced
 
 
 @pytest.fixture
@@ -134,26 +134,26 @@ def scaled(supervisor: Supervisor, role: str, count: int) -> str:
     return answers[0]
 
 
-def test_a_group_that_dies_is_told_of_and_replaced_under_a_new_name(logs: list[Any]) -> None:
-    cluster, told = cluster_with(), Told()
-    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
-        told.until("prefill", "decode")
+def test_a_group_that_dies_is_announced_and_replaced_under_a_new_name(logs: list[Any]) -> None:
+    cluster, updates = cluster_with(), RouterUpdates()
+    with supervised(cluster, updates.announce, updates.wait_unused):  # type: ignore[arg-type]
+        updates.until("prefill", "decode")
         cluster.die("prefill")
-        told.until("decode")
-        told.until("decode", "prefill-2")
+        updates.until("decode")
+        updates.until("decode", "prefill-2")
         cluster.die("prefill-2")
-        told.until("decode", "prefill-3")
+        updates.until("decode", "prefill-3")
     assert cluster.dead == ["prefill", "prefill-2"]
 
 
 def test_groups_that_an_adoption_did_not_find_are_started(logs: list[Any]) -> None:
     """Also without `cluster.restart`, as at a start; the groups that live are announced first."""
-    cluster, told = cluster_with(restart=False), Told()
+    cluster, updates = cluster_with(restart=False), RouterUpdates()
     cluster.groups = (FakeGroup("prefill-4", "prefill"),)
     cluster.not_adopted, cluster.failing = ["decode", "decode"], 1
-    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
-        told.until("prefill-4", "decode-3", "decode-4")
-    assert told.told[0] == (["prefill-4"], [])
+    with supervised(cluster, updates.announce, updates.wait_unused):  # type: ignore[arg-type]
+        updates.until("prefill-4", "decode-3", "decode-4")
+    assert updates.announced[0] == (["prefill-4"], [])
     assert cluster.starts == 3, "the first one failed"
 
 
@@ -161,9 +161,9 @@ def test_a_group_that_does_not_come_up_is_tried_seldom_and_the_others_go_on(
     logs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("disagg.cluster.supervisor.LONGEST_BACKOFF_S", 3600.0)
-    cluster, told = cluster_with(restart_tries=3), Told()
+    cluster, updates = cluster_with(restart_tries=3), RouterUpdates()
     cluster.failing = 99
-    with supervised(cluster, told.tell, told.wait_unused, "mend it") as supervisor:  # type: ignore[arg-type]
+    with supervised(cluster, updates.announce, updates.wait_unused, "mend it") as supervisor:  # type: ignore[arg-type]
         cluster.die("decode")
         until(lambda: any(line["event"] == "group_stays_down" for line in logs))
         assert cluster.starts == 3
@@ -171,7 +171,7 @@ def test_a_group_that_does_not_come_up_is_tried_seldom_and_the_others_go_on(
         assert scaled(supervisor, "decode", 1) == "no room"
         assert not cluster.counts, "the next launch does not try again"
         assert scaled(supervisor, "decode", 1) == ""
-        told.until("prefill", "decode-6")
+        updates.until("prefill", "decode-6")
     [line] = [line for line in logs if line["event"] == "group_stays_down"]
     assert (line["role"], line["tries"], line["why"]) == ("decode", 3, "no room")
     assert (line["again_in_s"], line["how"]) == (3600.0, "mend it")
@@ -181,28 +181,28 @@ def test_a_group_that_stays_down_comes_back_when_the_cause_is_gone(
     logs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("disagg.cluster.supervisor.LONGEST_BACKOFF_S", 0.02)
-    cluster, told = cluster_with(restart_tries=2), Told()
+    cluster, updates = cluster_with(restart_tries=2), RouterUpdates()
     cluster.failing = 6
-    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
+    with supervised(cluster, updates.announce, updates.wait_unused):  # type: ignore[arg-type]
         cluster.die("decode")
-        told.until("prefill", "decode-8")
+        updates.until("prefill", "decode-8")
     lines = [line["again_in_s"] for line in logs if line["event"] == "group_stays_down"]
     assert lines == [0.02] * 5, "each further try is logged"
 
 
 def test_who_has_many_tries_is_tried_a_thousand_times(logs: list[Any]) -> None:
-    cluster, told = cluster_with(restart_tries=10_000), Told()
-    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
+    cluster, updates = cluster_with(restart_tries=10_000), RouterUpdates()
+    with supervised(cluster, updates.announce, updates.wait_unused):  # type: ignore[arg-type]
         cluster.failing = 1100
         cluster.die("decode")
-        told.until("prefill", "decode-1102")
+        updates.until("prefill", "decode-1102")
 
 
 def test_a_group_that_dies_again_and_again_is_tried_seldom_too(logs: list[Any]) -> None:
-    cluster, told = cluster_with(restart_tries=2), Told()
-    with supervised(cluster, told.tell, told.wait_unused):  # type: ignore[arg-type]
+    cluster, updates = cluster_with(restart_tries=2), RouterUpdates()
+    with supervised(cluster, updates.announce, updates.wait_unused):  # type: ignore[arg-type]
         for name in ("decode", "decode-2", "decode-3"):
-            told.until("prefill", name)
+            updates.until("prefill", name)
             until(lambda name=name: name in cluster_names(cluster))  # type: ignore[misc]
             cluster.die(name)
         until(lambda: any(line["event"] == "group_stays_down" for line in logs))
@@ -213,41 +213,41 @@ def cluster_names(cluster: FakeCluster) -> list[str]:
     return [group.name for group in cluster.groups]
 
 
-def test_without_restart_a_dead_group_is_only_told_of(logs: list[Any]) -> None:
-    cluster, told = cluster_with(restart=False), Told()
-    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+def test_without_restart_a_dead_group_is_only_announced(logs: list[Any]) -> None:
+    cluster, updates = cluster_with(restart=False), RouterUpdates()
+    with supervised(cluster, updates.announce, updates.wait_unused) as supervisor:  # type: ignore[arg-type]
         cluster.die("decode")
-        told.until("prefill")
+        updates.until("prefill")
         assert scaled(supervisor, "prefill", 1) == "", "the thread has looked at its work since"
     assert cluster.starts == 0
 
 
 def test_scaling_drains_the_newest_first(logs: list[Any]) -> None:
-    cluster, told = cluster_with(), Told()
-    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+    cluster, updates = cluster_with(), RouterUpdates()
+    with supervised(cluster, updates.announce, updates.wait_unused) as supervisor:  # type: ignore[arg-type]
         assert scaled(supervisor, "decode", 3) == ""
         assert cluster.counts == {"decode": 3}
         assert cluster_names(cluster) == ["prefill", "decode", "decode-2", "decode-3"]
         assert scaled(supervisor, "decode", 1) == ""
     assert cluster.stopped == ["decode-3", "decode-2"]
-    told.until("prefill", "decode", "decode-2", "decode-3", draining=["decode-3"])
+    updates.until("prefill", "decode", "decode-2", "decode-3", draining=["decode-3"])
 
 
 def test_a_stop_does_not_wait_for_a_group_that_starts(logs: list[Any]) -> None:
-    cluster, told = cluster_with(), Told()
+    cluster, updates = cluster_with(), RouterUpdates()
     cluster.blocked = threading.Event()
-    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+    with supervised(cluster, updates.announce, updates.wait_unused) as supervisor:  # type: ignore[arg-type]
         cluster.die("decode")
         until(lambda: cluster.starts == 1)
         assert supervisor.drain(TIMEOUT_S, threading.Event())
-    assert told.told[-1] == (["prefill"], ["prefill"])
+    assert updates.announced[-1] == (["prefill"], ["prefill"])
     assert not any(line["event"] == "group_stays_down" for line in logs)
 
 
-def test_a_hurry_cuts_the_drain_short(logs: list[Any]) -> None:
-    cluster, told, stop_now = cluster_with(), Told(), threading.Event()
-    told.unused = False
-    with supervised(cluster, told.tell, told.wait_unused) as supervisor:  # type: ignore[arg-type]
+def test_a_second_signal_cuts_the_drain_short(logs: list[Any]) -> None:
+    cluster, updates, stop_now = cluster_with(), RouterUpdates(), threading.Event()
+    updates.unused = False
+    with supervised(cluster, updates.announce, updates.wait_unused) as supervisor:  # type: ignore[arg-type]
         assert not supervisor.drain(0.01, stop_now)
         stop_now.set()
         assert not supervisor.drain(1e6, stop_now)

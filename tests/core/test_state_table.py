@@ -19,13 +19,13 @@ class Door(enum.Enum):
 class Push(enum.Enum):
     PUSH = "push"
     PULL = "pull"
-    KNOCK = "knock"
+    LEAN = "lean"
 
 
 TABLE: StateTable[Door, Push, str] = {
     (Door.OPEN, Push.PUSH): Transition(Door.SHUT, ("latch", "ring")),
     (Door.SHUT, Push.PULL): Transition(Door.OPEN, ("unlatch",)),
-    (Door.SHUT, Push.KNOCK): Transition(Door.SHUT),
+    (Door.SHUT, Push.LEAN): Transition(Door.SHUT),
 }
 
 
@@ -44,7 +44,7 @@ def test_every_pair_moves_by_the_table_or_raises(pair: tuple[Door, Push]) -> Non
 
 def test_events_in_sequence_return_their_actions_in_order() -> None:
     machine = StateMachine("door", Door.OPEN, TABLE)
-    actions = [machine.advance(event) for event in (Push.PUSH, Push.KNOCK, Push.PULL)]
+    actions = [machine.advance(event) for event in (Push.PUSH, Push.LEAN, Push.PULL)]
     assert actions == [("latch", "ring"), (), ("unlatch",)]
     assert machine.state is Door.OPEN
 

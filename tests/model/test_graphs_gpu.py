@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from model_helpers import make_runner, prompts
 
+from disagg.model import piecewise
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.graphs import ChunkGraphs, batch_sizes, chunk_sizes, context_limits
+from disagg.model.piecewise import piece_sizes
 from disagg.model.runner import ModelRunner
 from disagg.model.sampled_tokens import token_of
 
@@ -26,8 +29,18 @@ def test_sizes(largest: int) -> None:
 
 def test_chunk_sizes() -> None:
     assert chunk_sizes(8) == ()
-    assert chunk_sizes(100) == (16, 32, 64)
-    assert chunk_sizes(2048) == (16, 32, 64, 128, 256)
+    assert chunk_sizes(100) == (16, 32, 64, 96)
+    assert chunk_sizes(2048) == (16, 32, 64, 96, 128, 160, 192, 224, 256)
+
+
+@pytest.mark.parametrize("chunk_tokens", [8, 16, 256, 257, 300, 512, 1000, 2048, 8192])
+def test_sizes_of_pieces(chunk_tokens: int) -> None:
+    sizes = piece_sizes(chunk_tokens)
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[-1] == min(chunk_tokens, 2048)
+    for smaller, size in pairwise(sizes):
+        assert size <= 1.12 * (smaller + 1)
+    assert len(sizes) < 25
 
 
 def test_context_limits() -> None:
@@ -158,12 +171,26 @@ def test_steps_of_short_and_of_long_contexts(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("pieces", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mistral"])
-def test_recorded_chunks_equal_launched_ones(name: str, checkpoint: Callable[[str], Path]) -> None:
+def test_recorded_chunks_equal_launched_ones(
+    name: str,
+    pieces: bool,
+    deterministic: bool,
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Prompts in chunks of any length up to the largest, several in a step; the pool's KV too."""
+    monkeypatch.setattr(piecewise, "FIRST_TOKENS", 16)
     texts, layers = [text[:90] for text in prompts()[:3]], list[int]()
-    launched, recorded = (make_runner(checkpoint(name), device="cuda", pages=40) for _ in range(2))
-    recorded.record_chunks(64)
+    launched, recorded = (
+        make_runner(checkpoint(name), device="cuda", pages=40, deterministic=deterministic) for _ in range(2)
+    )
+    if pieces:
+        recorded.record_pieces(64, 0)
+    else:
+        recorded.record_chunks(64)
     assert recorded.recorded
     outcomes = []
     for runner in (launched, recorded):
@@ -188,6 +215,7 @@ def test_recorded_chunks_equal_launched_ones(name: str, checkpoint: Callable[[st
     for a, b in zip(outcomes[0][0], outcomes[1][0], strict=True):
         assert torch.isfinite(a).all()
         assert torch.allclose(a, b, atol=1e-4 * float(a.abs().max()), rtol=0)
+        assert torch.equal(a, b) or not deterministic
     (_, a), (_, b) = outcomes
     assert torch.equal(a.isnan(), b.isnan()), "nothing else was written"
     assert torch.allclose(a.nan_to_num(), b.nan_to_num(), atol=1e-4)
@@ -202,6 +230,7 @@ def test_a_model_that_synchronizes_with_the_device_is_launched(checkpoint: Calla
 
     runner.model.get_input_embeddings().register_forward_pre_hook(curious)
     runner.record(4)
+    runner.record_pieces(64, 4)
     assert not runner.recorded
     assert torch.randn(3, device="cuda").isfinite().all(), "random numbers can be drawn as before"
     texts = [text[:20] for text in prompts()[:2]]

@@ -15,7 +15,7 @@ from staging.wire import Wire
 
 LAYOUT = KVLayout(layers=8, kv_heads=2, head_dim=128, dtype="bfloat16")
 CELL_BYTES = 2 * 2 * (128 + 2)
-"""K and V of a token in a layer, both heads, as codes; in bfloat16 it is 2 * 2 * 256."""
+"""K and V of a token in a layer, both heads, quantized; in bfloat16 it is 2 * 2 * 256."""
 FREE = Wire(0.0, 1e9)
 """Segments cost nothing: one for each layer."""
 
@@ -50,7 +50,7 @@ def test_segments_are_as_long_as_what_the_decode_group_stores(dtype: str, bytes_
 
 
 def test_half_of_the_bytes_are_cut_half_as_often() -> None:
-    """What holds 16 tokens of a layer as codes holds 8 in bfloat16."""
+    """A limit for 16 quantized tokens of a layer holds 8 in bfloat16."""
     made = cutter(limit_bytes=16 * CELL_BYTES)
     counts = []
     for dtype in ("int8", "bfloat16"):

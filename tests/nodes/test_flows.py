@@ -35,7 +35,7 @@ def test_busy_grows_while_something_is_under_way() -> None:
     assert busy.total_s(100.0) == 3.0
 
 
-def test_flows_are_told_by_path_and_forgotten_with_their_peer() -> None:
+def test_flows_are_reported_by_path_and_forgotten_with_their_peer() -> None:
     flows, paths = Flows(), {"a": "staged", "b": "peer"}
     flows.link("a", "decode r0")
     flows.link("b", "decode r1")

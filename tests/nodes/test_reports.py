@@ -16,39 +16,39 @@ class Leader:
 
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.reports = Reports(self._send, lambda: self.now_s)
 
     def _send(self, router: str, message: m.Message) -> None:
         assert message == m.GroupReport(STATUS)
-        self.told.append(router)
+        self.reported.append(router)
 
-    def tell(self) -> list[str]:
-        self.told.clear()
+    def publish(self) -> list[str]:
+        self.reported.clear()
         self.reports.publish(STATUS)
-        return self.told
+        return self.reported
 
 
-def test_who_asks_is_told_for_five_of_its_intervals() -> None:
+def test_a_router_that_watches_is_sent_reports_for_five_of_its_intervals() -> None:
     leader = Leader()
-    assert leader.tell() == []
+    assert leader.publish() == []
     leader.reports.watch("fast", m.Watch(1.0), STATUS)
     leader.reports.watch("slow", m.Watch(10.0), STATUS)
-    assert leader.told == ["fast", "slow"], "who is new is told at once"
+    assert leader.reported == ["fast", "slow"], "a new router receives a report at once"
     leader.reports.watch("fast", m.Watch(1.0), STATUS)
-    assert leader.told == ["fast", "slow"]
+    assert leader.reported == ["fast", "slow"]
     leader.now_s += FORGET_AFTER
-    assert leader.tell() == ["fast", "slow"]
+    assert leader.publish() == ["fast", "slow"]
     leader.now_s += 0.01
-    assert leader.tell() == ["slow"]
+    assert leader.publish() == ["slow"]
     leader.reports.lost("slow")
     leader.reports.lost("nobody")
-    assert leader.tell() == []
+    assert leader.publish() == []
     leader.reports.watch("fast", m.Watch(1.0), STATUS)
-    assert leader.told == ["fast"], "it is new again"
+    assert leader.reported == ["fast"], "the router is new again"
     leader.reports.watch("fast", m.Watch(0.0), STATUS)
     leader.reports.watch("never", m.Watch(0.0), STATUS)
-    assert leader.tell() == []
+    assert leader.publish() == []
 
 
 def test_ranks_are_kept_in_their_order_and_no_others() -> None:

@@ -1,4 +1,4 @@
-"""A rank's copies to host memory: bit for bit, nothing beside them touched, and a failure is told, not raised."""
+"""A rank's copies to host memory: bit for bit, nothing beside them touched, and a failure is reported, not raised."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ KEY = RequestKey("r")
 
 
 class Done:
-    """Collects what a swapper says, and waits for it."""
+    """Collects the reports of a swapper, and waits for them."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Swap, str]] = []
+        self.reported: list[tuple[Swap, str]] = []
         self._one = threading.Semaphore(0)
 
     def __call__(self, swap: Swap, seconds: float, error: str) -> None:
         assert seconds >= 0
-        self.told.append((swap, error))
+        self.reported.append((swap, error))
         self._one.release()
 
     def wait(self) -> str:
         assert self._one.acquire(timeout=30)
-        return self.told[-1][1]
+        return self.reported[-1][1]
 
 
 def make(

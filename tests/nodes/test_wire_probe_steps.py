@@ -21,7 +21,7 @@ EACH = 1 + PROBE_REPEATS
 
 
 class Ends:
-    """A prober and a receiver on one fabric; letters arrive at once, unless `deaf`."""
+    """A prober and a receiver on one fabric; active messages arrive at once, unless `deaf`."""
 
     def __init__(self) -> None:
         self.now_s, self.wire = 0.0, Wire(2e-5, 1e12)
@@ -112,13 +112,13 @@ def test_the_wire_is_found() -> None:
     assert probed.wire.overhead_s == pytest.approx(2e-5, rel=0.01)
     assert probed.wire.bytes_per_s == pytest.approx(1e12, rel=0.01)
     assert ends.sent == [size for size in PROBE_SIZES_BYTES for _ in range(EACH)]
-    kinds = [type(letter) for letter in ends.active_messages]
+    kinds = [type(message) for message in ends.active_messages]
     assert kinds == [m.ProbeRequest, m.ProbeAnswer, m.ProbeEnded]
 
 
 @pytest.mark.parametrize(("bytes_per_s", "sizes"), [(12.5e6, 2), (1e6, 0)])
 def test_a_slow_wire_is_not_held_up(bytes_per_s: float, sizes: int) -> None:
-    """Fast Ethernet: the largest messages would take seconds. Slower still, nothing can be told in time."""
+    """Fast Ethernet: the largest messages would take seconds. Slower still, nothing can be measured in time."""
     ends = Ends()
     ends.wire = Wire(1e-3, bytes_per_s)
     ends.start()
@@ -205,7 +205,7 @@ def test_a_repeated_request_is_answered_and_holds_no_more() -> None:
     ends = Ends()
     for _ in range(2):
         ends.receiver.on_request("prefill", m.ProbeRequest(7, 512))
-    assert [letter.refused for letter in ends.active_messages if isinstance(letter, m.ProbeAnswer)] == [
+    assert [message.refused for message in ends.active_messages if isinstance(message, m.ProbeAnswer)] == [
         "",
         "",
     ]
@@ -253,7 +253,7 @@ def test_what_never_comes_is_given_up(state: dict[str, Any], expected: str) -> N
 
 
 def _about(ends: Ends) -> dict[str, str]:
-    answers = [letter for letter in ends.active_messages if isinstance(letter, m.ProbeAnswer)]
+    answers = [message for message in ends.active_messages if isinstance(message, m.ProbeAnswer)]
     return {"host": answers[-1].host, "device": "cpu"} if answers else {}
 
 

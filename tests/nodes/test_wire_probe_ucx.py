@@ -24,7 +24,7 @@ TIMEOUT_S = 30.0
 
 
 class End:
-    """A rank's transport, its memory and its letters, without the rank."""
+    """A rank's transport, its memory and its active messages, without the rank."""
 
     def __init__(self, name: str) -> None:
         torch.set_num_threads(1)
@@ -55,7 +55,7 @@ class End:
 
 
 def receive(pipe: Connection) -> None:
-    """The child: a decode rank, until it is told to go."""
+    """The child: a decode rank, until it is stopped."""
     end = End("decode")
     probes = ProbeReceiver(
         end.transport,

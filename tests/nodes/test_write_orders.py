@@ -176,7 +176,7 @@ def test_the_prefill_group_keeps_its_pages_until_all_is_verified(
 
     for _ in range(2 if damaged else 1):
         run_device(P)
-        order.wire(P)  # the notice leaves
+        order.wire(P)  # the completion notification leaves
         order.wire(D)
         order.wire(D)  # and is read: the sum is launched
         order.wire(P)
@@ -186,7 +186,7 @@ def test_the_prefill_group_keeps_its_pages_until_all_is_verified(
         order.wire(D)
         order.deliver(D, P)  # it asks for a segment again
         for _ in range(2):
-            order.wire(P)  # or has verified all: a letter comes
+            order.wire(P)  # or has verified all: a message comes
     assert len(flips.struck) == damaged
     assert sending() == 0
     order.settle()
@@ -194,7 +194,7 @@ def test_the_prefill_group_keeps_its_pages_until_all_is_verified(
 
 
 def test_a_verified_ticket_waits_a_moment_for_others(order: Ordered) -> None:
-    """One letter tells of several. Only while more is expected, and not for long."""
+    """One message covers several tickets. Only while more is expected, and not for long."""
     order.reserve()
     order.compute()
     order.reserve()  # expected by the decode rank; the prefill group has not heard of it
@@ -209,19 +209,19 @@ def test_a_verified_ticket_waits_a_moment_for_others(order: Ordered) -> None:
     landed_s = order.now_s
     (outgoing,) = order.ranks[P].agent.tickets.open.values()
     assert tickets.due_s > landed_s - VERIFIED_WAIT_S, "it waits"
-    assert not told(order)
+    assert not verified_tickets(order)
     while not outgoing.reported:
         order.wire(D)
         order.wire(P)
-    assert told(order) == [[(first.key, first.ticket.number)]]
+    assert verified_tickets(order) == [[(first.key, first.ticket.number)]]
     assert order.now_s - landed_s < VERIFIED_WAIT_S + 0.005, "not for the other one"
     order.settle()
-    assert len(told(order)) == 2
+    assert len(verified_tickets(order)) == 2
     assert tickets.due_s == math.inf
 
 
-def told(order: Ordered) -> list[list[tuple[RequestKey, int]]]:
-    return [letter.tickets for letter in order.seen if isinstance(letter, m.TransferVerified)]
+def verified_tickets(order: Ordered) -> list[list[tuple[RequestKey, int]]]:
+    return [message.tickets for message in order.seen if isinstance(message, m.TransferVerified)]
 
 
 def test_pages_that_were_given_back_are_not_sent_again(order: Ordered) -> None:

@@ -140,25 +140,25 @@ def decoded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """float64: what `x` is once it is stored as `dtype`."""
     if dtype not in QUANTIZED:
         return x.to(dtype).double()
-    codes, scales = encode(x, dtype)
-    return codes.double() * scales.double()[..., None]
+    quantized, scales = encode(x, dtype)
+    return quantized.double() * scales.double()[..., None]
 
 
 def encode(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of `dtype` and bfloat16 scales: the largest value of each head becomes about the largest code."""
+    """Quantized values of `dtype` and bfloat16 scales; the largest of each head is about the largest of the type."""
     limit = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
     scales = (x.nan_to_num().abs().amax(-1).clamp(min=1e-30) / limit).bfloat16()
     ratio = (x / scales[..., None]).clamp(-limit, limit)
-    codes = ratio.nan_to_num().round().to(torch.int8) if dtype == torch.int8 else ratio.to(dtype)
-    return codes, scales
+    quantized = ratio.nan_to_num().round().to(torch.int8) if dtype == torch.int8 else ratio.to(dtype)
+    return quantized, scales
 
 
 def stored(buffer: torch.Tensor, dtype: torch.dtype, device: str) -> LayerKV:
     """K and V as a pool holds them, scales NaN where the head is."""
     if dtype not in QUANTIZED:
         return LayerKV(*buffer.to(dtype).to(device), dtype)
-    codes, scales = encode(buffer, dtype)
+    quantized, scales = encode(buffer, dtype)
     scales[buffer.isnan().all(-1)] = float("nan")
     both = torch.stack([*scales], -1).view(torch.uint8)
-    rows = torch.cat([*codes.view(torch.uint8), both], -1)
+    rows = torch.cat([*quantized.view(torch.uint8), both], -1)
     return quantized_layer(rows.to(device), buffer.shape[-1], dtype)

@@ -29,7 +29,7 @@ class FakeGenerator:
         """Answers that it makes to one request, where its pool has room for them."""
         self.pool_tokens = 1 << 20
         self.down: list[str] = []
-        self.told: tuple[GroupStatus, ...] = ()
+        self.statuses: tuple[GroupStatus, ...] = ()
         self.hold_after: int | None = None
         """Wait for `go` after so many tokens of each answer."""
         self.go = asyncio.Event()
@@ -52,7 +52,7 @@ class FakeGenerator:
         return min(self.most, self.pool_tokens // (prompt_tokens + max_tokens))
 
     def groups(self) -> tuple[GroupStatus, ...]:
-        return self.told
+        return self.statuses
 
     def draining(self) -> tuple[str, ...]:
         return ()

@@ -241,12 +241,12 @@ class LocalGroups:
             for tokens in message.tokens if isinstance(message, m.StepTokens) else ():
                 callback(source, destination, tokens)
 
-        def letter(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
+        def active(source: str, destination: str, tag: int, data: torch.Tensor) -> None:
             if is_active_message(tag):
                 callback(source, destination, m.decode(data.numpy().tobytes()))
 
         self.hub.observe(control)
-        self.fabric.observe(letter)
+        self.fabric.observe(active)
 
     def transport(self, name: str) -> Transport:
         """The data plane of the rank `name`."""
@@ -264,14 +264,16 @@ class LocalGroups:
     @asynccontextmanager
     async def router(self) -> AsyncIterator[Router]:
         """A router of its own on the running loop; its groups are asked how they are each `metrics.interval_s`."""
-        mail = ResponseDispatcher(self._control("router"), asyncio.get_running_loop())
-        mail.start()
+        dispatcher = ResponseDispatcher(self._control("router"), asyncio.get_running_loop())
+        dispatcher.start()
         try:
-            router = Router(mail, self.infos.values(), config=self.config.router, clock=self.router_clock)
+            router = Router(
+                dispatcher, self.infos.values(), config=self.config.router, clock=self.router_clock
+            )
             async with watching(router.statuses, self.config.metrics.interval_s):
                 yield router
         finally:
-            mail.close()
+            dispatcher.close()
 
     def answers(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answered]:
         """All prompts at once, greedily or however `sampling` says."""

@@ -71,7 +71,7 @@ class Secrets:
 
 
 @dataclass
-class Place:
+class SearchedServer:
     served: Served
     secrets: Secrets
     key_file: Path

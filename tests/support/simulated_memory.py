@@ -23,7 +23,7 @@ from kernels.copy.rows import PoolSlice
 from staging.allocator import Lease, StagingAllocator
 
 POISON = 0xFF
-"""Bytes that are NaN in each float type, and in the scales of codes."""
+"""Bytes that are NaN in each float type, and in the scales of quantized values."""
 
 
 class Device:
@@ -132,9 +132,9 @@ def late_kernels(devices: dict[int, Device], patch: pytest.MonkeyPatch) -> None:
         """In two parts, as on a GPU: what has read its fence word may still write after that was closed."""
 
         def prepared(source: PoolSlice, target: PoolSlice, *rest: Any) -> Callable[[], None]:
-            *codes, fence, ticket, check = rest
+            *quantized, fence, ticket, check = rest
             found = torch.empty_like(fence)
-            move = prepare(source, target, *codes, found, ticket, check)
+            move = prepare(source, target, *quantized, found, ticket, check)
             work = devices[source.pool.data_ptr()].work
             return lambda: work.extend([partial(found.copy_, fence), move])
 

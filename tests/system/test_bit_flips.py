@@ -354,7 +354,7 @@ def test_a_wish_is_lost_repeated_or_late(
 def test_the_word_that_all_is_verified_is_lost(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, peer_memory: bool, fault: str
 ) -> None:
-    """As a letter; and once more, repeated or late, as the control message that takes its place."""
+    """As an active message; and once more, repeated or late, as the control message that takes its place."""
     source, (prompt,) = checkpoints.source(), random_prompts(70, seed=5)
     with local_groups(small_config(2, 2, chunk_tokens=16, peer_memory=peer_memory), source) as groups:
         send = ActiveMessages.send

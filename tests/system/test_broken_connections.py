@@ -50,7 +50,7 @@ def nobody_was_lost(groups: LocalGroups) -> bool:
 def test_a_connection_that_breaks_in_a_transfer(
     checkpoints: Checkpoints, side: str, peer_memory: bool, nth: int
 ) -> None:
-    """On the sender's side alone: at a letter, a segment or a notice."""
+    """On the sender's side alone: at an active message, a segment or a completion notification."""
     config = small_config(2, 2, chunk_tokens=16, ring_bytes=4096, peer_memory=peer_memory)
     config = with_quarantine(config, 1.0)
     with local_groups(config, checkpoints.source(), options=PATIENT) as groups:

@@ -55,7 +55,7 @@ def test_any_faults(first: int) -> None:
 def test_a_cut_in_one_direction() -> None:
     """For most of a minute: the side that receives does not take the other as met, and requests wait."""
     run = simulate(5012, first_fault="cut")
-    cuts = [line.split()[2:4] for line in str(run.world.journal).splitlines() if line.split()[1] == "cut"]
+    cuts = [line.split()[2:4] for line in str(run.world.event_log).splitlines() if line.split()[1] == "cut"]
     assert (run.faults.struck, cuts) == (["cut"], [["router-1", "prefill-0"]]), "another seed has such a cut"
     waited = [one for one in run.requests if one.ended_s - one.began_s > 10 * PEER_TIMEOUT_S]
     assert [one.outcome for one in waited] == ["done"] * 3
@@ -82,7 +82,8 @@ def test_the_simulation_reports_a_bug(bug: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_seed_repeats() -> None:
     """Every event, in every process: the order of sets of strings, which differs, changes nothing."""
     root = Path(__file__).parents[2]
-    code = "from cluster_simulation.run import simulate as run; print([run(s).world.journal.digest for s in (4, 5)])"
+    runs = "[simulate(seed).world.event_log.digest for seed in (4, 5)]"
+    code = f"from cluster_simulation.run import simulate; print({runs})"
     path = os.pathsep.join([str(root), str(root / "tests" / "support")])
     hash_seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
     other = subprocess.run(
@@ -92,4 +93,4 @@ def test_a_seed_repeats() -> None:
         text=True,
         check=True,
     )
-    assert other.stdout.strip() == str([simulate(seed).world.journal.digest for seed in (4, 5)])
+    assert other.stdout.strip() == str([simulate(seed).world.event_log.digest for seed in (4, 5)])

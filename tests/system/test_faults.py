@@ -217,7 +217,7 @@ def test_a_launch_that_fails_ends_its_request(
 
 @pytest.mark.parametrize("nth", [0, 4])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_letter_that_fails_ends_its_request(checkpoints: Checkpoints, role: str, nth: int) -> None:
+def test_an_active_message_that_fails_ends_its_request(checkpoints: Checkpoints, role: str, nth: int) -> None:
     """A lease request or a grant: one of the two requests meets it. A watermark that fails is sent again."""
     with local_groups(tight_config(), checkpoints.source()) as groups:
         run = Run(groups, checkpoints)
@@ -229,6 +229,7 @@ def test_a_letter_that_fails_ends_its_request(checkpoints: Checkpoints, role: st
             return await asyncio.gather(*tasks, return_exceptions=True)
 
         results = dict(zip(run.prompts, groups.serve(work), strict=True))
+        assert groups.fabric.faults.all_struck
         failed = [name for name, result in results.items() if isinstance(result, BaseException)]
         assert len(failed) == 1 or (not failed and role == "decode" and nth), results
         assert all("injected failure" in str(results[name]) for name in failed)
@@ -237,7 +238,7 @@ def test_a_letter_that_fails_ends_its_request(checkpoints: Checkpoints, role: st
 
 
 @pytest.mark.parametrize("nth", [0, 4])
-@pytest.mark.parametrize("what", ["data", "prefill letters", "decode letters"])
+@pytest.mark.parametrize("what", ["data", "prefill messages", "decode messages"])
 def test_what_comes_twice_counts_once(checkpoints: Checkpoints, what: str, nth: int) -> None:
     def when(source: str, destination: str, tag: int) -> bool:
         return is_active_message(tag) == (what != "data") and (what == "data" or what.startswith(source[:6]))
@@ -246,6 +247,7 @@ def test_what_comes_twice_counts_once(checkpoints: Checkpoints, what: str, nth: 
         run = Run(groups, checkpoints)
         groups.fabric.faults.duplicate(nth, when)
         assert run.go() is None
+        assert groups.fabric.faults.all_struck
         run.check(VICTIM)
 
 
@@ -276,7 +278,7 @@ def test_a_sender_that_stalls_is_ended_by_its_lease(checkpoints: Checkpoints) ->
         assert "lease_timeout_s" in str(error)
 
 
-def test_a_letter_that_nobody_hears_of_ends_its_request(checkpoints: Checkpoints) -> None:
+def test_an_active_message_that_is_lost_silently_ends_its_request(checkpoints: Checkpoints) -> None:
     """A connection can break behind a send that is done: no lease, no error, no chunk behind it; then time is up."""
     config = without_recovery(small_config(2, 2, ring_bytes=4096, chunk_tokens=128, lease_timeout_s=0.5))
     with local_groups(config, checkpoints.source()) as groups:

@@ -50,7 +50,7 @@ def test_a_router_fails_the_request(checkpoints: Checkpoints) -> None:
 
 
 def test_a_sender_fails_the_request(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lease request, which is a letter; the first of two that the chunk needs."""
+    """A lease request, which is an active message; the first of two that the chunk needs."""
 
     def encode(message: m.Message) -> bytes:
         return m.encode(message, 2000 if isinstance(message, m.LeaseRequest) else m.MAX_MESSAGE_BYTES)

@@ -1,4 +1,4 @@
-"""Placement, policy, text and ledger: the parts that decide without doing."""
+"""Placement, policy, text and KV manager: the parts that decide without doing."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_the_first_of_several_stop_strings_counts() -> None:
     assert stream.push(b"abzz") == "a"
 
 
-def test_ledger_gives_both_or_none() -> None:
+def test_kv_manager_gives_both_or_none() -> None:
     kv_manager = KVManager(pool_tokens=64, page_size=16, rows=2)
     assert kv_manager.capacity_tokens == 64
     first = kv_manager.reserve(33)
@@ -213,7 +213,7 @@ def test_ledger_gives_both_or_none() -> None:
     assert kv_manager.statistics().free_rows == 2
 
 
-def test_ledger_begins_with_what_is_cached_and_evicts_the_rest_when_it_must() -> None:
+def test_kv_manager_begins_with_what_is_cached_and_evicts_the_rest_when_it_must() -> None:
     kv_manager = KVManager(pool_tokens=64, page_size=16, rows=3, eviction="lru")
     prompt, other = PrefixKey.of(range(40)), PrefixKey.of(range(100, 140))
     first = kv_manager.reserve(40, prompt)
@@ -238,7 +238,7 @@ def test_ledger_begins_with_what_is_cached_and_evicts_the_rest_when_it_must() ->
     kv_manager.check([])
 
 
-def test_ledger_leaves_a_token_to_compute() -> None:
+def test_kv_manager_leaves_a_token_to_compute() -> None:
     kv_manager = KVManager(pool_tokens=64, page_size=16, rows=3, eviction="lru")
     prompt = PrefixKey.of(range(32))
     first = kv_manager.reserve(32, prompt)
@@ -252,7 +252,7 @@ def test_ledger_leaves_a_token_to_compute() -> None:
     kv_manager.check([])
 
 
-def test_ledger_notices_a_page_owned_twice() -> None:
+def test_kv_manager_detects_a_page_owned_twice() -> None:
     kv_manager = KVManager(pool_tokens=64, page_size=16, rows=2)
     one = kv_manager.reserve(16)
     assert one is not None
@@ -260,7 +260,7 @@ def test_ledger_notices_a_page_owned_twice() -> None:
         kv_manager.check([[one], [BlockTable(1, one.sequence)]])
 
 
-def test_ledger_notices_a_lost_reference() -> None:
+def test_kv_manager_detects_a_lost_reference() -> None:
     kv_manager = KVManager(pool_tokens=64, page_size=16, rows=2)
     one = kv_manager.reserve(16)
     assert one is not None

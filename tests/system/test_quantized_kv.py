@@ -1,4 +1,4 @@
-"""Quantized KV through the whole system: codes and scales arrive as they were written."""
+"""Quantized KV through the whole system: values and scales arrive as they were written."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ What is equal, and to what:
 - what lands in a decode pool is what the prefill pool has, quantized: bit for bit what the decode pool's own write
   would have made of it;
 - so all tokens are those of an engine that prefills in floats, quantizes, and decodes (`disagg.reference.answers`);
-- they are not those of groups that both have 8 bits: there the prompt's own attention reads codes, so all layers but
-  the first compute other K and V.
+- they are not those of groups that both have 8 bits: there the prompt's own attention reads quantized
+  values, so all layers but the first compute other K and V.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 
 def quantizing(config: Config, source: ModelSource, kv_dtype: str = "int8") -> Config:
-    """`config` with codes in the decode groups alone."""
+    """`config` with quantized KV in the decode groups alone."""
     decode = msgspec.structs.replace(config.decode, kv_dtype=kv_dtype)
     model = ModelConfig(path=str(source.directory), dtype="float32")
     return msgspec.structs.replace(config, decode=decode, model=model)
@@ -71,13 +71,13 @@ def held(ranks: Sequence[Any], tokens: Span) -> Iterator[tuple[int, int, int, to
 
 
 def as_written(rank: Any, tokens: Span, kv_dtype: str) -> dict[tuple[int, int], torch.Tensor]:
-    """What a pool of codes has after a prefill rank's K and V were written there, on a CPU, by (layer, head)."""
+    """The content of a quantized pool to which a CPU wrote a prefill rank's K and V, by layer and head."""
     shard, slots, pool = rank.runner.shard, slots_on(rank, tokens), rank.runner.pool
     found: dict[tuple[int, int], torch.Tensor] = {}
     for i, layer in enumerate(shard.layers):
-        codes = MHATokenToKVPool(1, len(tokens), pool.heads, pool.head_dim, getattr(torch, kv_dtype))
-        codes.write(0, torch.arange(len(tokens)), *(t.cpu() for t in pool.read(i, slots, torch.float32)))
-        found |= {(layer, head): codes.buffer[0, :, :, j] for j, head in enumerate(shard.heads)}
+        quantized = MHATokenToKVPool(1, len(tokens), pool.heads, pool.head_dim, getattr(torch, kv_dtype))
+        quantized.write(0, torch.arange(len(tokens)), *(t.cpu() for t in pool.read(i, slots, torch.float32)))
+        found |= {(layer, head): quantized.buffer[0, :, :, j] for j, head in enumerate(shard.heads)}
     return found
 
 
@@ -159,7 +159,7 @@ def test_groups_that_both_have_codes_compute_other_kv(checkpoints: Checkpoints) 
 def test_either_prefix_cache_and_both(
     checkpoints: Checkpoints, prefill: bool, decode: bool, peer_memory: bool
 ) -> None:
-    """What is cached is floats on the one side and codes on the other; what is sent again is quantized again."""
+    """What is cached is floats on the one side and quantized on the other; what is sent again is quantized again."""
     source, (stem,) = checkpoints.source(), random_prompts(50, seed=3)
     prompts = [stem + tail for tail in random_prompts(3, 30, 14, seed=4)]
     config = small_config(2, 1, prefill_page=4, decode_page=16, peer_memory=peer_memory)
@@ -214,12 +214,12 @@ def all_at_once(groups: LocalGroups, samplings: Sequence[SamplingParams]) -> lis
     ),
     ids=str,
 )
-def test_forks_and_swapped_pages_of_codes(
+def test_forks_and_swapped_pages_of_quantized_kv(
     checkpoints: Checkpoints, tp: tuple[int, int], peer_memory: bool
 ) -> None:
     """Beams, several answers and single ones, by turns in host memory: the answers of a pool with room for all.
 
-    By swap: who is computed again reads codes in the prompt's attention, which the prefill group did not.
+    By swap: who is computed again reads quantized values in the prompt's attention, which the prefill group did not.
     """
     source = checkpoints.source()
     roomy = small_config(*tp, prefill_page=16, decode_page=4, peer_memory=peer_memory, max_requests=16)

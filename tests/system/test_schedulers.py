@@ -178,7 +178,7 @@ def written_by(work: Work, one: Stepped) -> list[int]:
 
 
 class DecodeMachine(RuleBasedStateMachine):
-    """Under pressure: 16 pages for up to 4 requests of up to 40 tokens each. Copies end late, ranks in any order."""
+    """Too few pages: 16 for up to 4 requests of up to 40 tokens each. Copies end late, ranks in any order."""
 
     eviction: EvictionName | None = None
 

@@ -46,7 +46,7 @@ def compared(config: Config, checkpoints: Checkpoints) -> tuple[Found, str]:
 
 @pytest.mark.parametrize("kv_dtype", ["auto", "float8_e4m3fn"])
 def test_what_rounding_decides_is_said_and_no_failure(checkpoints: Checkpoints, kv_dtype: str) -> None:
-    """Each of two ranks rounds its part of a sum. By Hugging Face, and, which it has not, in codes, by our engine."""
+    """Each of two ranks rounds its part of a sum. By Hugging Face, and, which lacks it, quantized, by our engine."""
     found, name = compared(config_of(checkpoints, "bfloat16", kv_dtype=kv_dtype), checkpoints)
     assert name.startswith("Hugging Face" if kv_dtype == "auto" else "our engine")
     differ = [judged for judged in found.values() if judged is not None]

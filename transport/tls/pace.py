@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 BURST = 512
-"""All ranks of a large host dial at once, each for its replies and lanes."""
+"""Connections that an address may open at once: all ranks of a large host dial together, several times each."""
 CONNECTIONS_PER_S = 100.0
 MAX_ADDRESSES = 4096
 """Most addresses remembered; the one that dialled longest ago is dropped first."""

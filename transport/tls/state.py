@@ -19,7 +19,7 @@ class ChannelState:
         self.quiet = threading.Condition(self.lock)
         """Notified when the last thread of a channel has left."""
         self.tracker = OperationTracker()
-        self.mailbox: list[Arrival] = []
+        self.unread: list[Arrival] = []
         self._alarm = Alarm()
         self._poll = select.poll()
         self._poll.register(self._alarm.fd, select.POLLIN)
@@ -31,7 +31,7 @@ class ChannelState:
 
     def arrived(self, arrival: Arrival) -> None:
         """Adds a message to `arrivals()`. Call with the lock held."""
-        self.mailbox.append(arrival)
+        self.unread.append(arrival)
         self.wake()
 
     def wake(self) -> None:

@@ -156,10 +156,10 @@ class TlsTransport(Transport):
 
     def arrivals(self) -> list[Arrival]:
         self._ensure_open()
-        if not self.state.mailbox:
+        if not self.state.unread:
             return []
         with self.state.lock:
-            found, self.state.mailbox = self.state.mailbox, []
+            found, self.state.unread = self.state.unread, []
             self.state.tracker.hand_out(found)
             return found
 
@@ -202,7 +202,7 @@ class TlsTransport(Transport):
 
     def wait(self, timeout_s: float) -> None:
         self._ensure_open()
-        if not self.state.mailbox and not self.state.tracker.has_ended():
+        if not self.state.unread and not self.state.tracker.has_ended():
             self.state.wait(timeout_s)
 
     def wake(self) -> None:
@@ -227,7 +227,7 @@ class TlsTransport(Transport):
         with self.state.lock:
             channels: list[Channel] = [*self.outgoing, *self.incoming.values()]
             self.peers.clear()
-            self.state.mailbox.clear()
+            self.state.unread.clear()
             self.state.tracker.take_arrivals()
         try:
             if not self._end(channels, "this transport was closed", FENCE_TIMEOUT_S):

@@ -65,7 +65,7 @@ def run_bench(
 ) -> ChaosReport:
     """Starts the cluster of `config`, runs the bench and returns the report.
 
-    Raises `DisaggError` when the cluster cannot start or fails in quiet.
+    Raises `DisaggError` when the cluster cannot start or fails during the quiet run.
     """
     configure(config.log)
     config = with_model(config, report_line)

@@ -48,7 +48,7 @@ class OpenProcess(Protocol):
 
 
 class FaultInjector:
-    """Sends the signals, and remembers which groups cannot serve because of them."""
+    """Sends the signals, and records which groups cannot serve because of them."""
 
     def __init__(self, open_process: OpenProcess = psutil.Process) -> None:
         self._open = open_process
@@ -80,7 +80,7 @@ class FaultInjector:
                 process.resume()
 
     def finish(self, target: TargetRank) -> None:
-        """Kills a rank that hangs, so that the system can notice its end."""
+        """Kills a rank that hangs, so that the system can detect its end."""
         process = self._stopped.pop(target, None)
         self._dead.add(target.group)
         with _unless_gone():

@@ -1,4 +1,4 @@
-"""The schedule of faults: which kind, when, and which rank. A function of its seed; no I/O."""
+"""The schedule of faults: kind, time and victim of each, as a function of a seed. No I/O."""
 
 from __future__ import annotations
 

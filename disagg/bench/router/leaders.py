@@ -123,7 +123,7 @@ class SimulatedLeader:
         return sum(map(len, together.values()))
 
     def begin(self, key: RequestKey) -> None:
-        """The prompt is computed, and its first token sent."""
+        """Starts a stream behind its first token, which the prefill group has sent."""
         with self._shared.lock:
             stream = self.streams.get(key)
             if stream is None:

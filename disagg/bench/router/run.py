@@ -21,9 +21,9 @@ from transport.keys.curve import make_keys
 from transport.keys.file import save_keys
 
 TIMEOUT_S = 120.0
-"""For the tokens of one window."""
+"""Time limit for the tokens of one window."""
 OPEN_TIMEOUT_S = 600.0
-"""For the first tokens of all streams."""
+"""Time limit for the first tokens of all streams."""
 IDLE_S = 2.0
 """Time without requests in which the cost of heartbeats and reports is measured."""
 CONCURRENCY = 8
@@ -37,7 +37,7 @@ class RouterBench:
     streams: tuple[int, ...]
     groups: tuple[int, ...]
     tokens_per_s: float
-    """Over all streams."""
+    """Rate of tokens over all streams."""
     window_tokens: int
     """Tokens of one measurement, at least one for each stream."""
     requests: int

@@ -12,6 +12,7 @@ from disagg.cli.bench.handoff import handoff
 from disagg.cli.bench.kernels import kernels
 from disagg.cli.bench.memory import memory
 from disagg.cli.bench.overload import overload
+from disagg.cli.bench.prefill import prefill
 from disagg.cli.bench.router import router
 from disagg.cli.bench.serve import serve
 from disagg.cli.bench.swap import swap
@@ -27,6 +28,7 @@ for _command in (
     transfer,
     handoff,
     decode,
+    prefill,
     memory,
     agreement,
     serve,

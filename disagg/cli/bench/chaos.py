@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultFlags:
-    """Which faults, when, and how long the system has to recover."""
+    """Flags for the kinds and times of faults, and for the time that the system has to recover."""
 
     faults: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""What the commands of `disagg bench` share: flags, the device, the progress line, and the output of results."""
+"""Shared parts of the commands of `disagg bench`: flags, the device, the progress line, and the output of results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOG_COLUMNS = 150
 
 @dataclass(frozen=True, kw_only=True)
 class OutputFlags:
-    """Where the results go."""
+    """Flags that select the output of the results."""
 
     out: Annotated[
         Path | None,

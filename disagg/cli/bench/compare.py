@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFlags:
-    """The systems that `--compare` starts; every other flag of these needs it."""
+    """The systems that `--compare` starts; the other flags of this group need it."""
 
     compare: Annotated[
         Literal["colocated"] | None,

@@ -19,7 +19,7 @@ _REQUESTS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class LoadFlags:
-    """When requests are sent, and how many."""
+    """Flags for the number of requests and the times at which they are sent."""
 
     rate: Annotated[
         float | None,

@@ -154,8 +154,8 @@ class DecodeConfig(BatchingConfig, frozen=True):
     watermark: float = 0.01
     """Fraction of a group's pages that admission keeps free for running requests."""
     async_steps: bool | None = None
-    """Launch a step before the host has read the tokens of the step before it: the GPU does not wait for the host.
-    None: on a GPU. On a CPU, where a step ends when it is launched, tokens would leave a step later."""
+    """Launch a step before the host has read the tokens of the previous one, so that the GPU does not wait for the
+    host. None: on a GPU only. On a CPU a step ends at its launch, so its tokens would be sent one step later."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,7 +33,8 @@ class TransferConfig(Section, frozen=True):
     """Cost of a further segment, used to choose the number of layer groups (`staging.planner.group_count`). None:
     measured, else 100 us on a GPU (NVLink, with both copies), 0 on a CPU."""
     wire_bytes_per_s: float = 0.0
-    """Bandwidth between two ranks, for the same choice. 0: measured, else 350e9 (NVLink 4)."""
+    """Bandwidth between two ranks, also used to choose the number of layer groups. 0: measured, else 350e9 (NVLink
+    4)."""
     lease_timeout_s: float = 30.0
     """Time limit of a ring lease to be granted and written; then the request fails, and the fenced lease is freed."""
     watermark_interval_s: float = 0.25

@@ -1,7 +1,8 @@
-"""Puts Triton kernels in place of small operations of a model: norms, rotary embeddings, gated MLPs.
+"""Puts Triton kernels in place of small operations of a model: norms and sums, rotary embeddings, gated MLPs.
 
 Registries name the module classes of transformers that the kernels compute exactly: `norms.NORMS`,
-`gated_mlps.GATED_MLPS`, `rotary_forms.ROTARY_ATTENTION` and `rotary_attention.OWN_FORWARDS`. A module of any other
+`residuals.PRE_NORM_LAYERS`, `gated_mlps.GATED_MLPS`, `rotary_forms.ROTARY_ATTENTION` and
+`rotary_attention.OWN_FORWARDS`. A module of any other
 class stays as it is. Only modules of the one built model change, never transformers itself.
 """
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from disagg.model.layers.gated_mlps import fuse_gated_mlp
 from disagg.model.layers.norms import fuse_norm
+from disagg.model.layers.residuals import fuse_residuals
 from disagg.model.layers.rotary_attention import fuse_rotary
 
 
@@ -25,6 +27,8 @@ class Fused:
     rotary: int = 0
     """Attention modules whose rotary embeddings do."""
     mlps: int = 0
+    residuals: int = 0
+    """Decoder layers whose sums do."""
 
     def summary(self) -> dict[str, int]:
         """The numbers by kind of module."""
@@ -39,6 +43,8 @@ def fuse(model: Any) -> Fused:
             fused.norms += fuse_norm(module)
             fused.mlps += fuse_gated_mlp(module)
             fused.rotary += fuse_rotary(module)
+    for module in model.modules():
+        fused.residuals += fuse_residuals(module)
     return fused
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from disagg.model.layers.class_names import by_name, class_name
-from kernels.layers.rms_norm import DTYPES, NormWeight, rms_norm
+from kernels.layers.rms_norm import DTYPES, NormWeight, add_rms_norm, rms_norm
 
 
 @dataclass(frozen=True)
@@ -78,20 +78,42 @@ NORMS = by_name(
 """By class name."""
 
 
-def fuse_norm(module: Any) -> bool:
-    """Lets a registered RMSNorm with a weight run in the kernel; returns whether `module` is one.
+class FusedNorm:
+    """The forward of a registered RMSNorm with a weight, in the kernel.
 
     Inputs of another type than the weight's still go to the class's own forward.
     """
+
+    def __init__(self, module: Any, form: NormForm) -> None:
+        self._own, self._module = module.forward, module
+        self._eps, self._how = float(getattr(module, form.epsilon)), form.weight
+        self._added: tuple[torch.Tensor, torch.Tensor] | None = None
+        """The latest sum of `add`, and its norm."""
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        added, self._added = self._added, None
+        if added is not None and added[0] is x:
+            return added[1]
+        if x.dtype != self._module.weight.dtype:
+            return self._own(x)
+        return rms_norm(x, self._module.weight, self._eps, self._how)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Returns `x + y`, and computes its norm in the same launch for the next call, whose input it is.
+
+        The caller must not change the sum in place before that call. A call with any other input is as if this one
+        had not been.
+        """
+        if not x.dtype == y.dtype == self._module.weight.dtype:
+            return x + y
+        self._added = add_rms_norm(x, y, self._module.weight, self._eps, self._how)
+        return self._added[0]
+
+
+def fuse_norm(module: Any) -> bool:
+    """Lets a registered RMSNorm with a weight run in the kernel; returns whether `module` is one."""
     form, weight = NORMS.get(class_name(module)), module._parameters.get("weight")
     if form is None or weight is None or weight.dtype not in DTYPES:
         return False
-    own, eps = module.forward, float(getattr(module, form.epsilon))
-
-    def forward(x: torch.Tensor) -> Any:
-        if x.dtype != module.weight.dtype:
-            return own(x)
-        return rms_norm(x, module.weight, eps, form.weight)
-
-    module.forward = forward
+    module.forward = FusedNorm(module, form)
     return True

@@ -65,7 +65,8 @@ class SamplingBatch:
                 f"logits must be float32 [{len(self._rows)}, {self._vocab}]; got {tuple(logits.shape)}"
             )
         adjusted = self.adjusted(logits)
-        tokens = likeliest_tokens(adjusted) if self._draw is None else draw(adjusted.contiguous(), self._draw)
+        adjusted = adjusted.contiguous()
+        tokens = likeliest_tokens(adjusted) if self._draw is None else draw(adjusted, self._draw)
         return SampledTokens(tokens, logits, self._logprobs)
 
     def advance(self, sampled: SampledTokens) -> None:

@@ -71,7 +71,7 @@ def test_the_command_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 @pytest.mark.slow
 def test_kv_in_8_bits_lands_as_it_was_computed(capsys: pytest.CaptureFixture[str]) -> None:
-    """Heads of 8: as many codes and a scale of 2 bytes, where bfloat16 takes 16 bytes."""
+    """Heads of 8: as many quantized values and a scale of 2 bytes, where bfloat16 takes 16 bytes."""
     assert run(["bench", "handoff", *SMALL, *SHORT, "--kv-dtype", "int8", "--json"]) == 0
     lines = {line["title"]: line for line in json.loads(capsys.readouterr().out)["results"]}
     landed = lines["transfer, landed"]
@@ -80,7 +80,7 @@ def test_kv_in_8_bits_lands_as_it_was_computed(capsys: pytest.CaptureFixture[str
     assert lines["transfer, landed / bfloat16"]["values"] == [0.625]
 
 
-def test_kv_that_is_quantized_on_its_way_lands_as_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_that_is_quantized_on_its_way_lands_quantized(capsys: pytest.CaptureFixture[str]) -> None:
     """Computed in float32, which takes 32 bytes a head; two ranks quantize their halves for one."""
     flags = [*SMALL, *SHORT, "--prefill-tp", "2", "--decode-kv-dtype", "float8_e4m3fn"]
     assert run(["bench", "handoff", *flags, "--json"]) == 0
@@ -89,7 +89,9 @@ def test_kv_that_is_quantized_on_its_way_lands_as_codes(capsys: pytest.CaptureFi
     assert landed["values"] == [2 * 2 * 4 * (8 + 2)]
     labels = landed["labels"]
     assert (labels["prefill_kv_dtype"], labels["kv_dtype"]) == ("float32", "float8_e4m3fn")
-    assert labels["compared_tokens"] == 1, "the unsplit engine is the prefill group's, which has no codes"
+    assert labels["compared_tokens"] == 1, (
+        "the unsplit engine is the prefill group's, which has no quantized KV"
+    )
     assert lines["transfer, landed / bfloat16"]["values"] == [0.625]
 
 

@@ -160,9 +160,11 @@ def test_splits_fill_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kernels.attention.decode.multiprocessors", lambda device: 132)
     device = torch.device("cuda")
     assert decode_splits_of(64 * 8, 1 << 17, device) == Splits(16, 4096)  # none of them but in long contexts
-    assert decode_splits_of(8 * 8, 4096, device) == Splits(5, 992)
-    assert decode_splits_of(8, 1 << 17, device) == Splits(128, 256)
-    assert decode_splits_of(8, 512, device) == Splits(2, 256)
+    assert decode_splits_of(33 * 8, 4096, device) == Splits(1, 4096)
+    assert decode_splits_of(16 * 8, 4096, device) == Splits(9, 496)
+    assert decode_splits_of(8 * 8, 4096, device) == Splits(17, 248)
+    assert decode_splits_of(8, 1 << 17, device) == Splits(128, 64)
+    assert decode_splits_of(8, 512, device) == Splits(8, 64)
     assert decode_splits_of(1024 * 8, 1 << 17, device) == Splits(1, 4096)
 
 

@@ -1,4 +1,4 @@
-"""K and V reach their slots, and nothing else changes; codes and scales are the reference's, bit for bit.
+"""K and V reach their slots, and nothing else changes; quantized values and scales are the reference's, bit for bit.
 
 `test_kernels_interpreted.py` runs this file again with the Triton kernel, in Triton's interpreter.
 """
@@ -57,8 +57,8 @@ def test_every_byte_is_the_references(
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_what_is_read_back_differs_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     x = projection(DIM, torch.float32, "cpu", 3)
-    codes, scale = quantize(x, dtype)
-    error = (dequantize(codes, scale, dtype) - x).abs()
+    quantized, scale = quantize(x, dtype)
+    error = (dequantize(quantized, scale, dtype) - x).abs()
     step = scale.float()[..., None]
     if dtype == torch.int8:
         allowed = torch.full_like(x, 0.501) * step
@@ -67,10 +67,10 @@ def test_what_is_read_back_differs_by_half_a_step_at_most(dtype: torch.dtype) ->
         allowed = x.abs() * info.eps * 0.501 + step * info.smallest_normal * info.eps
     assert bool((error <= allowed + 1e-30).all())
     exact = x.double().abs().amax(-1).clamp(min=SMALLEST) / quantized_limit(dtype)
-    assert bool((scale.double() >= exact * (1 - 1e-7)).all()), "else the largest code would be cut off"
+    assert bool((scale.double() >= exact * (1 - 1e-7)).all()), "else the largest value would be cut off"
     assert bool((scale.double() <= exact * (1 + 2**-7)).all())
     assert float(scale[0, 0]) > 0
-    assert float(dequantize(codes, scale, dtype)[0, 0].abs().max()) == 0
+    assert float(dequantize(quantized, scale, dtype)[0, 0].abs().max()) == 0
 
 
 def test_nothing_to_write() -> None:

@@ -25,7 +25,7 @@ LAYERS, SLOTS, HEADS, DIM, TICKET = 3, 24, 4, 20, 0xC0FFEE00
 
 @dataclass(frozen=True)
 class Pools:
-    """A filled pool of floats, a poisoned one of codes, and bytes of the latter after all was written there by
+    """A filled pool of floats, a poisoned quantized one, and bytes of the latter after all was written there by
     `MHATokenToKVPool.write`, layers 1 and 2 of the source, its heads 1 and 2."""
 
     source: PoolSlice
@@ -33,18 +33,18 @@ class Pools:
     expected: torch.Tensor
 
 
-def pools(dtype: torch.dtype, codes: torch.dtype, device: str, tokens: int = 11) -> Pools:
+def pools(dtype: torch.dtype, quantized: torch.dtype, device: str, tokens: int = 11) -> Pools:
     generator = torch.Generator().manual_seed(tokens)
     filled = MHATokenToKVPool(LAYERS, SLOTS, HEADS, DIM, dtype)
     values = torch.randn(filled.buffer.shape, generator=generator)
     values[1, :, ::3], values[2, :, 1::3] = 0, values[2, :, 1::3] * 1e4
     filled.buffer.copy_(values)
     slots, there = (torch.randperm(SLOTS, generator=generator)[:tokens] for _ in range(2))
-    found, wanted = (MHATokenToKVPool(2, SLOTS, 3, DIM, codes) for _ in range(2))
+    found, wanted = (MHATokenToKVPool(2, SLOTS, 3, DIM, quantized) for _ in range(2))
     for made in (found, wanted):
         made.poison()
     for layer in range(2):
-        own = MHATokenToKVPool(1, SLOTS, 2, DIM, codes)
+        own = MHATokenToKVPool(1, SLOTS, 2, DIM, quantized)
         own.poison()
         own.write(0, there, *filled.buffer[1 + layer, :, slots, 1:3])
         wanted.buffer[layer, :, there, 1:] = own.buffer[0, :, there]
@@ -53,39 +53,39 @@ def pools(dtype: torch.dtype, codes: torch.dtype, device: str, tokens: int = 11)
     return Pools(source, target, wanted.buffer)
 
 
-def skip_what_is_cut_off(codes: torch.dtype) -> None:
-    if INTERPRETED and codes in FP8:
+def skip_what_is_cut_off(quantized: torch.dtype) -> None:
+    if INTERPRETED and quantized in FP8:
         pytest.skip("Triton's interpreter cuts off where the device rounds; a GPU runs this")
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("run", [gather_quantized, gather_quantized_reference])
-@pytest.mark.parametrize("codes", QUANTIZED)
+@pytest.mark.parametrize("quantized", QUANTIZED)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_staging_has_the_destinations_bytes(
-    dtype: torch.dtype, codes: torch.dtype, run: object, device: str
+    dtype: torch.dtype, quantized: torch.dtype, run: object, device: str
 ) -> None:
-    skip_what_is_cut_off(codes)
-    made = pools(dtype, codes, device)
+    skip_what_is_cut_off(quantized)
+    made = pools(dtype, quantized, device)
     source, target = made.source, made.target
     rows = made.expected[:, :, target.slots.cpu(), 1:]
     memory = torch.full((rows.numel() + 32,), 0xA5, dtype=torch.uint8, device=device)
-    run(source.pool, source.slots, source.layers, source.heads, codes, memory[16:-16])  # type: ignore[operator]
+    run(source.pool, source.slots, source.layers, source.heads, quantized, memory[16:-16])  # type: ignore[operator]
     assert torch.equal(memory[16:-16].cpu(), rows.reshape(-1))
     assert bool((memory[:16] == 0xA5).all())
     assert bool((memory[-16:] == 0xA5).all())
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("codes", QUANTIZED)
+@pytest.mark.parametrize("quantized", QUANTIZED)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_another_pool_has_its_own_bytes_and_no_other(
-    dtype: torch.dtype, codes: torch.dtype, device: str
+    dtype: torch.dtype, quantized: torch.dtype, device: str
 ) -> None:
-    skip_what_is_cut_off(codes)
-    made = pools(dtype, codes, device)
+    skip_what_is_cut_off(quantized)
+    made = pools(dtype, quantized, device)
     fence = torch.tensor([TICKET], device=device)
-    prepare_quantized_move(made.source, made.target, codes, fence, TICKET)()
+    prepare_quantized_move(made.source, made.target, quantized, fence, TICKET)()
     assert torch.equal(made.target.pool.cpu(), made.expected)
 
 

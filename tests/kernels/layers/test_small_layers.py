@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.dispatch import INTERPRETED
-from kernels.layers.rms_norm import DTYPES, MAX_BLOCK, NORM_WEIGHTS, NormWeight, rms_norm, rms_norm_reference
+from kernels.layers.rms_norm import (
+    DTYPES,
+    MAX_BLOCK,
+    NORM_WEIGHTS,
+    NormWeight,
+    add_rms_norm,
+    rms_norm,
+    rms_norm_reference,
+)
 from kernels.layers.rotary import rotary, rotary_reference
 from kernels.layers.silu_mul import silu_mul, silu_mul_reference
 
@@ -58,6 +66,23 @@ def check_norm(x: torch.Tensor, how: NormWeight, eps: float = 1e-5) -> None:
 def test_norm(shape: tuple[int, ...], how: NormWeight, dtype: torch.dtype, device: str) -> None:
     x = noise(*shape, dtype=dtype, device=device) * torch.logspace(-3, 1, shape[-2], device=device)[:, None]
     check_norm(x.to(dtype), how)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("how", NORM_WEIGHTS)
+@pytest.mark.parametrize("shape", [(7, 96), (1, 3, 1000), (1, 3, 4096), (2, MAX_BLOCK + 24), (0, 96)])
+def test_norm_of_a_sum(shape: tuple[int, ...], how: NormWeight, dtype: torch.dtype, device: str) -> None:
+    """The bits are those of a sum and of the norm of its result."""
+    x, y = (noise(*shape, dtype=dtype, device=device, seed=seed) for seed in (2, 3))
+    weight = noise(shape[-1], dtype=dtype, device=device, seed=1)
+    for left, right in ((x, y), (x.transpose(0, -2), y.transpose(0, -2))):
+        total, normed = add_rms_norm(left, right, weight, 1e-5, how)
+        if INTERPRETED and dtype == torch.bfloat16:  # it cuts off
+            assert torch.allclose(total, left + right, rtol=0.02, atol=0.02)
+        else:
+            assert torch.equal(total, left + right)
+        assert torch.equal(normed, rms_norm(total, weight, 1e-5, how))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -22,7 +22,7 @@ def _cold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-def code(kernel: Any, tensors: str, numbers: dict[str, Any], constants: dict[str, int], warps: int) -> str:
+def code(kernel: Any, tensors: str, numbers: dict[str, Any], constants: dict[str, Any], warps: int) -> str:
     """PTX for bfloat16 `tensors` and `numbers`, every other size a multiple of 16."""
     sizes = [name for name in inspect.signature(kernel.fn).parameters if name.endswith("_stride")]
     given = {**dict.fromkeys(tensors.split(), torch.bfloat16), **dict.fromkeys(sizes, 16), **numbers}
@@ -37,9 +37,19 @@ def stores(ptx: str) -> set[str]:
 
 def test_norm_of_hidden_states_and_of_heads() -> None:
     for dim, rows, warps in ((4096, 1, 8), (128, 8, 2)):
-        constants = {"DIM": dim, "ROUNDED_FIRST": True, "ONE_PLUS": False, "BLOCK_ROWS": rows, "BLOCK": dim}
+        constants: dict[str, Any] = {
+            "DIM": dim,
+            "ROUNDED_FIRST": True,
+            "ONE_PLUS": False,
+            "BLOCK_ROWS": rows,
+            "BLOCK": dim,
+        }
         numbers = {"rows": 63, "inner": 7, "eps": 1e-5}
-        ptx = code(norm_kernel, "x weight out", numbers, constants, warps)
+        alone = constants | dict.fromkeys(("y", "total"), None)
+        ptx = code(norm_kernel, "x weight out", numbers, alone, warps)
+        assert stores(ptx) == {"st.global.v4.b32"}
+        assert "ld.global.v4.b32" in ptx
+        ptx = code(norm_kernel, "x y weight total out", numbers, constants, warps)
         assert stores(ptx) == {"st.global.v4.b32"}
         assert "ld.global.v4.b32" in ptx
 

@@ -31,7 +31,12 @@ CASES += [
 ]
 """temperature, top_p, min_p, top_k."""
 
-QUICK = {("flat", 16): slice(2, 8, 4), ("equal", 16): slice(5, 6), ("sixteen bits", 2048): slice(0, 9, 2)}
+QUICK = {
+    ("flat", 16): slice(2, 8, 4),
+    ("peaked", 64): slice(1, 8, 2),
+    ("equal", 16): slice(5, 6),
+    ("sixteen bits", 2048): slice(0, 9, 2),
+}
 
 
 def params_of(cases: list[tuple[float, float, float, int]], device: str, seed: int = 0) -> DrawParams:
@@ -70,15 +75,16 @@ def logits_of(kind: str, rows: int = len(CASES)) -> torch.Tensor:
     [
         pytest.param(kind, listed, marks=() if (kind, listed) in QUICK else pytest.mark.slow)
         for kind in ("flat", "peaked", "sixteen bits", "equal", "masked")
-        for listed in (16, 2048)
+        for listed in (16, 64, 2048)
     ],
 )
 def test_tokens_are_those_of_a_sort(
     kind: str, listed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A short list needs several passes, a long one holds a whole row. Slow: more rows, interpreted."""
+    """A short list needs several passes, a long one holds a whole row, one of 64 the candidates. Slow: more rows."""
     monkeypatch.setattr(module, "LIST", listed)
     monkeypatch.setattr(module, "BLOCK", 512)
+    monkeypatch.setattr(module, "LANES", 64 if listed < 512 else 512)
     cases = CASES[QUICK[kind, listed]] if (kind, listed) in QUICK else CASES
     logits = logits_of(kind)[: len(cases)]
     with np.errstate(over="ignore"):  # of Triton's interpreter, at the lowest temperature

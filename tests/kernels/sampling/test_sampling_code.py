@@ -9,7 +9,7 @@ import pytest
 import torch
 from attention_code import asynchronous_bytes, compiled
 
-from kernels.sampling.draw import BLOCK, LIST, WARPS, draw_kernel
+from kernels.sampling.draw import BLOCK, LANES, LIST, WARPS, draw_kernel
 from kernels.sampling.penalties import count_kernel, penalise_kernel
 
 
@@ -25,7 +25,14 @@ def operations(ptx: str, kind: str) -> set[str]:
 def test_draws() -> None:
     floats = dict.fromkeys(("logits", "scales", "tails", "gaps"), torch.float32)
     whole = dict.fromkeys(("top_k", "seeds", "positions", "tokens"), torch.int64)
-    sizes = {"found": torch.float32, "vocab": 128256, "BITS": 44, "BLOCK": BLOCK, "LIST": LIST}
+    sizes = {
+        "found": torch.float32,
+        "vocab": 128256,
+        "BITS": 44,
+        "LANES": LANES,
+        "BLOCK": BLOCK,
+        "LIST": LIST,
+    }
     ptx = compiled(draw_kernel, {**floats, **whole, **sizes}, num_warps=WARPS, fp_fusion=False).asm["ptx"]
     assert not operations(ptx, "fma")
     floating = {name for name in operations(ptx, "mul") if name.endswith(("f32", "f64"))}

@@ -28,6 +28,7 @@ from disagg.model.layers.class_names import class_name
 from disagg.model.layers.fused import fuse
 from disagg.model.layers.gated_mlps import GATED_MLPS
 from disagg.model.layers.norms import NORMS, fuse_norm
+from disagg.model.layers.residuals import PRE_NORM_LAYERS
 from disagg.model.layers.rotary_attention import OWN_FORWARDS
 from disagg.model.layers.rotary_forms import ROTARY_ATTENTION
 from disagg.model.runner import ModelRunner
@@ -37,10 +38,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LAYERS = 3
 # All in each layer, and the last norm; Gemma's MLP has another activation.
 EXPECTED = {
-    "llama": {"norms": 2 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS},
-    "qwen3": {"norms": 4 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS},
-    "mistral": {"norms": 2 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS},
-    "gemma2": {"norms": 4 * LAYERS + 1, "rotary": LAYERS, "mlps": 0},
+    "llama": {"norms": 2 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS, "residuals": LAYERS},
+    "qwen3": {"norms": 4 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS, "residuals": LAYERS},
+    "mistral": {"norms": 2 * LAYERS + 1, "rotary": LAYERS, "mlps": LAYERS, "residuals": LAYERS},
+    "gemma2": {"norms": 4 * LAYERS + 1, "rotary": LAYERS, "mlps": 0, "residuals": 0},
 }
 GREEDY = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
 Checkpoint = Callable[[str], Path]
@@ -125,14 +126,17 @@ SMALL = {
     ("config", "expected"),
     [
         # Layer norms; every second element is rotated.
-        (CohereConfig(**SMALL), {"norms": 0, "rotary": 0, "mlps": 2}),
+        (CohereConfig(**SMALL), {"norms": 0, "rotary": 0, "mlps": 2, "residuals": 0}),
         # Gate and up are one projection; a part of each head is rotated, by pairs.
-        (GlmConfig(**SMALL, head_dim=12, partial_rotary_factor=0.5), {"norms": 5, "rotary": 0, "mlps": 0}),
+        (
+            GlmConfig(**SMALL, head_dim=12, partial_rotary_factor=0.5),
+            {"norms": 5, "rotary": 0, "mlps": 0, "residuals": 2},
+        ),
         # Norms with another rounding.
-        (Olmo2Config(**SMALL), {"norms": 9, "rotary": 2, "mlps": 2}),
+        (Olmo2Config(**SMALL), {"norms": 9, "rotary": 2, "mlps": 2, "residuals": 0}),
         # Layer norms; a part of each head is rotated.
-        (GPTNeoXConfig(**SMALL, rotary_pct=0.5), {"norms": 0, "rotary": 2, "mlps": 0}),
-        (PhiConfig(**SMALL, partial_rotary_factor=0.5), {"norms": 0, "rotary": 2, "mlps": 0}),
+        (GPTNeoXConfig(**SMALL, rotary_pct=0.5), {"norms": 0, "rotary": 2, "mlps": 0, "residuals": 0}),
+        (PhiConfig(**SMALL, partial_rotary_factor=0.5), {"norms": 0, "rotary": 2, "mlps": 0, "residuals": 0}),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
@@ -182,7 +186,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zamba2": {"use_mem_rope": True, "use_shared_attention_adapter": True, "num_key_value_heads": 4},
 }
 """Settings that take another path through a registered class than the type's own settings do."""
-REGISTERED = {*NORMS, *GATED_MLPS, *ROTARY_ATTENTION, *OWN_FORWARDS}
+REGISTERED = {*NORMS, *GATED_MLPS, *ROTARY_ATTENTION, *OWN_FORWARDS, *PRE_NORM_LAYERS}
 
 
 @functools.cache
@@ -238,6 +242,20 @@ def test_registered_norms_use_the_epsilon_of_the_class(name: str, dtype: torch.d
         assert torch.equal(own, norm(x))
 
 
+def test_the_norm_of_a_sum_is_for_that_sum_only() -> None:
+    norm = modeling_llama.LlamaRMSNorm(8)
+    assert fuse_norm(norm)
+    x, y = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        total, plain = norm.forward.add(x, y), norm(x + y)
+        assert torch.equal(norm(total), plain), "the other call has dropped what was kept"
+        kept = norm.forward.add(x, y)
+        norm.weight.data.fill_(2.0)
+        assert torch.equal(norm(kept), plain)
+        assert torch.equal(norm(kept), 2.0 * plain)
+        assert torch.equal(norm.forward.add(x, y.double()), x + y.double())
+
+
 class OtherNorm(modeling_llama.LlamaRMSNorm):
     """A class with a difference that no attribute shows."""
 
@@ -263,7 +281,7 @@ def test_what_only_looks_the_same_stays(checkpoint: Checkpoint, monkeypatch: pyt
     before = logits(runner)
     fused = fuse(runner.model)
     assert torch.equal(logits(runner), before)
-    assert fused.summary() == {"norms": 0, "rotary": 0, "mlps": 0}
+    assert fused.summary() == {"norms": 0, "rotary": 0, "mlps": 0, "residuals": 0}
 
 
 def test_modules_that_are_not_transformers_own_stay(checkpoint: Checkpoint) -> None:
@@ -274,7 +292,8 @@ def test_modules_that_are_not_transformers_own_stay(checkpoint: Checkpoint) -> N
     layers[1].input_layernorm.register_forward_hook(lambda module, args, out: out)
     layers[1].mlp.forward = lambda x: x
     fused = fuse(runner.model)
-    assert (fused.norms, fused.mlps) == (2 * LAYERS + 1 - 2, LAYERS - 1)
+    # Of layers whose both sums are in front of fused norms, only the last one is left.
+    assert (fused.norms, fused.mlps, fused.residuals) == (2 * LAYERS + 1 - 2, LAYERS - 1, LAYERS - 1)
 
 
 def test_transformers_is_not_changed(checkpoint: Checkpoint) -> None:

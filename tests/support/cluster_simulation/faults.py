@@ -86,7 +86,7 @@ class Faults:
         pair = pair or self._any_pair()
         strike: Callable[[str, str], None] = getattr(self, f"_{kind}")
         self.struck.append(kind)
-        self._world.journal.add("fault", kind, pair)
+        self._world.event_log.add("fault", kind, pair)
         strike(*pair)
 
     def _any_pair(self) -> tuple[str, str]:

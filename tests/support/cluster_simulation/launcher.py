@@ -64,7 +64,7 @@ class Launcher(Process):
     def announce(self) -> None:
         """Sends the groups that are up to the routers."""
         up = [group.info for group in self.groups if group.up and not group.leaving]
-        self.world.journal.add("announce", [info.name for info in up])
+        self.world.event_log.add("announce", [info.name for info in up])
         self.directory.announce(up, [])
 
     def rank_died(self, process: RankProcess) -> None:
@@ -74,7 +74,7 @@ class Launcher(Process):
     def rank_broke(self, process: RankProcess, reason: str) -> None:
         """The rank's `park` ends, by which Ray reports a rank that failed but runs on."""
         if process.number not in process.group.lost:
-            self.world.journal.add("broken", process.name, reason)
+            self.world.event_log.add("broken", process.name, reason)
             self.rank_died(process)
 
     # --- deaths
@@ -111,10 +111,10 @@ class Launcher(Process):
                 try:
                     await self._bring_up(group)
                 except DisaggError as error:
-                    self.world.journal.add("not up", group.name, error)
+                    self.world.event_log.add("not up", group.name, error)
                     self._take_down(group)
                 else:
-                    self.world.journal.add("up", group.name)
+                    self.world.event_log.add("up", group.name)
                     self.announce()
                     return
 

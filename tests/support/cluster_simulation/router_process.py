@@ -73,7 +73,7 @@ class RouterProcess(Process):
     def _ended(self, task: asyncio.Task[None]) -> None:
         request = self._tasks.pop(task)
         request.ended_s = self.loop.time()
-        self.world.journal.add("ended", request)
+        self.world.event_log.add("ended", request)
         if not task.cancelled():
             task.result()  # an error of the router or of a comparison ends the simulation
 

@@ -64,14 +64,14 @@ def simulate(
     with pytest.MonkeyPatch.context() as patch:
         choose = random.Random(f"{seed} run")
         world = World(loop, seed, scale, weather_of(choose), patch)
-        structlog.configure(processors=[world.journal.log])
+        structlog.configure(processors=[world.event_log.log])
         count = choose.randint(int(scale.least * scale.faults), scale.faults) if faults is None else faults
         run = Run(seed, world, Faults(world, choose, count, scale.spread_s))
         try:
             run_loop(loop, _main(run, choose, policy, first_fault))
         except BaseException as error:
             call = f"simulate({seed}, {scale}, faults={faults}, first_fault={first_fault!r})"
-            error.add_note(f"{world.journal}\ncluster_simulation.run.{call}")
+            error.add_note(f"{world.event_log}\ncluster_simulation.run.{call}")
             raise
         finally:
             structlog.reset_defaults()
@@ -106,7 +106,7 @@ def _submit(run: Run, choose: random.Random, request: ClientRequest) -> None:
         run.world.loop.call_later(0.1, _submit, run, choose, request)
         return
     router = choose.choice(routers)
-    run.world.journal.add("submit", router.name, request.id, len(request.prompt), request.sampling)
+    run.world.event_log.add("submit", router.name, request.id, len(request.prompt), request.sampling)
     router.submit(request)
     if choose.random() < 0.1:
         run.world.loop.call_later(choose.uniform(0.0, 1.0), router.abort, request)

@@ -11,8 +11,8 @@ import pytest
 from fake_model import fake_spec
 from simulated_memory import Device, late_kernels
 
+from cluster_simulation.event_log import SimulationLog
 from cluster_simulation.fabric import SimulatedFabric
-from cluster_simulation.journal import Journal
 from cluster_simulation.launcher import Launcher
 from cluster_simulation.network import Network, Weather
 from cluster_simulation.processes import Process
@@ -36,7 +36,7 @@ class World:
     ) -> None:
         self.loop, self.seed, self.scale = loop, seed, scale
         self.choose = random.Random(f"{seed} world")
-        self.journal = Journal(loop.time)
+        self.event_log = SimulationLog(loop.time)
         self.network = Network(loop, seed, weather)
         self.fabric = SimulatedFabric(loop, seed, self.network)
         self.options = ReliableOptions(peer_timeout_s=PEER_TIMEOUT_S, heartbeat_s=1.0)
@@ -93,7 +93,7 @@ class World:
 
     def on_message(self, source: str, destination: str, message: m.Message) -> None:
         """A process sends a message."""
-        self.journal.add("send", source, destination, type(message).__name__, getattr(message, "key", ""))
+        self.event_log.add("send", source, destination, type(message).__name__, getattr(message, "key", ""))
         for watcher in self.watchers:
             watcher(source, destination, message)
 
@@ -142,7 +142,7 @@ class World:
         """Ends a process; no effect on a dead one."""
         if not process.alive:
             return
-        self.journal.add("kill", process.name, why)
+        self.event_log.add("kill", process.name, why)
         process.die()
         if isinstance(process, RankProcess):
             self.directory.rank_died(process)
@@ -151,7 +151,7 @@ class World:
 
     def cut(self, source: str, destination: str, seconds: float) -> None:
         """Cuts one direction; data connections that are silent for too long break."""
-        self.journal.add("cut", source, destination, round(seconds, 3))
+        self.event_log.add("cut", source, destination, round(seconds, 3))
         self.network.cut(source, destination)
         self.loop.call_later(seconds, self._heal, source, destination)
         keepalive_s = self.choose.uniform(1.0, 8.0)
@@ -159,7 +159,7 @@ class World:
             self.loop.call_later(keepalive_s, self._break, source, destination)
 
     def _heal(self, source: str, destination: str) -> None:
-        self.journal.add("heal", source, destination)
+        self.event_log.add("heal", source, destination)
         self.network.heal(source, destination)
         if not self.network.is_cut(source, destination):
             self.fabric.mend(source, destination)

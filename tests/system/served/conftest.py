@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
-from secret_searches import Collector, Place, Secrets, session_folder
+from secret_searches import Collector, SearchedServer, Secrets, session_folder
 from serve_process import PROMPT, TOKENS, Served, serve_process
 
 from disagg.core.config.read import Config, ModelConfig
@@ -18,7 +18,7 @@ from transport.keys.file import save_keys
 
 
 @pytest.fixture(scope="package")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SearchedServer]:
     """The server with everything that could make it write secrets down: control keys, spans, all of the log."""
     folder = tmp_path_factory.mktemp("served")
     file_key, variable_key = (f"sk-{secrets.token_hex(16)}" for _ in range(2))
@@ -33,11 +33,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
             family = psutil.Process(served.process.pid).children(recursive=True)
             ray_token = (served.home / ".ray" / "auth_token").read_text()
             kept = Secrets(file_key, variable_key, ray_token, [keys])
-            yield Place(served, kept, control, collector, session_folder(family))
+            yield SearchedServer(served, kept, control, collector, session_folder(family))
 
 
 @pytest.fixture(scope="package")
-def served(place: Place) -> Served:
+def served(place: SearchedServer) -> Served:
     return place.served
 
 

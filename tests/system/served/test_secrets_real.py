@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import zmq
 from api_server import until
-from secret_searches import Place, log_files
+from secret_searches import SearchedServer, log_files
 from zmq.utils.monitor import recv_monitor_message
 
 from transport.control.messages import Plan, RankBroken, encode
@@ -27,7 +27,7 @@ FAILED = (
 )
 
 
-def test_one_forged_frame_does_nothing(place: Place) -> None:
+def test_one_forged_frame_does_nothing(place: SearchedServer) -> None:
     """Every listening port of the server, Ray's too, gets frames that claim to be the leader's and the router's."""
     ports = {
         connection.laddr.port
@@ -74,7 +74,7 @@ def test_one_forged_frame_does_nothing(place: Place) -> None:
     assert place.complete().status_code == 200
 
 
-def test_no_request_fails_while_keys_rotate(place: Place) -> None:
+def test_no_request_fails_while_keys_rotate(place: SearchedServer) -> None:
     replies: list[httpx.Response] = []
     over = threading.Event()
 
@@ -105,7 +105,7 @@ def test_no_request_fails_while_keys_rotate(place: Place) -> None:
     assert len({reply.json()["choices"][0]["text"] for reply in replies}) == 1
 
 
-def tells_of_keys(place: Place, accepted: list[str]) -> bool:
+def tells_of_keys(place: SearchedServer, accepted: list[str]) -> bool:
     """Whether the server and all three ranks say that they accept these generations, the first presented."""
     files = [place.served.log, *log_files(place.session)]
     said = [

@@ -12,7 +12,7 @@ import openai
 import psutil
 import pytest
 from api_server import until
-from secret_searches import Place, log_files
+from secret_searches import SearchedServer, log_files
 from serve_process import PROMPT, Served
 
 
@@ -40,7 +40,7 @@ def test_a_group_that_dies_is_replaced_and_its_stream_goes_on(served: Served, ex
     assert 'group="decode"' not in httpx.get(f"{served.url}/metrics", trust_env=False).text
 
 
-def test_secrets_are_nowhere(place: Place) -> None:
+def test_secrets_are_nowhere(place: SearchedServer) -> None:
     """Behind good and bad requests, a rotation of keys, and the crash of a rank, in the tests before and here."""
     url, keys = place.served.url, place.secrets
     assert place.complete().status_code == 200

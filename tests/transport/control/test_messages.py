@@ -149,6 +149,7 @@ def test_every_message_has_a_name_of_its_own() -> None:
     names = [kind.__struct_config__.tag for kind in MESSAGE_TYPES]
     assert len(set(names)) == len(names)
     assert {type(message) for message in EXAMPLES} == set(MESSAGE_TYPES), "give EXAMPLES one of each"
+    assert {kind.__name__ for kind in MESSAGE_TYPES} <= set(messages.__all__), "export each"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def connections(*stations: Station) -> set[tuple[int, int]]:
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
+def place() -> Iterator[MakeStation]:
     with ExitStack() as stack:
 
         def make(keys: AnyKeys) -> Station:
@@ -132,12 +132,12 @@ class Traffic:
         return a.texts.get(b.address, []), b.texts.get(a.address, [])
 
 
-Place = Callable[[AnyKeys], Station]
+MakeStation = Callable[[AnyKeys], Station]
 Flow = Callable[[Station, Station], Traffic]
 
 
 @pytest.fixture
-def flow(place: Place) -> Iterator[Flow]:
+def flow(place: MakeStation) -> Iterator[Flow]:
     """Starts traffic between two stations, which ends before they do."""
     with ExitStack() as stack:
         yield lambda a, b: stack.enter_context(Traffic(a, b))
@@ -173,7 +173,7 @@ def next_event(monitor: zmq.Socket[bytes]) -> zmq.Event:
 # --- channels
 
 
-def test_keys_rotate_under_traffic(tmp_path: Path, place: Place, flow: Flow) -> None:
+def test_keys_rotate_under_traffic(tmp_path: Path, place: MakeStation, flow: Flow) -> None:
     file = tmp_path / "keys.json"
     old = make_keys()
     save_keys(old, file)
@@ -218,7 +218,7 @@ def test_keys_rotate_under_traffic(tmp_path: Path, place: Place, flow: Flow) -> 
 
 
 @pytest.mark.parametrize("side", ["dials", "listens"])
-def test_processes_that_reload_apart_still_meet(side: str, place: Place) -> None:
+def test_processes_that_reload_apart_still_meet(side: str, place: MakeStation) -> None:
     """One has the rotated file, the other has not read it yet, or knows the new generation only."""
     old, fresh = make_keys(), make_keys()
     both = KeySet(old, fresh, time.time() - 1)
@@ -231,7 +231,7 @@ def test_processes_that_reload_apart_still_meet(side: str, place: Place) -> None
         until(lambda a=a, b=b: a.has_heard(b, ["2"]))
 
 
-def test_a_peer_that_retires_first_loses_nothing(place: Place, flow: Flow) -> None:
+def test_a_peer_that_retires_first_loses_nothing(place: MakeStation, flow: Flow) -> None:
     old, fresh = make_keys(), make_keys()
     rings = [KeyRing(KeySet(old, fresh, time.time() + 3600)) for _ in range(2)]
     a, b = (place(ring) for ring in rings)  # they meet with the old generation
@@ -248,7 +248,7 @@ def test_a_peer_that_retires_first_loses_nothing(place: Place, flow: Flow) -> No
     assert b.lost.empty()
 
 
-def test_keys_that_are_replaced_as_a_whole(place: Place, flow: Flow) -> None:
+def test_keys_that_are_replaced_as_a_whole(place: MakeStation, flow: Flow) -> None:
     """By a file that shares no generation with the one before, as seen by a process that reads the file rarely."""
     ring = KeyRing(make_keys())
     a, b = place(ring), place(ring)
@@ -267,7 +267,7 @@ def test_keys_that_are_replaced_as_a_whole(place: Place, flow: Flow) -> None:
 
 
 def test_a_listener_that_cannot_be_opened_is_tried_again(
-    place: Place, flow: Flow, monkeypatch: pytest.MonkeyPatch
+    place: MakeStation, flow: Flow, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ring = KeyRing(make_keys())
     a, b = place(ring), place(ring)
@@ -292,7 +292,7 @@ def test_a_listener_that_cannot_be_opened_is_tried_again(
     traffic.stop()
 
 
-def test_a_client_key_counts_for_its_own_generation_only(place: Place) -> None:
+def test_a_client_key_counts_for_its_own_generation_only(place: MakeStation) -> None:
     """Else a connection with a retired client key could outlive its generation."""
     old, fresh = make_keys(), make_keys()
     station = place(KeySet(old, fresh))
@@ -302,7 +302,7 @@ def test_a_client_key_counts_for_its_own_generation_only(place: Place) -> None:
     until(lambda: station.channel.statistics().clients_refused == 1)
 
 
-def test_rotations_again_and_again_leave_nothing_open(place: Place, flow: Flow) -> None:
+def test_rotations_again_and_again_leave_nothing_open(place: MakeStation, flow: Flow) -> None:
     def open_files() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 

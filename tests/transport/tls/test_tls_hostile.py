@@ -605,7 +605,7 @@ def noisy_frame(rng: random.Random, number: int) -> bytes:
 
 
 def receive_first(state: ChannelState, channel: IncomingChannel, into: torch.Tensor) -> None:
-    [arrival] = state.mailbox
+    [arrival] = state.unread
     assert isinstance(arrival, Arrival)
     assert isinstance(arrival.handle, ArrivalHandle)
     tracker: OperationTracker = state.tracker

@@ -12,7 +12,7 @@ import structlog
 KEPT_EVENTS = 400
 
 
-class Journal:
+class SimulationLog:
     """Keeps the last events; `digest` covers all of them, so two runs can be compared."""
 
     def __init__(self, now: Callable[[], float]) -> None:

@@ -1,0 +1,120 @@
+"""Prefill steps of a whole model: launched kernel by kernel and recorded, beside the products that they need."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from disagg.bench.common.measure import rounding, seconds_of
+from disagg.bench.common.report import Label, Measurement, Result
+from disagg.bench.engine.decode import DecodeBench, prepare
+from disagg.core.errors import ConfigError, InvariantError
+from disagg.model.batch import SequenceSlice, StepBatch
+from disagg.model.runner import ModelRunner
+
+_PRODUCT = 8192
+"""Rows, columns and summed elements of the product that is the ceiling; a sixteenth on a CPU."""
+
+
+@dataclass(frozen=True)
+class PrefillBench:
+    """Settings of a run: one prompt for each size, behind `cached_tokens` tokens that the pool holds."""
+
+    device: torch.device
+    model: str
+    """A model name of `disagg.model.load.named`."""
+    dtype: torch.dtype
+    tokens: tuple[int, ...]
+    cached_tokens: int
+    page_size: int
+    repeats: int
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, default=0) < 1 or min(self.page_size, self.repeats) < 1 or self.cached_tokens < 0:
+            raise ConfigError("--tokens needs numbers of at least 1, for example 64,512,2048")
+
+
+def run(bench: PrefillBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
+    """Measures a step of each size in tokens per second and ms, and the host's time for it.
+
+    Raises `InvariantError` for a recorded step whose logits are not those of the launched one, up to rounding.
+    """
+    report_progress("matrix product")
+    ceiling = _product_rate(bench)
+    report_progress(f"{bench.model}: loading")
+    longest = bench.cached_tokens + max(bench.tokens)
+    runner, _ = prepare(
+        DecodeBench(bench.device, bench.model, bench.dtype, 1, longest, bench.page_size, bench.repeats)
+    )
+    results: list[Result] = []
+    launched: dict[int, torch.Tensor] = {}
+    for recorded in (False, True):
+        if recorded:
+            report_progress("recording")
+            runner.record_chunks(max(bench.tokens))
+            runner.record_pieces(max(bench.tokens), 0)
+            if not runner.recorded:
+                break
+        for tokens in bench.tokens:
+            report_progress(f"{tokens} tokens, {'recorded' if recorded else 'launched'}")
+            step = _step(bench, tokens)
+            logits = runner.forward(step).clone()
+            _compare(runner, tokens, launched.setdefault(tokens, logits), logits)
+            results.extend(_measure(bench, runner, step, ceiling, recorded))
+    return results
+
+
+def _step(bench: PrefillBench, tokens: int) -> StepBatch:
+    ids = tuple(number % 256 for number in range(tokens))
+    return StepBatch((SequenceSlice(0, bench.cached_tokens, ids),))
+
+
+def _measure(
+    bench: PrefillBench, runner: ModelRunner, step: StepBatch, ceiling: Measurement, recorded: bool
+) -> list[Result]:
+    seconds = seconds_of(lambda: runner.forward(step), bench.device, bench.repeats)
+    host = tuple(_host_ms(runner, step) for _ in range(bench.repeats))
+    flops = 2.0 * sum(p.numel() for p in runner.model.model.layers.parameters()) * step.tokens
+    labels: dict[str, Label] = {
+        "model": bench.model,
+        "tokens": step.tokens,
+        "cached_tokens": bench.cached_tokens,
+        "recorded": int(recorded),
+    }
+    title = f"{step.tokens} tokens, {'recorded' if recorded else 'launched'}"
+    rate = Measurement("products", "TFLOP/s", tuple(flops / s / 1e12 for s in seconds))
+    note = "products of all layers, without attention, over the time of a step"
+    return [
+        Result(f"{title}: products", rate, ceiling, labels, note),
+        Result(f"{title}: step", Measurement("step", "ms", tuple(1e3 * s for s in seconds)), None, labels),
+        Result(f"{title}: host", Measurement("host", "ms", host), None, labels),
+    ]
+
+
+def _host_ms(runner: ModelRunner, step: StepBatch) -> float:
+    """Returns the time in which the host launches a step; on a CPU, that of the step."""
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+    started_s = time.perf_counter()
+    runner.forward(step)
+    return 1e3 * (time.perf_counter() - started_s)
+
+
+def _compare(runner: ModelRunner, tokens: int, wanted: torch.Tensor, found: torch.Tensor) -> None:
+    error = float((found - wanted).norm() / wanted.norm())
+    allowed = rounding(runner.pool.dtype, runner.pool.layers)
+    if not error <= allowed:
+        raise InvariantError(
+            f"a recorded step of {tokens} tokens has other logits than a launched one: off by {error:.2g} of their "
+            f"norm, rounding explains {allowed:.2g}"
+        )
+
+
+def _product_rate(bench: PrefillBench) -> Measurement:
+    side = _PRODUCT if bench.device.type == "cuda" else _PRODUCT // 16
+    a, b = (torch.randn(side, side, device=bench.device).to(bench.dtype) for _ in range(2))
+    seconds = seconds_of(lambda: a @ b, bench.device, bench.repeats)
+    return Measurement("one large product", "TFLOP/s", tuple(2.0 * side**3 / s / 1e12 for s in seconds))

@@ -1,0 +1,79 @@
+"""Decoder layers that add their residuals in the launch of the norm behind, as vLLM and SGLang do.
+
+A pre-norm layer adds to its hidden state twice, each time in front of a norm: its second one, and the first norm of
+the next layer. `FusedNorm.add` returns the sum and keeps its norm for the call that follows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from disagg.model.layers.class_names import by_name, class_name
+from disagg.model.layers.norms import FusedNorm
+
+
+class _PreNorm:
+    """The forward of a layer with norm, attention, sum, norm, MLP and sum."""
+
+    def __init__(self, layer: Any, following: FusedNorm) -> None:
+        self._layer, self._own, self._following = layer, layer.post_attention_layernorm.forward, following
+
+    def __call__(
+        self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, **named: Any
+    ) -> torch.Tensor:
+        layer = self._layer
+        normed = layer.input_layernorm(hidden_states)
+        attended, _ = layer.self_attn(hidden_states=normed, attention_mask=attention_mask, **named)
+        hidden_states = self._own.add(hidden_states, attended)
+        return self._following.add(hidden_states, layer.mlp(layer.post_attention_layernorm(hidden_states)))
+
+
+PRE_NORM_LAYERS = by_name(
+    (
+        _PreNorm,
+        """
+        arcee.ArceeDecoderLayer axk1.AXK1DecoderLayer bitnet.BitNetDecoderLayer
+        cwm.CwmDecoderLayer deepseek_v2.DeepseekV2DecoderLayer deepseek_v3.DeepseekV3DecoderLayer
+        diffllama.DiffLlamaDecoderLayer dots1.Dots1DecoderLayer ernie4_5.Ernie4_5DecoderLayer
+        ernie4_5_moe.Ernie4_5_MoeDecoderLayer exaone_moe.ExaoneMoeDecoderLayer flint.FlintDecoderLayer
+        gemma.GemmaDecoderLayer glm.GlmDecoderLayer glm4_moe.Glm4MoeDecoderLayer
+        glm4_moe_lite.Glm4MoeLiteDecoderLayer helium.HeliumDecoderLayer
+        hunyuan_v1_dense.HunYuanDenseV1DecoderLayer hunyuan_v1_moe.HunYuanMoEV1DecoderLayer hy_v3.HYV3DecoderLayer
+        laguna.LagunaDecoderLayer llama.LlamaDecoderLayer mellum.MellumDecoderLayer
+        mimo_v2_flash.MiMoV2FlashDecoderLayer minimax_m2.MiniMaxM2DecoderLayer ministral.MinistralDecoderLayer
+        ministral3.Ministral3DecoderLayer mistral.MistralDecoderLayer mixtral.MixtralDecoderLayer
+        olmoe.OlmoeDecoderLayer qwen2.Qwen2DecoderLayer qwen2_moe.Qwen2MoeDecoderLayer qwen3.Qwen3DecoderLayer
+        qwen3_moe.Qwen3MoeDecoderLayer seed_oss.SeedOssDecoderLayer smollm3.SmolLM3DecoderLayer
+        solar_open.SolarOpenDecoderLayer youtu.YoutuDecoderLayer
+        """,
+    ),
+)
+"""Fused forwards by class name: of the classes with the forward of `LlamaDecoderLayer`."""
+
+
+def fuse_residuals(module: Any) -> int:
+    """Replaces the forwards of a model's registered layers, whose norms are fused; returns their number.
+
+    `module`: any module; one with `layers`, and a `norm` behind the last one, may have such layers.
+    """
+    layers = getattr(module, "layers", None)
+    if not isinstance(layers, nn.ModuleList) or not hasattr(module, "norm"):
+        return 0
+    fused = 0
+    behind = [*(getattr(layer, "input_layernorm", None) for layer in layers[1:]), module.norm]
+    for layer, norm in zip(layers, behind, strict=True):
+        own, following = (_fused(one) for one in (getattr(layer, "post_attention_layernorm", None), norm))
+        unchanged = not (layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer))
+        form = PRE_NORM_LAYERS.get(class_name(layer))
+        if form is not None and unchanged and own is not None and following is not None:
+            layer.forward = form(layer, following)
+            fused += 1
+    return fused
+
+
+def _fused(norm: Any) -> FusedNorm | None:
+    forward = vars(norm).get("forward") if isinstance(norm, nn.Module) else None
+    return forward if isinstance(forward, FusedNorm) else None

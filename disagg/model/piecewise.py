@@ -1,0 +1,226 @@
+"""CUDA graphs of prefill steps in pieces: everything between two attention calls is one launch.
+
+As vLLM's piecewise CUDA graphs. Attention, and the write of K and V before it, are launched between the pieces with
+the step's own sizes. So a layer's KV can be sent while later layers compute, attention behind a long context is split
+as for any other step, and one recording serves prompts, chunks and one-token sequences in any mixture.
+
+A smaller step uses the next larger recording. The rows behind its tokens compute with what an earlier step left
+there; no row of a step reads another one, except in attention, which does not see them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import torch
+
+from disagg.core.collection import collection_paused
+from disagg.model.attention.paged import AttentionContext
+from disagg.model.batch import StepBatch
+from disagg.model.graphs import CAPTURE_MODE, cuda, end_recording
+from kernels.attention.common import AttentionParams
+
+log = structlog.get_logger(__name__)
+
+SEQUENCES = 64
+"""Prompts of a recorded step, at most."""
+FIRST_TOKENS, LAST_TOKENS = 256, 2048
+"""Smallest and largest recording. Smaller steps take as long, because they read the same weights; longer ones hide
+their launches."""
+_ALIGNED_TOKENS = 16
+_MOST_PADDING = 1.12
+"""Tokens of a recording over those of the smallest step that uses it."""
+
+Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
+"""Computes the logits, float32 `[sequences, vocab]`, of int64 ids `[1, T]`, positions `[1, T]` and indices of last
+tokens `[sequences]`; launches only."""
+
+
+def piece_sizes(chunk_tokens: int) -> tuple[int, ...]:
+    """Returns the recorded sizes of steps of up to `chunk_tokens` tokens, ascending."""
+    most = min(chunk_tokens, LAST_TOKENS)
+    sizes = [min(FIRST_TOKENS, most)]
+    while sizes[-1] < most:
+        padded = int((sizes[-1] + 1) * _MOST_PADDING) // _ALIGNED_TOKENS * _ALIGNED_TOKENS
+        sizes.append(min(max(padded, sizes[-1] + _ALIGNED_TOKENS), most))
+    return tuple(sizes)
+
+
+@dataclass
+class _AttentionCall:
+    """One attention call between two pieces; all tensors are memory of the graphs."""
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    params: AttentionParams
+    out: torch.Tensor
+
+
+@dataclass
+class _Recording:
+    """A step of one size: pieces, and the attention call behind each piece but the last."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    last: torch.Tensor
+    pieces: list[Any] = field(default_factory=list)
+    calls: list[_AttentionCall] = field(default_factory=list)
+
+
+class _NoAttention:
+    """Attention context of a step that only loads and compiles what a recording will use."""
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        return q.new_zeros(*q.shape[:-1], v.shape[-1])
+
+
+class _Recorder:
+    """Attention context that ends a piece at each call and begins the next one."""
+
+    def __init__(self, recording: _Recording, pool: Any) -> None:
+        self._recording, self._pool = recording, pool
+
+    def begin(self) -> None:
+        """Begins a piece on the current stream."""
+        piece = cuda.CUDAGraph()
+        # Transfer threads of this process may call CUDA meanwhile: only this thread's calls are checked.
+        piece.capture_begin(pool=self._pool, capture_error_mode=CAPTURE_MODE)
+        self._recording.pieces.append(piece)
+
+    def end(self) -> None:
+        """Ends the present piece."""
+        self._recording.pieces[-1].capture_end()
+
+    def attend(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        self.end()
+        # Owned tensors would keep the memory of every layer, which later pieces use again.
+        call = _AttentionCall(layer, _alias(q), _alias(k), _alias(v), params, _alias(out))
+        self._recording.calls.append(call)
+        self.begin()
+        return out
+
+
+class PiecewiseGraphs:
+    """The recorded prefill steps of one rank, owned by the thread that runs steps; no synchronization after `record`.
+
+    All graphs share one memory pool.
+    """
+
+    def __init__(
+        self, compute: Compute, sizes: Sequence[int], sequences: int, vocab_size: int, device: torch.device
+    ) -> None:
+        """`sizes`: tokens, ascending. `sequences`: of a step, at most."""
+        self._compute, self._sizes, self._sequences = compute, tuple(sizes), sequences
+        self._vocab_size, self._device = vocab_size, device
+        self._recordings: dict[int, _Recording] = {}
+        """By size."""
+        self._logits = torch.empty(0)
+
+    @property
+    def recorded(self) -> bool:
+        """Whether any step is recorded."""
+        return bool(self._recordings)
+
+    def record(self) -> None:
+        """Records every size; all ranks of a group together. Logs a model that cannot be recorded."""
+        self._logits = torch.empty(
+            self._sequences, self._vocab_size, dtype=torch.float32, device=self._device
+        )
+        pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
+        found: dict[int, _Recording] = {}
+        try:
+            with collection_paused():
+                for size in reversed(self._sizes):  # smaller steps use the memory of the largest one
+                    found[size] = self._record(size, pool, stream)
+        except (RuntimeError, ValueError) as exc:
+            self._logits = torch.empty(0)
+            end_recording(stream, self._device)
+            log.warning("steps_not_recorded", why=str(exc).splitlines()[0], then="launched kernel by kernel")
+        else:
+            self._recordings = found
+        cuda.synchronize(self._device)
+
+    def takes(self, batch: StepBatch) -> bool:
+        """Whether a recording fits the step."""
+        few = self.recorded and len(batch.sequences) <= self._sequences
+        return few and batch.tokens <= self._sizes[-1]
+
+    def run(
+        self, ids: torch.Tensor, positions: torch.Tensor, last: torch.Tensor, context: AttentionContext
+    ) -> torch.Tensor:
+        """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them.
+
+        int64 `ids` and `positions` `[1, T]`; `last` `[sequences]`: index of each sequence's last token.
+        """
+        tokens = ids.shape[1]
+        recording = self._recordings[self._sizes[bisect_left(self._sizes, tokens)]]
+        recording.ids[:, :tokens].copy_(ids)
+        recording.positions[:, :tokens].copy_(positions)
+        recording.last[: len(last)].copy_(last)
+        with torch.inference_mode():
+            for piece, call in zip(recording.pieces[:-1], recording.calls, strict=True):
+                piece.replay()
+                q, k, v = (x[:tokens] for x in (call.q, call.k, call.v))
+                call.out[:tokens].copy_(context.attend(call.layer, q, k, v, call.params))
+            recording.pieces[-1].replay()
+        return self._logits[: len(last)]
+
+    def _record(self, size: int, pool: Any, stream: Any) -> _Recording:
+        zeros = torch.zeros(2, 1, size, dtype=torch.int64, device=self._device)
+        last = torch.zeros(self._sequences, dtype=torch.int64, device=self._device)
+        recording = _Recording(zeros[0], zeros[1], last)
+        stream.wait_stream(cuda.current_stream(self._device))
+        with cuda.stream(stream), torch.inference_mode():
+            # Kernels compile and libraries load before the recording.
+            self._logits.copy_(self._compute(zeros[0], zeros[1], last, _NoAttention()))
+            cuda.synchronize(self._device)
+            recorder = _Recorder(recording, pool)
+            with _ended(recorder):
+                self._logits.copy_(self._compute(zeros[0], zeros[1], last, recorder))
+        return recording
+
+
+@contextmanager
+def _ended(recorder: _Recorder) -> Iterator[None]:
+    """Begins the first piece, and ends the last one, also when an error ends the recording."""
+    recorder.begin()
+    try:
+        yield
+    except BaseException:
+        with suppress(
+            RuntimeError
+        ):  # a call that no recording allows has ended it; its error is the one to report
+            recorder.end()
+        raise
+    recorder.end()
+
+
+class _Memory:
+    """Memory of a tensor, in the form of the CUDA array interface; owns nothing."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"<i{size}",  # the interface has no bfloat16
+            "version": 3,
+        }
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor of the same memory that does not keep it from being used again."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,0 +1,46 @@
+"""The status of a group: its scheduler's counts, and the reports of its ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from disagg.core.config.read import Role
+from disagg.core.status import GroupStatus
+from disagg.node.kv_manager import KVManagerStatistics
+from disagg.node.reports import Reports
+
+
+class Scheduled(NamedTuple):
+    """A scheduler's counts of requests and memory; see `disagg.core.status.GroupStatus`."""
+
+    waiting: int
+    running: int
+    closing: int
+    memory: KVManagerStatistics
+    preemptions: int = 0
+
+
+def group_status(name: str, role: Role, scheduled: Scheduled, reports: Reports, broken: str) -> GroupStatus:
+    """Returns the status of the group `name`; `broken` is the reason why the group cannot serve, or empty."""
+    pages, cache = scheduled.memory.pages, scheduled.memory.cache
+    alone = cache.cached_pages - cache.locked_pages if cache is not None else 0
+    return GroupStatus(
+        name,
+        role,
+        reports.ranks,
+        requests_waiting=scheduled.waiting,
+        requests_running=scheduled.running,
+        requests_closing=scheduled.closing,
+        page_size=pages.page_size,
+        pages=pages.pages,
+        pages_used=pages.used_pages - alone,
+        pages_cached=alone,
+        tokens_held=pages.used_tokens - alone * pages.page_size,
+        evicted_pages_total=cache.evicted_pages if cache is not None else 0,
+        cached_tokens_total=cache.hit_tokens if cache is not None else 0,
+        preemptions_total=scheduled.preemptions,
+        tokens_total=reports.tokens,
+        steps_total=reports.steps,
+        step_s_total=reports.step_s,
+        broken=broken,
+    )

@@ -1,0 +1,29 @@
+"""Protocols of a scheduler and its requests, as `disagg.node.leader.Leader` uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from disagg.core.types import RequestKey
+
+
+class LedRequest(Protocol):
+    """Fields of a request that a leader uses."""
+
+    key: RequestKey
+    router: str
+    deadline_s: float
+    closing: bool
+    release_requested: bool
+
+
+class LedScheduler(Protocol):
+    """Methods of a scheduler that a leader uses."""
+
+    @property
+    def requests(self) -> Mapping[RequestKey, LedRequest]:
+        """Requests that still own memory or wait for a release."""
+
+    def check(self) -> None:
+        """Raises `InvariantError` if the scheduler is inconsistent."""

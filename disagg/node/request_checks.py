@@ -1,0 +1,52 @@
+"""Checks of a request before its admission, and of an answer's end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from disagg.core.errors import InvalidRequestError
+from disagg.core.sampling import check_sampling, ending_tokens
+from disagg.core.tokens import TokenIds, all_below
+from disagg.core.types import SamplingParams
+from disagg.model.sampling.beam_search import candidates_wanted
+from disagg.model.spec.model_spec import ModelSpec, require_one_rope
+
+
+def check_request(
+    prompt: TokenIds, sampling: SamplingParams, spec: ModelSpec, answered: Sequence[int] = ()
+) -> None:
+    """Raises `InvalidRequestError` or `PromptTooLongError` for a request that a step could not compute.
+
+    The check comes first because a failed step breaks the whole group. `answered`: the answer so far.
+    """
+    if not prompt:
+        raise InvalidRequestError("the prompt has no tokens; it must have 1 or more")
+    if not all_below(prompt, spec.vocab_size):
+        raise InvalidRequestError(
+            f"the prompt has a token outside the model's vocabulary of {spec.vocab_size} tokens"
+        )
+    check_sampling(sampling, spec.vocab_size, spec.eos_ids)
+    wanted = candidates_wanted(sampling, ending_tokens(sampling, spec.eos_ids))
+    if wanted > spec.vocab_size:
+        raise InvalidRequestError(
+            f"beams = {sampling.beams} is not allowed: the search ranks {wanted} tokens, and the model's vocabulary "
+            f"has {spec.vocab_size}",
+            param="beams",
+        )
+    require_one_rope(spec, len(prompt), sampling.max_tokens)
+    if answered and (sampling.sequences > 1 or sampling.beams):
+        raise InvalidRequestError(
+            f"one answer so far is given to a request of {sampling.sequences} sequences: continue each answer as a "
+            f"request of its own"
+        )
+    if answered and max(answered) >= spec.vocab_size:
+        raise InvalidRequestError(
+            f"the answer so far has a token outside the model's vocabulary of {spec.vocab_size} tokens"
+        )
+
+
+def finish_reason(tokens: Sequence[int], sampling: SamplingParams, eos_ids: Sequence[int]) -> str | None:
+    """Returns why the answer ends with its last token: `stop`, `length`, or None if the answer continues."""
+    if tokens[-1] in ending_tokens(sampling, eos_ids):
+        return "stop"
+    return "length" if len(tokens) >= sampling.max_tokens else None

@@ -1,0 +1,79 @@
+"""Status of groups, between routers, leaders and ranks; and the directory of a cluster's groups."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from disagg.core.bounds import Count, Label
+from disagg.core.config.read import Role
+from disagg.core.prefixes import Digest
+from disagg.core.status import GroupStatus, RankStatus
+from disagg.core.types import GroupInfo
+from transport.control.messages.base import Message
+
+
+class Watch(Message, frozen=True):
+    """Router -> leader: send group reports; the router renews this within `interval_s`. 0 stops the reports."""
+
+    interval_s: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+    prefixes: Literal["none", "events", "all"] = "none"
+    """Whether to send cache digests too; `all` requests a full digest because the router missed some."""
+
+
+class CacheDigest(Message, frozen=True):
+    """Leader -> router that watches prefixes: entries added to and removed from the cache since the last
+    digest."""
+
+    group: Label
+    digest: Digest
+    switch_tokens: Count = 0
+    """See `disagg.core.prefixes.PrefixKey.of`."""
+
+
+class GroupReport(Message, frozen=True):
+    """Leader -> router that watches the group: the group's current status."""
+
+    status: GroupStatus
+
+
+class RankReport(Message, frozen=True):
+    """Rank -> its leader: the rank's current status."""
+
+    status: RankStatus
+
+
+class Join(Message, frozen=True):
+    """Router -> directory: subscribe to the list of groups and its changes."""
+
+
+class Groups(Message, frozen=True):
+    """Directory -> router: all current groups. A group that is missing since the last version has died."""
+
+    version: Count
+    """Grows with every change."""
+    groups: list[GroupInfo]
+    draining: list[str]
+    """Names of groups that must receive no new requests."""
+
+
+class Using(Message, frozen=True):
+    """Router -> directory: after `version`, this router has or starts requests with these groups only."""
+
+    version: Count
+    names: list[str]
+
+
+class Scale(Message, frozen=True):
+    """Operator -> directory: run `count` groups of `role`. `Scaled` replies once they are running."""
+
+    role: Role
+    count: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Scaled(Message, frozen=True):
+    """Directory -> operator: scaling is done, or the reason of its failure. Replies keep the order of the
+    requests."""
+
+    error: str = ""

@@ -1,0 +1,110 @@
+"""Messages inside one group: between its leader and its ranks."""
+
+from __future__ import annotations
+
+from disagg.core.bounds import Count, Seconds
+from disagg.core.types import RequestKey, Ticket
+from transport.control.messages.base import Message, Rank, TicketNumber
+
+
+class Plan(Message, frozen=True):
+    """Leader -> its ranks: the work of step `step`; `body` has the engine's own encoding."""
+
+    step: Count
+    body: bytes
+
+
+class OpenSend(Message, frozen=True):
+    """Prefill leader -> its ranks: a request starts; its KV is in `pages` and goes to the ticket's group."""
+
+    key: RequestKey
+    ticket: Ticket
+    pages: list[Count]
+
+
+class RankSent(Message, frozen=True):
+    """Prefill rank -> its leader: this rank has sent all segments of the ticket; its pages may be freed."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+    nbytes: Count
+    segments: Count
+    messages: Count
+    seconds: Seconds
+
+
+class RankStopped(Message, frozen=True):
+    """Prefill rank -> its leader: the decode side needs no more KV of the ticket."""
+
+    key: RequestKey
+    ticket: TicketNumber
+
+
+class OpenReceive(Message, frozen=True):
+    """Decode leader -> its ranks: a ticket is open; its KV comes from `prefill_group` and goes into `pages`."""
+
+    ticket: Ticket
+    pages: list[Count]
+    prefill_group: str
+
+
+class RankOpened(Message, frozen=True):
+    """Decode rank -> its leader: the rank accepts segments of the ticket."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+
+
+class CloseTransfer(Message, frozen=True):
+    """Leader -> its ranks: stop moving this ticket's KV. `RankClosed` replies. Idempotent."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    reason: str
+
+
+class RankClosed(Message, frozen=True):
+    """Rank -> its leader: the rank no longer accesses memory of the ticket; its pages may be reused."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+    landed_tokens: Count = 0
+    """On a decode rank: the first tokens of the ticket whose KV has landed whole."""
+
+
+class Landed(Message, frozen=True):
+    """Decode rank -> its leader: all segments of the ticket for this rank are in its pages."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+
+
+class Swapped(Message, frozen=True):
+    """Decode rank -> its leader: a page copy ordered by a plan is done, or failed with `error`."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+    seconds: Seconds
+    error: str = ""
+
+
+class RankFailed(Message, frozen=True):
+    """Rank -> its leader: the request failed on this rank."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    rank: Rank
+    code: str
+    message: str
+
+
+class RankBroken(Message, frozen=True):
+    """Rank -> its leader: a step failed on this rank; the group cannot compute any more."""
+
+    rank: Rank
+    reason: str

@@ -1,0 +1,144 @@
+"""Life cycle of a request: messages between routers and leaders, and from prefill to decode leaders."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from disagg.core.bounds import Count, Seconds
+from disagg.core.tokens import TokenIds
+from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
+from transport.control.messages.base import Message, TicketNumber
+
+
+class Reserve(Message, frozen=True):
+    """Router -> decode leader: reserve a row and all pages for this prompt."""
+
+    key: RequestKey
+    prompt: TokenIds
+    sampling: SamplingParams
+    deadline_s: Seconds
+    """Time left for the whole request; relative, because host clocks differ."""
+    prefill_group: str
+    cache_salt: str = ""
+    """Only prompts with the same salt share cached KV."""
+    answered: list[Count] = msgspec.field(default_factory=list)
+    """Tokens of the answer so far, from a group that was lost; the request then has one sequence. Their KV is
+    transferred behind the prompt's."""
+    after: RequestKey | None = None
+    """The attempt that this one replaces, in the same group: row, pages and KV that has landed pass over."""
+    wait_s: Seconds = 0.0
+    """How long the request may wait for row and pages; `Failed` (busy) then."""
+
+
+class Reserved(Message, frozen=True):
+    """Decode leader -> router: the row and the pages are reserved."""
+
+    key: RequestKey
+    ticket: Ticket
+
+
+class Failed(Message, frozen=True):
+    """Any node -> router: the request failed on this node. `code` is that of `disagg.core.errors`."""
+
+    key: RequestKey
+    code: str
+    message: str
+    retryable: bool
+    retry_after_s: Seconds = 0.0
+    resumable: bool = False
+    """The decode group keeps row and pages until another attempt continues there (`Reserve.after`), or `Release`."""
+
+
+class Prefill(Message, frozen=True):
+    """Router -> prefill leader: compute the prompt and send the missing segments of the ticket."""
+
+    key: RequestKey
+    prompt: TokenIds
+    sampling: SamplingParams
+    ticket: Ticket
+    deadline_s: Seconds
+    cache_salt: str = ""
+    """Only prompts with the same salt share cached KV."""
+    answered: list[Count] = msgspec.field(default_factory=list)
+    """Tokens of the answer so far; see `Reserve`. They are computed like the prompt."""
+
+
+class Prefilled(Message, frozen=True):
+    """Prefill leader -> router: the prompt is computed; its last segments may still be in flight."""
+
+    key: RequestKey
+    first_tokens: list[Count]
+    """The next token of each answer, behind `Prefill.answered`; empty where not yet chosen, as in beam search."""
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
+    """One entry for each first token if the request has `logprobs`, else empty."""
+
+
+class Transferred(Message, frozen=True):
+    """Prefill leader -> router: every segment has been sent. Counts cover this request on all ranks.
+
+    `messages` counts control messages sent by prefill ranks to decode ranks for this request.
+    """
+
+    key: RequestKey
+    nbytes: Count
+    segments: Count
+    messages: Count
+    seconds: Seconds
+    """Time during which at least one segment was gathered or sent, on the rank where it was longest."""
+
+
+class FirstTokens(Message, frozen=True):
+    """Prefill leader -> decode leader: the tokens chosen at the prompt's last position.
+
+    `tokens` has the first token of each answer; for beam search, the likeliest tokens in descending order, with their
+    log-probabilities in `scores`.
+    """
+
+    key: RequestKey
+    ticket: TicketNumber
+    tokens: Annotated[list[Count], msgspec.Meta(min_length=1)]
+    scores: list[float] = msgspec.field(default_factory=list)
+
+
+class Tokens(Message, frozen=True):
+    """Decode leader -> router: the tokens of an answer from `index` on.
+
+    `finish` is the finish reason; None while the answer continues.
+    """
+
+    key: RequestKey
+    index: Count
+    tokens: list[int]
+    finish: str | None = None
+    logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
+    """One entry for each of `tokens` if the request has `logprobs`, else empty."""
+    answer: Count = 0
+    """Index of the answer within the request."""
+
+
+class StepTokens(Message, frozen=True):
+    """Decode leader -> router: the tokens that one step gave the requests of the router."""
+
+    tokens: list[Tokens]
+
+
+class EndAnswer(Message, frozen=True):
+    """Router -> decode leader: end one answer; the request's other answers continue. Idempotent."""
+
+    key: RequestKey
+    answer: Count
+
+
+class Release(Message, frozen=True):
+    """Router -> both leaders: the request has ended; free all its resources. Idempotent."""
+
+    key: RequestKey
+    reason: str
+
+
+class Released(Message, frozen=True):
+    """Leader -> router: all resources of the request are freed here."""
+
+    key: RequestKey

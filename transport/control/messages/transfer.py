@@ -1,0 +1,144 @@
+"""Transfer of KV: messages between prefill ranks and decode ranks.
+
+Messages up to `ProbeEnded` are active messages (`transport.active_messages`); the others use the control channel.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from disagg.core.bounds import Count, Label
+from disagg.core.types import RequestKey, Segment
+from transport.control.messages.base import (
+    InboxNumber,
+    Message,
+    ProbeNumber,
+    Rank,
+    SegmentIndex,
+    TicketNumber,
+)
+from transport.handles import MemoryHandle
+
+
+class LeaseRequest(Message, frozen=True):
+    """Prefill rank -> decode rank: requests ring space for these segments."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    src_rank: Rank
+    segments: list[Segment]
+
+
+class LeaseGrant(Message, frozen=True):
+    """Decode rank -> prefill rank: `(segment index, ring position)` pairs, and the ring's current watermark."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    dst_rank: Rank
+    starts: list[tuple[SegmentIndex, Count]]
+    ring_bytes: Count
+    watermark: Count
+
+
+class Watermark(Message, frozen=True):
+    """Decode rank -> prefill ranks: the ring's watermark. It only grows."""
+
+    dst_rank: Rank
+    watermark: Count
+    ring_bytes: Count
+
+
+class SendAgain(Message, frozen=True):
+    """Decode rank -> prefill rank: resend a segment whose checksum does not match.
+
+    The resend uses the same lease or the same direct write. Idempotent.
+    """
+
+    key: RequestKey
+    ticket: TicketNumber
+    dst_rank: Rank
+    segment: SegmentIndex
+
+
+class TransferVerified(Message, frozen=True):
+    """Decode rank -> each of its prefill ranks: all segments of the tickets are in their pages, with valid
+    checksums."""
+
+    tickets: Annotated[list[tuple[RequestKey, TicketNumber]], msgspec.Meta(min_length=1)]
+    dst_rank: Rank
+
+
+class ProbeRequest(Message, frozen=True):
+    """Prefill rank -> decode rank: requests a wire probe with messages of at most `nbytes`. Idempotent."""
+
+    number: ProbeNumber
+    """Random number of the probe; part of its messages' tag."""
+    nbytes: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class ProbeAnswer(Message, frozen=True):
+    """Decode rank -> prefill rank: the probe may start, towards a rank on `host` and `device`; or a refusal."""
+
+    number: ProbeNumber
+    host: Label
+    device: Label
+    refused: str = ""
+    """Empty: ring space is reserved. Else a temporary reason to refuse; the sender may ask again."""
+
+
+class ProbeEnded(Message, frozen=True):
+    """Prefill rank -> decode rank: the probe has ended; its ring space may be freed."""
+
+    number: ProbeNumber
+
+
+class PoolOffer(Message, frozen=True):
+    """Decode rank -> prefill rank: offers the KV pool and the fence words for direct writes."""
+
+    dst_rank: Rank
+    pools: tuple[MemoryHandle, ...]
+    """The pool of each class of layers."""
+    fences: MemoryHandle
+
+
+class PoolRefused(Message, frozen=True):
+    """Prefill rank -> decode rank: the pool cannot be opened; tickets opened from now on do not use direct
+    writes."""
+
+    src_rank: Rank
+    reason: str
+
+
+class LinkBroken(Message, frozen=True):
+    """Rank -> peer rank: the data connection between them is broken; the sender has fenced the receiver."""
+
+    answer: bool = False
+    """True for a reply; a message that is not a reply is answered by one."""
+
+
+class Linked(Message, frozen=True):
+    """Rank -> peer rank: the sender has linked the receiver, and takes its active messages under this number."""
+
+    inbox: InboxNumber
+
+
+class SenderEnded(Message, frozen=True):
+    """Prefill rank -> decode rank: the segments `sent` were sent, and no more follow for this ticket."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    src_rank: Rank
+    sent: list[SegmentIndex]
+    reason: str
+    again: list[SegmentIndex] = msgspec.field(default_factory=list)
+    """Segments among `sent` that were sent a second time."""
+
+
+class StopSending(Message, frozen=True):
+    """Decode rank -> prefill rank: stop sending for this ticket. `SenderEnded` replies."""
+
+    key: RequestKey
+    ticket: TicketNumber
+    reason: str
