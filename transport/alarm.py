@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 
@@ -14,7 +13,7 @@ class Alarm:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._raised = False
-        """True between `wake` and `clear`: a second write would cost a system call without effect."""
+        """True between `wake` and `clear`: a second write or read would cost a system call without effect."""
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """File descriptor to poll for reading; -1 after `close`."""
 
@@ -33,8 +32,8 @@ class Alarm:
     def clear(self) -> None:
         """Makes the next poll of `fd` block until `wake` is called again."""
         with self._lock:
-            self._raised = False
-            with contextlib.suppress(BlockingIOError):
+            if self._raised and not self.closed:
+                self._raised = False
                 os.eventfd_read(self.fd)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The answers to one HTTP request: merges the outputs of several tasks into one stream of (answer, output).
+"""The answers to one HTTP request: passes the outputs of several tasks to one sink.
 
 Each task drives one session of the router and lives until the session has released its memory, also after the client
 has gone. `abort` therefore only cancels the tasks and does not wait.
@@ -8,24 +8,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from disagg.api.errors import ClientGoneError
 from disagg.core.errors import DisaggError
 from disagg.router.answers import Output
 
-Item = tuple[int, Output] | Exception
+
+class Sink(Protocol):
+    """Receives the answers to one HTTP request, on the event loop. Its methods do not block."""
+
+    def put(self, answer: int, output: Output) -> None:
+        """Takes an output; those of one answer come in order."""
+
+    def end(self, error: Exception | None) -> None:
+        """Called once: after the last output of all answers, or with the first error of any answer."""
 
 
 class Answers:
-    """An async iterator over `(answer, output)` in order of arrival; ends after all answers.
+    """The tasks of one request and the end of its answers. After the end, further outputs are dropped."""
 
-    Raises the first error of any answer. Buffers at most `max_tokens` outputs per answer.
-    """
-
-    def __init__(self) -> None:
-        self._items: asyncio.Queue[Item] = asyncio.Queue()
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
         self._unfinished: dict[int, asyncio.Task[None]] = {}
+        self._ended = False
 
     def start(self, answers: Iterable[int], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work`, which calls `put` or `fail` for `answers`. The caller keeps the task until it is done."""
@@ -34,36 +40,35 @@ class Answers:
         return task
 
     def put(self, answer: int, output: Output) -> None:
-        """Adds an output. After the last one of an answer, `abort` no longer cancels its task, which is releasing."""
+        """Passes an output on. After the last one of an answer, `abort` no longer cancels its task, which is
+        releasing."""
+        if self._ended:
+            return
+        self._sink.put(answer, output)
         if output.finish is not None:
             self._unfinished.pop(answer, None)
-        self._items.put_nowait((answer, output))
+            if not self._unfinished:
+                self._end(None)
 
     def fail(self, answers: Iterable[int], error: DisaggError) -> None:
         """Ends `answers` with an error, which fails the whole request and aborts its other answers."""
         for answer in answers:
             self._unfinished.pop(answer, None)
-        self._items.put_nowait(error)
+        self._end(error)
         self._cancel()
 
     def abort(self, error: Exception | None = None) -> None:
-        """Aborts unfinished answers; the iterator raises `error`, by default `ClientGoneError`. Idempotent."""
+        """Aborts unfinished answers; the sink gets `error`, by default `ClientGoneError`. Idempotent."""
         if self._unfinished:
-            self._items.put_nowait(error or ClientGoneError())
+            self._end(error or ClientGoneError())
         self._cancel()
+
+    def _end(self, error: Exception | None) -> None:
+        if not self._ended:
+            self._ended = True
+            self._sink.end(error)
 
     def _cancel(self) -> None:
         for task in set(self._unfinished.values()):
             task.cancel()
         self._unfinished.clear()
-
-    def __aiter__(self) -> Answers:
-        return self
-
-    async def __anext__(self) -> tuple[int, Output]:
-        if not self._unfinished and self._items.empty():
-            raise StopAsyncIteration
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -129,10 +130,10 @@ class _Routes:
     ) -> Response:
         exchange = exchange_of(request)
         writer = writer_class(generation, self._model, exchange.key)
-        answers = self._service.start(generation, exchange)
+        start = partial(self._service.start, generation, exchange)
         if generation.stream:
-            return EventStream(answers, writer, exchange)
-        return await whole_reply(answers, writer, exchange, request.receive)
+            return EventStream(start, writer, exchange)
+        return await whole_reply(start, writer, exchange, request.receive)
 
     async def _body(self, request: Request) -> bytes:
         return await read_body(request.scope, request.receive, self._service.config, exchange_of(request))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from disagg.api.body_writer import offer_body_writer
 from disagg.api.connection_table import SPARE, ConnectionTable, address_of
 from disagg.api.edge import OPEN, head_too_large
 from disagg.api.errors import ApiError, retry_after
@@ -118,6 +119,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        offer_body_writer(cycle)
         super()._start_asgi_task(cycle, app)
 
     def on_message_complete(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-import uuid
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from starlette.types import Receive, Scope
 from disagg.api.errors import CLIENT_GONE, ApiError, bad
 from disagg.api.tracing import RequestTrace
 from disagg.core.config.read import ApiConfig
+from disagg.core.random_ids import random_id
 
 _ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 STATE = "exchange"
@@ -30,7 +30,7 @@ class Exchange:
     """The client's `x-request-id` if valid, else a new id."""
     timeout_s: float
     arrived_s: float = field(default_factory=time.monotonic)
-    key: str = field(default_factory=lambda: uuid.uuid4().hex)
+    key: str = field(default_factory=random_id)
     """Unique name of the request's sessions and reply, independent of the client."""
     ended: int = 0
     """Status for logs and metrics if the sent status does not apply, as for a broken stream; 0: the sent one."""
@@ -56,7 +56,7 @@ def exchange_of(request: Request) -> Exchange:
 
 def request_id(given: bytes | None) -> str:
     """Returns `given` if it is safe to echo and log, else a new id."""
-    return given.decode() if given and _ID.fullmatch(given) else uuid.uuid4().hex
+    return given.decode() if given and _ID.fullmatch(given) else random_id()
 
 
 def session_id(given: bytes | None) -> str:

@@ -18,11 +18,15 @@ from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.router.text import REPLACEMENT, decode_with
 
 T = TypeVar("T")
+SHORT_CHARACTERS = 1024
+"""Longest text that is encoded on the event loop, in less than a millisecond: waking a thread costs as much."""
+SHORT_MESSAGES = 16
+"""Most messages of a conversation that is rendered on the event loop."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class ServedModel:
-    """A model name with its tokenizer. A thread encodes texts, because the time grows with the client's text.
+    """A model name with its tokenizer. A thread encodes long texts, because the time grows with the client's text.
 
     The thread uses a copy of the tokenizer, which is not thread-safe. Chat templates come from the checkpoint only,
     never from a client, and run in transformers' Jinja sandbox.
@@ -43,7 +47,9 @@ class ServedModel:
 
     async def encode(self, text: str, special: bool = True) -> list[int]:
         """Returns the tokens of `text`; with `special`, including the tokenizer's special tokens around it."""
-        return await self._in_thread(self._encode, text, special)
+        if len(text) <= SHORT_CHARACTERS:
+            return encode_text(self._tokenizer, text, special)
+        return await self._in_thread(encode_text, self._encoder, text, special)
 
     async def render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool = True) -> list[int]:
         """Returns the tokens of a conversation in the checkpoint's chat template.
@@ -56,7 +62,10 @@ class ServedModel:
                 f"the model {self.name} has no chat template: use /v1/completions",
                 "no_chat_template",
             )
-        return await self._in_thread(self._render, messages, generation_prompt)
+        characters = sum(len(message["content"]) for message in messages)
+        if characters <= SHORT_CHARACTERS and len(messages) <= SHORT_MESSAGES:
+            return _render(self._tokenizer, messages, generation_prompt)
+        return await self._in_thread(_render, self._encoder, messages, generation_prompt)
 
     def spell(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens, including special tokens."""
@@ -90,27 +99,28 @@ class ServedModel:
                 param, f"{param}[{at}] = {token!r} is not a token of the model: 0 to {limit - 1}"
             ) from exc
 
-    def _encode(self, text: str, special: bool) -> list[int]:
-        try:
-            return list(self._encoder(text, add_special_tokens=special)["input_ids"])
-        except UnicodeEncodeError as exc:
-            raise bad(
-                "prompt", "the text contains half of a surrogate pair, which is not a character"
-            ) from exc
-
-    def _render(self, messages: Sequence[dict[str, Any]], generation_prompt: bool) -> list[int]:
-        from jinja2 import TemplateError
-
-        try:
-            text = self._encoder.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generation_prompt
-            )
-        except TemplateError as exc:
-            raise bad("messages", f"the model's chat template rejects the messages: {exc}") from exc
-        return self._encode(text, False)  # the template has written the special tokens itself
-
     async def _in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+def encode_text(tokenizer: Any, text: str, special: bool) -> list[int]:
+    """Returns the tokens of `text`. Raises a 400 for half of a surrogate pair."""
+    try:
+        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
+    except UnicodeEncodeError as exc:
+        raise bad("prompt", "the text contains half of a surrogate pair, which is not a character") from exc
+
+
+def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], generation_prompt: bool) -> list[int]:
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generation_prompt
+        )
+    except TemplateError as exc:
+        raise bad("messages", f"the model's chat template rejects the messages: {exc}") from exc
+    return encode_text(tokenizer, text, False)  # the template has written the special tokens itself
 
 
 @functools.cache

@@ -1,16 +1,21 @@
-"""HTTP responses: one JSON object, or server-sent events. A client's disconnect aborts its request."""
+"""HTTP responses: one JSON object, or server-sent events. A client's disconnect aborts its request.
+
+The outputs of a request come on the stack of the router's messages. A stream writes each to its connection at once,
+without waking its task, unless the client reads too slowly.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from disagg.api.answers import Answers
+from disagg.api.answers import Answers, Sink
+from disagg.api.body_writer import body_writer
 from disagg.api.errors import CLIENT_GONE, ApiError, ClientGoneError, api_error
 from disagg.api.exchange import Exchange
 from disagg.api.writers import Writer
@@ -19,7 +24,12 @@ from disagg.router.answers import Output
 
 SEND_GRACE_S = 5.0
 """Time after its deadline that a stream has to send the rest to a slow client."""
+EVENTS_AT_ONCE = 32
+"""Most events in one write of a stream's task: between writes, the task waits for a slow client."""
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+Start = Callable[[Sink], Answers]
+"""Starts the answers to a request."""
 
 
 def error_response(error: ApiError) -> Response:
@@ -27,12 +37,13 @@ def error_response(error: ApiError) -> Response:
     return Response(error.body(), error.status, error.headers, media_type="application/json")
 
 
-async def whole_reply(answers: Answers, writer: Writer, exchange: Exchange, receive: Receive) -> Response:
+async def whole_reply(start: Start, writer: Writer, exchange: Exchange, receive: Receive) -> Response:
     """Waits for all answers and returns the reply. Raises the error that ended them."""
+    reply = _WholeReply(writer)
+    answers = start(reply)
     try:
         async with _aborted_when_gone(answers, receive):
-            async for index, output in answers:
-                writer.add(index, output)
+            await reply.ended()
     except ClientGoneError as exc:
         raise ApiError(CLIENT_GONE, "the client went away", code="client_gone") from exc
     finally:
@@ -41,43 +52,111 @@ async def whole_reply(answers: Answers, writer: Writer, exchange: Exchange, rece
     return Response(writer.whole(), media_type="application/json")
 
 
-class EventStream(Response):
+class _AwaitedSink:
+    """A sink with one waiting task."""
+
+    def __init__(self) -> None:
+        self._over = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def end(self, error: Exception | None) -> None:
+        """See `Sink`."""
+        self._over, self._error = True, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def _woken(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+
+class _WholeReply(_AwaitedSink):
+    """Collects all answers in a writer."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__()
+        self.put = writer.add
+
+    async def ended(self) -> None:
+        """Waits for the end. Raises the error that ended the answers."""
+        if not self._over:
+            await self._woken()
+        if self._error is not None:
+            raise self._error
+
+
+class EventStream(_AwaitedSink, Response):
     """Streams answers. The status is sent with the first output, so an earlier failure has its own status."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, writer: Writer, exchange: Exchange) -> None:
-        super().__init__(None, 200, HEADERS)
+    def __init__(self, start: Start, writer: Writer, exchange: Exchange) -> None:
+        _AwaitedSink.__init__(self)
+        Response.__init__(self, None, 200, HEADERS)
         del self.headers["content-length"]
-        self._answers, self._writer, self._exchange = answers, writer, exchange
+        self._writer, self._exchange = writer, exchange
+        self._unsent: list[bytes] = []
+        """Events for the task to send, in order."""
+        self._write: Callable[[bytes], bool] | None = None
+        """Writes to the connection; None while only the task may send."""
+        self._answers = start(self)
+
+    def put(self, answer: int, output: Output) -> None:
+        """See `Sink`."""
+        data = self._writer.chunk(answer, output)
+        # The last output goes with the end of the stream, in one write.
+        if output.finish is not None or self._write is None or self._unsent or not self._write(data):
+            self._unsent.append(data)
+            self._wake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Raises the error that ended the answers before the first output."""
         left_s = max(0.0, self._exchange.deadline_s - time.monotonic())
         try:
             async with _aborted_when_gone(self._answers, receive), asyncio.timeout(left_s + SEND_GRACE_S):
-                first = await anext(self._answers)
+                if not (self._unsent or self._over):
+                    await self._woken()
+                if self._error is not None and not self._unsent:
+                    raise self._error
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                async for data in self._events(first):
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                await self._send_all(send, body_writer(scope))
         except (ClientGoneError, TimeoutError):  # gone, or not reading: the connection is closed
             self._exchange.ended = CLIENT_GONE
         finally:
             self._answers.abort()
             _record_tokens(self._exchange, self._writer)
 
-    async def _events(self, first: tuple[int, Output]) -> AsyncIterator[bytes]:
-        try:
-            yield b"".join(self._writer.chunks(*first))
-            async for index, output in self._answers:
-                if data := b"".join(self._writer.chunks(index, output)):
-                    yield data
-            yield b"".join(self._writer.tail())
-        except DisaggError as error:
-            failed = api_error(error)
-            self._exchange.ended = failed.status
-            yield b"data: " + failed.body() + b"\n\n"
+    async def _send_all(self, send: Send, write: Callable[[bytes], bool] | None) -> None:
+        while not self._over or len(self._unsent) > EVENTS_AT_ONCE:
+            if self._unsent:
+                await send({"type": "http.response.body", "body": self._taken(), "more_body": True})
+            else:
+                self._write = write
+                await self._woken()
+                self._write = None
+        rest = self._taken() + self._tail()
+        await send({"type": "http.response.body", "body": rest, "more_body": False})
+
+    def _taken(self) -> bytes:
+        taken, self._unsent = self._unsent[:EVENTS_AT_ONCE], self._unsent[EVENTS_AT_ONCE:]
+        return b"".join(taken)
+
+    def _tail(self) -> bytes:
+        """Returns the last events. Raises an error that is no `DisaggError`."""
+        if self._error is None:
+            return b"".join(self._writer.tail())
+        if not isinstance(self._error, DisaggError):
+            raise self._error
+        failed = api_error(self._error)
+        self._exchange.ended = failed.status
+        return b"data: " + failed.body() + b"\n\n"
 
 
 @asynccontextmanager

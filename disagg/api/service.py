@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -14,7 +13,7 @@ import structlog
 
 from disagg import __version__
 from disagg.api.admission import Admission
-from disagg.api.answers import Answers
+from disagg.api.answers import Answers, Sink
 from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
 from disagg.api.generation_request import EngineRequest, GenerationRequest
@@ -28,10 +27,9 @@ from disagg.api.tracing import RequestTrace
 from disagg.core.config.read import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
 from disagg.core.status import GroupStatus, ServiceStatus
-from disagg.core.types import GroupInfo, SamplingParams
-from disagg.router.answers import Output, SessionReport
+from disagg.core.types import GroupInfo
+from disagg.router.answers import Emit, Output, RouterRequest
 from disagg.router.session_driver import RELEASE_TIMEOUT_S
-from disagg.router.text import Decode
 
 log = structlog.get_logger(__name__)
 
@@ -57,19 +55,8 @@ class Generator(Protocol):
     def draining(self) -> tuple[str, ...]:
         """Returns the names of draining groups."""
 
-    def generate(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        timeout_s: float,
-        decode: Decode | None = None,
-        report: SessionReport | None = None,
-        cache_salt: str = "",
-        session: str = "",
-    ) -> AsyncGenerator[Output, None]:
-        """Streams the answers; an early `aclose` aborts the request."""
+    async def run(self, request: RouterRequest, emit: Emit) -> None:
+        """Emits the answers; a cancellation aborts the request."""
 
 
 class Service:
@@ -152,8 +139,8 @@ class Service:
         self.check_ready()
         self._admission.check_capacity()
 
-    def start(self, request: GenerationRequest, exchange: Exchange) -> Answers:
-        """Starts all answers to the request. Raises `ApiError`, and `BusyError` if full."""
+    def start(self, request: GenerationRequest, exchange: Exchange, sink: Sink) -> Answers:
+        """Starts all answers to the request, with outputs to `sink`. Raises `ApiError`, and `BusyError` if full."""
         self.check_ready()
         parts = request.parts(self._generator.max_sequences)
         if request.sequences > self._admission.limit:
@@ -161,7 +148,7 @@ class Service:
                 "n", f"{request.sequences} answers in one request; this server runs {self._admission.limit}"
             )
         self._admission.enter(request.sequences)
-        answers = Answers()
+        answers = Answers(sink)
         alone = len(parts) == 1
         for part in parts:
             track = self._recent.begin(f"{exchange.key}-{part.first}", exchange.arrived_s)
@@ -244,21 +231,22 @@ class Service:
     ) -> None:
         meter = self._meter(track, part.sampling.n)
         self.metrics.prompt_tokens.inc(len(part.prompt))
-        left_s = max(0.0, exchange.deadline_s - time.monotonic())
-        stream = self._generator.generate(
+
+        def emit(output: Output) -> None:
+            meter(output)
+            answers.put(part.first + output.answer, output)
+
+        routed = RouterRequest(
             track.id,
             part.prompt,
             part.sampling,
-            timeout_s=left_s,
-            decode=self.model.decode,
-            report=track.report,
-            cache_salt=request.cache_salt,
-            session=request.session or exchange.session,
+            max(0.0, exchange.deadline_s - time.monotonic()),
+            self.model.decode,
+            track.report,
+            request.cache_salt,
+            request.session or exchange.session,
         )
-        async with aclosing(stream) as outputs:
-            async for output in outputs:
-                meter(output)
-                answers.put(part.first + output.answer, output)
+        await self._generator.run(routed, emit)
 
     def _meter(self, track: Track, answers: int) -> Callable[[Output], None]:
         """Returns a callback that counts the outputs of `answers` answers."""

@@ -26,7 +26,7 @@ def event(value: object) -> bytes:
 
 
 class Writer(ABC):
-    """Collects one request's answers (`add`, then `whole`), or turns them into chunks (`chunks`, then `tail`)."""
+    """Collects one request's answers (`add`, then `whole`), or turns them into events (`chunk`, then `tail`)."""
 
     kind: str
     chunk_kind: str
@@ -41,6 +41,8 @@ class Writer(ABC):
         self._finish: list[str | None] = [None] * request.answers
         self._logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.answers)]
         self.completion_tokens = 0
+        self._templates: dict[int, tuple[bytes, bytes]] = {}
+        """What stands before and after the text in an event of plain text, of each choice that has begun."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -76,19 +78,33 @@ class Writer(ABC):
         logprobs = [one.logprob for one in self._logprobs[answer]]
         return -sum(logprobs) / len(logprobs)
 
-    def chunks(self, index: int, output: Output) -> list[bytes]:
+    def chunk(self, index: int, output: Output) -> bytes:
         """Returns the events of an output, in order."""
         self.completion_tokens += len(output.tokens)
-        usage = None if self._request.usage else UNSET
-        return [self._event([choice], usage) for choice in self._pieces(index, output)]
+        template = self._templates.get(index)
+        if template is not None and output.finish is None and not output.logprobs:
+            return template[0] + _ENCODER.encode(output.text) + template[1] if output.text else b""
+        pieces = self._pieces(index, output)
+        if template is None:
+            self._templates[index] = self._template(index)
+        return b"".join(self._event([piece]) for piece in pieces)
+
+    def _template(self, index: int) -> tuple[bytes, bytes]:
+        choice = _ENCODER.encode(self._plain(index, "\0"))
+        event = self._event([msgspec.Raw(choice)])
+        # Quotation marks within a string are escaped: the choice and its text occur once.
+        before, _, after = event.partition(choice)
+        head, _, tail = choice.partition(_ENCODER.encode("\0"))
+        return before + head, tail + after
 
     def tail(self) -> list[bytes]:
         """Returns the last events of a stream: usage if requested, and `[DONE]`."""
         return ([self._event([], self._usage())] if self._request.usage else []) + [DONE]
 
-    def _event(self, choices: Sequence[object], usage: r.Usage | msgspec.UnsetType | None) -> bytes:
+    def _event(self, choices: Sequence[object], usage: r.Usage | None = None) -> bytes:
+        usage_or_unset = usage if self._request.usage else UNSET
         reply = r.ReplyEnvelope(
-            self._id, self.chunk_kind, self._created_s, self._model.name, list(choices), usage
+            self._id, self.chunk_kind, self._created_s, self._model.name, list(choices), usage_or_unset
         )
         return event(reply)
 
@@ -101,6 +117,10 @@ class Writer(ABC):
 
     @abstractmethod
     def _pieces(self, index: int, output: Output) -> list[object]: ...
+
+    @abstractmethod
+    def _plain(self, index: int, text: str) -> object:
+        """Returns the piece of an output with nothing but text, behind the first one."""
 
 
 class ChatWriter(Writer):
@@ -128,6 +148,9 @@ class ChatWriter(Writer):
             pieces.append(r.ChatChunkChoice(index, r.Delta(), finish_reason=output.finish))
         return pieces
 
+    def _plain(self, index: int, text: str) -> object:
+        return r.ChatChunkChoice(index, r.Delta(content=text))
+
     def _chat_logprobs(self, logprobs: Sequence[TokenLogprobs]) -> r.ChatLogprobs:
         return r.ChatLogprobs([self._speller.chat(one) for one in logprobs])
 
@@ -153,6 +176,9 @@ class CompletionWriter(Writer):
             return []
         logprobs = self._completion_logprobs(index, output.logprobs) if output.logprobs else None
         return [r.CompletionChoice(index, output.text, logprobs, output.finish)]
+
+    def _plain(self, index: int, text: str) -> object:
+        return r.CompletionChoice(index, text)
 
     def _completion_logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> r.CompletionLogprobs:
         offsets = []

@@ -37,6 +37,7 @@ from disagg.commands.local import (
     with_model,
 )
 from disagg.commands.signals import SIGNALS, handlers_restored, ignore_signals
+from disagg.core.collection import collect_requests_only
 from disagg.core.config.read import ApiConfig, Config
 from disagg.core.errors import ConfigError
 from disagg.core.log import configure
@@ -198,4 +199,5 @@ async def _serve(
     async with made as router, watching(router.statuses, config.metrics.interval_s):
         service = Service(router, model, config.api)
         router.on_groups_changed(service.follow_groups)
+        collect_requests_only()
         await serve(make_app(service, keys, tracing), service, listener, stop, stop_now, on_listening)

@@ -87,6 +87,8 @@ class HeldPrefixes:
         """Version of the latest digest; None before the first."""
         self.unit_tokens, self.switch_tokens = 1, 0
         """Parameters of the block hashes; see `PrefixKey`."""
+        self.kind = (1, 0)
+        """Both parameters."""
         self.held: set[int] = set()
 
     def __len__(self) -> int:
@@ -107,6 +109,7 @@ class HeldPrefixes:
         self.held.difference_update(removed)
         self.switch_tokens = switch_tokens
         self.version, self.unit_tokens = digest.version, digest.unit_tokens
+        self.kind = (self.unit_tokens, self.switch_tokens)
         return True
 
     def longest_tokens(self, block_hashes: Sequence[int]) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+
+import msgspec
 
 from disagg.core.types import SamplingParams, TokenLogprobs
 from disagg.router.text import Decode, TextStream
 from transport.control import messages as m
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True):
     """New tokens of one answer. `finish` is None until the last output: `stop` or `length`."""
 
     index: int
@@ -23,6 +24,10 @@ class Output:
     """One per token if `SamplingParams.logprobs` is set, else none."""
     answer: int = 0
     """Number of the answer within the request."""
+
+
+Emit = Callable[[Output], None]
+"""Receives the outputs of a request, those of each answer in order. Called on the event loop; must not block."""
 
 
 @dataclass(slots=True)
@@ -108,3 +113,20 @@ def new_answers(sampling: SamplingParams, decode: Decode | None) -> list[Answer]
         Answer(number, TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None)
         for number in range(sampling.n)
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterRequest:
+    """A request to a router."""
+
+    request_id: str
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    timeout_s: float
+    decode: Decode | None = None
+    """Converts tokens to text, which stop strings need; `disagg.router.text.decode_with` makes one."""
+    report: SessionReport = field(default_factory=SessionReport)
+    cache_salt: str = ""
+    """Only prompts with the same salt share cached KV."""
+    session: str = ""
+    """Requests with the same session use the same decode group, unless it is overloaded."""

@@ -92,7 +92,9 @@ class RoutingRequest:
     def missing_tokens(self, engine: RoutedGroup) -> int:
         """Returns the prompt tokens without the group's prefix cache hit; at least 1, the last token."""
         held = engine.held
-        block_hashes = self.block_hashes.get((held.unit_tokens, held.switch_tokens), ())
+        block_hashes = self.block_hashes.get(held.kind)
+        if not block_hashes or block_hashes[0] not in held.held:  # most groups, of many
+            return self.tokens
         return max(1, self.tokens - held.longest_tokens(block_hashes))
 
 
@@ -121,10 +123,13 @@ def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> Rou
     usable = _usable(engines)
     if request.session and usable[0].group.role == "decode":
         return _of_session(usable, request.session)
-    costs = {engine: engine.tokens + request.missing_tokens(engine) for engine in usable}
-    most = min(costs.values()) + request.tokens // SLACK
-    alike = [engine for engine in usable if costs[engine] <= most]
-    return min(alike, key=lambda e: (e.requests, len(e.held), costs[e], e.served))
+    missing_tokens = request.missing_tokens
+    costs = [engine.tokens + missing_tokens(engine) for engine in usable]
+    most = min(costs) + request.tokens // SLACK
+    alike = [engine for engine, cost in zip(usable, costs, strict=True) if cost <= most]
+    fewest = min([engine.requests for engine in alike])
+    alike = [engine for engine in alike if engine.requests == fewest]
+    return min(alike, key=lambda e: (len(e.held.held), e.tokens + missing_tokens(e), e.served))
 
 
 POLICIES: dict[PolicyName, Policy] = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence, Set
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from disagg.core.clock import Clock
 from disagg.core.errors import BusyError, DisaggError, PeerLostError
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey
-from disagg.router.answers import Output, SessionReport
+from disagg.router.answers import Emit, SessionReport
 from disagg.router.policy import RoutedGroup, SessionLoad
 from disagg.router.recovery import Branch, RecoveryBudget, require_recoverable
 from disagg.router.response_dispatcher import ResponseDispatcher
@@ -75,7 +74,7 @@ class RunContext:
 
 @dataclass(slots=True)
 class RequestRun:
-    """Runs one request. Call `outputs` once; when that generator has ended, every session is released."""
+    """Runs one request. Call `run` once; when it returns, every session is released."""
 
     context: RunContext
     request: RoutedRequest
@@ -84,21 +83,20 @@ class RequestRun:
     not in the set if one is usable. Raises `BusyError`."""
     missing_tokens: Callable[[RoutedGroup], int]
     """Returns the prompt tokens that a group has to compute or receive."""
+    emit: Emit
     _epochs: itertools.count[int] = field(default_factory=itertools.count)
     _releases: set[asyncio.Task[None]] = field(default_factory=set)
 
-    async def outputs(self, branch: Branch) -> AsyncGenerator[Output, None]:
-        """Streams the answers of `branch`, and returns when every session is released."""
+    async def run(self, branch: Branch) -> None:
+        """Emits the answers of `branch`, and returns when every session is released."""
         try:
-            async with aclosing(self._branch(branch, None)) as outputs:
-                async for output in outputs:
-                    yield output
+            await self._branch(branch, None)
         finally:
             if self._releases:
                 await asyncio.wait(self._releases)
 
-    async def _branch(self, branch: Branch, failed: SessionDriver | None) -> AsyncGenerator[Output, None]:
-        """Streams the answers of `branch`. `failed` ran its last session, whose pages the next one may take over."""
+    async def _branch(self, branch: Branch, failed: SessionDriver | None) -> None:
+        """Emits the answers of `branch`. `failed` ran its last session, whose pages the next one may take over."""
         lost: DisaggError | None = None
         full: frozenset[str] = frozenset()
         pause_s = 0.0
@@ -106,7 +104,7 @@ class RequestRun:
             try:
                 await self._pause(pause_s, lost)
                 session, load = await self._next_session(branch, failed, full)
-                driver = SessionDriver(self.context.dispatcher, session, load, self.context.clock)
+                driver = SessionDriver(self.context.dispatcher, session, load, self.context.clock, self.emit)
             except BaseException as error:
                 if failed is not None:
                     await failed.release()
@@ -121,9 +119,7 @@ class RequestRun:
                 self._in_background(failed.release_after(driver.reserving))
             try:
                 try:
-                    async with aclosing(driver.run()) as outputs:
-                        async for output in outputs:
-                            yield output
+                    await driver.run()
                     branches: list[Branch] = []
                 except DisaggError as error:
                     branches, pause_s = self._recover(branch, session, load, error)
@@ -140,9 +136,7 @@ class RequestRun:
             if failed is None:
                 self._in_background(driver.release())
             if len(branches) > 1:
-                async with aclosing(_merged([self._branch(one, None) for one in branches])) as outputs:
-                    async for output in outputs:
-                        yield output
+                await _all([self._branch(one, None) for one in branches])
                 return
             branch = branches[0]
 
@@ -251,33 +245,15 @@ def _full_groups(full: frozenset[str], session: Session) -> frozenset[str]:
     return frozenset({name}) if name in full else full | {name}
 
 
-async def _merged(
-    streams: Sequence[AsyncGenerator[Output, None]],
-) -> AsyncGenerator[Output, None]:
-    """Yields the outputs of several streams as they come. The first error ends all streams."""
-    merged: asyncio.Queue[Output | None] = asyncio.Queue()
-
-    async def feed(stream: AsyncGenerator[Output, None]) -> None:
-        try:
-            async with aclosing(stream) as outputs:
-                async for output in outputs:
-                    merged.put_nowait(output)
-        finally:
-            merged.put_nowait(None)
-
-    feeds = [asyncio.ensure_future(feed(stream)) for stream in streams]
+async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Runs all `works`. The first error ends the others."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        left = len(feeds)
-        while left:
-            output = await merged.get()
-            if output is not None:
-                yield output
-                continue
-            left -= 1
-            for task in feeds:
-                if task.done():
-                    task.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in tasks:
+            if task.done():
+                task.result()
     finally:
-        for task in feeds:
+        for task in tasks:
             task.cancel()
-        await asyncio.wait(feeds)
+        await asyncio.wait(tasks)

@@ -1,18 +1,22 @@
-"""The control channel for asyncio: dispatches the messages of each request to a separate inbox."""
+"""The control channel for asyncio: dispatches the messages of each request to its own receiver."""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from disagg.core.errors import PeerLostError, RequestInUseError
 from disagg.core.types import RequestKey
 from transport.control import messages as m
 from transport.control.base import ControlChannel
 
+Receiver = Callable[[str, m.Message | PeerLostError], None]
+"""Called on the loop with a peer and its message; an error in place of the message reports the loss of the peer."""
 ResponseInbox = asyncio.Queue["tuple[str, m.Message | PeerLostError]"]
-"""`(peer, message)` pairs; an error in place of the message reports the loss of the peer."""
+"""What a `Receiver` would be called with."""
 Listener = Callable[[m.Message | PeerLostError], None]
 """Called on the loop with a peer's messages outside of requests, and with an error for its loss."""
 
@@ -22,8 +26,8 @@ class ResponseDispatcher:
 
     def __init__(self, control: ControlChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._control, self._loop = control, loop
-        self.inboxes: dict[RequestKey, ResponseInbox] = {}
-        """Inboxes of open sessions; see `open`."""
+        self.receivers: dict[RequestKey, Receiver] = {}
+        """Receivers of open sessions; see `receiving`."""
         self.listeners: dict[str, Listener] = {}
         """By peer; see `listen`."""
         self._watched: set[str] = set()
@@ -31,8 +35,15 @@ class ResponseDispatcher:
         """Peers that are dead or silent."""
         self.dead: set[str] = set()
         """Peers that are dead; a peer that is silent may return."""
+        self.changes = 0
+        """Changes of `lost` and `dead` so far."""
         self.unclaimed = 0
         """Dropped messages: of ended requests, or of peers without a listener."""
+        self._arrived: deque[Callable[[], None]] = deque()
+        """What the channel's thread passed over, in order. The loop is woken once for all of it."""
+        self._woken = False
+        self._corked = False
+        """Whether messages wait for the end of this iteration of the loop."""
 
     def start(self) -> None:
         """Starts the channel."""
@@ -59,61 +70,99 @@ class ResponseDispatcher:
     def revive(self, peers: Iterable[str]) -> None:
         """Clears the loss of `peers`: new processes use these addresses."""
         peers = list(peers)
+        self.changes += 1
         self.lost.difference_update(peers)
         self.dead.difference_update(peers)
 
     def send(self, peer: str, message: m.Message) -> None:
-        """Queues a message."""
+        """Queues a message. All messages of an iteration of the loop wake the channel's thread once."""
+        if not self._corked:
+            self._corked = True
+            self._control.cork()
+            self._loop.call_soon(self._uncork)
         self._control.send(peer, message)
 
+    def _uncork(self) -> None:
+        self._corked = False
+        self._control.uncork()
+
     @contextmanager
-    def open(self, key: RequestKey) -> Iterator[ResponseInbox]:
-        """Opens an inbox for the messages of `key` within the block. The loss of a peer arrives as an error.
+    def receiving(self, key: RequestKey, receiver: Receiver) -> Iterator[None]:
+        """Within the block, `receiver` gets the messages of `key`, and the loss of each peer.
 
         Raises `RequestInUseError`.
         """
-        inbox: ResponseInbox = asyncio.Queue()
-        if key in self.inboxes:
+        if key in self.receivers:
             raise RequestInUseError(
                 f"request id {key.request_id!r} is in use: give each running request its own id"
             )
-        self.inboxes[key] = inbox
+        self.receivers[key] = receiver
         try:
-            yield inbox
+            yield
         finally:
-            del self.inboxes[key]
+            del self.receivers[key]
+
+    @contextmanager
+    def open(self, key: RequestKey) -> Iterator[ResponseInbox]:
+        """Opens an inbox for what a receiver of `key` would get within the block. Raises `RequestInUseError`."""
+        inbox: ResponseInbox = asyncio.Queue()
+        with self.receiving(key, lambda peer, message: inbox.put_nowait((peer, message))):
+            yield inbox
 
     def close(self) -> None:
         """Closes the channel."""
+        self._uncork()
         self._control.close(linger_s=0.2)
 
     def _from_channel(self, peer: str, message: m.Message) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, peer, message)
+        self._pass_over(partial(self._deliver, peer, message))
 
     def _silent_from_channel(self, peer: str) -> None:
-        self._loop.call_soon_threadsafe(self._silent, peer)
+        self._pass_over(partial(self._silent, peer))
 
     def _met_from_channel(self, peer: str) -> None:
-        self._loop.call_soon_threadsafe(self._met, peer)
+        self._pass_over(partial(self._met, peer))
+
+    def _pass_over(self, event: Callable[[], None]) -> None:
+        """Queues `event` for the loop; called on the channel's thread."""
+        self._arrived.append(event)
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._take_arrived)
+
+    def _take_arrived(self) -> None:
+        self._woken = False  # before the events are counted: a later one wakes the loop again
+        left = len(self._arrived)
+        try:
+            while left:
+                left -= 1
+                self._arrived.popleft()()
+        finally:
+            if left:  # an event failed: the loop reports its error, and the rest follows
+                self._loop.call_soon(self._take_arrived)
 
     def _deliver(self, peer: str, message: m.Message) -> None:
         if isinstance(message, m.StepTokens):
             for tokens in message.tokens:
-                self._deliver(peer, tokens)
+                self._deliver_to(tokens.key, peer, tokens)
             return
         key = getattr(message, "key", None)
         if isinstance(key, RequestKey):
-            if key in self.inboxes:
-                self.inboxes[key].put_nowait((peer, message))
-            else:
-                self.unclaimed += 1
+            self._deliver_to(key, peer, message)
         elif peer in self.listeners:
             self.listeners[peer](message)
         else:
             self.unclaimed += 1
 
+    def _deliver_to(self, key: RequestKey, peer: str, message: m.Message) -> None:
+        receiver = self.receivers.get(key)
+        if receiver is None:
+            self.unclaimed += 1
+        else:
+            receiver(peer, message)
+
     def lose(self, peer: str) -> None:
-        """Marks `peer` as dead and notifies every open inbox."""
+        """Marks `peer` as dead and notifies every receiver."""
         self.forget(peer)
         self.dead.add(peer)
         self._lose(peer)
@@ -127,10 +176,12 @@ class ResponseDispatcher:
     def _met(self, peer: str) -> None:
         if peer in self._watched:
             self.lost.discard(peer)
+            self.changes += 1
 
     def _lose(self, peer: str) -> None:
         self.lost.add(peer)
-        for inbox in self.inboxes.values():
-            inbox.put_nowait((peer, PeerLostError(f"lost {peer}")))
+        self.changes += 1
+        for receiver in list(self.receivers.values()):  # a receiver may end its session
+            receiver(peer, PeerLostError(f"lost {peer}"))
         if peer in self.listeners:
             self.listeners[peer](PeerLostError(f"lost {peer}"))

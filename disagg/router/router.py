@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Set
-from contextlib import aclosing
 from functools import partial
 
 from disagg.core.clock import Clock
@@ -17,11 +16,13 @@ from disagg.core.sampling import MAX_SEQUENCES, check_sampling, sequences_that_f
 from disagg.core.status import GroupStatus
 from disagg.core.tokens import TokenIds, pack_tokens
 from disagg.core.types import GroupInfo, SamplingParams
-from disagg.router.answers import Output, SessionReport, new_answers
+from disagg.router.answers import Emit, Output, RouterRequest, SessionReport, new_answers
+from disagg.router.group_table import GroupTable, has_rank_in
 from disagg.router.policy import POLICIES, RoutedGroup, RoutingRequest, prefix_aware
 from disagg.router.recovery import Branch, RecoveryBudget
 from disagg.router.request_run import Pair, RecoveryOptions, RequestRun, RoutedRequest, RunContext
 from disagg.router.response_dispatcher import ResponseDispatcher
+from disagg.router.session_driver import to_its_end
 from disagg.router.session_events import Loss
 from disagg.router.status import GroupStatuses
 from disagg.router.text import Decode
@@ -66,11 +67,9 @@ class Router:
         """When each role without a usable group was first found to have none."""
         self.recoveries: Counter[str] = Counter()
         """Recoveries of requests since the start, by `Loss`."""
-        self._engines: dict[str, RoutedGroup] = {}
+        self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)
         self._shunned: dict[tuple[str, str], float] = {}
         """Avoided pairs of a prefill and a decode group, with the end of the avoidance."""
-        self.statuses = GroupStatuses(dispatcher, self._living, self._compares)
-        """Statuses of the groups, updated within `disagg.router.status.watching`."""
         self._roles: tuple[str, ...] = ("prefill", "decode")
         """Roles of the groups that each request needs."""
         self._changed: GroupsChanged = lambda groups: None
@@ -80,7 +79,12 @@ class Router:
     @property
     def engines(self) -> tuple[RoutedGroup, ...]:
         """All groups with their load."""
-        return tuple(self._engines.values())
+        return self._table.engines
+
+    @property
+    def statuses(self) -> GroupStatuses:
+        """Statuses of the groups, updated within `disagg.router.status.watching`."""
+        return self._table.statuses
 
     def on_groups_changed(self, changed: GroupsChanged) -> None:
         """Calls `changed` now, and on every change of the groups."""
@@ -88,7 +92,7 @@ class Router:
         self._report_groups()
 
     def _report_groups(self) -> None:
-        self._changed([engine.group for engine in self._engines.values() if not engine.draining])
+        self._changed([engine.group for engine in self.engines if not engine.draining])
 
     def add(self, group: GroupInfo) -> None:
         """Adds a group; no effect if the group is known.
@@ -97,9 +101,7 @@ class Router:
         or none.
         """
         self._roles = ("colocated",) if group.role == "colocated" else ("prefill", "decode")
-        known = self._engines.get(group.name)
-        if known is None or known.group.leader.control_address != group.leader.control_address:
-            self._engines[group.name] = RoutedGroup(group)
+        if self._table.add(group):
             self._dispatcher.revive(rank.control_address for rank in group.ranks)
             self._dispatcher.watch(group.leader.control_address)
             self._report_groups()
@@ -109,40 +111,28 @@ class Router:
 
         A cancelled drain leaves the group in use.
         """
-        engine = self._engines.get(name)
+        engine = self._table.get(name)
         if engine is None:
             return
-        engine.draining = True
+        self._table.set_draining(engine, True)
         self._report_groups()
         try:
-            while engine.requests and not self._lost(engine):
+            while engine.requests and not self._table.has_lost_rank(engine):
                 await asyncio.sleep(DRAIN_PAUSE_S)
         except asyncio.CancelledError:
-            engine.draining = False
+            self._table.set_draining(engine, False)
             self._report_groups()
             raise
-        if self._engines.get(name) is engine:
-            del self._engines[name]
+        if self._table.get(name) is engine:
+            self._table.pop(name)
             self._dispatcher.forget(engine.group.leader.control_address)
 
     def remove(self, name: str) -> None:
         """Removes a dead group and ends its requests; no effect on an unknown name."""
-        engine = self._engines.pop(name, None)
+        engine = self._table.pop(name)
         for rank in engine.group.ranks if engine is not None else ():
             self._dispatcher.lose(rank.control_address)
         self._report_groups()
-
-    def _living(self) -> list[RoutedGroup]:
-        return [engine for engine in self._engines.values() if not self._lost(engine)]
-
-    def _of(self, role: str) -> list[RoutedGroup]:
-        engines = [engine for engine in self._engines.values() if engine.group.role == role]
-        for engine in engines:
-            engine.lost = self._lost(engine) or self.statuses.broken(engine)
-        return engines
-
-    def _lost(self, engine: RoutedGroup) -> bool:
-        return _has_rank_in(engine, self._dispatcher.lost)
 
     def groups(self) -> tuple[GroupStatus, ...]:
         """Returns the latest status of each living group, prefill groups first, then by name."""
@@ -150,24 +140,19 @@ class Router:
 
     def draining(self) -> tuple[str, ...]:
         """Returns the names of draining groups."""
-        return tuple(engine.group.name for engine in self._engines.values() if engine.draining)
+        return tuple(engine.group.name for engine in self.engines if engine.draining)
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
         """Returns how many answers or beams of a request of these lengths each living group can compute together."""
-        living = [e.group for e in self._of(self._roles[-1]) if not e.lost]
-        most = [
-            min(
-                group.leader.max_sequences,
-                sequences_that_fit(prompt_tokens, max_tokens, group.leader.pool_tokens, group.page_size),
-            )
-            for group in living
-        ]
+        most = (
+            min(limit.max_sequences, sequences_that_fit(prompt_tokens, max_tokens, *limit[1:]))
+            for limit in self._table.limits(self._roles[-1])
+        )
         return min(most, default=MAX_SEQUENCES)
 
     def missing(self) -> list[str]:
         """Returns the roles without a usable group; empty if requests can be served."""
-        usable = {e.group.role for role in self._roles for e in self._of(role) if e.usable}
-        missing, now_s = sorted(set(self._roles) - usable), self._clock()
+        missing, now_s = sorted(role for role in self._roles if not self._table.usable(role)), self._clock()
         self._missing_since_s = {role: self._missing_since_s.get(role, now_s) for role in missing}
         return missing
 
@@ -177,24 +162,18 @@ class Router:
         longest_s = self._context.options.group_wait_s
         return [role for role in missing if now_s - self._missing_since_s[role] >= longest_s]
 
-    def _compares(self, engine: RoutedGroup) -> bool:
-        """Returns whether the policy compares cached prefixes of this group: several groups, prefix-aware policy."""
-        kinds = Counter(e.group.role for e in self._engines.values())
-        return self.choose is prefix_aware and kinds[engine.group.role] > 1
-
     def _routing_request(self, prompt: TokenIds, cache_salt: str, session: str) -> RoutingRequest:
         """Returns the request's properties for the policy; hashes the prompt only if a compared group caches
         prefixes."""
-        helds = [e.held for e in self._engines.values() if len(e.held) and self._compares(e)]
         block_hashes = {
             (unit, switch): PrefixKey.of(prompt, cache_salt, switch).block_hashes(unit)
-            for unit, switch in {(held.unit_tokens, held.switch_tokens) for held in helds}
+            for unit, switch in self._table.hash_kinds()
         }
         return RoutingRequest(len(prompt), session, block_hashes)
 
     def _decode_groups(self) -> int:
         """Returns the number of usable groups that decode."""
-        return sum(engine.usable for engine in self._of(self._roles[-1]))
+        return len(self._table.usable(self._roles[-1]))
 
     def _pair(self, request: RoutingRequest, keep: str, full: Set[str]) -> Pair:
         """Returns the prefill and the decode group, the same one if colocated.
@@ -204,30 +183,41 @@ class Router:
         """
         if missing := self.missing():
             raise BusyError(f"no {' and no '.join(missing)} group is up", retry_after_s=1.0)
+        decodes = self._table.usable(self._roles[-1])
         if len(self._roles) == 1:
-            engines = self._of(self._roles[0])
-            tried = [e for e in engines if e.usable and e.group.name not in full]
-            both = self.choose(tried or engines, request)
+            tried = [one for one in decodes if one.group.name not in full]
+            both = self.choose(tried or decodes, request)
             return both, both
-        prefills, decodes = (self._of(role) for role in self._roles)
-        paired = [one for one in decodes if any(self._meet(p, one) for p in prefills)]
-        kept = [one for one in paired if one.group.name == keep]
-        decodes = kept or [one for one in paired if one.group.name not in full] or decodes
-        met = [one for one in prefills if any(self._meet(one, other) for other in decodes)]
+        prefills = self._table.usable("prefill")
+        self._drop_old_shunned()
+        paired = self._met(decodes, lambda one: any(self._meet(p, one) for p in prefills))
+        if keep or full:
+            kept = [one for one in paired if one.group.name == keep]
+            paired = kept or [one for one in paired if one.group.name not in full]
+        decodes = paired or decodes
+        met = self._met(prefills, lambda one: any(self._meet(one, other) for other in decodes))
         prefill = self.choose(met or prefills, request)
-        met = [other for other in decodes if self._meet(prefill, other)]
+        met = self._met(decodes, lambda other: self._meet(prefill, other))
         return prefill, self.choose(met or decodes, request)
 
+    def _met(
+        self, groups: Sequence[RoutedGroup], meets: Callable[[RoutedGroup], bool]
+    ) -> Sequence[RoutedGroup]:
+        """Returns the groups that meet others; all of them while no pair is avoided."""
+        return [one for one in groups if meets(one)] if self._shunned else groups
+
     def _meet(self, prefill: RoutedGroup, decode: RoutedGroup) -> bool:
-        """Returns whether both groups are usable and the pair is not avoided."""
-        shunned_until_s = self._shunned.get(_names(prefill, decode), 0.0)
-        return prefill.usable and decode.usable and shunned_until_s <= self._clock()
+        """Returns whether the pair is not avoided."""
+        return _names(prefill, decode) not in self._shunned
 
     def _shun(self, pair: Pair) -> None:
         """Avoids a pair after a failed transfer: each group may work, the network between them may not."""
-        now_s = self._clock()
-        self._shunned = {one: until_s for one, until_s in self._shunned.items() if until_s > now_s}
-        self._shunned[_names(*pair)] = now_s + SHUNNED_S
+        self._shunned[_names(*pair)] = self._clock() + SHUNNED_S
+
+    def _drop_old_shunned(self) -> None:
+        if self._shunned:
+            now_s = self._clock()
+            self._shunned = {one: until_s for one, until_s in self._shunned.items() if until_s > now_s}
 
     async def generate(
         self,
@@ -243,9 +233,26 @@ class Router:
     ) -> AsyncGenerator[Output, None]:
         """Streams the answers to `prompt`; an early `aclose` aborts the request in both groups.
 
-        `decode` converts tokens to text and is needed for stop strings; `disagg.router.text.decode_with` makes one.
-        Only prompts with the same `cache_salt` share cached KV. Requests with the same `session` use the same decode
-        group, unless it is overloaded.
+        See `run`, and `RouterRequest` for the parameters.
+        """
+        report = report or SessionReport()
+        request = RouterRequest(request_id, prompt, sampling, timeout_s, decode, report, cache_salt, session)
+        outputs: asyncio.Queue[Output | None] = asyncio.Queue()
+        running = asyncio.ensure_future(self.run(request, outputs.put_nowait))
+        running.add_done_callback(lambda _: outputs.put_nowait(None))
+        try:
+            while (output := await outputs.get()) is not None:
+                yield output
+            running.result()
+        finally:
+            running.cancel()
+            await to_its_end(running)
+            if not running.cancelled():
+                running.exception()  # raised above, unless the caller has ended the request
+
+    async def run(self, request: RouterRequest, emit: Emit) -> None:
+        """Emits the answers to a request, and returns when both groups have released it. A cancellation aborts the
+        request in both groups.
 
         A request that loses a group, or whose KV arrives damaged twice, goes on with other groups behind its last
         token: see `disagg.router.recovery`.
@@ -253,28 +260,29 @@ class Router:
         Raises `InvalidRequestError`, `RequestInUseError`, `BusyError`, `PromptTooLongError`, `RequestTimeoutError`,
         `PeerLostError`, or another `DisaggError`.
         """
+        sampling, report, now_s = request.sampling, request.report, self._clock()
         check_sampling(sampling)  # the leaders check again, with the vocabulary
-        tokens, began_s, report = _packed(prompt), self._clock(), report or SessionReport()
-        branch = Branch(tuple(new_answers(sampling, decode)), sampling)
+        tokens = _packed(request.prompt)
+        branch = Branch(tuple(new_answers(sampling, request.decode)), sampling)
         report.answers = [answer.tokens for answer in branch.answers]
         report.prompt_tokens = len(tokens)
-        routed = RoutedRequest(request_id, tokens, cache_salt, began_s, began_s + timeout_s, report)
-        request = self._routing_request(tokens, cache_salt, session)
-        run = RequestRun(self._context, routed, partial(self._pair, request), request.missing_tokens)
-        async with aclosing(run.outputs(branch)) as outputs:
-            async for output in outputs:
-                yield output
+        routed = RoutedRequest(
+            request.request_id, tokens, request.cache_salt, now_s, now_s + request.timeout_s, report
+        )
+        routing = self._routing_request(tokens, request.cache_salt, request.session)
+        choose = partial(self._pair, routing)
+        await RequestRun(self._context, routed, choose, routing.missing_tokens, emit).run(branch)
 
     def _recovered(self, loss: Loss) -> None:
         """Counts a recovery."""
         self.recoveries[loss.value] += 1
 
     def _dead_groups(self, names: Iterable[str]) -> set[str]:
-        engines = {name: self._engines.get(name) for name in names}
+        engines = {name: self._table.get(name) for name in names}
         return {
             name
             for name, engine in engines.items()
-            if engine is None or _has_rank_in(engine, self._dispatcher.dead) or self.statuses.broken(engine)
+            if engine is None or has_rank_in(engine, self._dispatcher.dead) or self.statuses.broken(engine)
         }
 
 
@@ -283,10 +291,6 @@ def _packed(prompt: Sequence[int]) -> TokenIds:
         return pack_tokens(prompt)
     except ValueError as exc:
         raise InvalidRequestError(f"the prompt cannot be served: {exc}", param="prompt") from exc
-
-
-def _has_rank_in(engine: RoutedGroup, peers: Set[str]) -> bool:
-    return not peers.isdisjoint(rank.control_address for rank in engine.group.ranks)
 
 
 def _names(prefill: RoutedGroup, decode: RoutedGroup) -> tuple[str, str]:

@@ -1,18 +1,21 @@
-"""The I/O of one session: feeds events into `disagg.router.session.Session` and performs its actions."""
+"""The I/O of one session: feeds events into `disagg.router.session.Session` and performs its actions.
+
+Messages are handled as they arrive, on the stack of the response dispatcher: a task wakes only when a session ends.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import structlog
 
 from disagg.core.clock import Clock
-from disagg.router.answers import Output
+from disagg.core.errors import DisaggError, PeerLostError
+from disagg.router.answers import Emit
 from disagg.router.policy import SessionLoad
-from disagg.router.response_dispatcher import ResponseDispatcher, ResponseInbox
+from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.session import Session
 from disagg.router.session_events import (
     CountPromptComputed,
@@ -23,89 +26,120 @@ from disagg.router.session_events import (
     SessionPhase,
     SessionTrigger,
 )
+from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
 
 RELEASE_TIMEOUT_S = 10.0
+_OVER = (SessionPhase.ANSWERED, SessionPhase.ENDED)
+"""Phases that end `run` and `release` of a driver."""
 
 
 class SessionDriver:
     """Runs one session on the router's event loop: `run` it once to its end, then `release` it."""
 
     def __init__(
-        self, dispatcher: ResponseDispatcher, session: Session, load: SessionLoad, clock: Clock
+        self, dispatcher: ResponseDispatcher, session: Session, load: SessionLoad, clock: Clock, emit: Emit
     ) -> None:
-        """Opens the inbox of the session. Raises `RequestInUseError`."""
+        """Receives the messages of the session from now on. Raises `RequestInUseError`."""
         self.session = session
-        self._dispatcher, self._load, self._clock = dispatcher, load, clock
+        self._dispatcher, self._load, self._clock, self._emit = dispatcher, load, clock, emit
         self._opened = ExitStack()
-        self._inbox: ResponseInbox = self._opened.enter_context(dispatcher.open(session.key))
+        self._opened.enter_context(dispatcher.receiving(session.key, self._receive))
+        self._held: list[tuple[str, m.Message | PeerLostError]] = []
+        """Messages that came while the session was neither run nor released."""
+        self._ending: asyncio.Future[None] | None = None
+        """Done when the session is over, or has failed, while it is run or released."""
         self._ended: list[SessionAction] = []
         self.reserving = asyncio.Event()
         """Set when the first `Reserve` is sent, or the session has ended without."""
 
-    async def run(self) -> AsyncGenerator[Output, None]:
-        """Streams the answers. `release` must follow, also after an error or an early `aclose`."""
+    async def run(self) -> None:
+        """Emits the answers. Raises the error that ended them. `release` must follow, also after an error."""
+        loop = asyncio.get_running_loop()
+        deadline: asyncio.TimerHandle | None = None
         self._load.begin()
         try:
             if self._left_s() == 0:
                 self._perform(self._signal(SessionTrigger.DEADLINE))
             self._perform(self._signal(SessionTrigger.START))
             self.reserving.set()
-            while self.session.phase is not SessionPhase.ANSWERED:
-                for output in self._perform(await self._next_actions()):
-                    yield output
+            deadline = loop.call_later(self._left_s(), self._on_deadline)
+            await self._until_over()
         finally:
+            if deadline is not None:
+                deadline.cancel()
             self.reserving.set()
             self._ended = self._signal(SessionTrigger.CLOSE)
             self._load.end()
 
     async def release(self) -> None:
         """Frees the request in every group that has it, also under cancellation; waits for the confirmations."""
-        await _to_its_end(self._release())
+        releasing = asyncio.ensure_future(self._release())
+        await to_its_end(releasing)
+        releasing.result()
 
     async def release_after(self, reserving: asyncio.Event) -> None:
         """Releases the request after `reserving`, which is set once another session has claimed its pages."""
         await reserving.wait()
         await self.release()
 
-    async def _next_actions(self) -> list[SessionAction]:
-        try:
-            # Not `wait_for`: in Python 3.11 it swallows a cancellation that coincides with a message.
-            async with asyncio.timeout(self._left_s()):
-                peer, message = await self._inbox.get()
-        except TimeoutError:
-            return self._signal(SessionTrigger.DEADLINE)
-        return self.session.on_message(peer, message, self._clock())
-
-    def _perform(self, actions: Sequence[SessionAction]) -> list[Output]:
-        """Performs `actions` and returns their outputs. Raises the error that ended the request."""
-        outputs: list[Output] = []
-        for action in actions:
-            match action:
-                case SendMessage():
-                    self._dispatcher.send(action.peer, action.message)
-                case EmitOutput():
-                    outputs.append(action.output)
-                case CountPromptComputed():
-                    self._load.prompt_computed()
-                case RaiseError():
-                    raise action.error
-        return outputs
-
     async def _release(self) -> None:
         session = self.session
         try:
             self._perform(self._ended)
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                while session.phase is SessionPhase.RELEASING:
-                    peer, message = await self._inbox.get()
-                    self._perform(session.on_message(peer, message, self._clock()))
+                if session.phase is SessionPhase.RELEASING:
+                    await self._until_over()
         except TimeoutError:
             self._signal(SessionTrigger.RELEASE_TIMEOUT)
             log.warning("release_not_confirmed", request=str(session.key), peers=sorted(session.unreleased))
         finally:
             self._opened.close()
+
+    async def _until_over(self) -> None:
+        """Handles messages until the session is over. Raises its error."""
+        self._ending = asyncio.get_running_loop().create_future()
+        held, self._held = self._held, []
+        for peer, message in held:
+            self._receive(peer, message)
+        try:
+            await self._ending
+        finally:
+            self._ending = None
+
+    def _receive(self, peer: str, message: m.Message | PeerLostError) -> None:
+        if self._ending is None or self._ending.done():
+            self._held.append((peer, message))
+            return
+        try:
+            self._perform(self.session.on_message(peer, message, self._clock()))
+        except Exception as error:  # noqa: BLE001 - raised again in the task of the request
+            self._ending.set_exception(error)
+            return
+        if self.session.phase in _OVER:
+            self._ending.set_result(None)
+
+    def _on_deadline(self) -> None:
+        if self._ending is None or self._ending.done():
+            return
+        try:
+            self._perform(self._signal(SessionTrigger.DEADLINE))
+        except DisaggError as error:
+            self._ending.set_exception(error)
+
+    def _perform(self, actions: Sequence[SessionAction]) -> None:
+        """Performs `actions`. Raises the error that ended the request."""
+        for action in actions:
+            match action:
+                case EmitOutput():
+                    self._emit(action.output)
+                case SendMessage():
+                    self._dispatcher.send(action.peer, action.message)
+                case CountPromptComputed():
+                    self._load.prompt_computed()
+                case RaiseError():
+                    raise action.error
 
     def _signal(self, trigger: SessionTrigger) -> list[SessionAction]:
         return self.session.on_signal(trigger, self._clock())
@@ -114,12 +148,12 @@ class SessionDriver:
         return self.session.left_s(self._clock())
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` to its end, also under repeated cancellation; raises the last cancellation after it."""
-    task, cancelled = asyncio.ensure_future(work), None
+async def to_its_end(task: asyncio.Task[None]) -> None:
+    """Waits until `task` is done, also under repeated cancellation; raises the last cancellation after it."""
+    cancelled = None
     while not task.done():
         try:
-            await asyncio.shield(task)
+            await asyncio.wait([task])
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:

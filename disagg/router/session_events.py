@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+
+import msgspec
 
 from disagg.core.errors import DisaggError
 from disagg.router.answers import Output
@@ -52,30 +53,26 @@ class SessionTrigger(Enum):
     ALL_RELEASED = "all released"
 
 
-@dataclass(frozen=True, slots=True)
-class SendMessage:
+class SendMessage(msgspec.Struct, frozen=True):
     """Send `message` to the leader at `peer`."""
 
     peer: str
     message: m.Message
 
 
-@dataclass(frozen=True, slots=True)
-class EmitOutput:
+class EmitOutput(msgspec.Struct, frozen=True):
     """Give `output` to the client."""
 
     output: Output
 
 
-@dataclass(frozen=True, slots=True)
-class RaiseError:
+class RaiseError(msgspec.Struct, frozen=True):
     """Raise `error` to the client, once the request is released."""
 
     error: DisaggError
 
 
-@dataclass(frozen=True, slots=True)
-class CountPromptComputed:
+class CountPromptComputed(msgspec.Struct, frozen=True):
     """Take the prompt out of the prefill group's load."""
 
 

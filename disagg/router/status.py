@@ -36,6 +36,8 @@ class GroupStatuses:
         self._interval_s = 0.0
         self._statuses: dict[str, GroupStatus | None] = {}
         """Latest status by the leader's address; None before the first report."""
+        self.changes = 0
+        """Changes of what `broken` returns so far, of any group; may count more."""
 
     def renew(self, interval_s: float) -> None:
         """Sends a `Watch` to each leader, to be renewed in `interval_s`; drops removed groups."""
@@ -75,13 +77,19 @@ class GroupStatuses:
         return GroupStatus(group.name, cast(Role, group.role))
 
     def _forget(self, leader: str) -> None:
+        self.changes += 1
         del self._statuses[leader]
         self._dispatcher.ignore(leader)
 
     def _on_message(self, leader: str, message: m.Message | PeerLostError) -> None:
         match message:
             case m.GroupReport():
-                self._statuses[leader] = message.status
+                before, self._statuses[leader] = self._statuses.get(leader), message.status
+                if before is None or (before.name, before.broken) != (
+                    message.status.name,
+                    message.status.broken,
+                ):
+                    self.changes += 1
             case m.CacheDigest():
                 self._on_digest(leader, message)
             case PeerLostError():

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import disagg.api.model as model_module
 from disagg.api.admission import Admission
 from disagg.api.body import to_struct
 from disagg.api.errors import ApiError
 from disagg.api.fields import CompletionBody
 from disagg.api.keys import load_api_keys
 from disagg.api.metrics import Metrics
+from disagg.api.model import ServedModel
 from disagg.api.server import bind
 from disagg.core.config.read import ApiConfig, load_config
 from disagg.core.errors import BusyError, ConfigError, RequestTimeoutError
 from disagg.core.sampling import derived_seed
+from disagg.model.load.tiny import VOCAB_SIZE, byte_tokenizer
 
 
 def test_keys_of_file_and_environment(tmp_path: Path) -> None:
@@ -99,6 +104,33 @@ def test_a_turn_that_does_not_come_leaves_nothing_behind() -> None:
             pass  # the turn of the one that gave up is free
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_short_and_long_texts_have_the_same_tokens(special: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short ones are encoded on the loop, long ones on a thread."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    model = ServedModel("tiny", tokenizer, context_tokens=64, vocab_tokens=VOCAB_SIZE)
+    messages = [{"role": "user", "content": "h\u00e9 \U0001f600"}]
+    threads: list[str] = []
+    encode = model_module.encode_text
+
+    def noted(*arguments: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return encode(*arguments)
+
+    async def both() -> tuple[list[int], list[int]]:
+        return await model.encode("h\u00e9 \U0001f600", special), await model.render(messages)
+
+    monkeypatch.setattr(model_module, "encode_text", noted)
+    try:
+        short = asyncio.run(both())
+        monkeypatch.setattr(model_module, "SHORT_CHARACTERS", 3)
+        assert asyncio.run(both()) == short
+    finally:
+        model.close()
+    assert [name.startswith("tokenize") for name in threads] == [False, False, True, True]
 
 
 def test_an_address_in_use_or_unknown_is_one_line() -> None:

@@ -11,7 +11,7 @@ import pytest
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import BusyError, DisaggError, NotLinkedError, PeerLostError, RequestTimeoutError
 from disagg.core.types import GroupInfo, KVLayout, RankInfo, SamplingParams, Shard, Span, Ticket
-from disagg.router.answers import SessionReport
+from disagg.router.answers import Output, RouterRequest, SessionReport
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from transport.control import messages as m
@@ -252,3 +252,33 @@ def test_a_death_that_two_groups_notice_is_one_recovery() -> None:
         router.recoveries.clear()
 
     cluster.run(work)
+
+
+def test_an_error_of_the_receiver_of_outputs_ends_its_own_request_only() -> None:
+    async def work(router: Router) -> None:
+        failed = SessionReport()
+
+        def fail(output: Output) -> None:
+            raise ValueError("a bug of the receiver")
+
+        request = RouterRequest("bad", [1, 2, 3], SamplingParams(max_tokens=2), LONG_S, report=failed)
+        bad = asyncio.create_task(router.run(request, fail))
+        tokens, report = await ask(router, "good")
+        with pytest.raises(ValueError, match="a bug of the receiver"):
+            await bad
+        assert (tokens, report.released, failed.released) == ([5, 6], True, True)
+
+    Cluster({"decode": 0}).run(work)
+
+
+def test_answers_that_are_closed_early_are_released() -> None:
+    async def work(router: Router) -> None:
+        report = SessionReport()
+        answers = router.generate(
+            "r", [1, 2, 3], SamplingParams(max_tokens=2), timeout_s=LONG_S, report=report
+        )
+        assert (await anext(answers)).tokens == (5,)
+        await answers.aclose()
+        assert report.released
+
+    Cluster({"decode": 0}).run(work)

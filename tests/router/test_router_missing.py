@@ -103,3 +103,43 @@ def test_a_colocated_group_is_all_that_a_request_needs() -> None:
             dispatcher.close()
 
     asyncio.run(main())
+
+
+def test_the_choice_of_groups_follows_every_change() -> None:
+    """Groups are looked up in a table that is computed for each change: a draining, lost or new group must show."""
+
+    def named(name: str, role: str) -> GroupInfo:
+        rank = RankInfo(
+            0, Shard(0, Span(0, 1), Span(0, 1)), f"{name} 0", b"", max_sequences=4, pool_tokens=640
+        )
+        return GroupInfo(name, role, 1, "", KVLayout(1, 1, 8, "float32"), 16, "inproc", (rank,))
+
+    async def main() -> None:
+        dispatcher = ResponseDispatcher(InprocControl(InprocHub(), "router"), asyncio.get_running_loop())
+        dispatcher.start()
+        try:
+            router = Router(dispatcher, [named("p", "prefill"), named("d", "decode")])
+            used: list[tuple[str, ...]] = []
+            router.on_groups_changed(lambda groups: used.append(tuple(group.name for group in groups)))
+            assert (router.missing(), router.max_sequences(16, 16)) == ([], 4)
+            decode = next(engine for engine in router.engines if engine.group.name == "d")
+            decode.requests = 1
+            draining = asyncio.create_task(router.drain("d"))
+            await asyncio.sleep(0)
+            assert (router.missing(), router.draining()) == (["decode"], ("d",))
+            router.add(named("d2", "decode"))
+            assert router.missing() == []
+            dispatcher.lose("d2 0")
+            assert router.missing() == ["decode"]
+            draining.cancel()
+            await asyncio.wait([draining])
+            assert (router.missing(), router.draining()) == ([], ())
+            router.remove("d")
+            assert router.missing() == ["decode"]
+            dispatcher.revive(["d2 0"])
+            assert router.missing() == []
+            assert used == [("p", "d"), ("p",), ("p", "d2"), ("p", "d", "d2"), ("p", "d2")]
+        finally:
+            dispatcher.close()
+
+    asyncio.run(main())

@@ -15,7 +15,7 @@ import httpx
 from fake_generator import FakeGenerator
 
 from disagg.api.app import make_app
-from disagg.api.model import ServedModel
+from disagg.api.model import SHORT_CHARACTERS, ServedModel
 from disagg.api.server import bind, serve
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
@@ -71,7 +71,9 @@ class ApiServer:
             self._patches.enter_context(patch(f"disagg.api.{module}.log", self.log))
         self.thread.start()
         assert self._up.wait(20), "the server did not come up"
-        self.run(self.model.encode("x"))  # starts the tokenizer's thread, which is the server's and no test's
+        self.run(
+            self.model.encode("x" * (SHORT_CHARACTERS + 1))
+        )  # starts the tokenizer's thread, which is the server's and no test's
         self.client = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
         return self
 

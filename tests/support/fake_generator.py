@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from disagg.core.status import GroupStatus
 from disagg.core.types import SamplingParams, TokenLogprobs
-from disagg.router.answers import Output, SessionReport
-from disagg.router.text import Decode, TextStream
+from disagg.router.answers import Emit, Output, RouterRequest
+from disagg.router.text import TextStream
 
 ANSWER = b"abcdefghijklmnopqrstuvwxyz"
 
@@ -58,24 +57,18 @@ class FakeGenerator:
     def draining(self) -> tuple[str, ...]:
         return ()
 
-    async def generate(
-        self,
-        request_id: str,
-        prompt: Sequence[int],
-        sampling: SamplingParams,
-        *,
-        timeout_s: float,
-        decode: Decode | None = None,
-        report: SessionReport | None = None,
-        cache_salt: str = "",
-        session: str = "",
-    ) -> AsyncGenerator[Output, None]:
-        assert timeout_s > 0
+    async def run(self, request: RouterRequest, emit: Emit) -> None:
+        request_id, sampling, decode, report = (
+            request.request_id,
+            request.sampling,
+            request.decode,
+            request.report,
+        )
+        assert request.timeout_s > 0
         assert decode is not None
-        assert report is not None
-        self.calls.append((request_id, list(prompt), sampling))
-        self.salts.append(cache_salt)
-        self.sessions.append(session)
+        self.calls.append((request_id, list(request.prompt), sampling))
+        self.salts.append(request.cache_salt)
+        self.sessions.append(request.session)
         report.reserved_s, report.nbytes, report.segments, report.transfer_s = 0.25, 1000, 2, 0.5
         streams = {number: TextStream(decode, sampling.stop) for number in range(sampling.n)}
         try:
@@ -85,7 +78,7 @@ class FakeGenerator:
                     output = self._output(stream, index, number, sampling)
                     if output.finish is not None:
                         del streams[number]
-                    yield output
+                    emit(output)
                 if not streams:
                     break
         finally:

@@ -84,6 +84,17 @@ class ControlChannel(ABC):
         """
 
     @abstractmethod
+    def cork(self) -> None:
+        """Until `uncork`, messages do not wake the channel's thread, which may still send them earlier.
+
+        For one thread of the process, and for less than a few milliseconds.
+        """
+
+    @abstractmethod
+    def uncork(self) -> None:
+        """Ends `cork`: wakes the thread once for all messages."""
+
+    @abstractmethod
     def watch(self, peer: str) -> None:
         """Pings `peer` regularly, even without messages to send, until `peer` is lost or forgotten.
 

@@ -15,9 +15,12 @@ stream number. An envelope of an older stream is therefore recognised as stale, 
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Annotated
 
 import msgspec
@@ -110,6 +113,8 @@ class _StreamPeer:
     """The peer has received an envelope of this stream."""
     spoke_s: float = 0.0
     """Time of the last envelope to the peer."""
+    look_at_s: float = math.inf
+    """When `tick` looks at the peer next; nothing is due before."""
 
     @property
     def base(self) -> int:
@@ -125,6 +130,9 @@ class Reliable:
         self.known: dict[str, _StreamPeer] = {}
         """Streams of each peer."""
         self._ticked_s: float | None = None
+        self._looks: list[tuple[float, int, _StreamPeer]] = []
+        """A heap of times to look at peers; those that are not their peer's `look_at_s` are void."""
+        self._look_numbers = itertools.count()
         self._past: dict[str, int] = {}
         """Latest ended stream of each source; that stream and older ones are rejected."""
         self.outbox: list[tuple[str, Envelope]] = []
@@ -150,6 +158,7 @@ class Reliable:
         peer.unacknowledged_bytes += len(body)
         peer.next_seq += 1
         self._post(peer, peer.next_seq - 1, body, now_s)
+        self._look_in_time(peer)
 
     def watch(self, name: str, now_s: float) -> None:
         """Pings `name` from now on."""
@@ -158,6 +167,7 @@ class Reliable:
             peer.watched, peer.since_s = True, now_s
             if peer.met:
                 self.events.append(Met(name))
+            self._look_in_time(peer)
 
     def forget(self, name: str) -> None:
         """Drops all state of `name` without an event."""
@@ -170,6 +180,7 @@ class Reliable:
         peer = self.known.get(name)
         if peer is not None:
             peer.resend_at_s = min(peer.resend_at_s, at_s)
+            self._look_in_time(peer)
 
     def receive(self, envelope: Envelope, now_s: float) -> None:
         """Processes a received envelope."""
@@ -194,12 +205,12 @@ class Reliable:
             peer.ack_at_s = now_s + ACK_DELAY_S if peer.ack_at_s is None else peer.ack_at_s
         if envelope.flags & PING:
             peer.ack_at_s = now_s
+        self._look_in_time(peer)
 
     def tick(self, now_s: float) -> float:
         """Does the work that is due; returns the latest time of the next call."""
         self._pardon(now_s)
-        due_s = now_s + self._options.heartbeat_s
-        for peer in list(self.known.values()):
+        for peer in self._take_looks(now_s):
             owed = peer.watched or bool(peer.unacknowledged)
             if owed and now_s - peer.since_s > self._options.peer_timeout_s:
                 self._lose(peer, f"silent for {self._options.peer_timeout_s:g} s")
@@ -210,9 +221,8 @@ class Reliable:
                 self._post(peer, 0, b"", now_s, PING)
             if peer.ack_at_s is not None and now_s >= peer.ack_at_s:
                 self._post(peer, 0, b"", now_s)
-            times = [peer.resend_at_s] if peer.unacknowledged else []
-            due_s = min([due_s, *times, *([] if peer.ack_at_s is None else [peer.ack_at_s])])
-        return due_s
+            self._look_in_time(peer)
+        return min(now_s + self._options.heartbeat_s, self._looks[0][0] if self._looks else math.inf)
 
     # --- read access
 
@@ -240,6 +250,7 @@ class Reliable:
                 and owed_bytes == peer.unacknowledged_bytes
                 and all(seq > peer.delivered + 1 for seq in peer.early)
                 and not self._is_past(peer.name, peer.their_stream)
+                and peer.look_at_s <= self._due_s(peer)
             )
             if not sound:
                 raise InvariantError(
@@ -247,6 +258,37 @@ class Reliable:
                 )
 
     # --- internal
+
+    def _due_s(self, peer: _StreamPeer) -> float:
+        """Returns when `tick` has to do something for a peer next; infinite: never."""
+        due_s = math.inf if peer.ack_at_s is None else peer.ack_at_s
+        if peer.unacknowledged:
+            due_s = min(due_s, peer.resend_at_s)
+        if peer.watched:
+            due_s = min(due_s, peer.spoke_s + self._options.heartbeat_s)
+        if peer.watched or peer.unacknowledged:
+            due_s = min(due_s, peer.since_s + self._options.peer_timeout_s)
+        return due_s
+
+    def _look_in_time(self, peer: _StreamPeer) -> None:
+        """Makes `tick` look at a peer when something is due, after a change that may be due earlier than all before.
+
+        A change that moves work to a later time needs no call: the look finds nothing to do, and is repeated in time.
+        """
+        due_s = self._due_s(peer)
+        if due_s < peer.look_at_s:
+            peer.look_at_s = due_s
+            heappush(self._looks, (due_s, next(self._look_numbers), peer))
+
+    def _take_looks(self, now_s: float) -> list[_StreamPeer]:
+        """Returns the peers whose time to be looked at has come, each once."""
+        found = []
+        while self._looks and self._looks[0][0] <= now_s:
+            at_s, _, peer = heappop(self._looks)
+            if at_s == peer.look_at_s and self.known.get(peer.name) is peer:
+                peer.look_at_s = math.inf
+                found.append(peer)
+        return found
 
     def _peer(self, name: str, now_s: float) -> _StreamPeer:
         peer = self.known.get(name)

@@ -47,6 +47,9 @@ class ThreadedControl(ControlChannel):
         self._linger_until_s = 0.0
         self._failing = False
         """Whether the latest turn of the thread failed."""
+        self._waits = True
+        """Whether the thread waits, or will without looking for work and calls again; else nothing has to wake it."""
+        self._corked = False
         self._thread = threading.Thread(target=self._run, name=f"control-{address}", daemon=True)
         self._sent = self._delivered = self._bad_frames = self._handler_errors = self._lost = 0
         self._last_lost = ""
@@ -70,13 +73,22 @@ class ThreadedControl(ControlChannel):
 
         self._post(work)
 
+    def cork(self) -> None:
+        self._corked = True
+
+    def uncork(self) -> None:
+        self._corked = False  # before the look at the work: other threads' later work wakes the thread
+        if self._work and self._waits and not self._closing.is_set():
+            self._wake()
+
     def watch(self, peer: str) -> None:
         self._post(lambda now_s: self._streams.watch(peer, now_s))
 
     def call_soon(self, callback: Callable[[], None]) -> None:
         if not self._closing.is_set():
             self._calls.append(callback)
-            self._wake()
+            if self._waits:
+                self._wake()
 
     def forget(self, peer: str) -> None:
         def work(now_s: float) -> None:
@@ -150,7 +162,8 @@ class ThreadedControl(ControlChannel):
     def _post(self, work: Callable[[float], None]) -> None:
         if not self._closing.is_set():
             self._work.append(work)
-            self._wake()
+            if self._waits and not self._corked:
+                self._wake()
 
     def _run(self) -> None:
         try:
@@ -162,8 +175,10 @@ class ThreadedControl(ControlChannel):
                     continue
                 if self._closing.is_set():
                     due_s = min(due_s, self._linger_until_s)
+                self._waits = True  # before the look at the work: what comes later wakes the thread
                 if not self._work and not self._calls:
                     self._wait(max(0.0, min(due_s - self._clock(), 1.0)))
+                self._waits = False
         finally:
             self._released()
 

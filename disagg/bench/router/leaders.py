@@ -35,7 +35,6 @@ PAGE_SIZE = 16
 CONTEXT_TOKENS = 1024
 MAX_REQUESTS = 16384
 """Requests of one decode group: more than any run has."""
-REPORT_S = 1.0
 CACHED_BLOCKS = 256
 """Block hashes that each group reports as cached."""
 
@@ -112,11 +111,6 @@ class SimulatedLeader:
         """Sends a message."""
         self._control.send(peer, message)
 
-    def report(self) -> None:
-        """Sends a status to each router that watches the group."""
-        for router in list(self._watchers):
-            self._control.send(router, m.GroupReport(self._status))
-
     def step(self, last: bool = False) -> int:
         """Sends the next token of each stream, one message for each router; returns the number of tokens."""
         together: dict[str, list[m.Tokens]] = {}
@@ -183,6 +177,7 @@ class SimulatedLeader:
             digest = Digest(None, 1, PAGE_SIZE, held, b"")
             self._control.send(router, m.CacheDigest(self.info.name, digest))
         self._watchers.add(router)
+        self._control.send(router, m.GroupReport(self._status))  # routers renew as often as leaders report
 
     def _on_lost(self, peer: str) -> None:
         self._watchers.discard(peer)
@@ -208,9 +203,6 @@ class SimulatedGroups:
         self._announced: list[SimulatedLeader] = []
         self._directory = Directory(make_control(config, KeyRing.follow(config.key_file or "")))
         self._directory.start()
-        self._ended = threading.Event()
-        self._reporter = threading.Thread(target=self._report, name="reports")
-        self._reporter.start()
         for leader in (one for pair in self._pairs for one in pair):
             leader.start()
 
@@ -254,13 +246,6 @@ class SimulatedGroups:
 
     def close(self) -> None:
         """Closes all channels."""
-        self._ended.set()
-        self._reporter.join()
         for leader in (one for pair in self._pairs for one in pair):
             leader.close()
         self._directory.close()
-
-    def _report(self) -> None:
-        while not self._ended.wait(REPORT_S):
-            for leader in self._announced:
-                leader.report()

@@ -63,7 +63,7 @@ def _check_rank(process: RankProcess) -> None:
 
 def _check_router(world: World, router: RouterProcess) -> None:
     name, dispatcher = router.name, router.dispatcher
-    assert not dispatcher.inboxes, f"{name} holds inboxes: {list(dispatcher.inboxes)}"
+    assert not dispatcher.receivers, f"{name} holds receivers: {list(dispatcher.receivers)}"
     up = {group.name for group in world.groups if group.lives}
     assert {engine.group.name for engine in router.router.engines} == up, f"{name}: not the groups {up}"
     for engine in router.router.engines:

@@ -96,6 +96,34 @@ def test_there_and_back(net: Net) -> None:
     assert (statistics.sent, statistics.delivered, statistics.peers, statistics.peers_lost) == (1, 1, 1, 0)
 
 
+def test_messages_of_a_corked_channel_wake_its_thread_once() -> None:
+    class Counted(InprocControl):
+        wakes = 0
+
+        def _wake(self) -> None:
+            self.wakes += 1
+            super()._wake()
+
+    hub = InprocHub()
+    a, b = Station(Counted(hub, "a", OPTIONS)), Station(InprocControl(hub, "b", OPTIONS)).start()
+    assert isinstance(a.channel, Counted)
+    try:
+        a.channel.cork()
+        for number in range(3):
+            a.channel.send("b", token(number))
+        assert a.channel.wakes == 0
+        a.channel.uncork()
+        assert a.channel.wakes == 1
+        a.channel.send("b", token(3))
+        assert a.channel.wakes == 2
+        a.start()
+        assert [b.next()[1] for _ in range(4)] == [token(number) for number in range(4)]
+        a.channel.uncork()
+    finally:
+        a.channel.close()
+        b.channel.close()
+
+
 def test_many_messages_from_many_threads_keep_their_order(net: Net) -> None:
     a, b = net.station().start(), net.station().start()
     count, senders = 300, 3

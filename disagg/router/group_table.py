@@ -1,0 +1,132 @@
+"""A router's groups with their load, and which of them take requests: looked up for each request, computed for each
+change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence, Set
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from disagg.core.types import GroupInfo
+from disagg.router.policy import RoutedGroup
+from disagg.router.response_dispatcher import ResponseDispatcher
+from disagg.router.status import GroupStatuses
+
+
+class SequenceLimit(NamedTuple):
+    """What bounds the answers that a group computes together."""
+
+    max_sequences: int
+    pool_tokens: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupView:
+    """The groups by role, as of `version`."""
+
+    version: tuple[int, int, int]
+    of: dict[str, list[RoutedGroup]] = field(default_factory=dict)
+    usable: dict[str, list[RoutedGroup]] = field(default_factory=dict)
+    limits: dict[str, set[SequenceLimit]] = field(default_factory=dict)
+    """Of the groups that are not lost."""
+
+
+class GroupTable:
+    """Groups by name. Used on the router's event loop.
+
+    Whether a group is lost depends on the dispatcher's lost peers and on the group's reports; both count their
+    changes, as this class does for its own. A view is computed again when a count differs.
+    """
+
+    def __init__(self, dispatcher: ResponseDispatcher, by_prefixes: Callable[[], bool]) -> None:
+        """`by_prefixes` returns whether the router's policy compares cached prefixes."""
+        self._dispatcher, self._by_prefixes = dispatcher, by_prefixes
+        self._engines: dict[str, RoutedGroup] = {}
+        self._changes = 0
+        self.statuses = GroupStatuses(dispatcher, self.living, self.compares)
+        """Statuses of the groups, updated within `disagg.router.status.watching`."""
+        self._view = _GroupView((-1, -1, -1))
+
+    @property
+    def engines(self) -> tuple[RoutedGroup, ...]:
+        """All groups."""
+        return tuple(self._engines.values())
+
+    def get(self, name: str) -> RoutedGroup | None:
+        """Returns the group of this name."""
+        return self._engines.get(name)
+
+    def add(self, group: GroupInfo) -> bool:
+        """Adds a group without load, in place of one of the same name with another leader. Returns False, changing
+        nothing, if the group is known."""
+        known = self._engines.get(group.name)
+        if known is not None and known.group.leader.control_address == group.leader.control_address:
+            return False
+        self._engines[group.name] = RoutedGroup(group)
+        self._changes += 1
+        return True
+
+    def pop(self, name: str) -> RoutedGroup | None:
+        """Removes and returns the group of this name."""
+        self._changes += 1
+        return self._engines.pop(name, None)
+
+    def set_draining(self, engine: RoutedGroup, draining: bool) -> None:
+        """Sets whether a group finishes its requests and gets no new ones."""
+        engine.draining = draining
+        self._changes += 1
+
+    def of(self, role: str) -> Sequence[RoutedGroup]:
+        """Returns the groups of a role, lost and draining ones included; their `lost` is up to date."""
+        return self._current().of.get(role, ())
+
+    def usable(self, role: str) -> Sequence[RoutedGroup]:
+        """Returns the groups of a role that take requests."""
+        return self._current().usable.get(role, ())
+
+    def limits(self, role: str) -> Collection[SequenceLimit]:
+        """Returns the different limits of the groups of a role, draining ones included and lost ones not."""
+        return self._current().limits.get(role, ())
+
+    def living(self) -> list[RoutedGroup]:
+        """Returns the groups of which no rank is lost, whatever they report."""
+        return [engine for engine in self._engines.values() if not self.has_lost_rank(engine)]
+
+    def has_lost_rank(self, engine: RoutedGroup) -> bool:
+        """Returns whether a rank of the group is dead or silent."""
+        return has_rank_in(engine, self._dispatcher.lost)
+
+    def compares(self, engine: RoutedGroup) -> bool:
+        """Returns whether the policy compares cached prefixes of this group: several groups, prefix-aware policy."""
+        return self._by_prefixes() and len(self.of(engine.group.role)) > 1
+
+    def hash_kinds(self) -> set[tuple[int, int]]:
+        """Returns `unit_tokens` and `switch_tokens` of the cached prefixes that the policy compares."""
+        if not self._by_prefixes():
+            return set()
+        compared = [engines for engines in self._current().of.values() if len(engines) > 1]
+        return {engine.held.kind for engines in compared for engine in engines if engine.held.held}
+
+    def _current(self) -> _GroupView:
+        version = (self._dispatcher.changes, self.statuses.changes, self._changes)
+        if self._view.version != version:
+            self._view = _GroupView(version)
+            for engine in self._engines.values():
+                engine.lost = self.has_lost_rank(engine) or self.statuses.broken(engine)
+                self._view.of.setdefault(engine.group.role, []).append(engine)
+                if not engine.lost:
+                    self._view.limits.setdefault(engine.group.role, set()).add(_limit_of(engine.group))
+                if engine.usable:
+                    self._view.usable.setdefault(engine.group.role, []).append(engine)
+        return self._view
+
+
+def _limit_of(group: GroupInfo) -> SequenceLimit:
+    return SequenceLimit(group.leader.max_sequences, group.leader.pool_tokens, group.page_size)
+
+
+def has_rank_in(engine: RoutedGroup, peers: Set[str]) -> bool:
+    """Returns whether any of `peers` is a rank of the group."""
+    return not peers.isdisjoint(rank.control_address for rank in engine.group.ranks)
