@@ -191,7 +191,7 @@ class Preemptor:
         return max(victims, key=_age, default=None)
 
     def runs(self, request: DecodeRequest) -> bool:
-        """True when all KV and the first token are here, and no page is being copied out or back."""
+        """Returns whether all KV and the first token are here, and no page is being copied out or back."""
         landed = len(request.landed_ranks) == self._ranks
         return landed and request.begun and not request.closing and request.residency is Residency.RESIDENT
 

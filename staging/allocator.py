@@ -65,7 +65,7 @@ class RingStatistics:
 
 
 def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
-    """Whether a lease that ends at `end` may be written: the ring's one rule, for both sides.
+    """Returns whether a lease that ends at `end` may be written: the ring's one rule, for both sides.
 
     A stale watermark is safe: it is smaller, so the lease only becomes writable later.
     """
@@ -137,7 +137,7 @@ class StagingAllocator:
         return lease
 
     def writable(self, lease: Lease) -> bool:
-        """Whether `lease` may be written now; once true, it stays true until the lease is freed."""
+        """Returns whether `lease` may be written now; once true, it stays true until the lease is freed."""
         return is_writable(lease.end, self.watermark, self.size_bytes)
 
     def offset(self, lease: Lease) -> int:

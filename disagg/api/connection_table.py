@@ -24,7 +24,7 @@ class Connection(Protocol):
     """A connection as the table uses it; hashed by identity."""
 
     def flushed(self) -> bool:
-        """Whether the client has taken every byte that was written."""
+        """Returns whether the client has taken every byte that was written."""
 
 
 class ConnectionDecision(NamedTuple):

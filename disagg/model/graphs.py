@@ -115,7 +115,7 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a graph fits the step."""
+        """Returns whether a graph fits the step."""
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them.
@@ -166,7 +166,7 @@ class DecodeGraphs(StepGraphs):
     """Graphs of steps with one token per request; sizes are numbers of requests."""
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a step has one token per request and fits the largest bucket."""
+        """Returns whether a step has one token per request and fits the largest bucket."""
         small = self.recorded and len(batch.sequences) <= self._sizes[-1]
         return small and batch.tokens == len(batch.sequences)
 
@@ -183,7 +183,7 @@ class ChunkGraphs(StepGraphs):
     SEQUENCES: ClassVar[int] = 8
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a step fits the largest bucket in tokens and in requests."""
+        """Returns whether a step fits the largest bucket in tokens and in requests."""
         few = self.recorded and len(batch.sequences) <= self.SEQUENCES
         return few and batch.tokens <= self._sizes[-1]
 

@@ -153,7 +153,7 @@ class PiecewiseGraphs:
         cuda.synchronize(self._device)
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a recording fits the step."""
+        """Returns whether a recording fits the step."""
         few = self.recorded and len(batch.sequences) <= self._sequences
         return few and batch.tokens <= self._sizes[-1]
 

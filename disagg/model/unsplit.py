@@ -35,7 +35,7 @@ class _Request:
         return (*self.prompt, *self.answer)
 
     def finished(self, eos_ids: tuple[int, ...]) -> bool:
-        """Whether the last token ends the answer; the token itself stays part of it."""
+        """Returns whether the last token ends the answer; the token itself stays part of it."""
         stops = ending_tokens(self.params, eos_ids)
         return len(self.answer) >= self.params.max_tokens or (bool(self.answer) and self.answer[-1] in stops)
 

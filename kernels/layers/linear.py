@@ -85,7 +85,7 @@ class Linear:
             torch.addmm(bias, rows, self._weight.t(), out=out)
 
     def _has_library(self) -> bool:
-        """Whether the library's product of `LIBRARY_ROWS` rows gives the kernel's bits.
+        """Returns whether the library's product of `LIBRARY_ROWS` rows gives the kernel's bits.
 
         Tested once per shape with random rows and bias, which waits for the device. A different summation
         order cannot give the same bits for a million sums.

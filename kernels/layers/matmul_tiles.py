@@ -95,12 +95,12 @@ def _with_room(choices: tuple[MatmulTile, ...], device: torch.device) -> tuple[M
 
 @lru_cache
 def has_tma(device: torch.device) -> bool:
-    """Whether the device has bulk tensor copies."""
+    """Returns whether the device has bulk tensor copies."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TMA_CAPABILITY
 
 
 def by_descriptor(x: torch.Tensor) -> bool:
-    """Whether bulk tensor copies can read a matrix: 16 bits, rows contiguous, 16-byte aligned."""
+    """Returns whether bulk tensor copies can read a matrix: 16 bits, rows contiguous, 16-byte aligned."""
     plain = has_tma(x.device) and x.element_size() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
     aligned = x.stride(0) * x.element_size() % _TMA_ALIGNMENT_BYTES == 0
     return plain and aligned and x.data_ptr() % _TMA_ALIGNMENT_BYTES == 0

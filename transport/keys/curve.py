@@ -67,7 +67,7 @@ class KeySet(msgspec.Struct, frozen=True):
         return frozenset(keys.name for keys in self.generations(0.0))
 
     def is_rotated(self, now_unix_s: float) -> bool:
-        """Whether `next` has replaced `current`."""
+        """Returns whether `next` has replaced `current`."""
         return self.next is not None and now_unix_s >= self.next_from_unix_s
 
     def check(self) -> None:

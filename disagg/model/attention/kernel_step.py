@@ -29,7 +29,7 @@ def use_kernels(
     kv_dtype: torch.dtype,
     calls: Iterable[AttentionParams] = (),
 ) -> bool:
-    """Whether the kernels compute the rank's attention; `calls`: parameters of each layer's call.
+    """Returns whether the kernels compute the rank's attention; `calls`: parameters of each layer's call.
 
     Raises ConfigError when the kernels are `wanted` and cannot compute the model's attention.
     """

@@ -49,5 +49,5 @@ def fuse(model: Any) -> Fused:
 
 
 def _is_unchanged(module: nn.Module) -> bool:
-    """Whether `module` has neither hooks nor a forward of its own."""
+    """Returns whether `module` has neither hooks nor a forward of its own."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

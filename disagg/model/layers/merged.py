@@ -70,7 +70,9 @@ def projected(module: Any, names: Sequence[str], x: torch.Tensor) -> tuple[torch
 
 
 def _fit(layers: Sequence[Any]) -> bool:
-    """Whether all are plain linear layers, with weights of one type, device and input; all or none with a bias."""
+    """Returns whether all are plain linear layers, with weights of one type, device and input; all or none with a
+    bias.
+    """
     if not all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
         return False
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):

@@ -91,7 +91,7 @@ def use_linear_kernels(model: Any) -> None:
 
 
 def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:
-    """Whether an operation rounds sums.
+    """Returns whether an operation rounds sums.
 
     A product with one summed element rounds once in any order. An integer `dtype` converts operands before the sum.
     """

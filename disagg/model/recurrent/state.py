@@ -160,7 +160,7 @@ def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[
 
 
 def ignores_state(compute: Callable[[RequestCache, int], object], config: Any) -> bool:
-    """Whether a step of several tokens ignores the previous state; prompts then need one step.
+    """Returns whether a step of several tokens ignores the previous state; prompts then need one step.
 
     transformers' selective scan (Mamba 1) does. `compute(cache, tokens)` runs the model on two different states;
     equal results show that the model ignores the state.

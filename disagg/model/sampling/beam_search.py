@@ -91,7 +91,7 @@ class BeamSearch:
         self._whole = sorted(self._whole + found, key=lambda one: -one.score)[: self._beams]
 
     def _hope(self, best_score: float, tokens: int) -> bool:
-        """Whether the best running beam can still beat the worst finished answer, by an estimated score."""
+        """Returns whether the best running beam can still beat the worst finished answer, by an estimated score."""
         length = self._max_tokens if self._early == "never" and self._penalty > 0 else tokens
         if self._full:
             self._hopeful = self._hopeful and best_score / length**self._penalty > self._whole[-1].score

@@ -68,7 +68,7 @@ def plan_cache(config: Any) -> CachePlan:
 
 
 def unknown_indexers(config: Any) -> bool:
-    """Whether sparse layers choose tokens in an unsupported way."""
+    """Returns whether sparse layers choose tokens in an unsupported way."""
     types = getattr(config, "layer_types", None) or ()
     return "indexed_attention" in types and config.model_type not in _INDEXED
 
