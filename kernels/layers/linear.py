@@ -123,7 +123,7 @@ class Linear:
     def _again(self, compiled: Any, rows: torch.Tensor, out: torch.Tensor, tile: MatmulTile) -> None:
         m, n, k = rows.shape[0], self._n, self._k
         grid = (-(-m // tile.rows) * -(-n // tile.columns), 1, 1)
-        meta = (k % tile.summed == 0, GROUP_M, tile.swapped, tile.rows, tile.columns, tile.summed)
+        meta = (k % tile.summed == 0, GROUP_M, tile.transposed, tile.rows, tile.columns, tile.summed)
         compiled[grid](
             rows, self._weight, self._bias, out, None, m, n, k, 0, k, 1, 0, 1, k, *meta
         )  # batch strides are not used for one batch

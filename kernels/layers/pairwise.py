@@ -1,8 +1,8 @@
 """Sums of pairs of halves in plain torch, for devices without kernels of this package.
 
 The elements `0 .. 2^i` and `2^i .. 2^(i+1)` are added element by element, from the largest power of two down to 1.
-The bits depend on the summed elements alone: not on other rows, and not on zeros behind the last element. So rows of
-different lengths may share a padded tensor.
+The bits depend only on the summed elements, not on other rows or on zeros after the last element. Rows of different
+lengths may therefore share a padded tensor.
 """
 
 from __future__ import annotations

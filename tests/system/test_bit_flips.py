@@ -161,7 +161,7 @@ def test_bits_on_ucx(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) 
 
 
 @PATHS
-def test_codes_and_scales(
+def test_quantized_values_and_scales(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, peer_memory: bool
 ) -> None:
     """KV is quantized during the transfer: the checksum covers the quantized values and scales in the pool."""

@@ -31,7 +31,7 @@ class Hypothesis(NamedTuple):
 
 
 def candidates_wanted(sampling: SamplingParams, ending: Collection[int]) -> int:
-    """Enough candidates that at least `beams` of them are not end tokens."""
+    """Returns a number of candidates of which at least `beams` are not end tokens."""
     return max(2, 1 + len(set(ending))) * sampling.beams
 
 
@@ -43,7 +43,7 @@ class BeamSearch:
         self._beams, self._wanted = sampling.beams, sampling.n
         self._max_tokens, self._penalty = sampling.max_tokens, sampling.length_penalty
         self._early = sampling.early_stopping if sampling.beams > 1 else True
-        """Greedy search with one beam: its first end token ends the answer."""
+        """With one beam the search is greedy: the first end token ends the answer."""
         self._ending = frozenset(ending)
         self._running: list[tuple[int, ...]] = [()]
         self._whole: list[Hypothesis] = []
