@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-_MOST_TERMS = 1 << 20
+MOST_TERMS = 1 << 20
 """Most products in memory at a time: 4 MiB in float32, which caches hold."""
 
 
@@ -35,7 +35,7 @@ def pairwise_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     - right: `[batch, k, n]` of the same type, any strides.
     """
     batch, m, k = left.shape
-    if batch * m * k * right.shape[2] > _MOST_TERMS and batch * m > 1:
+    if batch * m * k * right.shape[2] > MOST_TERMS and batch * m > 1:
         if batch > 1:
             half = batch // 2
             parts = [(left[:half], right[:half]), (left[half:], right[half:])]
