@@ -38,7 +38,9 @@ class Claim(NamedTuple):
 
 
 class AdmittingLeader(ReservingLeader):
-    """The part of `DecodeLeader` that gives requests row and pages, and keeps the linked prefill groups."""
+    """The part of `DecodeLeader` that reserves a row and pages for each request, and stores the linked prefill
+    groups.
+    """
 
     _scheduler: DecodeScheduler
 

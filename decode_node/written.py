@@ -69,5 +69,5 @@ class WrittenSegments:
         self._owed.clear()
 
     def debtors(self) -> set[int]:
-        """Source ranks that owe notifications."""
+        """Returns the source ranks that owe notifications."""
         return {src_rank for src_rank, *_ in self._owed}

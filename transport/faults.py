@@ -12,7 +12,7 @@ When = Callable[[str, str, int], bool]
 
 
 def always(source: str, destination: str, tag: int) -> bool:
-    """Counts every send."""
+    """Returns True: the default `when` of a rule, which then counts every send."""
     return True
 
 
@@ -69,7 +69,9 @@ class Faults:
 
     @property
     def all_struck(self) -> bool:
-        """Whether each rule has been applied: a test of a fault that never occurred would show nothing."""
+        """Whether each rule has been applied. Tests assert this property: otherwise a fault that never occurred
+        passes.
+        """
         return all(rule.seen > rule.nth for rule in self.rules)
 
     def take(self, source: str, destination: str, tag: int) -> list[Rule]:

@@ -91,7 +91,7 @@ class ConnectionTable:
             self._waiting_of.setdefault(address, OrderedDict())[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """Takes the connection out; a second call does nothing."""
+        """Removes the connection; a second call does nothing."""
         address = self._open.pop(connection, None)
         if address is None:
             return

@@ -1,5 +1,4 @@
-"""A linear layer in which a row's bits depend on no other row: `kernels.layers.matmul` with little host
-overhead.
+"""A linear layer in which the bits of a row's result do not depend on the other rows, with little host overhead.
 
 A step has hundreds of such layers, and Triton's lookup of a compiled kernel takes longer than many of them
 run. A weight therefore caches the compiled kernel of each tile, and descriptors that differ in an address

@@ -1,4 +1,4 @@
-"""Matrix products in which a row's result has the same bits for any other rows.
+"""Matrix products in which the bits of a row's result do not depend on the other rows.
 
 `out[b, m, n] = sum over k of left[b, m, k] * right[b, k, n]`, summed in float32 from the first `k` to the
 last, never in parts: the bits depend on that order only. Tiles differ by the number of rows, for speed only.

@@ -1,4 +1,4 @@
-"""Sums over the last dimension in which a row's result has the same bits for any other rows.
+"""Sums over the last dimension; the bits of a row's sum do not depend on the other rows.
 
 A program sums one row, in blocks whose size depends on the row's length only. A library's reduction divides a row
 among threads, whose number depends on the number of rows.
