@@ -222,7 +222,7 @@ class Preemptor:
             self._kv_manager.vacate(block_table)
 
     def _begin_again(self, request: DecodeRequest) -> None:
-        """Makes a request with empty pages resident. The first of its sequences recomputes what they share."""
+        """Makes a request with empty pages resident. Its first sequence recomputes the tokens that all share."""
         assert request.layout is not None, "a preempted request has its layout"
         known_pages = 0
         for sequence, (tokens, numbers) in zip(request.sequences, request.layout.sequences, strict=True):

@@ -129,7 +129,7 @@ class IncomingTickets:
     # --- active messages that could not be sent
 
     def grant_failed(self, peer: str, message: m.LeaseGrant, error: TransportError) -> None:
-        """Fails the transfer: without the grant no segment comes."""
+        """Fails the transfer: without the grant the source sends no segment."""
         incoming = self.open.get(message.ticket)
         if incoming is not None:
             self.fail(incoming, error)

@@ -84,7 +84,7 @@ class PeerWrites:
         return peer in self.peers and bool(ticket.pages)
 
     def open_fence(self, incoming: IncomingTransfer) -> None:
-        """Lets the ticket's writers write, if it has any."""
+        """Lets the ticket's writers write, if the ticket has writers."""
         if self.fences is not None and any(source.writes for source in incoming.sources.values()):
             self.fences.open(incoming.ticket.row, incoming.ticket.number)
             incoming.fence_open = True

@@ -1,4 +1,4 @@
-"""Direct writes of one transfer: completion notifications that came, those that are owed, and repairs."""
+"""Direct writes of one transfer: completion notifications received and owed, and repairs."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
 class StagingAllocator:
     """Grants ring space. Each call is O(1) amortised (`free_owner`: per lease freed). Not thread-safe.
 
-    `size_bytes` must be a multiple of `alignment_bytes`; every lease starts at such a multiple. Raises
-    ValueError when it is not, or when either is below 1.
+    `size_bytes` must be a multiple of `alignment_bytes`; every lease starts at such a multiple. Raises ValueError
+    when a size is below 1 or not such a multiple.
     """
 
     def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:

@@ -64,7 +64,7 @@ class Faults:
         self.rules.append(Rule("kill", nth, when, victim=victim))
 
     def sever(self, nth: int = 0, when: When = always) -> None:
-        """Breaks the sender's connection to the destination just before the send; both ranks live on."""
+        """Breaks the sender's connection to the destination just before the send; both ranks continue."""
         self.rules.append(Rule("sever", nth, when))
 
     @property

@@ -301,8 +301,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         keys = row_keys(first_plane + plane // 2 * 2, first_token + token)
         unit = first_unit + head * (HEAD_BYTES // 4)
         byte = side * DIM + element
-        code = found.to(tl.int32) & 0xFF
-        bits = (code << (byte % 4 * 8)[None, :].to(tl.int32)).to(tl.uint32, bitcast=True)
+        value = found.to(tl.int32) & 0xFF
+        bits = (value << (byte % 4 * 8)[None, :].to(tl.int32)).to(tl.uint32, bitcast=True)
         unit_key = unit_keys(unit[:, None] + (byte // 4)[None, :])
         terms = tl.where(mask, bits, 0).to(tl.uint64) * (keys[:, None] ^ unit_key)
         # The scales of K and V have two bytes each, together one unit.

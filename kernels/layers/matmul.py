@@ -41,7 +41,7 @@ def matmul(
     *,
     tile: MatmulTile | None = None,
 ) -> torch.Tensor:
-    """Returns `left @ right + bias` for each of a batch, `[batch, m, n]` of left's type, rounded once.
+    """Returns `left @ right + bias` for each matrix of a batch, `[batch, m, n]` of left's type, rounded once.
 
     - left: float32, bfloat16 or float16 `[batch, m, k]`, any strides.
     - right: `[batch, k, n]` of the same type, any strides.

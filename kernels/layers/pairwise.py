@@ -29,7 +29,7 @@ def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def pairwise_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Returns `left @ right` for each of a batch, `[batch, m, n]` of left's type, rounded once.
+    """Returns `left @ right` for each matrix of a batch, `[batch, m, n]` of left's type, rounded once.
 
     - left: float32, bfloat16 or float16 `[batch, m, k]`, any strides.
     - right: `[batch, k, n]` of the same type, any strides.

@@ -222,13 +222,13 @@ class TimedHost(RankHost):
 
 
 class TimedPrefillHost(TimedHost):
-    """A prefill rank."""
+    """The host of a `TimedPrefillRank`."""
 
     node_class: ClassVar[type[RankNode[Any, Any, Any]]] = TimedPrefillRank
 
 
 class TimedDecodeHost(TimedHost):
-    """A decode rank."""
+    """The host of a `TimedDecodeRank`."""
 
     node_class: ClassVar[type[RankNode[Any, Any, Any]]] = TimedDecodeRank
 
