@@ -38,7 +38,9 @@ class Claim(NamedTuple):
 
 
 class AdmittingLeader(ReservingLeader):
-    """The part of `DecodeLeader` that gives requests row and pages, and keeps the linked prefill groups."""
+    """The part of `DecodeLeader` that reserves a row and pages for each request, and stores the linked prefill
+    groups.
+    """
 
     _scheduler: DecodeScheduler
 
@@ -165,7 +167,9 @@ class AdmittingLeader(ReservingLeader):
         return not self._has_ended(router, message)
 
     def _resume_or_wait(self, one: WaitingRequest, resumption: Resumption) -> None:
-        """Admits a request that takes over pages, before waiting ones. If they do not suffice, it waits."""
+        """Admits a request that takes over pages, before waiting ones. If the pages do not suffice, the request
+        waits.
+        """
         try:
             self._start(one, replace(resumption, only_kept=len(self.waiting) > 0))
         except BusyError as error:

@@ -28,7 +28,7 @@ class Coverage:
         self.total_bytes = self._from.total()
 
     def bytes_from(self, src_rank: int) -> int:
-        """Bytes that one source rank sends in all."""
+        """Returns the bytes that one source rank sends in total."""
         return self._from[src_rank]
 
     def add(self, segment: Segment) -> None:

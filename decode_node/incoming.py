@@ -32,7 +32,7 @@ from staging.allocator import Lease
 
 @dataclass(slots=True, eq=False)
 class IncomingSegment:
-    """One segment that comes through the ring."""
+    """One segment that is received through the ring."""
 
     incoming: IncomingTransfer
     segment: Segment

@@ -55,7 +55,7 @@ class Preemptor:
         self.rates = options.rates
         self.counts = PreemptionCounts()
 
-    # --- for the scheduler
+    # --- called by the scheduler
 
     def live(self) -> list[DecodeRequest]:
         """Returns the requests that are not closing."""
@@ -152,7 +152,7 @@ class Preemptor:
                     f"{request.key} is {request.residency.value}: {request.block_tables}, {request.blocks}"
                 )
 
-    # --- its parts
+    # --- helpers
 
     def _spare_pages(self) -> int:
         """Returns a page for each resident sequence, at least the watermark; 0 when none is resident.
@@ -167,7 +167,7 @@ class Preemptor:
         return max(resident, self._watermark_pages) if resident else 0
 
     def _growing(self, request: DecodeRequest) -> list[BlockTable]:
-        """Block tables that lack a slot for the next token."""
+        """Returns the request's block tables that lack a slot for the next token."""
         if not self._options.has_kv or request.again:  # recomputed tokens have their slots
             return []
         return [
@@ -191,7 +191,7 @@ class Preemptor:
         return max(victims, key=_age, default=None)
 
     def runs(self, request: DecodeRequest) -> bool:
-        """True when all KV and the first token are here, and no page is being copied out or back."""
+        """Returns whether the request has all KV and its first token, and none of its pages is being copied."""
         landed = len(request.landed_ranks) == self._ranks
         return landed and request.begun and not request.closing and request.residency is Residency.RESIDENT
 
@@ -222,7 +222,7 @@ class Preemptor:
             self._kv_manager.vacate(block_table)
 
     def _begin_again(self, request: DecodeRequest) -> None:
-        """Makes a request with empty pages resident. The first of its sequences recomputes what they share."""
+        """Makes a request with empty pages resident. Its first sequence recomputes the tokens that all share."""
         assert request.layout is not None, "a preempted request has its layout"
         known_pages = 0
         for sequence, (tokens, numbers) in zip(request.sequences, request.layout.sequences, strict=True):

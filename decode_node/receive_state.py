@@ -11,7 +11,7 @@ from disagg.core.state_table import StateTable, Transition
 
 
 class ReceiveState(enum.Enum):
-    """State of a segment that comes through the ring. It holds its lease until LANDED or DROPPED."""
+    """State of a segment that is received through the ring. The segment holds its lease until LANDED or DROPPED."""
 
     LEASED = "leased"
     """Ring space is granted; the bytes have not arrived."""
@@ -26,12 +26,12 @@ class ReceiveState(enum.Enum):
 
 
 class SegmentEvent(enum.Enum):
-    """Event of a segment that comes through the ring."""
+    """Event of a segment that is received through the ring."""
 
     ARRIVED = "arrived"
     """A message of the expected size is here."""
     REJECTED = "rejected"
-    """A message came before its lease was writable, or with a wrong size."""
+    """A message arrived before its lease was writable, or with a wrong size."""
     CANCELLED = "cancelled"
     """The source has ended or is fenced, and did not send the segment."""
     RECEIVED = "received"
@@ -56,7 +56,7 @@ class SourceState(enum.Enum):
     STOPPING = "stopping"
     """`StopSending` is sent; the answer has not come."""
     ENDED = "ended"
-    """The rank sends nothing more; it has listed what it sent."""
+    """The rank sends nothing more, and has listed the segments that it sent."""
     LOST = "lost"
     """The rank is fenced; its later messages are void."""
 
@@ -67,7 +67,7 @@ class SourceEvent(enum.Enum):
     STOP = "stop"
     """The transfer closes while the rank may still send."""
     END = "end"
-    """`SenderEnded` came."""
+    """`SenderEnded` has arrived."""
     LOSE = "lose"
     """The rank is gone."""
 

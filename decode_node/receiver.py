@@ -101,7 +101,7 @@ class SegmentReceiver:
         self._landing, self._verifier = parts.landing, parts.verifier
         self._writes, self._probes = parts.writes, parts.probes
         self.polls = self._pool.device.type == "cuda"
-        """Whether `poll` asks for short intervals while data is expected."""
+        """Whether `poll` returns short intervals while data is expected."""
         self._links: dict[str, Link] = {}
         self._stale = 0
 
@@ -251,7 +251,7 @@ class SegmentReceiver:
             self._writes.notification_ended(operation)
 
     def poll(self, now_s: float) -> float:
-        """Lands scattered and verified segments, and does what is due. Returns the seconds until the next call."""
+        """Lands scattered and verified segments, and runs due timers. Returns the seconds until the next call."""
         if self._landing.scattering or self._verifier.under_way:
             self._landing.poll()
             self._verifier.poll()

@@ -25,7 +25,7 @@ class Repairs:
     def request(self, incoming: IncomingTransfer, segment: Segment, again: bool, where: str) -> bool:
         """Handles a damaged segment; `again`: the second sending was damaged. Returns True when it is sent again.
 
-        Otherwise the request has failed or is ending, and the caller frees what the segment holds.
+        Otherwise the request has failed or is ending, and the caller frees the segment's lease or word.
         """
         self.mismatches += 1
         source = incoming.sources[segment.src_rank]

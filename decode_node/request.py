@@ -50,7 +50,7 @@ class Sequence:
     computed_tokens: int
     """Positions whose KV is in its pages, or in the request's blocks."""
     tokens: list[int] = field(default_factory=list)
-    """The answer so far; the first one comes from the prefill group."""
+    """Tokens of the answer so far; the prefill group samples the first token."""
     score: float = 0.0
     """Sum of the log-probabilities of a beam's tokens."""
     history: TokenHistory | None = None
@@ -144,7 +144,7 @@ class DecodeRequest:
     sequences: list[Sequence]
     """Sequences that hold pages. One of them has the ticket's row, at first the first one."""
     holds_state: bool
-    """True while a recurrent state lies behind the prompt's pages: until the first step has read it."""
+    """True while a recurrent state follows the KV of the prompt: until the first step has read the state."""
     prefix: PrefixKey | None = None
     """Key of the prompt in the prefix cache; None: its pages are not cached."""
     search: BeamSearch | None = None

@@ -83,7 +83,7 @@ def _sampling_row(sequence: DecodeSequence) -> SamplingRow:
 def _launch_beams(
     logits: torch.Tensor, beams: dict[DecodeRequest, list[int]], eos_ids: Sequence[int]
 ) -> SampledBeams | None:
-    """`beams`: the rows of `logits` of each request."""
+    """Launches the beam searches; `beams`: the rows of `logits` of each request."""
     if not beams:
         return None
     steps = [

@@ -2,7 +2,7 @@
 
 With `SchedulerOptions.steps_ahead` the next step is planned while one is in flight, like in vLLM's asynchronous
 scheduling and SGLang's overlap scheduler. Its sequences compute a token that the step in flight samples, by
-reference. What depends on the outcome of that step waits for its commit:
+reference. Plans that depend on the outcome of that step wait for its commit:
 
     a sequence that ends with the token in flight     is not planned, if the length ends it; if the token does, the
                                                       planned step computes one token too many, which is dropped

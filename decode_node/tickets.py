@@ -129,7 +129,7 @@ class IncomingTickets:
     # --- active messages that could not be sent
 
     def grant_failed(self, peer: str, message: m.LeaseGrant, error: TransportError) -> None:
-        """Fails the transfer: without the grant no segment comes."""
+        """Fails the transfer: without the grant the source sends no segment."""
         incoming = self.open.get(message.ticket)
         if incoming is not None:
             self.fail(incoming, error)
@@ -141,7 +141,7 @@ class IncomingTickets:
             self._context.send(peer, m.TransferVerified(tickets, message.dst_rank))
 
     def _keeps_pages(self, peer: str, ticket: int) -> bool:
-        """True while the source keeps the ticket's pages, as far as this rank knows. A lost one has freed them."""
+        """Returns whether the source still keeps the ticket's pages. A lost source has freed its pages."""
         incoming = self.open.get(ticket)
         if incoming is None:
             return False

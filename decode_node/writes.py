@@ -68,7 +68,7 @@ class PeerWrites:
         self._context.send(peer, m.PoolOffer(self._rank, pools, words))
 
     def offered_to(self, peer: str) -> bool:
-        """True when the peer may write to the pool."""
+        """Returns whether the peer may write to the pool."""
         return peer in self.peers
 
     def on_refused(self, peer: str, message: m.PoolRefused) -> None:
@@ -80,11 +80,11 @@ class PeerWrites:
         self.peers.discard(peer)
 
     def may_write(self, ticket: Ticket, peer: str) -> bool:
-        """True when the peer may write for a new ticket."""
+        """Returns whether the peer may write for a new ticket."""
         return peer in self.peers and bool(ticket.pages)
 
     def open_fence(self, incoming: IncomingTransfer) -> None:
-        """Lets the ticket's writers write, if it has any."""
+        """Lets the ticket's writers write, if the ticket has writers."""
         if self.fences is not None and any(source.writes for source in incoming.sources.values()):
             self.fences.open(incoming.ticket.row, incoming.ticket.number)
             incoming.fence_open = True

@@ -1,4 +1,4 @@
-"""Direct writes of one transfer: completion notifications that came, those that are owed, and repairs."""
+"""Direct writes of one transfer: completion notifications received and owed, and repairs."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ class WrittenSegments:
         self._owed.clear()
 
     def debtors(self) -> set[int]:
-        """Source ranks that owe notifications."""
+        """Returns the source ranks that owe notifications."""
         return {src_rank for src_rank, *_ in self._owed}

@@ -25,7 +25,7 @@ class Status(Protocol):
     """The used part of Ray's `JobStatus`."""
 
     def is_terminal(self) -> bool:
-        """Whether the job has ended."""
+        """Returns whether the job has ended."""
 
 
 class Jobs(Protocol):

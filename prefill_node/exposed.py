@@ -17,7 +17,7 @@ class Exposed:
         self.total_s = 0.0
 
     def __bool__(self) -> bool:
-        """Whether the device still computes the end of a prompt."""
+        """Returns whether the device still computes the end of a prompt."""
         return bool(self._pending)
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent, now_s: float) -> None:

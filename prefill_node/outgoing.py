@@ -74,7 +74,7 @@ class OutgoingSegment:
 
     @property
     def again(self) -> bool:
-        """True from the begin of the second sending; `state` is the state of that one."""
+        """True from the start of the second sending; `state` is then the state of the second sending."""
         return self._machine.again
 
     @property

@@ -50,7 +50,7 @@ class PrefillRequest:
     release_requested: bool = False
     """The router waits for `Released`."""
     router_lost: bool = False
-    """No `Release` comes: the leader closes the request when its KV is sent or not wanted any more."""
+    """The router sends no `Release`: the leader closes the request when its KV is sent or no longer wanted."""
     unwanted: bool = False
     """The decode group has stopped the transfer."""
     sent_ranks: set[int] = field(default_factory=set)

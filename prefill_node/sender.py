@@ -167,7 +167,9 @@ class SegmentSender:
         self._chunks.layers_ready(part, layers, event)
 
     def close(self, message: m.CloseTransfer) -> None:
-        """Ends the transfer of a finished request: `RankClosed` follows when nothing of it is read any more."""
+        """Ends the transfer of a finished request: `RankClosed` follows when the device reads none of its pages any
+        more.
+        """
         self.tickets.close(message)
         self._mover.pump()
 

@@ -70,7 +70,9 @@ class OutgoingTickets:
                 self._advance(outgoing, SendTransferEvent.ALL_SENT)
 
     def close(self, message: m.CloseTransfer) -> None:
-        """Ends the transfer of a finished request: `RankClosed` follows when nothing of it is read any more."""
+        """Ends the transfer of a finished request: `RankClosed` follows when the device reads none of its pages any
+        more.
+        """
         outgoing = self.open.get(message.key)
         if outgoing is None:
             self._to_leader(m.RankClosed(message.key, message.ticket, self._rank))
@@ -81,7 +83,7 @@ class OutgoingTickets:
         self._close_if_drained(outgoing)
 
     def on_verified(self, peer: str, message: m.TransferVerified) -> None:
-        """Marks the peer's part of these tickets as verified: nothing of it is sent again."""
+        """Marks the peer's part of these tickets as verified: none of its segments is sent again."""
         for key, number in message.tickets:
             outgoing = self.find(key, number)
             if outgoing is None:

@@ -65,7 +65,7 @@ class RingStatistics:
 
 
 def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
-    """Whether a lease that ends at `end` may be written: the ring's one rule, for both sides.
+    """Returns whether a lease that ends at `end` may be written: the ring's one rule, for both sides.
 
     A stale watermark is safe: it is smaller, so the lease only becomes writable later.
     """
@@ -75,8 +75,8 @@ def is_writable(end: int, watermark: int, size_bytes: int) -> bool:
 class StagingAllocator:
     """Grants ring space. Each call is O(1) amortised (`free_owner`: per lease freed). Not thread-safe.
 
-    `size_bytes` must be a multiple of `alignment_bytes`; every lease starts at such a multiple. Raises
-    ValueError when it is not, or when either is below 1.
+    `size_bytes` must be a multiple of `alignment_bytes`; every lease starts at such a multiple. Raises ValueError
+    when a size is below 1 or not such a multiple.
     """
 
     def __init__(self, size_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> None:
@@ -137,7 +137,7 @@ class StagingAllocator:
         return lease
 
     def writable(self, lease: Lease) -> bool:
-        """Whether `lease` may be written now; once true, it stays true until the lease is freed."""
+        """Returns whether `lease` may be written now; once true, it stays true until the lease is freed."""
         return is_writable(lease.end, self.watermark, self.size_bytes)
 
     def offset(self, lease: Lease) -> int:

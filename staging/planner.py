@@ -91,8 +91,8 @@ def plan_segments(
 def cut_tails(
     segments: Sequence[Segment], dst_ranks: Collection[int], tail_bytes: int
 ) -> tuple[Segment, ...]:
-    """Cuts a tail of about `tail_bytes` off the last segment to each of `dst_ranks`, if it has at least three
-    times as many.
+    """Cuts a tail of about `tail_bytes` off the last segment to each of `dst_ranks`, if that segment is at least
+    three times as large.
 
     A tail directly follows its segment; later indices shift. A segment of one token stays whole.
     """

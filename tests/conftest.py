@@ -8,10 +8,13 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from scripted_server import ScriptedServer
 
 # Deterministic everywhere, so that a red build is red again at home; `HYPOTHESIS_PROFILE=explore` looks for
 # new examples. No deadline: two shared cores make any time limit per example a coin toss.
@@ -140,6 +143,18 @@ def _logs_unconfigured() -> Iterator[None]:
     structlog = sys.modules.get("structlog")
     if structlog is not None:
         structlog.reset_defaults()
+
+
+@pytest.fixture
+def status_server() -> Iterator[ScriptedServer]:
+    """A server that answers each GET with the status of a service."""
+    import msgspec
+    from scripted_server import ScriptedServer
+    from status_pictures import service
+
+    with ScriptedServer() as server:
+        server.models = msgspec.to_builtins(service(10.0))
+        yield server
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ MAX_HELD_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Inbox:
-    """What one peer sends to this rank, from the link with the peer to its fence."""
+    """Messages of one peer to this rank, from the link with the peer to its fence."""
 
     peer: str
     number: int

@@ -12,7 +12,7 @@ When = Callable[[str, str, int], bool]
 
 
 def always(source: str, destination: str, tag: int) -> bool:
-    """Counts every send."""
+    """Returns True: the default `when` of a rule, which then counts every send."""
     return True
 
 
@@ -64,12 +64,14 @@ class Faults:
         self.rules.append(Rule("kill", nth, when, victim=victim))
 
     def sever(self, nth: int = 0, when: When = always) -> None:
-        """Breaks the sender's connection to the destination just before the send; both ranks live on."""
+        """Breaks the sender's connection to the destination just before the send; both ranks continue."""
         self.rules.append(Rule("sever", nth, when))
 
     @property
     def all_struck(self) -> bool:
-        """Whether each rule has been applied: a test of a fault that never occurred would show nothing."""
+        """Whether each rule has been applied. Tests assert this property: otherwise a fault that never occurred
+        passes.
+        """
         return all(rule.seen > rule.nth for rule in self.rules)
 
     def take(self, source: str, destination: str, tag: int) -> list[Rule]:

@@ -64,8 +64,7 @@ class InprocFabric:
                 victim.die()
 
     def sever(self, name: str, other: str) -> None:
-        """Breaks the connection of the transport `name` to `other`, on the side of `name` only. Both ranks
-        live on."""
+        """Breaks the connection of transport `name` to `other`, on the side of `name` only; both ranks continue."""
         with self.lock:
             victim = self.transports.get(name)
             if victim is not None:

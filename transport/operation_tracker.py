@@ -112,7 +112,7 @@ class OperationTracker:
         return waiting
 
     def has_ended(self) -> bool:
-        """Whether `take_ended` would return anything."""
+        """Returns whether `take_ended` would return anything."""
         return bool(self._ended)
 
     def take_ended(self) -> list[Operation]:

@@ -67,7 +67,7 @@ def choose(config: TransportConfig, host: str, probes: Probes | None = None) -> 
 
 
 def why_no_rdma() -> str:
-    """Why UCX cannot use RDMA on this host; empty if it can."""
+    """Returns why UCX cannot use RDMA on this host; empty if it can."""
     names = sorted(entry.name for entry in RDMA_DEVICES.iterdir()) if RDMA_DEVICES.is_dir() else []
     if not names:
         return "this host has no RDMA device"
@@ -79,7 +79,7 @@ def why_no_rdma() -> str:
 
 
 def why_no_shared_memory() -> str:
-    """Why UCX cannot use shared memory on this host; empty if it can."""
+    """Returns why UCX cannot use shared memory on this host; empty if it can."""
     from transport.ucx.library import offers
 
     if not offers("cma"):

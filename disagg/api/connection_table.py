@@ -24,7 +24,7 @@ class Connection(Protocol):
     """A connection as the table uses it; hashed by identity."""
 
     def flushed(self) -> bool:
-        """Whether the client has taken every byte that was written."""
+        """Returns whether the client has taken every byte that was written."""
 
 
 class ConnectionDecision(NamedTuple):
@@ -91,7 +91,7 @@ class ConnectionTable:
             self._waiting_of.setdefault(address, OrderedDict())[connection] = None
 
     def remove(self, connection: Connection) -> None:
-        """Takes the connection out; a second call does nothing."""
+        """Removes the connection; a second call does nothing."""
         address = self._open.pop(connection, None)
         if address is None:
             return

@@ -152,7 +152,7 @@ class _BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _answered(self) -> bool:
-        """Whether no response is in progress."""
+        """Returns whether no response is in progress."""
         return self.cycle is None or self.cycle.response_complete
 
     def _expect_head(self) -> None:

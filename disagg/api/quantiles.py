@@ -15,7 +15,7 @@ LEAST_S, MOST_S = 1e-6, 1e5
 
 
 class RollingQuantiles:
-    """Adds in O(1); one `Counter` of buckets for each second. Not thread-safe."""
+    """Quantiles of the values of the last minute; adds in O(1). Stores one `Counter` per second. Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -78,7 +78,7 @@ class RequestTrace:
             span.end(_unix_ns(track, phase.end_s))
 
     def end(self, status: int, outcome: str) -> None:
-        """Ends the request's span. `status` is the HTTP status, or the one that describes a broken stream."""
+        """Ends the request's span. `status` is the HTTP status, or for a broken stream the status of its error."""
         from opentelemetry.trace import StatusCode
 
         self._span.set_attributes({"http.response.status_code": status, "disagg.outcome": outcome})

@@ -87,7 +87,7 @@ def published(
 
 
 def run_file(port: str, environment: Mapping[str, str]) -> Path:
-    """File of a `disagg launch` run's keys. Its name contains the host's, because hosts may share a home."""
+    """Returns the key file of a `disagg launch` run; its name contains the host, because hosts may share a home."""
     try:
         folder = cache_folder(environment)
     except RuntimeError as exc:

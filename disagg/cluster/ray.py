@@ -194,7 +194,7 @@ def _reserve(name: str, where: GroupPlacement, outlives: bool, given_up: Callabl
 
 
 def _reservation(group: str) -> str:
-    """Name of a group's placement group; names of all namespaces are listed together."""
+    """Returns the name of a group's placement group, unique because Ray lists the names of all namespaces."""
     import ray
 
     return f"{ray.get_runtime_context().namespace}/{group}"

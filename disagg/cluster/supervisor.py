@@ -52,7 +52,7 @@ class Supervisor:
     """Replaces and scales the groups of a running cluster. Use `supervised`."""
 
     def __init__(self, cluster: Cluster, announce: Announce, wait_unused: WaitUnused, remedy: str) -> None:
-        """`remedy`: what an operator of this command can do about a group that does not come up."""
+        """`remedy`: advice to the operator of this command if a group does not come up."""
         self._cluster, self._announce, self._wait_unused = cluster, announce, wait_unused
         self._remedy = remedy
         self._config: ClusterConfig = cluster.config.cluster

@@ -50,7 +50,7 @@ class NoTransfers:
         return IDLE_WAIT_S
 
     def adopt_thread(self) -> None:
-        """No effect: the agent has no device queue."""
+        """Does nothing: the agent has no device queue."""
 
     def link(self, link: Link) -> None:
         """Never called: `ColocatedRank._make_link` raises."""
@@ -71,7 +71,7 @@ class NoTransfers:
         return self._status
 
     def check(self) -> None:
-        """No effect: the agent has no state."""
+        """Does nothing: the agent has no state."""
 
 
 class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):

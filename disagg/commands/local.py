@@ -85,7 +85,7 @@ def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
 def placed_cluster(
     config: Config, keys: AnyKeys, progress: Progress, growth: int = 1, outlives: bool = False
 ) -> Iterator[Cluster]:
-    """`local_cluster` with the caller's keys, for routers in other processes.
+    """Runs `local_cluster` with the caller's keys, for routers in other processes.
 
     A private Ray has room for `growth` times the ranks of the start. `outlives`: the groups on a running Ray cluster
     outlive this process if it is killed, and those of a killed one are adopted.

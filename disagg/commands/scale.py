@@ -32,7 +32,7 @@ def run_scale(config: Config, directory: str, counts: Mapping[Role, int]) -> Non
 
 
 def scale(control: ControlChannel, directory: str, counts: Mapping[Role, int]) -> None:
-    """`run_scale` on a given channel, which this function starts."""
+    """Runs `run_scale` on a given channel, which this function starts."""
     errors: list[str | None] = []
     received = threading.Condition()
 

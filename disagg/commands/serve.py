@@ -84,7 +84,7 @@ def run_serve(config: Config) -> None:
 
 
 def run_serve_joined(config: Config, directory: str) -> None:
-    """`run_serve` with the groups of the directory at `directory`, `tcp://HOST:PORT`."""
+    """Runs `run_serve` with the groups of the directory at `directory`, `tcp://HOST:PORT`."""
     configure(config.log)
     keys = _api_keys(config.api)
     directory_host(directory, config.control)  # rejects a malformed address first

@@ -66,7 +66,7 @@ QUANTIZED_DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 """Quantized element types: the pool also holds a scale for each head of each token."""
 
 
-def code_row_bytes(head_dim: int) -> int:
+def quantized_row_bytes(head_dim: int) -> int:
     """Returns the size of one head of one token: quantized K and V, with both scales."""
     return 2 * (head_dim + SCALE_BYTES)
 
@@ -127,7 +127,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     def head_bytes(self) -> int:
         """Bytes of one head of one token in one plane."""
         if self.quantized:
-            return code_row_bytes(self.head_dim)
+            return quantized_row_bytes(self.head_dim)
         return self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property

@@ -22,7 +22,7 @@ class _Running:
 
 
 def check_in_process(model_type: str) -> Verdict:
-    """`check.check_type` with process-wide settings: one thread, no logs."""
+    """Runs `check.check_type` with process-wide settings: one thread, no logs."""
     import torch
 
     from disagg.coverage.check import check_type, quiet

@@ -44,7 +44,7 @@ def examine(probes: Iterable[Probe]) -> list[Finding]:
 
 
 def is_healthy(findings: Iterable[Finding]) -> bool:
-    """True when nothing failed; warnings are allowed."""
+    """Returns whether nothing failed; warnings are allowed."""
     return all(finding.status != "fail" for finding in findings)
 
 

@@ -135,5 +135,5 @@ def _drawn(matrix: list[list[bool | None]]) -> str:
 
 
 def _text(value: str | bytes) -> str:
-    """Older bindings return bytes."""
+    """Returns text from a result of NVML's bindings; older bindings return bytes."""
     return value.decode() if isinstance(value, bytes) else value

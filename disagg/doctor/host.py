@@ -74,7 +74,7 @@ def _origin(name: str) -> str | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Whether a distribution with exactly this name is installed; ours is named disagg."""
+    """Returns whether a distribution with exactly this name is installed; ours is named disagg."""
     try:
         metadata.distribution(name)
     except metadata.PackageNotFoundError:

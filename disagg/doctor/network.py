@@ -29,7 +29,7 @@ REINSTALL = "pip install -c constraints.txt -e .  (in the project's folder)"
 
 
 def run_command(command: Sequence[str], extra_env: Mapping[str, str]) -> tuple[int, str]:
-    """The `Runner` for real commands: status 127 when a command cannot start, 124 when it times out."""
+    """Runs a real command, as a `Runner`: status 127 when the command cannot start, 124 when it times out."""
     try:
         done = subprocess.run(
             list(command),

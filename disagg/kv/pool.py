@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 
 from disagg.core.errors import ConfigError
-from disagg.core.types import DTYPE_BYTES, SCALE_BYTES, KVLayout, Shard, code_row_bytes
+from disagg.core.types import DTYPE_BYTES, SCALE_BYTES, KVLayout, Shard, quantized_row_bytes
 from kernels.attention.kv_write import dequantize, kv_write_reference
 from kernels.attention.layer_kv import QUANTIZED, LayerKV, quantized_layer
 
@@ -42,11 +42,9 @@ class MHATokenToKVPool:
     """K and V of `slots` tokens: `buffer`, contiguous `[layers, 2 (k, v), slots, heads, head_dim]`.
 
     `heads` are the rank's heads. All ranks of a group use the same slot numbers. A quantized pool's `buffer` is
-    uint8,
-    `[layers, 1, slots, heads, code_row_bytes(head_dim)]`; `write` and `read` convert. A pool of keys only also has
-    one
-    plane, for `write_keys` and `read_keys`. The memory starts uninitialized: slots must be written before they are
-    read.
+    uint8 `[layers, 1, slots, heads, quantized_row_bytes(head_dim)]`; `write` and `read` convert. A pool of keys only
+    also has one plane, for `write_keys` and `read_keys`. The memory starts uninitialized: slots must be written
+    before they are read.
     """
 
     def __init__(
@@ -79,7 +77,9 @@ class MHATokenToKVPool:
         self.head_dim = head_dim
         """Elements of one head."""
         row = (
-            (1, slots, heads, code_row_bytes(head_dim)) if quantized else (1 + has_v, slots, heads, head_dim)
+            (1, slots, heads, quantized_row_bytes(head_dim))
+            if quantized
+            else (1 + has_v, slots, heads, head_dim)
         )
         self.buffer = torch.empty((layers, *row), dtype=self.storage_dtype, device=device)
 

@@ -19,10 +19,10 @@ DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention
 
 @dataclass(frozen=True)
 class SequenceSlice:
-    """Compute `tokens` at positions `start ..` of the request at `row`.
+    """Work item of a step: computes `tokens` at positions `start ..` of the request at `row`.
 
     The KV of positions before `start` is in the pool; the row names slots for all positions up to the end. A token
-    below 0 refers to a token that the step before sampled (`disagg.model.sampled_tokens`).
+    below 0 refers to a token that the previous step sampled (`disagg.model.sampled_tokens`).
     """
 
     row: int
@@ -39,7 +39,7 @@ class SequenceSlice:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """What one forward pass computes: prefill chunks and decode tokens, mixed, one slice per request."""
+    """The work of one forward pass: prefill chunks and decode tokens, mixed, one slice per request."""
 
     sequences: tuple[SequenceSlice, ...]
 
@@ -56,7 +56,7 @@ class DecodeGroup:
     queries: torch.Tensor
     """int64 `[n]`: index of each sequence's token among the step's tokens."""
     positions: torch.Tensor
-    """int64 `[n]`: the token's position."""
+    """int64 `[n]`: position of each token in its request."""
     slots: torch.Tensor
     """int64 `[n, longest]`: slots of the context; padding repeats the sequence's own last slot."""
 
@@ -68,7 +68,7 @@ class PrefillGroup:
     first: int
     """Index of its first token among the step's tokens."""
     start: int
-    """Position of that token."""
+    """Position of the first token in its request."""
     count: int
     """Number of tokens."""
     slots: torch.Tensor
@@ -80,11 +80,13 @@ class KernelIndex:
     """Index tensors of a step for the attention kernels, which read slots from the block table."""
 
     rows: torch.Tensor
-    """int64 `[n]`: table rows of the first `n` sequences, which have one token each: query `i` is of sequence `i`."""
+    """int64 `[n]`: table rows of the first `n` sequences, which have one token each; query `i` belongs to sequence
+    `i`.
+    """
     lengths: torch.Tensor
     """int64 `[n]`: context length of each of those sequences after the step."""
     chunks: PackedQueries
-    """All other sequences, in the queries after the first `n`. A single token among them is a short chunk."""
+    """All other sequences, whose queries follow the first `n`. A single token among these is a short chunk."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +114,8 @@ def build_index(
 ) -> StepIndex:
     """Builds the tensors on the table's device, for the attention kernels or for the torch path.
 
-    `apart`: the torch path attends to each token as to a sequence, so that its bits depend on its position alone.
-    Raises ValueError for a slice that is empty or beyond the block table.
+    `apart`: the torch path computes each token as a sequence of its own, so that a token's bits depend on its
+    position alone. Raises ValueError for a slice that is empty or beyond the block table.
     """
     require_fits(batch, table)
     device = table.table.device
@@ -141,7 +143,7 @@ def build_index(
 
 
 def upload(values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """`dtype` `[len(values)]` on `device`, copied from pinned memory without synchronization."""
+    """Returns `values` as `dtype` `[len(values)]` on `device`, copied from pinned memory without synchronization."""
     host = torch.tensor(values, dtype=dtype)
     if device.type != "cuda":
         return host
@@ -160,14 +162,14 @@ def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
             )
 
 
-def chunks_of(queries: PackedQueries) -> KernelIndex:
-    """The index of a step in which every sequence counts as a chunk."""
+def index_of_chunks(queries: PackedQueries) -> KernelIndex:
+    """Returns the index of a step in which every sequence counts as a chunk."""
     nothing = queries.rows[:0]
     return KernelIndex(nothing, nothing, queries)
 
 
-def one_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
-    """The index of a step of one token for each request; int64 `[n]` both. Launches only."""
+def one_token_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
+    """Returns the index of a step of one token per request; both arguments are int64 `[n]`. Launches only."""
     nothing = rows[:0]
     return KernelIndex(rows, positions + 1, PackedQueries(nothing, nothing, nothing, nothing, 0))
 

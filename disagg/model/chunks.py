@@ -16,7 +16,7 @@ class PromptChunks:
     Recurrent layers have one formula for several tokens and another for a single token after a state. In transformers
     the two can differ: Zamba 2 and Nemotron-H bound the time step in the first formula only. `generate()` uses the
     first for prompts and the second for answers. With `recurrent`, a chunk therefore has at least two tokens, and
-    exceeds its room by one where a single token would remain.
+    exceeds its room by one token where a single token would otherwise remain.
     """
 
     chunk_tokens: int
@@ -30,7 +30,7 @@ class PromptChunks:
 
     @staticmethod
     def of(spec: ModelSpec, chunk_tokens: int, *, deterministic: bool = False) -> PromptChunks:
-        """The rule for a model whose `spec` a runner has completed; `deterministic`: see `ModelConfig`.
+        """Returns the rule for a model whose `spec` a runner has completed; `deterministic`: see `ModelConfig`.
 
         Deterministic models with recurrent layers need fixed chunks; row-by-row operations do not depend on chunks.
         """
@@ -56,9 +56,9 @@ class PromptChunks:
         return size if must or not self.fixed or size <= room_tokens else 0
 
     def take_behind(self, start: int, prompt_tokens: int, stop: int, room_tokens: int, *, must: bool) -> int:
-        """As `take`, of a prompt of `prompt_tokens` tokens and the answer so far behind it, which ends at `stop`.
+        """Returns `take` for a prompt of `prompt_tokens` tokens, followed by the answer so far, which ends at `stop`.
 
-        With a recurrent state an answer is computed token by token, as it was computed first.
+        With a recurrent state the answer is recomputed token by token, as in its first computation.
         """
         if not self.recurrent:
             return self.take(start, stop, room_tokens, must=must)
@@ -67,7 +67,7 @@ class PromptChunks:
         return self.take(start, prompt_tokens, room_tokens, must=must)
 
     def spans(self, tokens: int) -> Iterator[Span]:
-        """Returns the chunks of a prompt of `tokens` tokens that shares no step."""
+        """Returns the chunks of a prompt of `tokens` tokens that shares no step with other requests."""
         start = 0
         while start < tokens:
             taken = self.take(start, tokens, self.chunk_tokens, must=True)

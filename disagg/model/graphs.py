@@ -5,8 +5,8 @@ tokens, the padding buckets. All graphs share one memory pool. A smaller step is
 tokens all lie in the trash page. A model that reads device values on the host cannot be recorded; its steps launch
 kernel by kernel.
 
-A recorded grid covers the longest context that the step may have. With a limit of 131,072 tokens most of the
-attention's programs would find no token, so decode steps are recorded for short contexts too.
+A recorded grid covers the longest context that the step may have. With a limit of 131,072 tokens most programs of the
+attention kernel would have no token, so decode steps are also recorded for short contexts.
 """
 
 from __future__ import annotations
@@ -75,13 +75,15 @@ class StepGraphs(ABC):
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """Both ascending, with a graph for each pair: `sizes`, the padding buckets, and `limits`, in tokens."""
+        """Takes the padding buckets `sizes` and the context `limits` in tokens, both ascending; each pair has a
+        graph.
+        """
         self._compute, self._sizes, self._limits, self._device = compute, sizes, limits, device
         self._trash_row, self._vocab_size = trash_row, vocab_size
         self._numbers: dict[int, torch.Tensor] = {}
-        """By size."""
+        """Inputs of the recorded steps, by bucket."""
         self._graphs: dict[tuple[int, int], Any] = {}
-        """By size and limit."""
+        """Graphs by bucket and context limit."""
         self._logits = torch.empty(0)
 
     @property
@@ -90,7 +92,7 @@ class StepGraphs(ABC):
         return bool(self._graphs)
 
     def record(self) -> None:
-        """Records every size; all ranks of a group together. Logs a model that cannot be recorded."""
+        """Records every size, on all ranks of a group together. Logs a warning if the model cannot be recorded."""
         rows = max((self._rows(size) for size in self._sizes), default=0)
         self._logits = torch.empty(rows, self._vocab_size, dtype=torch.float32, device=self._device)
         graphs: dict[tuple[int, int], Any] = {}
@@ -115,7 +117,7 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a graph fits the step."""
+        """Returns whether a graph fits the step."""
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them.
@@ -166,7 +168,7 @@ class DecodeGraphs(StepGraphs):
     """Graphs of steps with one token per request; sizes are numbers of requests."""
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a step has one token per request and fits the largest bucket."""
+        """Returns whether a step has one token per request and fits the largest bucket."""
         small = self.recorded and len(batch.sequences) <= self._sizes[-1]
         return small and batch.tokens == len(batch.sequences)
 
@@ -183,7 +185,7 @@ class ChunkGraphs(StepGraphs):
     SEQUENCES: ClassVar[int] = 8
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a step fits the largest bucket in tokens and in requests."""
+        """Returns whether a step fits the largest bucket in tokens and in requests."""
         few = self.recorded and len(batch.sequences) <= self.SEQUENCES
         return few and batch.tokens <= self._sizes[-1]
 

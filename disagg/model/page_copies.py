@@ -1,7 +1,7 @@
 """Page copies before a step, in the given order and in the fewest launches: nearly always one.
 
 The copies of one call of `TokenToKVPoolAllocator` need no order: destinations were free and sources keep a reader.
-No page of such a call is both source and destination. Copies of several calls can need an order: a copy can be
+No page of such a call is both source and destination. Copies of several calls can need an order: a copied page can be
 copied again, or a freed source can become a destination.
 """
 

@@ -1,11 +1,12 @@
 """CUDA graphs of prefill steps in pieces: everything between two attention calls is one launch.
 
-As vLLM's piecewise CUDA graphs. Attention, and the write of K and V before it, are launched between the pieces with
-the step's own sizes. So a layer's KV can be sent while later layers compute, attention behind a long context is split
-as for any other step, and one recording serves prompts, chunks and one-token sequences in any mixture.
+The design follows vLLM's piecewise CUDA graphs. Attention, and the write of K and V before it, are launched between
+the pieces with the step's own sizes. So a layer's KV can be sent while later layers compute, attention behind a long
+context is split as for any other step, and one recording serves prompts, chunks and one-token sequences in any
+mixture.
 
-A smaller step uses the next larger recording. The rows behind its tokens compute with what an earlier step left
-there; no row of a step reads another one, except in attention, which does not see them.
+A smaller step uses the next larger recording. The rows behind its tokens compute with stale values of an earlier
+step. Only attention reads other rows, and it does not read stale ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ FIRST_TOKENS, LAST_TOKENS = 256, 2048
 their launches."""
 _ALIGNED_TOKENS = 16
 _MOST_PADDING = 1.12
-"""Tokens of a recording over those of the smallest step that uses it."""
+"""Largest ratio of a recording's tokens to those of the smallest step that uses the recording."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
 """Computes the logits, float32 `[sequences, vocab]`, of int64 ids `[1, T]`, positions `[1, T]` and indices of last
@@ -75,7 +76,7 @@ class _Recording:
 
 
 class _NoAttention:
-    """Attention context of a step that only loads and compiles what a recording will use."""
+    """Attention context of a warm-up step, which only loads libraries and compiles kernels for the recording."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
@@ -97,7 +98,7 @@ class _Recorder:
         self._recording.pieces.append(piece)
 
     def end(self) -> None:
-        """Ends the present piece."""
+        """Ends the current piece."""
         self._recording.pieces[-1].capture_end()
 
     def attend(
@@ -105,7 +106,7 @@ class _Recorder:
     ) -> torch.Tensor:
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         self.end()
-        # Owned tensors would keep the memory of every layer, which later pieces use again.
+        # Owned tensors would keep the memory of every layer, which later pieces reuse.
         call = _AttentionCall(layer, _alias(q), _alias(k), _alias(v), params, _alias(out))
         self._recording.calls.append(call)
         self.begin()
@@ -121,11 +122,11 @@ class PiecewiseGraphs:
     def __init__(
         self, compute: Compute, sizes: Sequence[int], sequences: int, vocab_size: int, device: torch.device
     ) -> None:
-        """`sizes`: tokens, ascending. `sequences`: of a step, at most."""
+        """`sizes`: recorded sizes in tokens, ascending. `sequences`: limit for a step."""
         self._compute, self._sizes, self._sequences = compute, tuple(sizes), sequences
         self._vocab_size, self._device = vocab_size, device
         self._recordings: dict[int, _Recording] = {}
-        """By size."""
+        """Recordings by size."""
         self._logits = torch.empty(0)
 
     @property
@@ -134,7 +135,7 @@ class PiecewiseGraphs:
         return bool(self._recordings)
 
     def record(self) -> None:
-        """Records every size; all ranks of a group together. Logs a model that cannot be recorded."""
+        """Records every size, on all ranks of a group together. Logs a warning if the model cannot be recorded."""
         self._logits = torch.empty(
             self._sequences, self._vocab_size, dtype=torch.float32, device=self._device
         )
@@ -153,7 +154,7 @@ class PiecewiseGraphs:
         cuda.synchronize(self._device)
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a recording fits the step."""
+        """Returns whether a recording fits the step."""
         few = self.recorded and len(batch.sequences) <= self._sequences
         return few and batch.tokens <= self._sizes[-1]
 
@@ -201,14 +202,14 @@ def _ended(recorder: _Recorder) -> Iterator[None]:
     except BaseException:
         with suppress(
             RuntimeError
-        ):  # a call that no recording allows has ended it; its error is the one to report
+        ):  # a forbidden call has already ended the recording; report the call's error
             recorder.end()
         raise
     recorder.end()
 
 
 class _Memory:
-    """Memory of a tensor, in the form of the CUDA array interface; owns nothing."""
+    """View of a tensor's memory through the CUDA array interface; does not own the memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -222,5 +223,5 @@ class _Memory:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of the same memory that does not keep it from being used again."""
+    """Returns a tensor on the same memory that does not own the memory, so that later pieces can reuse it."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

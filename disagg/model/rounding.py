@@ -31,8 +31,8 @@ class Judge(NamedTuple):
     best: list[int]
     """The likeliest token of each position."""
     views: list[View]
-    shaken: list[View]
-    """As `views`, for the same tokens, with noise."""
+    noisy: list[View]
+    """Views of the same tokens, computed with noise."""
 
 
 class Judged(NamedTuple):
@@ -46,9 +46,11 @@ class Judged(NamedTuple):
     difference: float
     """Root mean square over the compared tokens, in nats."""
     gap: float
-    """Nats by which a likelier token beats `token`: the larger gap of the judging engine and the answer's own."""
+    """Nats by which a likelier token beats `token`: the larger of the gaps in the judging and the answering engine.
+    """
     explained: float
-    """The part of `difference` that rounding explains. The limit of `gap` is twice as large, for two tokens."""
+    """The part of `difference` that rounding explains. The limit of `gap` is twice as large: two tokens are rounded.
+    """
 
     @property
     def within(self) -> bool:
@@ -57,7 +59,7 @@ class Judged(NamedTuple):
 
 
 @contextmanager
-def shaken(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def output_noise(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Adds noise of one unit of `dtype` to the output of each module but the embeddings, inside the block.
 
     The modules are linear layers, norms, whole attention modules and whole layers. The unit is `finfo.eps` times each
@@ -65,7 +67,7 @@ def shaken(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """
     generators: dict[torch.device, torch.Generator] = {}
 
-    def noisy(tensor: torch.Tensor) -> torch.Tensor:
+    def with_noise(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device not in generators:
             generators[tensor.device] = torch.Generator(tensor.device).manual_seed(0)
         noise = torch.randn(tensor.shape, generator=generators[tensor.device], device=tensor.device)
@@ -73,9 +75,9 @@ def shaken(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
         if _is_float(output):
-            return noisy(output)
+            return with_noise(output)
         if type(output) is tuple and output and _is_float(output[0]):
-            return noisy(output[0]), *output[1:]
+            return with_noise(output[0]), *output[1:]
         return None  # unchanged
 
     handles = [m.register_forward_hook(hook) for m in model.modules() if not isinstance(m, nn.Embedding)]
@@ -91,7 +93,7 @@ def _is_float(value: object) -> bool:
 
 
 def view_of(logits: torch.Tensor, tokens: Sequence[int]) -> View:
-    """Log-probabilities of `tokens`; `logits`: `[vocab]`, any device. Synchronizes."""
+    """Returns the log-probabilities of `tokens` for `logits`, `[vocab]` on any device. Synchronizes."""
     found = torch.log_softmax(logits.double(), dim=-1)[torch.tensor(tokens, device=logits.device)]
     return tuple(found.tolist())
 
@@ -104,8 +106,8 @@ def judge_by(
 ) -> Judge:
     """Returns the judging engine's view of one answer, without and with noise.
 
-    `logits()` yields `[vocab]` for each position of the answer, computed by `models` in `dtype`; called twice.
-    `compared`: the compared tokens of each position.
+    `logits()` yields `[vocab]` for each position of the answer, computed by `models` in `dtype`. It is called twice.
+    `compared` holds the compared tokens of each position.
     """
     best: list[int] = []
     views: list[View] = []
@@ -114,7 +116,7 @@ def judge_by(
         views.append(view_of(row, [*tokens, best[-1]]))
     with ExitStack() as noise:
         for model in models:
-            noise.enter_context(shaken(model, dtype))
+            noise.enter_context(output_noise(model, dtype))
         again = [view_of(row, [*a, b]) for row, a, b in zip(logits(), compared, best, strict=True)]
     return Judge(best, views, again)
 
@@ -125,8 +127,8 @@ def compared_tokens(reported: TokenLogprobs) -> list[int]:
 
 
 def judge_answer(reported: Sequence[TokenLogprobs], judge: Judge) -> list[Judged]:
-    """Judges every position of an answer; `reported`: log-probabilities from the engine that generated the answer."""
-    noise = [_rms(a, b) for a, b in zip(judge.views, judge.shaken, strict=True)]
+    """Judges every position of an answer; `reported`: log-probabilities of the engine that generated the answer."""
+    noise = [_rms(a, b) for a, b in zip(judge.views, judge.noisy, strict=True)]
     usual = math.sqrt(sum(one * one for one in noise) / len(noise))
     found = []
     for position, (one, best, theirs) in enumerate(zip(reported, judge.best, judge.views, strict=True)):

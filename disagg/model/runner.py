@@ -22,9 +22,17 @@ from disagg.model.attention.indexed import index_step, wrap_indexers
 from disagg.model.attention.kernel_step import KernelStep, use_kernels
 from disagg.model.attention.layer_classes import AttentionClass, ClassedStep, Make
 from disagg.model.attention.paged import AttentionContext, PagedStep, SharedHeads
-from disagg.model.attention.probe import ShapeProbe, alone
+from disagg.model.attention.probe import ShapeProbe, without_other_ranks
 from disagg.model.attention.torch_attention import HeadMap
-from disagg.model.batch import KernelIndex, StepBatch, build_index, chunks_of, one_each, require_fits, upload
+from disagg.model.batch import (
+    KernelIndex,
+    StepBatch,
+    build_index,
+    index_of_chunks,
+    one_token_each,
+    require_fits,
+    upload,
+)
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -66,13 +74,13 @@ class RunnerOptions:
     """Types, sizes and kernels of one rank's runner."""
 
     dtype: torch.dtype
-    """Of weights and hidden states."""
+    """Type of weights and hidden states."""
     pool_tokens: int
     """Slots of the KV pool, trash page included; rounded down to whole pages."""
     page_size: int
     """Slots of a page."""
     rows: int
-    """Requests that the runner holds at one time."""
+    """Number of requests that can have a row at one time."""
     max_tokens: int
     """Prompt and answer of one request, at most."""
     kv_dtype: torch.dtype | None = None
@@ -145,12 +153,12 @@ class ModelRunner:
         )
         self.pool, self.states = self._memory()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
-        """Tokens of the step before, which a step may refer to."""
+        """Tokens of the previous step, to which a step may refer."""
         self._graphs: StepGraphs | None = None
         self._pieces: PiecewiseGraphs | None = None
 
     def _attention_classes(self) -> list[AttentionClass]:
-        """The rank's heads for each class of attention layers."""
+        """Returns the rank's heads for each class of attention layers."""
         queries = query_spans(self.spec, self.collective.rank, self.collective.size)
         return [
             AttentionClass(
@@ -160,7 +168,7 @@ class ModelRunner:
         ]
 
     def _use_attention_kernels(self, probe: ShapeProbe) -> bool:
-        """See `use_kernels`; `probe` has seen every attention layer."""
+        """See `use_kernels`; `probe` has recorded every attention layer."""
         return use_kernels(
             self._options.attention,
             self.spec,
@@ -173,13 +181,13 @@ class ModelRunner:
 
     @property
     def weights_bytes(self) -> int:
-        """Size of the model's parameters and buffers; a shared tensor counts once."""
+        """Size of the model's parameters and buffers. A shared tensor counts once."""
         tensors = [*self.model.parameters(), *self.model.buffers()]
         return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
     @property
     def recordable(self) -> bool:
-        """Whether steps can be recorded as CUDA graphs: no step decision is made on the host."""
+        """Whether steps can be recorded as CUDA graphs: the host makes no decision within a step."""
         fixed = self.attention_kernels and self.states is None and not self._ropes
         return fixed and self.device.type == "cuda" and self.collective.recordable
 
@@ -189,19 +197,20 @@ class ModelRunner:
         return any(kind is not None and kind.recorded for kind in (self._graphs, self._pieces))
 
     def record(self, largest: int) -> None:
-        """Records decode steps of up to `largest` requests, where `recordable`; all ranks of a group together."""
+        """Records decode steps of up to `largest` requests if `recordable`, on all ranks of a group together."""
         limits = context_limits(self.req_to_token.max_tokens)
         self._record(DecodeGraphs, self._decode, batch_sizes(largest), limits)
 
     def record_chunks(self, chunk_tokens: int) -> None:
-        """Records short prefill steps of up to `chunk_tokens` tokens, where `recordable`; all ranks together."""
+        """Records short prefill steps of up to `chunk_tokens` tokens if `recordable`, on all ranks together."""
         limits = (self.req_to_token.max_tokens,)
         self._record(ChunkGraphs, self._chunk, chunk_sizes(chunk_tokens), limits)
 
     def record_pieces(self, chunk_tokens: int, decodes: int) -> None:
-        """Records steps of up to `chunk_tokens` tokens in pieces, where `recordable`; `decodes`: one-token sequences.
+        """Records steps of up to `chunk_tokens` tokens in pieces if `recordable`; `decodes`: limit of one-token
+        sequences.
 
-        For steps that no other recording takes; all ranks of a group together.
+        The recordings serve steps that fit no other recording. All ranks of a group record together.
         """
         if self.recordable:
             sizes, sequences = piece_sizes(chunk_tokens), decodes + SEQUENCES
@@ -236,7 +245,7 @@ class ModelRunner:
         self.pool, self.states = self._memory()
 
     def _memory(self) -> tuple[KVPool, RowStates | None]:
-        """A new KV pool, and the recurrent states by row (None for a model without recurrent layers)."""
+        """Returns a new KV pool, and the recurrent states by row (None for a model without recurrent layers)."""
         slots = self.pages * self.page_size
         pool = make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
         if self._sample is None:
@@ -248,17 +257,17 @@ class ModelRunner:
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages of the pool, each (source, destination), as if in sequence; before a step's `forward`.
 
-        Queued on the current stream without synchronization. Raises ValueError for a number that is no page of the
-        pool.
+        The copies are queued on the current stream without synchronization. Raises ValueError for a number that is no
+        page of the pool.
         """
         copy_in_order(self.pool, self.page_size, copies)
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """Runs one step and returns the logits after each sequence's last token, float32 `[sequences, vocab]`.
 
-        `on_layer(layer)` is called after a layer's K and V were written (on a GPU: queued). The host never
-        synchronizes. The next step overwrites the logits. Raises ValueError for an empty batch, or a slice beyond
-        the block table.
+        `on_layer(layer)` is called after a layer's K and V were written (on a GPU: after the write is queued). The
+        host never synchronizes. The next step overwrites the logits. Raises ValueError for an empty batch, or a slice
+        beyond the block table.
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
@@ -275,7 +284,9 @@ class ModelRunner:
         parts = recurrent_parts(batch, each_alone=self.deterministic)
         for number, part in enumerate(parts):
             ones = tuple(batch.sequences[index] for index in part)
-            hook = on_layer if number == len(parts) - 1 else None  # only then is the KV of the step complete
+            hook = (
+                on_layer if number == len(parts) - 1 else None
+            )  # only the last part completes the KV of the step
             with self.states.of(ones) as cache:
                 found = self._forward(StepBatch(ones), hook, len(ones), cache)
             logits.update(zip(part, found, strict=True))
@@ -292,7 +303,7 @@ class ModelRunner:
         if backend(self.device) == "triton":
             use_linear_kernels(self.model)
         self._row_wise = RowWise(self.spec.architecture)
-        with alone(self.model):
+        with without_other_ranks(self.model):
             for tokens in (1, 3):
                 self._look(ShapeProbe(), None, tokens)
         found = dict(self._row_wise.replaced)
@@ -333,7 +344,7 @@ class ModelRunner:
         """Runs a step of one token per request from device tensors alone; see `graphs.Compute`."""
         ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
-        context = self._kernel_step(one_each(rows, positions), slots, max_tokens=max_tokens)
+        context = self._kernel_step(one_token_each(rows, positions), slots, max_tokens=max_tokens)
         return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None)
 
     def _chunk(self, numbers: torch.Tensor, _: int) -> torch.Tensor:
@@ -342,7 +353,7 @@ class ModelRunner:
         ids, positions, rows = numbers[: -len(of_sequences)].view(3, -1)
         own_rows, firsts, starts, counts, last = of_sequences.view(5, -1)
         slots = self.req_to_token.table[rows, positions].long()
-        index = chunks_of(PackedQueries(own_rows, firsts, starts, counts, len(ids)))
+        index = index_of_chunks(PackedQueries(own_rows, firsts, starts, counts, len(ids)))
         context = self._kernel_step(index, slots)
         return self._run(ids[None], positions[None], last, context, None)
 
@@ -406,7 +417,7 @@ class ModelRunner:
         # A hybrid model without recurrent layers gets a trial cache, which fails if a layer stores state.
         hybrid = recurrent or getattr(self.model, "_is_stateful", False)
         cache = make_cache(config) if hybrid else None
-        with alone(self.model):
+        with without_other_ranks(self.model):
             logits = self._look(probe, cache)
             heads = [
                 (shape.q_heads, shape.kv_heads)

@@ -1,5 +1,5 @@
-"""Sampled tokens that stay on the device: a step's output is input of the next step, which is launched before the
-host has read it.
+"""Sampled tokens that stay on the device: a step's output is the input of the next step, which is launched before the
+host has read the tokens.
 
 A step refers to a token by a number below 0 in the place of a token id. (vLLM's asynchronous scheduling and
 SGLang's overlap scheduler pass tokens on in the same way.)
@@ -28,8 +28,9 @@ class SampledTokenBuffer:
     def share(self, tokens: torch.Tensor | None, count: int) -> None:
         """Replaces the tokens, on all ranks of the group together.
 
-        `tokens`: int64 `[count]` on the device, on rank 0; None on the other ranks. A negative token, of bad logits,
-        counts as 0: its request fails when the host reads it, and the next step must not.
+        `tokens`: int64 `[count]` on the device, on rank 0; None on the other ranks. A negative token marks bad
+        logits, and is replaced by 0: its request fails when the host reads the token, but the next step must not
+        fail.
         """
         own = self._tokens[:count]
         if tokens is None:

@@ -1,10 +1,10 @@
 """Tensor parallelism: a rank's slice of every linear layer, by the model's own plan (`base_model_tp_plan`).
 
 Column-parallel layers keep some output rows (query heads, KV heads, a part of the MLP), row-parallel ones the
-matching input columns, and then sum over the ranks. Idea: Megatron-LM (Shoeybi et al., 2019). Embedding and
-output head are kept whole, and so is every part whose plan or shape cannot be split exactly: each rank then
-computes it alike. Of attention that is kept whole (fused projections, latent attention, norms over all heads) the
-KV cache and the attention itself are still split by heads, see `disagg.model.attention.paged.SharedHeads`.
+matching input columns, and then sum over the ranks. Idea: Megatron-LM (Shoeybi et al., 2019). Each rank holds and
+computes the whole embedding and output head, and every part whose plan or shape cannot be split exactly. If such a
+part is attention (fused projections, latent attention, norms over all heads), the KV cache and the attention itself
+are still split by heads; see `disagg.model.attention.paged.SharedHeads`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Cut:
     span: Span
 
     def apply(self, full: torch.Tensor) -> torch.Tensor:
-        """View of the part."""
+        """Returns a view of the part."""
         return full.narrow(self.dim, self.span.start, len(self.span))
 
 
@@ -51,14 +51,14 @@ class RowParallelLinear(nn.Linear):
     """Replaces torch's product with the weight, if set."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The full layer's output, the same on every rank."""
+        """Returns the full layer's output, equal on every rank."""
         y = nn.functional.linear(x, self.weight) if self.product is None else self.product(x)
         self.collective.all_reduce(y)
         return y if self.bias is None else y + self.bias
 
 
 def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
-    """Query heads of a rank, of each class of layers.
+    """Returns the query heads of a rank in each class of layers.
 
     Raises UnsupportedModelError when `size` does not divide them.
     """
@@ -129,7 +129,7 @@ class _Sharder:
         return Sharding(self._cuts, "attention" in whole, whole)
 
     def _planned(self) -> dict[str, dict[str, str]]:
-        """Style of each planned module that exists, by the parent's name and the child's."""
+        """Returns the style of each planned module that exists, by the names of parent and child."""
         styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
         prefix = self._model.base_model_prefix
         names = [name for name, _ in self._model.named_modules()]
@@ -157,7 +157,7 @@ class _Sharder:
             raise _UnsplittableError(f"its plan covers {count} of {layers} attention layers")
 
     def _check_attention(self, parent: str, plan: dict[str, str]) -> str:
-        """The name of its row-parallel layer."""
+        """Returns the name of the attention's row-parallel layer. Raises if the attention cannot be split."""
         shape = self._spec.shapes[self._class_of(parent)]
         row = self._rest(parent, plan, allowed=set(_QKV), head_dims={shape.k_dim, shape.v_dim})
         widths = (shape.q_heads * shape.k_dim, shape.kv_heads * shape.k_dim, shape.kv_heads * shape.v_dim)
@@ -181,13 +181,17 @@ class _Sharder:
         return self._spec.class_of(self._model.get_submodule(parent).layer_idx) if self._spec.more else 0
 
     def _has(self, parent: str, child: str) -> bool:
-        """False of a layer that takes K and V from an earlier one, or V from K."""
+        """Returns whether `parent` has the projection `child`: some layers take K and V from an earlier layer, or V
+        from K.
+        """
         return not self._spec.places or getattr(self._model.get_submodule(parent), child, None) is not None
 
     def _check_mlp(self, parent: str, plan: dict[str, str]) -> tuple[list[str], str]:
-        """The names of its column-parallel layers and of the row-parallel one."""
+        """Returns the names of the MLP's column-parallel layers and of its row-parallel layer. Raises if the MLP
+        cannot be split.
+        """
         if getattr(self._model.get_submodule(parent), "activation_sparsity", 0.0):
-            raise _UnsplittableError("which of its activations are zero follows from all of them")
+            raise _UnsplittableError("all of its activations together determine the ones set to zero")
         columns = sorted(child for child, style in plan.items() if style == "colwise")
         row = self._rest(parent, plan, allowed=set(columns))
         for child in columns:
@@ -205,7 +209,9 @@ class _Sharder:
     def _rest(
         self, parent: str, plan: dict[str, str], allowed: set[str], head_dims: Container[int] = ()
     ) -> str:
-        """The one row-parallel child, when everything else in `parent` is understood."""
+        """Returns the only row-parallel child of `parent`. Raises unless every other parameter can be split or is per
+        head.
+        """
         rows = [child for child, style in plan.items() if style == "rowwise"]
         for child, style in plan.items():
             known = (child in allowed and style == "colwise") or style in ("rowwise", _PER_HEAD)
@@ -258,7 +264,7 @@ class _Sharder:
 
 
 def _pattern(name: str) -> str:
-    """`model.layers.*.mlp` for `model.layers.7.mlp`."""
+    """Returns `name` with layer numbers replaced: `model.layers.*.mlp` for `model.layers.7.mlp`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 

@@ -35,7 +35,7 @@ class _Request:
         return (*self.prompt, *self.answer)
 
     def finished(self, eos_ids: tuple[int, ...]) -> bool:
-        """Whether the last token ends the answer; the token itself stays part of it."""
+        """Returns whether the last token ends the answer; that token belongs to the answer."""
         stops = ending_tokens(self.params, eos_ids)
         return len(self.answer) >= self.params.max_tokens or (bool(self.answer) and self.answer[-1] in stops)
 
@@ -145,7 +145,7 @@ class _Engine:
                 slices.append(SequenceSlice(request.row, start, tokens, len(request.prompt)))
                 chosen.append(request)
         if not slices:
-            raise InvariantError(f"nothing to run of {len(self._running)} running requests")
+            raise InvariantError(f"no step can be planned for {len(self._running)} running requests")
         logits = self._runner.forward(StepBatch(tuple(slices)))
         for request, piece in zip(chosen, slices, strict=True):
             request.computed = piece.stop

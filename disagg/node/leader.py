@@ -124,7 +124,7 @@ class Leader(ABC):
         return True
 
     def handle_posted(self) -> None:
-        """Handles the messages given to `post`, in order; then raises an error of a handler, a bug."""
+        """Handles the messages given to `post`, in order; then raises the errors of failed handlers, all bugs."""
         errors: list[Exception] = []
         with self._changed:
             while self._posted:

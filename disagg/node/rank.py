@@ -305,7 +305,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         return True
 
     def _lost_unled(self, peer: str) -> None:
-        """On ranks other than 0: the loss of the leader breaks the rank."""
+        """Handles a lost peer on ranks other than 0: the loss of the leader breaks the rank."""
         if self._group is not None and peer == self._group.leader.control_address:
             self.on_broken(f"{self.lane} lost its leader {peer}")
 

@@ -163,7 +163,7 @@ def gigabytes(nbytes: int) -> str:
 
 
 def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
-    """Runs, on the trash page, the longest prompt's last chunk, with a full decode batch if the group decodes."""
+    """Runs the longest prompt's last chunk on the trash page, with a full decode batch if the group decodes."""
     table = runner.req_to_token
     longest = table.max_tokens - runner.spec.state_tokens
     chunks = PromptChunks.of(runner.spec, group.chunk_tokens)

@@ -42,11 +42,11 @@ class StepWatch:
         return max(self._floor_s, FACTOR * self._longest_s)
 
     def begins(self) -> None:
-        """Called by the compute thread before a step."""
+        """Records the begin of a step. The compute thread calls this method before each step."""
         self._began_s = self._clock()
 
     def ended(self) -> None:
-        """Called by the compute thread after a step."""
+        """Records the end of a step. The compute thread calls this method after each step."""
         assert self._began_s is not None, "`begins` was called"
         self._longest_s = max(self._longest_s, self._clock() - self._began_s)
         self._began_s = None

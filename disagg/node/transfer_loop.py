@@ -70,7 +70,7 @@ _NO_CALLBACKS = LoopCallbacks()
 
 
 class TransferLoop:
-    """Owns the thread. Any thread may `post`; `stop` joins the thread."""
+    """The loop of the transfer thread, which it owns. Any thread may `post`; `stop` joins the transfer thread."""
 
     def __init__(
         self,

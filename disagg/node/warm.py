@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from disagg.core.types import SamplingParams, Shard, Span, code_row_bytes
+from disagg.core.types import SamplingParams, Shard, Span, quantized_row_bytes
 from disagg.kv.pages import TRASH_PAGE
 from disagg.kv.pool import KVPool, MHATokenToKVPool
 from disagg.model.batch import SequenceSlice, StepBatch
@@ -94,7 +94,7 @@ def _warm_copies(
     minus = sums.any_check(word, less=word) if sums is not None else None
     for heads in rows:
         if quantized is not None:
-            nbytes = len(heads) * code_row_bytes(pool.head_dim)  # of one token in one layer
+            nbytes = len(heads) * quantized_row_bytes(pool.head_dim)  # of one token in one layer
             scratch = torch.empty(nbytes, dtype=torch.uint8, device=pool.buffer.device)
             gather_quantized(pool.buffer, slots[:1], layer, heads, quantized, scratch, check)
             continue

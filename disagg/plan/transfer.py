@@ -134,7 +134,7 @@ def _bytes(segments: tuple[Segment, ...]) -> int:
 
 
 def describe_bytes(nbytes: int) -> str:
-    """'1.5 MiB': binary units, three digits."""
+    """Returns text like `1.5 MiB`: binary units, three digits."""
     value = float(nbytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1000:
@@ -144,7 +144,7 @@ def describe_bytes(nbytes: int) -> str:
 
 
 def describe_span(what: str, span: Span) -> str:
-    """'heads 0-3', 'head 5': for labels."""
+    """Returns a label like `heads 0-3` or `head 5`."""
     return f"{what}s {span}" if len(span) != 1 else f"{what} {span}"
 
 

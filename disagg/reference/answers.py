@@ -39,7 +39,7 @@ def comparable(config: Config, deterministic: bool | None) -> Config:
 
 
 def equal_tokens(config: Config) -> bool:
-    """Whether each token must equal that of `reference_answers`; otherwise rounding may explain a difference.
+    """Returns whether each token must equal that of `reference_answers`; otherwise rounding may explain a difference.
 
     In 16 bits, equality requires `model.deterministic`, one rank on each side as in the reference, and our own engine
     as the reference. `config` is that of a running cluster, with its TP sizes. See `disagg.model.rounding`.
@@ -51,7 +51,7 @@ def equal_tokens(config: Config) -> bool:
 
 
 def tokens_must_be_equal(config: Config, *, same_sizes: bool) -> bool:
-    """Whether two systems with the model of `config` round alike; `same_sizes`: their TP sizes are equal.
+    """Returns whether two systems with the model of `config` round alike; `same_sizes`: their TP sizes are equal.
 
     In 16 bits, and with quantized KV on a GPU, where a float's last bit can change a quantized value, that requires
     `model.deterministic` and the same sizes.

@@ -28,7 +28,7 @@ class ReferenceEngine(Protocol):
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[torch.Tensor]:
         """Yields logits `[vocab]` after the prompt and after each token of `answer` but the last.
 
-        A tensor is valid until the next one. Steps do not run as CUDA graphs, so `disagg.model.rounding.shaken`
+        A tensor is valid until the next one. Steps do not run as CUDA graphs, so `disagg.model.rounding.output_noise`
         affects them.
         """
 

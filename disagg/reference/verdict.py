@@ -19,7 +19,7 @@ def judged_of(
 
 
 def within(judged: Sequence[Judged] | None) -> bool:
-    """Whether an answer differs and rounding explains every difference."""
+    """Returns whether an answer differs and rounding explains every difference."""
     return bool(judged) and all(one.within for one in judged or ())
 
 

@@ -85,7 +85,7 @@ def pack(spans: list[TimelineSpan]) -> list[list[TimelineSpan]]:
 
 
 def _lane_order(lane: str) -> tuple[int, str, int]:
-    """Sort key: `prefill r2` before `prefill r10` before `decode r0` before other lanes."""
+    """Returns a lane's sort key: `prefill r2` before `prefill r10` before `decode r0` before other lanes."""
     role, _, rank = lane.rpartition(" r")
     if not rank.isdigit():
         return 2, lane, 0

@@ -86,7 +86,7 @@ class Answer:
     def add(self, message: m.Tokens) -> Iterable[tuple[Output, bool]]:
         """Adds `message`; yields the outputs that are now complete up to their first token.
 
-        Each comes with whether a stop string ended the answer before the decode group did.
+        The flag of each output says whether a stop string ended the answer before its end by the decode group.
         """
         self.early.setdefault(message.index, message)
         while not self.over and (tokens := self.early.pop(len(self.tokens), None)) is not None:

@@ -116,9 +116,9 @@ def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> Rou
     """Returns the group with the lowest cost: queued tokens plus uncached prompt tokens. Sessions keep a decode
     group.
 
-    Groups within 1/16 of the prompt of the lowest cost count as equal. Otherwise a short prefix common to all prompts
-    would send every request to one group. Among equal groups the order is: fewest requests, then fewest cached
-    blocks.
+    Groups whose cost exceeds the lowest by at most 1/16 of the prompt count as equal. Otherwise a short prefix common
+    to all prompts would send every request to one group. Among equal groups the order is: fewest requests, then
+    fewest cached blocks.
     """
     usable = _usable(engines)
     if request.session and usable[0].group.role == "decode":

@@ -97,7 +97,7 @@ class SessionHandlers(ABC):
         return max(0.0, self.deadline_s - now_s)
 
     def note_loss(self, error: DisaggError, *, prefill: bool, resumable: bool) -> None:
-        """Sets `loss`, or another reason for which a further session can continue the request."""
+        """Records in `loss`, `unlinked` and `resumable` whether another session can continue the request."""
         if isinstance(error, ChecksumError):
             self.loss = Loss.DAMAGE
         elif isinstance(error, NotLinkedError) or (

@@ -102,7 +102,7 @@ def tls_ports(ranks: Iterable[RankInfo]) -> Known:
 
 
 def open_to_others(path: Path) -> bool:
-    """Whether the permissions of a unix socket and of its parent folders allow another user to connect."""
+    """Returns whether the permissions of a unix socket and of its parent folders allow another user to connect."""
     try:
         if not path.stat().st_mode & _OTHERS_WRITE:
             return False

@@ -113,7 +113,7 @@ def _client_hello() -> bytes:
 
 
 def _is_http2(greeting: bytes) -> bool:
-    """Whether the first frame of `greeting` is SETTINGS on stream 0."""
+    """Returns whether the first frame of `greeting` is SETTINGS on stream 0."""
     return len(greeting) >= 9 and greeting[3] == _SETTINGS and greeting[5:9] == bytes(4)
 
 

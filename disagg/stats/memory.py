@@ -47,7 +47,7 @@ class GroupMemory(msgspec.Struct, frozen=True):
     ranks: tuple[RankMemory, ...]
 
     def kind_bytes(self, kind: Kind) -> int:
-        """Bytes of one kind on all ranks."""
+        """Returns the bytes of one kind of memory on all ranks."""
         return sum(rank.kinds[kind] for rank in self.ranks)
 
     @property

@@ -65,7 +65,7 @@ def append(pictures: Sequence[ServiceStatus], newest: ServiceStatus) -> list[Ser
 
 
 def restarted(before: ServiceStatus, now: ServiceStatus) -> bool:
-    """Whether the samples come from two processes, whose totals cannot be compared."""
+    """Returns whether the samples come from two processes, whose totals cannot be compared."""
     return abs((now.unix_s - now.uptime_s) - (before.unix_s - before.uptime_s)) > SAME_START_S
 
 

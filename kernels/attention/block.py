@@ -22,7 +22,7 @@ TOTAL_COLUMNS = tl.constexpr(16)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def empty_state(ROWS: tl.constexpr, BLOCK_V: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """The initial running state, as `add_block` takes it."""
+    """Returns the initial running state of the softmax: `largest`, `total` and `values_sum` of `add_block`."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS, TOTAL_COLUMNS], tl.float32)
     return largest, total, tl.zeros([ROWS, BLOCK_V], tl.float32)
@@ -111,7 +111,7 @@ def add_block(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def join_states(largest, total, values_sum, more_largest, more_total, more_values):  # type: ignore[no-untyped-def]
-    """Joins two running states, `total` `[rows, columns]` each; exact where one of them has seen no token."""
+    """Joins two running states, `total` `[rows, columns]` each; exact if one of the states has seen no token."""
     new_largest = tl.maximum(largest, more_largest)
     level = tl.where(new_largest == float("-inf"), 0.0, new_largest)
     shrink, factor = tl.exp2(largest - level)[:, None], tl.exp2(more_largest - level)[:, None]

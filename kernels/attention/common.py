@@ -192,12 +192,12 @@ def halves(quantized):  # type: ignore[no-untyped-def]
         # 1024 + (value + 128) needs no arithmetic: its low 8 bits are the value's with the sign inverted.
         found = tl.inline_asm_elementwise(
             """{
-            .reg .b32 code, high, less;
-            xor.b32 code, $2, 0x80808080;
+            .reg .b32 biased, high, less;
+            xor.b32 biased, $2, 0x80808080;
             mov.b32 high, 0x64646464;
             mov.b32 less, 0x64806480;
-            prmt.b32 $0, code, high, 0x4140;
-            prmt.b32 $1, code, high, 0x4342;
+            prmt.b32 $0, biased, high, 0x4140;
+            prmt.b32 $1, biased, high, 0x4342;
             sub.f16x2 $0, $0, less;
             sub.f16x2 $1, $1, less;
             }""",

@@ -1,6 +1,6 @@
 """Contexts split over several programs, and the kernel that joins their partial results (FlashDecoding).
 
-The number of splits of a row depends on the number of tokens it sees, which only the device knows. The grid
+The number of splits of a row depends on the number of tokens it sees, which is known only on the device. The grid
 covers the maximum, so that the launch can be captured in a CUDA graph; surplus programs end at once. Rows
 with one split are complete when their program ends; a second kernel joins the others.
 

@@ -63,8 +63,9 @@ class Summer:
             torch.cuda.current_stream(device).synchronize()  # zero before another stream adds to the parts
 
     def finish(self, total: torch.Tensor, less: torch.Tensor | None, seed: int) -> None:
-        """Enqueues: `total` becomes the sum of the parts and `seed`, minus `less`; the parts become zero
-        again."""
+        """Launches the end of a sum: `total` becomes the sum of the parts and `seed`, minus `less`; the parts become
+        zero.
+        """
         variant = (less is None, seed > _INT32_MAX)
         with on_device(self.parts):
             compiled = self._compiled.get(variant)
@@ -88,7 +89,7 @@ class Check:
     less: torch.Tensor | None = None
     """int64 `[1]` on the copy's device."""
     seed: int = 0
-    """Added to the sum; 0 to 2^63 - 1. Gives a message of zeros, or an earlier message, a different sum."""
+    """Added to the sum; 0 to 2^63 - 1. The seed distinguishes a message from zeros and from an earlier message."""
 
     def __post_init__(self) -> None:
         _check_word("total", self.total)
@@ -126,20 +127,20 @@ NO_SIZES = (0, 0, 0)
 
 
 def unit_bytes(head_bytes: int) -> int:
-    """Returns the bytes multiplied by one key. Equal on both sides of a transfer, because their heads are."""
+    """Returns the bytes multiplied by one key. Both sides of a transfer have equal heads, and so equal units."""
     return min(_UNIT_BYTES, head_bytes & -head_bytes)
 
 
 @triton.jit
 def row_keys(plane, token):  # type: ignore[no-untyped-def]
-    """Returns the even keys of rows: of a plane and tokens `[n]`."""
+    """Returns an even key for the row of each token, `[n]`, in `plane`."""
     key = token.to(tl.uint64) * _TOKEN_KEY + plane.to(tl.uint64) * _PLANE_KEY
     return (key ^ (key >> 32)) & _EVEN
 
 
 @triton.jit
 def unit_keys(unit):  # type: ignore[no-untyped-def]
-    """Returns the odd keys of units `[n]`; still odd after exclusive or with a row's key."""
+    """Returns an odd key for each unit number, `[n]`. XOR with a row's even key keeps a key odd."""
     key = unit.to(tl.uint64) * _COLUMN_KEY
     return (key ^ (key >> 32)) | 1
 

@@ -56,11 +56,11 @@ class Copy:
         return self.aligned // self.word_bytes
 
     def pool_words(self) -> torch.Tensor:
-        """View `[layers, planes, slots, row_words]` of the pool: the copied layers and heads only."""
+        """Returns a view `[layers, planes, slots, row_words]` of the pool: the copied layers and heads only."""
         return view_words(self.pool, self.rows, self.layers, self.word_bytes)
 
     def staged_words(self) -> torch.Tensor:
-        """View `[layers, planes, tokens, row_words]` of staging."""
+        """Returns a view `[layers, planes, tokens, row_words]` of staging."""
         return self.staged.view(WORDS[self.word_bytes]).view(
             -1, self.pool.shape[1], self.slots.shape[0], self.rows.row_bytes // self.word_bytes
         )

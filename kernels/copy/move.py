@@ -51,7 +51,7 @@ class _Move:
         return min(rows.aligned for rows in self.rows)
 
     def words(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views `[layers, planes, slots, row_words]` of source and target."""
+        """Returns views `[layers, planes, slots, row_words]` of source and target."""
         source, target = (
             view_words(place.pool, rows, place.layers, self.word_bytes)
             for place, rows in zip((self.source, self.target), self.rows, strict=True)

@@ -37,7 +37,7 @@ class _Plan:
         return min(self.aligned, 8)
 
     def words(self) -> torch.Tensor:
-        """View `[planes, words of a plane]` of the pool."""
+        """Returns a view `[planes, words of a plane]` of the pool."""
         return self.buffer.view(-1).view(WORDS[self.word_bytes]).view(self.rows.planes, -1)
 
 

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from disagg.core.types import SCALE_BYTES, Span, code_row_bytes
+from disagg.core.types import SCALE_BYTES, Span, quantized_row_bytes
 from kernels.attention.common import on_device
 from kernels.attention.kv_write import SMALLEST, quantize, quantize_rows
 from kernels.attention.layer_kv import FP8, QUANTIZED, describe, quantized_limit
@@ -94,7 +94,7 @@ def prepare_quantized_move(
     check_fence(fence, source.pool.device)
     rows_of(target.pool, target.layers, target.heads)
     check_slots(target.slots, target.pool)
-    wanted = (*_sizes(source), 1, code_row_bytes(source.pool.shape[4]), torch.uint8)
+    wanted = (*_sizes(source), 1, quantized_row_bytes(source.pool.shape[4]), torch.uint8)
     found = (*_sizes(target), target.pool.shape[1], target.pool.shape[4], target.pool.dtype)
     if wanted != found:
         raise ValueError(
@@ -134,7 +134,7 @@ def _staged(source: PoolSlice, dtype: torch.dtype, out: torch.Tensor) -> PoolSli
         1,
         len(source.slots),
         len(source.heads),
-        code_row_bytes(source.pool.shape[4]),
+        quantized_row_bytes(source.pool.shape[4]),
     )
     nbytes = math.prod(shape)
     if out.dtype != torch.uint8 or out.shape != (nbytes,) or not out.is_contiguous():
@@ -301,8 +301,8 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
         keys = row_keys(first_plane + plane // 2 * 2, first_token + token)
         unit = first_unit + head * (HEAD_BYTES // 4)
         byte = side * DIM + element
-        code = found.to(tl.int32) & 0xFF
-        bits = (code << (byte % 4 * 8)[None, :].to(tl.int32)).to(tl.uint32, bitcast=True)
+        value = found.to(tl.int32) & 0xFF
+        bits = (value << (byte % 4 * 8)[None, :].to(tl.int32)).to(tl.uint32, bitcast=True)
         unit_key = unit_keys(unit[:, None] + (byte // 4)[None, :])
         terms = tl.where(mask, bits, 0).to(tl.uint64) * (keys[:, None] ^ unit_key)
         # The scales of K and V have two bytes each, together one unit.

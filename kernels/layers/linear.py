@@ -1,5 +1,4 @@
-"""A linear layer in which a row's bits depend on no other row: `kernels.layers.matmul` with little host
-overhead.
+"""A linear layer in which the bits of a row's result do not depend on the other rows, with little host overhead.
 
 A step has hundreds of such layers, and Triton's lookup of a compiled kernel takes longer than many of them
 run. A weight therefore caches the compiled kernel of each tile, and descriptors that differ in an address
@@ -85,7 +84,7 @@ class Linear:
             torch.addmm(bias, rows, self._weight.t(), out=out)
 
     def _has_library(self) -> bool:
-        """Whether the library's product of `LIBRARY_ROWS` rows gives the kernel's bits.
+        """Returns whether the library's product of `LIBRARY_ROWS` rows gives the kernel's bits.
 
         Tested once per shape with random rows and bias, which waits for the device. A different summation
         order cannot give the same bits for a million sums.
@@ -123,7 +122,7 @@ class Linear:
     def _again(self, compiled: Any, rows: torch.Tensor, out: torch.Tensor, tile: MatmulTile) -> None:
         m, n, k = rows.shape[0], self._n, self._k
         grid = (-(-m // tile.rows) * -(-n // tile.columns), 1, 1)
-        meta = (k % tile.summed == 0, GROUP_M, tile.swapped, tile.rows, tile.columns, tile.summed)
+        meta = (k % tile.summed == 0, GROUP_M, tile.transposed, tile.rows, tile.columns, tile.summed)
         compiled[grid](
             rows, self._weight, self._bias, out, None, m, n, k, 0, k, 1, 0, 1, k, *meta
         )  # batch strides are not used for one batch

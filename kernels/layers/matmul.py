@@ -1,4 +1,4 @@
-"""Matrix products in which a row's result has the same bits for any other rows.
+"""Matrix products in which the bits of a row's result do not depend on the other rows.
 
 `out[b, m, n] = sum over k of left[b, m, k] * right[b, k, n]`, summed in float32 from the first `k` to the
 last, never in parts: the bits depend on that order only. Tiles differ by the number of rows, for speed only.
@@ -27,7 +27,7 @@ from kernels.layers.matmul_tiles import MatmulTile, by_descriptor, tile_of, tile
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GROUP_M = 8
-"""Row blocks that are computed side by side and share columns of `right` in the cache."""
+"""Number of adjacent row blocks that share columns of `right` in the cache."""
 _APART = 32
 """Elements of a type of two bytes in 64 bytes."""
 _CHECKED_SHAPE = (300, 272, 1056)
@@ -41,7 +41,7 @@ def matmul(
     *,
     tile: MatmulTile | None = None,
 ) -> torch.Tensor:
-    """Returns `left @ right + bias` for each of a batch, `[batch, m, n]` of left's type, rounded once.
+    """Returns `left @ right + bias` for each matrix of a batch, `[batch, m, n]` of left's type, rounded once.
 
     - left: float32, bfloat16 or float16 `[batch, m, k]`, any strides.
     - right: `[batch, k, n]` of the same type, any strides.
@@ -123,8 +123,9 @@ def _grouped_reference(left: torch.Tensor, right: torch.Tensor, ends: torch.Tens
 
 
 def require_same_bits(device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ConfigError unless all tiles give the same bits on `device`. Some launches, and waits for the
-    device."""
+    """Raises ConfigError unless all tiles give the same bits on `device`. The check launches kernels and waits for
+    the device.
+    """
     if device.type == "cuda" and backend(device) == "triton" and not _all_tiles_agree(device, dtype):
         raise ConfigError(
             f"model.deterministic = true is not supported on {torch.cuda.get_device_name(device)}: its tensor cores "
@@ -181,7 +182,7 @@ def run(
         *right.stride(),
         WHOLE=left.shape[2] % tile.summed == 0,
         GROUP_M=GROUP_M,
-        SWAPPED=tile.swapped,
+        TRANSPOSED=tile.transposed,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
         SUMMED=tile.summed,
@@ -258,7 +259,7 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     # meta
     WHOLE: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     GROUP_M: tl.constexpr,  # noqa: N803
-    SWAPPED: tl.constexpr,  # noqa: N803
+    TRANSPOSED: tl.constexpr,  # noqa: N803
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
     SUMMED: tl.constexpr,  # noqa: N803
@@ -283,17 +284,17 @@ def _matmul_kernel(  # type: ignore[no-untyped-def]
     w_row = right + batch * right_batch_stride + (column % n).to(tl.int64) * right_column_stride
     x = x_row[:, None] + element[None, :] * left_k_stride
     w = w_row[:, None] + element[None, :] * right_k_stride
-    sums = tl.zeros([COLUMNS if SWAPPED else ROWS, ROWS if SWAPPED else COLUMNS], tl.float32)
+    sums = tl.zeros([COLUMNS if TRANSPOSED else ROWS, ROWS if TRANSPOSED else COLUMNS], tl.float32)
     for first in range(0, k, SUMMED):
         if WHOLE:
             some_x, some_w = tl.load(x), tl.load(w)
         else:  # zeros do not change the sum
             inside = (first + element < k)[None, :]
             some_x, some_w = tl.load(x, mask=inside, other=0.0), tl.load(w, mask=inside, other=0.0)
-        sums = dot(some_w, tl.trans(some_x), sums) if SWAPPED else dot(some_x, tl.trans(some_w), sums)
+        sums = dot(some_w, tl.trans(some_x), sums) if TRANSPOSED else dot(some_x, tl.trans(some_w), sums)
         x += SUMMED * left_k_stride
         w += SUMMED * right_k_stride
-    if SWAPPED:
+    if TRANSPOSED:
         sums = tl.trans(sums)
     if bias is not None:
         sums += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]

@@ -28,30 +28,32 @@ class MatmulTile:
     stages: int = 4
     rate: float = 1.0
     """Rate relative to the best tile, measured on Hopper (4,096 summed elements)."""
-    swapped: bool = False
-    """`right` is the left operand of the tensor cores' instruction, which has 64 rows: for few rows of
-    `left`."""
+    transposed: bool = False
+    """The program computes the transposed product, in which the columns of `right` fill the 64 rows of the tensor
+    cores' instruction. Faster for few rows of `left`.
+    """
     descriptors: bool = False
-    """Operands are loaded by bulk tensor copies (TMA), in a persistent grid."""
+    """The program loads operands by bulk tensor copies (TMA), in a persistent grid."""
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program with 16-bit operands. Without descriptors, Hopper uses one stage more,
-        which fits for any of these tiles."""
+        """Shared memory of a program with 16-bit operands. Without descriptors, Hopper uses one more stage, which
+        fits for each of these tiles.
+        """
         held = self.stages if self.descriptors else self.stages - 1
         return 2 * (self.rows + self.columns) * self.summed * held
 
     def cost(self, rows: int, columns: int, programs: int) -> float:
-        """Relative time of a product on `programs` multiprocessors: whole waves of blocks."""
+        """Returns the relative time of a product on `programs` multiprocessors, in whole waves of blocks."""
         blocks = -(-rows // self.rows) * -(-columns // self.columns)
         return -(-blocks // programs) * self.rows * self.columns / self.rate
 
 
 _FEW_ROWS = (
-    MatmulTile(16, 64, 128, stages=5, swapped=True),
-    MatmulTile(32, 64, 128, stages=5, swapped=True),
+    MatmulTile(16, 64, 128, stages=5, transposed=True),
+    MatmulTile(32, 64, 128, stages=5, transposed=True),
 )
-"""Tiles for up to 16 and 32 rows, where reading `right` takes all the time."""
+"""Tiles for up to 16 and 32 rows, where the time is that of reading `right`."""
 _FLOAT32 = MatmulTile(32, 32, 32, stages=3)
 _PLAIN = (
     MatmulTile(64, 32, 128, stages=6, rate=0.6),
@@ -95,12 +97,12 @@ def _with_room(choices: tuple[MatmulTile, ...], device: torch.device) -> tuple[M
 
 @lru_cache
 def has_tma(device: torch.device) -> bool:
-    """Whether the device has bulk tensor copies."""
+    """Returns whether the device has bulk tensor copies."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _TMA_CAPABILITY
 
 
 def by_descriptor(x: torch.Tensor) -> bool:
-    """Whether bulk tensor copies can read a matrix: 16 bits, rows contiguous, 16-byte aligned."""
+    """Returns whether bulk tensor copies can read a matrix: 16 bits, rows contiguous, 16-byte aligned."""
     plain = has_tma(x.device) and x.element_size() == 2 and x.stride(1) == 1 and x.stride(0) >= x.shape[1]
     aligned = x.stride(0) * x.element_size() % _TMA_ALIGNMENT_BYTES == 0
     return plain and aligned and x.data_ptr() % _TMA_ALIGNMENT_BYTES == 0

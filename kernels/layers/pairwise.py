@@ -1,15 +1,15 @@
 """Sums of pairs of halves in plain torch, for devices without kernels of this package.
 
 The elements `0 .. 2^i` and `2^i .. 2^(i+1)` are added element by element, from the largest power of two down to 1.
-The bits depend on the summed elements alone: not on other rows, and not on zeros behind the last element. So rows of
-different lengths may share a padded tensor.
+The bits depend only on the summed elements, not on other rows or on zeros after the last element. Rows of different
+lengths may therefore share a padded tensor.
 """
 
 from __future__ import annotations
 
 import torch
 
-_MOST_TERMS = 1 << 20
+MOST_TERMS = 1 << 20
 """Most products in memory at a time: 4 MiB in float32, which caches hold."""
 
 
@@ -29,13 +29,13 @@ def pairwise_sum(x: torch.Tensor) -> torch.Tensor:
 
 
 def pairwise_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Returns `left @ right` for each of a batch, `[batch, m, n]` of left's type, rounded once.
+    """Returns `left @ right` for each matrix of a batch, `[batch, m, n]` of left's type, rounded once.
 
     - left: float32, bfloat16 or float16 `[batch, m, k]`, any strides.
     - right: `[batch, k, n]` of the same type, any strides.
     """
     batch, m, k = left.shape
-    if batch * m * k * right.shape[2] > _MOST_TERMS and batch * m > 1:
+    if batch * m * k * right.shape[2] > MOST_TERMS and batch * m > 1:
         if batch > 1:
             half = batch // 2
             parts = [(left[:half], right[:half]), (left[half:], right[half:])]

@@ -95,7 +95,7 @@ def _launch(
     eps: float,
     how: NormWeight,
 ) -> None:
-    """`layout`: see `_row_layout`; `y` and `total` are laid out as `x`."""
+    """Launches the kernel. `layout`: see `_row_layout`; `y` and `total` are laid out as `x`."""
     (outer, x_outer, out_outer), (inner, x_inner, out_inner) = layout
     dim = x.shape[-1]
     block = min(triton.next_power_of_2(dim), MAX_BLOCK)

@@ -1,9 +1,9 @@
-"""A row's likeliest tokens as a list, in which most draws end; parts of the kernel in `kernels.sampling.draw`.
+"""A list of a row's likeliest tokens, which contains the result of most draws; parts of `kernels.sampling.draw`.
 
-The pass that finds a row's highest logit keeps the highest one of each lane, and each lane reads a different part of
-the row. A logit that many lanes reach is reached by few others: about `-lanes * ln(1 - share)` logits reach what a
-`share` of the lanes reaches, in whatever way logits are distributed. One more pass copies those logits to the list.
-No pass depends on the result of the search, and a draw whose token is in the list needs no other one.
+The pass that finds a row's highest logit also keeps the highest logit of each lane; each lane reads a different part
+of the row. If a `share` of the lanes have a logit of at least some value, about `-lanes * ln(1 - share)` logits of
+the row have at least that value, for any distribution of logits. One more pass copies those logits to the list. No
+pass depends on the result of the search, and a draw whose token is in the list needs no further pass.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from kernels.sampling.search import LOWEST_KEY, key_of, load_logits, search_keys
 from kernels.sampling.units import units_of
 
 _SHARE = tl.constexpr(2)
-"""One lane in so many has a logit in the list: 0.69 logits for each lane."""
+"""One in `_SHARE` lanes has a logit in the list: the list has about 0.69 logits for each lane."""
 _STAGES = tl.constexpr(3)
 
 
 @triton.jit
 def lowest_candidate(best):  # type: ignore[no-untyped-def]
-    """int64: key of the largest logit that enough lanes reach; never of -infinity. `best`: int32 `[lanes]`, keys."""
+    """Returns the largest key, int64, that one in `_SHARE` lanes reaches; never the key of -infinity.
+
+    `best`: int32 `[lanes]`, the highest key of each lane.
+    """
     low = tl.full([], LOWEST_KEY + 1, tl.int64)
     high = tl.max(best, 0).to(tl.int64) + 1
     while high - low > 1:
@@ -79,7 +82,7 @@ def draw_listed(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     LIST: tl.constexpr,  # noqa: N803
 ):
-    """The drawn token; -1 where it, or a filter's edge, may not be in the list."""
+    """Returns the drawn token; -1 if that token, or the last token that a filter keeps, may be outside the list."""
     lowest = lowest_candidate(best)
     count, total = list_candidates(
         row, vocab, value_of(lowest), highest, scale, values, indices, BITS, BLOCK, LIST
@@ -114,7 +117,7 @@ def draw_listed(  # type: ignore[no-untyped-def]
         same = listed & (keys == found)
         number = tl.cumsum(same.to(tl.int32), 0)
         index = tl.load(indices + place, mask=listed, other=0)
-        # Each filter's edge is known: it is off, in the list, or beyond a later filter's.
+        # A filter's edge is known if the filter is off, the edge is in the list, or a later filter drops more.
         knows_k = (k <= count) | (outside == 0) | (limited == 0)
         knows_p = last >= outside
         knows_gap = inside | (outside == 0) | (gap == float("inf"))

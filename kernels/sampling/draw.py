@@ -1,9 +1,10 @@
-"""The next token of each row of a batch: its likeliest one, or a draw from what top-k, top-p and min-p leave.
+"""The next token of each row of a batch: the likeliest token, or a draw from the tokens that top-k, top-p and min-p
+keep.
 
-Order and meaning of the filters are those of transformers' warpers: temperature, then top-k (ties with the k-th are
-kept), then top-p (the token that crosses `top_p` is kept), then min-p. A filter drops the least likely tokens, equal
-ones by index, so filters drop one mass at the lower end of a row's order. A draw is one uniform number through the
-inverse of the cumulative distribution, whose order begins with the likeliest token. All masses are integers
+The filters have the order and meaning of transformers' warpers: temperature, then top-k (ties with the k-th are
+kept), then top-p (the token that crosses `top_p` is kept), then min-p. Each filter drops the least likely tokens, and
+equal tokens by index, so all filters together drop the lower end of a row's order. A draw applies the inverse of the
+cumulative distribution, from the likeliest token on, to one uniform number. All masses are integers
 (`kernels.sampling.units`): a row's token depends on no other row, and is the same on all devices.
 """
 
@@ -25,26 +26,28 @@ from kernels.sampling.search import (
     INFINITE_KEY,
     LOWEST_KEY,
     PIVOTS,
-    below,
     highest_of,
     index_of,
     masses_of,
     narrowed,
+    next_smaller,
     search,
     value_of,
 )
 from kernels.sampling.units import fraction_bits, units_of, units_reference
 
 COLDEST = 1e-30
-"""Lowest temperature of a draw, already greedy in effect; a lower one would make scores infinite."""
+"""Lowest temperature of a draw, which is already greedy in effect; a lower temperature would make scores infinite."""
 _HOTTEST = 1e30
 LANES, BLOCK, WARPS = 4096, 1024, 16
-"""Logits that a pass reads at a time, one that computes masses of several values, and warps of a row."""
+"""Logits that a plain pass reads at a time, logits that a pass over several values reads at a time, and warps of a
+row.
+"""
 LIST = 4096
-"""Logits among which a search ends."""
+"""Size of the list in which a search ends."""
 _INFINITY = tl.constexpr(float("inf"))
 _NOTHING = tl.constexpr(64.0)
-"""Bits below the highest logit at which a weight has no unit."""
+"""Distance below the highest logit, in powers of two, at which a weight is 0 units."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,11 @@ class DrawParams:
     scales: torch.Tensor
     """float32: results of `scale_of`; 0 chooses the likeliest token."""
     tails: torch.Tensor
-    """float32: 1 - top_p; 0 is off."""
+    """float32: 1 - top_p; 0 disables top-p."""
     gaps: torch.Tensor
-    """float32: a token whose logit is lower than the highest one by more is dropped (min-p); infinity is off."""
+    """float32: largest kept distance to the highest logit (min-p); infinity disables min-p."""
     top_k: torch.Tensor
-    """int64; 0 is off."""
+    """int64; 0 disables top-k."""
     seeds: torch.Tensor
     """int64."""
     positions: torch.Tensor
@@ -92,7 +95,7 @@ def gap_of(min_p: float, temperature: float) -> float:
 
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Returns int64 `[n]`: the likeliest token of each row, the lowest of equal ones; -1 for bad logits.
+    """Returns int64 `[n]`: the likeliest token of each row, of equal ones the lowest; -1 for bad logits.
 
     `logits`: float32 `[n, vocab]`, contiguous. On CUDA: one launch, which reads them once, without synchronization.
     """
@@ -109,7 +112,7 @@ def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
 def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Returns int64 `[n]`: a token for each row of `logits` (contiguous float32 `[n, vocab]`); -1 for bad logits.
 
-    Bad are logits with NaN or infinity, and rows that are -infinity everywhere. On CUDA: one launch on the current
+    Logits are bad if a row has NaN or infinity, or only -infinity. On CUDA: one launch on the current
     stream, no synchronization, and 32 KiB of memory for each row meanwhile. Raises ValueError (arguments) and
     ConfigError (`DISAGG_KERNELS`).
     """
@@ -172,7 +175,7 @@ def draw_reference(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
 
 
 def _share(mass: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """int64: the product of int64 and float64, rounded down."""
+    """Returns the product of int64 and float64, rounded down to int64."""
     return (mass.double() * share).long()
 
 
@@ -245,7 +248,7 @@ def _draw_searched(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     LIST: tl.constexpr,  # noqa: N803
 ):
-    """The drawn token of any row, by searches in the whole row."""
+    """Returns the drawn token of any row, by searches in the whole row."""
     least = _kth(row, vocab, k, found, highest, scale, BLOCK, LIST)
     values, masses = _first_pass(row, vocab, least, highest - gap, highest, scale, BITS, BLOCK)
     number = tl.arange(0, PIVOTS)
@@ -287,7 +290,7 @@ def _draw_searched(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _kth(row, vocab, k, found, highest, scale, BLOCK: tl.constexpr, LIST: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """The `k`-th highest logit; -infinity for 0, and for a `k` that drops none."""
+    """Returns the `k`-th highest logit; -infinity if `k` is 0 or drops no token."""
     least = tl.full([], -_INFINITY, tl.float32)
     if (k > 0) & (k < vocab):
         number = tl.arange(0, PIVOTS)
@@ -319,17 +322,19 @@ def _kth(row, vocab, k, found, highest, scale, BLOCK: tl.constexpr, LIST: tl.con
 
 @triton.jit
 def _spread(highest, scale):  # type: ignore[no-untyped-def]
-    """float32 `[PIVOTS]`: logits 0, 1, 3, 6, 10, 15, 21 and 28 bits below the highest one."""
+    """Returns float32 `[PIVOTS]`: the logits whose weights are 2^0, 2^-1, 2^-3, 2^-6, .. 2^-28 of the highest."""
     number = tl.arange(0, PIVOTS)
     return highest - (number * (number + 1) >> 1).to(tl.float32) / scale
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _first_pass(row, vocab, least, edge, highest, scale, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Values and their masses. The last three are the mass below `edge`, the mass below `least`, and all."""
+    """Returns values and their masses. The last three are the mass below `edge`, the mass below `least`, and the
+    total.
+    """
     number = tl.arange(0, PIVOTS)
     values = _spread(highest, scale)
-    values = tl.where(number == PIVOTS - 3, below(edge), values)
-    values = tl.where(number == PIVOTS - 2, below(least), values)
+    values = tl.where(number == PIVOTS - 3, next_smaller(edge), values)
+    values = tl.where(number == PIVOTS - 2, next_smaller(least), values)
     values = tl.where(number == PIVOTS - 1, _INFINITY, values)
     return values, masses_of(row, vocab, values, highest, scale, False, BITS, BLOCK)

@@ -1,4 +1,4 @@
-"""Penalties on tokens that a request's prompt or answer has, and the counts of those tokens.
+"""Penalties on the tokens of a request's prompt and answer, and the counts of those tokens.
 
 Counts are int32 `[vocab]` per request: bit 0 is set for a token of the prompt, the other bits count its occurrences
 in the answer. Kernels find them by address, so requests join and leave batches without copies.
@@ -29,7 +29,7 @@ class Penalties:
     rows: torch.Tensor
     """int64 `[m]`: indices into the batch, each once."""
     counts: Sequence[torch.Tensor]
-    """int32 `[vocab]` of each of `rows`, contiguous; they live on until the kernels that use them have run."""
+    """Counts of each of `rows`, int32 `[vocab]`, contiguous; kept until the kernels that use them have run."""
     addresses: torch.Tensor
     """int64 `[m]`: data pointers of `counts`, on the device."""
     factors: torch.Tensor

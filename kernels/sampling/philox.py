@@ -20,7 +20,7 @@ _UNIT = tl.constexpr(2.0**-53)
 
 
 def uniform_reference(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """float64 `[n]`, each from 0 to below 1, of int64 `seeds` and `positions` `[n]`; numpy draws on the host."""
+    """Returns float64 `[n]` in [0, 1) for int64 `seeds` and `positions` `[n]`; numpy draws on the host."""
     drawn = [
         float(np.random.Generator(np.random.Philox(key=np.array(key, dtype=np.uint64))).random())
         for key in zip(_unsigned(seeds), _unsigned(positions), strict=True)
@@ -34,7 +34,9 @@ def _unsigned(values: torch.Tensor) -> list[int]:
 
 @triton.jit
 def uniform_of(seed, position):  # type: ignore[no-untyped-def]
-    """float64: the number of one int64 `seed` and `position`. The first block of numpy's generator has counter 1."""
+    """Returns the number of one int64 `seed` and `position`, float64. The first block of numpy's generator has
+    counter 1.
+    """
     key_0 = seed.to(tl.uint64)
     key_1 = position.to(tl.uint64)
     c0 = key_0 * 0 + 1

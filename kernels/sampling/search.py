@@ -1,9 +1,9 @@
 """Searches in one row of logits without a sort; parts of the kernel in `kernels.sampling.draw`.
 
-The mass of a value is the sum of the units of all logits that are not larger, or their number (`COUNT`). A search
-finds the smallest logit whose mass reaches a target. A pass over the row computes the masses of several values, which
-narrows the bracket of the result. When few logits are left in the bracket, the next pass copies them to a list, and
-the search ends there. Masses are integers: the result is exact.
+The mass of a value is the sum of the units of all logits up to the value, or the number of these logits (`COUNT`). A
+search finds the smallest logit whose mass reaches a target. A pass over the row computes the masses of several
+values, which narrows the bracket of the result. When few logits are left in the bracket, the next pass copies them to
+a list, and the search ends there. Masses are integers: the result is exact.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import triton.language as tl
 from kernels.sampling.units import units_of
 
 PIVOTS = tl.constexpr(8)
-"""Values whose masses one pass computes."""
+"""Number of values whose masses one pass computes."""
 _STAGES = tl.constexpr(4)
-"""Blocks whose loads are under way at the same time."""
+"""Number of blocks that are loaded at the same time."""
 _INFINITY = tl.constexpr(float("inf"))
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _SIGN = tl.constexpr(-(1 << 31))
@@ -30,35 +30,36 @@ _MOST_MASS = tl.constexpr(1 << 62)
 
 @triton.jit
 def key_of(value):  # type: ignore[no-untyped-def]
-    """int32 in the order of float32, equal for 0.0 and -0.0; not of NaN."""
+    """Returns int32 keys with the order of float32 `value`, equal for 0.0 and -0.0; undefined for NaN."""
     bits = value.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
 
 
 @triton.jit
 def value_of(key):  # type: ignore[no-untyped-def]
-    """The float32 of a key, given as any integer."""
+    """Returns the float32 of a key, which may be any integer type."""
     key = key.to(tl.int32)
     return tl.where(key < 0, -key | _SIGN, key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def below(value):  # type: ignore[no-untyped-def]
-    """The next smaller float32; of -infinity itself."""
+def next_smaller(value):  # type: ignore[no-untyped-def]
+    """Returns the next smaller float32; -infinity for -infinity."""
     return value_of(tl.maximum(key_of(value) - 1, LOWEST_KEY))
 
 
 @triton.jit
 def load_logits(row, place, vocab):  # type: ignore[no-untyped-def]
-    """-infinity beyond the vocabulary."""
+    """Loads logits; -infinity beyond the vocabulary."""
     return tl.load(row + place, mask=place < vocab, other=-_INFINITY)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def highest_of(row, vocab, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Keys of the highest logit of the row and of each lane, with NaN above all others, and the lowest index.
+    """Returns the keys of the highest logit of the row and of each lane, and the lowest index of the row's highest
+    logit.
 
-    Lane `i` of `BLOCK` lanes reads index `i` and every `BLOCK`-th behind it. The index is of the row's highest logit.
+    NaN is above all other logits. Lane `i` of `BLOCK` lanes reads index `i` and every `BLOCK`-th index after `i`.
     """
     best = tl.full([BLOCK], _NO_KEY, tl.int32)
     at = tl.zeros([BLOCK], tl.int32)
@@ -84,7 +85,7 @@ def masses_of(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """int64 `[PIVOTS]`: the mass of each value."""
+    """Returns the mass of each value, int64 `[PIVOTS]`."""
     masses = tl.zeros([PIVOTS, BLOCK], tl.int64)
     for first in tl.range(0, vocab, BLOCK, num_stages=_STAGES):
         place = first + tl.arange(0, BLOCK)
@@ -96,7 +97,7 @@ def masses_of(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def narrowed(values, masses, target, low, low_mass, high, high_mass):  # type: ignore[no-untyped-def]
-    """The bracket `(low, high]` of the result, and its masses, after a pass."""
+    """Returns the bracket `(low, high]` of the result, with the masses of both ends, after a pass."""
     under = masses < target
     low = tl.maximum(low, tl.max(tl.where(under, values, -_INFINITY), 0))
     low_mass = tl.maximum(low_mass, tl.max(tl.where(under, masses, 0), 0))
@@ -107,7 +108,9 @@ def narrowed(values, masses, target, low, low_mass, high, high_mass):  # type: i
 
 @triton.jit
 def _between(low, high):  # type: ignore[no-untyped-def]
-    """float32 `[PIVOTS]` between the ends: evenly spaced values, and the middle key, which halves any bracket."""
+    """Returns values between the ends, float32 `[PIVOTS]`: evenly spaced ones, and that of the middle key, which
+    halves any bracket.
+    """
     low_key, high_key = key_of(low).to(tl.int64), key_of(high).to(tl.int64)
     number = tl.arange(0, PIVOTS)
     share = number.to(tl.float32) * (1.0 / PIVOTS)
@@ -131,10 +134,10 @@ def _collect(row, vocab, low, high, found, BLOCK: tl.constexpr):  # type: ignore
 
 @triton.jit
 def search_keys(keys, masses, target, below_all, low, high):  # type: ignore[no-untyped-def]
-    """The smallest key whose mass reaches `target`, and the mass of all smaller ones.
+    """Returns the smallest key whose mass reaches `target`, and the mass of all smaller keys.
 
-    `keys`: int32 `[n]`, `masses`: int64 `[n]`, 0 for a key that does not count. `below_all`: mass up to `low`,
-    without these keys. The result is in `(low, high]`, int64.
+    `keys`: int32 `[n]`, `masses`: int64 `[n]`, 0 for a key that does not count. `below_all`: the mass up to `low` of
+    logits without a key. The result is in `(low, high]`, int64.
     """
     low_mass = below_all
     while high - low > 1:
@@ -163,9 +166,9 @@ def search(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
     LIST: tl.constexpr,  # noqa: N803
 ):
-    """The smallest logit whose mass reaches `target`, and the mass of all smaller ones.
+    """Returns the smallest logit whose mass reaches `target`, and the mass of all smaller logits.
 
-    The masses of `low`, which is less than `target`, and `high` are given.
+    `low_mass`, which is less than `target`, and `high_mass` are the masses of `low` and `high`.
     """
     lightest = tl.full([], 1, tl.int64)
     if not COUNT:
@@ -189,7 +192,7 @@ def search(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def index_of(row, vocab, value, rank, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Index of the `rank`-th logit, from 1, that equals `value`."""
+    """Returns the index of the `rank`-th logit, counted from 1, that equals `value`."""
     seen = tl.zeros([], tl.int64)
     index = tl.full([], -1, tl.int32)
     first = tl.zeros([], tl.int32)

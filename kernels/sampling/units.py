@@ -2,8 +2,8 @@
 
 The weight of a logit is `2 ** -x` with `x = (highest - logit) * scale`, in units of `2 ** -fraction_bits`. Each
 operation is a product, sum or conversion that IEEE 754 defines, so torch and Triton have equal bits on all devices.
-Kernels are compiled without fused products. A weight is off by at most 1.1e-7 of itself, by the rounding of `x`, and
-by one unit.
+Kernels are compiled without fused products. The error of a weight is at most one unit, plus 1.1e-7 of the weight by
+the rounding of `x`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def fraction_bits(vocab: int) -> int:
 def units_reference(
     logits: torch.Tensor, highest: torch.Tensor, scale: torch.Tensor, bits: int
 ) -> torch.Tensor:
-    """int64 of the shape of `logits`: weights in units of `2 ** -bits`, on any device.
+    """Returns the weights in units of `2 ** -bits`, int64 of the shape of `logits`, on any device.
 
     `logits`: float32 `[n, vocab]`, finite or -inf; `highest` and `scale`: float32 `[n, 1]`.
     """
@@ -50,7 +50,7 @@ def units_reference(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def units_of(logits, highest, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """`units_reference` of a block, for the `highest` and `scale` of its row."""
+    """Returns `units_reference` of a block, for the `highest` and `scale` of its row."""
     x = tl.minimum((highest - logits) * scale, _MOST)
     k = (x + 0.5).to(tl.int32)
     f = x - k.to(tl.float32)

@@ -52,7 +52,7 @@ def test_one_allocation_in_the_order_that_the_kernels_expect() -> None:
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
-def test_codes_and_scales_travel_in_one_row(dtype: torch.dtype) -> None:
+def test_quantized_values_and_scales_travel_in_one_row(dtype: torch.dtype) -> None:
     made, other = pool(dtype), pool(dtype)
     slots = torch.tensor([4, 0])
     k, v = random_kv(2)

@@ -10,7 +10,15 @@ from torch import nn
 
 from disagg.core.errors import MismatchError
 from disagg.core.types import TokenLogprobs
-from disagg.model.rounding import Judge, compared_tokens, judge_answer, judge_by, shaken, view_of, worst_of
+from disagg.model.rounding import (
+    Judge,
+    compared_tokens,
+    judge_answer,
+    judge_by,
+    output_noise,
+    view_of,
+    worst_of,
+)
 from disagg.reference.verdict import judged_of, verdict, within
 
 LOGPROBS = TokenLogprobs(5, -1.0, ((5, -1.0), (7, -1.1)))
@@ -46,7 +54,7 @@ def test_nan_is_never_explained() -> None:
 
 
 def test_the_noise_of_an_answer_is_shared_by_its_positions() -> None:
-    """One that happens to be shaken little is not judged by that alone."""
+    """One that has little noise by chance is not judged by that alone."""
     view = (-1.05, -1.05, -1.05, -1.05)
     judge = Judge([7, 7], [view, view], [view, tuple(one + 0.1 for one in view)])
     first, second = judge_answer([LOGPROBS, LOGPROBS], judge)
@@ -65,7 +73,7 @@ def test_verdicts() -> None:
     said = verdict({"a": None, "b": differs}, 4, "x")
     assert "1 of 2 answers differ from x, only where rounding decides" in said
     assert "1 of their 1 tokens are not its likeliest" in said
-    wrong = judged_of([5], [LOGPROBS], [7], judge._replace(shaken=judge.views))
+    wrong = judged_of([5], [LOGPROBS], [7], judge._replace(noisy=judge.views))
     with pytest.raises(
         MismatchError, match=r"1 of 3 answers differ from x: c; c: token 1 is 5, not 7: .* 0.1 "
     ):
@@ -80,7 +88,7 @@ def test_noise_is_a_unit_of_each_module_s_result_and_goes_again() -> None:
         return model(ids).detach()
 
     plain = logits()
-    with shaken(model, torch.bfloat16):
+    with output_noise(model, torch.bfloat16):
         off = (logits() - plain) / plain
         assert not torch.equal(logits(), plain + off * plain), "noise is new each time"
     assert off.std() == pytest.approx(2**-7 * math.sqrt(2), rel=0.2), (
@@ -93,5 +101,5 @@ def test_noise_is_a_unit_of_each_module_s_result_and_goes_again() -> None:
         view_of(row, [*compared, best])
         for row, compared, best in zip(plain, [[5], [], [0, 1]], judge.best, strict=True)
     ]
-    assert all(a != b for a, b in zip(judge.views, judge.shaken, strict=True))
+    assert all(a != b for a, b in zip(judge.views, judge.noisy, strict=True))
     assert compared_tokens(LOGPROBS) == [5, 5, 7]

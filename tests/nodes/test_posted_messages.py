@@ -62,7 +62,7 @@ def test_a_handler_that_fails_delays_no_message_behind_it(
     with local_groups(small_config(1, 1), checkpoints.source()) as groups:
         leader: Any = groups.decode[0].leader
 
-        def on_message(peer: str, message: Any) -> None:
+        def handle(peer: str, message: Any) -> None:
             handled.append(message.ticket)
             if message.ticket == 0:
                 raise RuntimeError("on purpose")
@@ -72,7 +72,7 @@ def test_a_handler_that_fails_delays_no_message_behind_it(
                 assert not leader.post("nobody", m.RankClosed(RequestKey("nobody"), number, 0))
 
         with monkeypatch.context() as patch, leader.changed:
-            patch.setattr(leader, "_on_message", on_message)
+            patch.setattr(leader, "handle", handle)
             another = threading.Thread(target=post)
             another.start()
             another.join(TIMEOUT_S)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -18,14 +17,6 @@ from disagg.stats.record import record
 from disagg.top.client import StatusClient
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def status_server() -> Iterator[ScriptedServer]:
-    """Answers each GET with a status."""
-    with ScriptedServer() as server:
-        server.models = msgspec.to_builtins(service(10.0))
-        yield server
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ class Simulation:
         """For each group, the step that its leader has planned and the followers that have not computed it."""
         self.ranks: dict[str, Any] = {}
         stored = config.kv_dtype_of(config.decode)
-        head_dim, codes = (HEAD_DIM, "float32") if stored == "auto" else (DIGITS_HEAD_DIM, stored)
+        head_dim, decode_dtype = (HEAD_DIM, "float32") if stored == "auto" else (DIGITS_HEAD_DIM, stored)
         self.groups = [
             self._group(
                 cls,
@@ -113,7 +113,7 @@ class Simulation:
             )
             for cls, group, kv_dtype in (
                 (PrefillRank, config.prefill, "float32"),
-                (DecodeRank, config.decode, codes),
+                (DecodeRank, config.decode, decode_dtype),
             )
         ]
         self.router.groups = (self.groups[0], self.groups[1])

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from pumped import Pumped
 
 from transport.base import Arrival, Operation
 from transport.keys.curve import ControlKeys
@@ -31,19 +32,13 @@ def keys(word: str) -> ControlKeys:
 
 
 @dataclass
-class Station:
+class Station(Pumped):
     """A transport with registered memory, and what came out of it."""
 
     transport: TlsTransport
     memory: torch.Tensor
     ended: list[Operation] = field(default_factory=list)
     arrived: list[Arrival] = field(default_factory=list)
-
-    def pump(self) -> None:
-        """Drives the transport once and checks its books."""
-        self.ended += self.transport.progress()
-        self.arrived += self.transport.arrivals()
-        self.transport.check()
 
     @property
     def where(self) -> Address:

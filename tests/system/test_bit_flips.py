@@ -161,10 +161,10 @@ def test_bits_on_ucx(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) 
 
 
 @PATHS
-def test_codes_and_scales(
+def test_quantized_values_and_scales(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, peer_memory: bool
 ) -> None:
-    """KV that is quantized on its way: what is compared are the codes and scales that lie in the pool."""
+    """KV is quantized during the transfer: the checksum covers the quantized values and scales in the pool."""
     source, prompts = checkpoints.source(), random_prompts(5, 61, 29, seed=3)
     rows, generator = 2 * (8 + 2), random.Random(4)
 

@@ -6,7 +6,6 @@ import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -124,14 +123,6 @@ def test_counts_and_times_in_words() -> None:
         "2 min",
         "2 h 05 min",
     ]
-
-
-@pytest.fixture
-def status_server() -> Iterator[ScriptedServer]:
-    """Answers each GET with a status."""
-    with ScriptedServer() as server:
-        server.models = msgspec.to_builtins(service(10.0))
-        yield server
 
 
 def test_once_and_json(status_server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:

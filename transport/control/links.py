@@ -88,7 +88,7 @@ class Links:
         return tuple(self._links)
 
     def __contains__(self, peer: str) -> bool:
-        """Whether the peer has a link."""
+        """Returns whether the peer has a link."""
         return peer in self._links
 
     @property

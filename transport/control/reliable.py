@@ -232,7 +232,7 @@ class Reliable:
         return len(self.known)
 
     def knows(self, name: str) -> bool:
-        """Whether any state is kept for the peer."""
+        """Returns whether any state is kept for the peer."""
         return name in self.known
 
     @property
@@ -322,7 +322,7 @@ class Reliable:
         return peer
 
     def _has_room(self, now_s: float) -> bool:
-        """Whether a new peer fits; a full table drops the peer that was idle longest."""
+        """Returns whether a new peer fits; a full table drops the peer that was idle longest."""
         if len(self.known) < MAX_PEERS:
             return True
         idle = [peer for peer in self.known.values() if not (peer.watched or peer.unacknowledged)]

@@ -198,7 +198,7 @@ class ZmqControl(ThreadedControl):
 
 
 def _is_any(host: str) -> bool:
-    """Whether the system treats `host` as 0.0.0.0, of which `0` and `0x0` are spellings."""
+    """Returns whether the system treats `host` as 0.0.0.0, of which `0` and `0x0` are spellings."""
     try:
         return socket.inet_aton(host) == bytes(4)
     except OSError:

@@ -41,7 +41,7 @@ class ControlKeys(msgspec.Struct, frozen=True):
                 raise ConfigError(f"{what}_public and {what}_secret are not a pair of CURVE keys")
 
     def __repr__(self) -> str:
-        """The name only, because a repr can end up in a log."""
+        """Returns text without the keys, because a repr can end up in a log."""
         return f"ControlKeys({self.name})"
 
 
@@ -54,7 +54,7 @@ class KeySet(msgspec.Struct, frozen=True):
     """From this time on, channels dial with `next`, and `current` is the previous generation."""
 
     def generations(self, now_unix_s: float) -> tuple[ControlKeys, ...]:
-        """The valid generations: channels present the first and accept all of them."""
+        """Returns the valid generations: channels present the first generation and accept all of them."""
         if self.next is None:
             return (self.current,)
         if self.is_rotated(now_unix_s):
@@ -67,7 +67,7 @@ class KeySet(msgspec.Struct, frozen=True):
         return frozenset(keys.name for keys in self.generations(0.0))
 
     def is_rotated(self, now_unix_s: float) -> bool:
-        """Whether `next` has replaced `current`."""
+        """Returns whether `next` has replaced `current`."""
         return self.next is not None and now_unix_s >= self.next_from_unix_s
 
     def check(self) -> None:

@@ -62,7 +62,7 @@ class Frame(NamedTuple):
     third: int = 0
 
     def pack(self) -> bytes:
-        """The frame's bytes."""
+        """Returns the frame's bytes."""
         return _FRAME.pack(self.kind, self.first, self.second, self.third)
 
 
@@ -78,7 +78,7 @@ class Hello(NamedTuple):
     """The address that the dialler intends to reach. The acceptor refuses any other address."""
 
     def pack(self) -> bytes:
-        """The hello's bytes."""
+        """Returns the hello's bytes."""
         sizes = len(self.source), len(self.destination)
         return _HELLO.pack(_MAGIC, 1, self.lane, self.channel, *sizes) + self.source + self.destination
 

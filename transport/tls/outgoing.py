@@ -219,7 +219,9 @@ class OutgoingChannel(Channel):
         return False
 
     def take_fresh(self) -> TlsStream:
-        """Returns the reply connection that lane 0 has dialled; the peer may see it before this side does."""
+        """Waits for the reply connection that lane 0 dials and returns it; the peer may accept it before lane 0
+        returns.
+        """
         with self.state.lock:
             self.work.wait_for(lambda: self.fresh is not None or self.ended, DIAL_TIMEOUT_S)
             fresh, self.fresh = self.fresh, None

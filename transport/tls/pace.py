@@ -21,7 +21,7 @@ class ConnectionPace:
         """Tokens and their time of update, by address, in order of update."""
 
     def admits(self, address: str) -> bool:
-        """Whether another connection is allowed; if so, takes a token."""
+        """Returns whether another connection is allowed; if so, takes a token."""
         now_s = self._clock()
         tokens, at_s = self._buckets.pop(address, (float(BURST), now_s))
         tokens = min(float(BURST), tokens + (now_s - at_s) * CONNECTIONS_PER_S)

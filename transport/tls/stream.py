@@ -74,7 +74,7 @@ class TlsStream(ABC):
         """Blocks until the kernel has all bytes. Raises `OSError`."""
 
     def kernel_tls(self) -> bool:
-        """Whether the kernel encrypts this connection's writes, as reported by the kernel."""
+        """Returns whether the kernel encrypts this connection's writes, as reported by the kernel."""
         try:
             return bool(self._raw.getsockopt(_SOL_TLS, _TLS_TX, _CRYPTO_INFO_BYTES))
         except OSError:
@@ -211,7 +211,7 @@ def make_stream(raw: socket.socket, contexts: Contexts, server_side: bool) -> Tl
 
 @functools.cache
 def kernel_offload() -> bool:
-    """Whether this kernel can encrypt TLS on sockets."""
+    """Returns whether this kernel can encrypt TLS on sockets."""
     with socket.socket() as probe:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, _TCP_ULP, b"tls")

@@ -299,7 +299,7 @@ class TlsTransport(Transport):
     # --- for the owner
 
     def _upkeep(self) -> None:
-        """Every `UPKEEP_S`, ends channels whose keys are no longer valid."""
+        """Ends channels whose keys are no longer valid, every `UPKEEP_S`."""
         now_s = time.monotonic()
         if now_s >= self._upkeep_at_s:
             self._upkeep_at_s = now_s + UPKEEP_S
@@ -342,7 +342,7 @@ class TlsTransport(Transport):
 
 
 def default_lanes() -> int:
-    """Half of the cores of this process, from 1 to 4: a lane uses one core on each side while it moves bytes."""
+    """Returns half of this process's cores, from 1 to 4: a lane that moves bytes uses one core on each side."""
     return min(_MOST_DEFAULT_LANES, max(1, len(os.sched_getaffinity(0)) // 2))
 
 

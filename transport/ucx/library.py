@@ -36,7 +36,7 @@ def version() -> str:
 
 
 def offers(transport: str) -> bool:
-    """Whether UCX can use a transport, or a group of them (`ib`), on this host.
+    """Returns whether UCX can use a transport, or a group of them (`ib`), on this host.
 
     Raises `ConfigError` when ucxx cannot be imported.
     """

@@ -271,7 +271,7 @@ class UcxTransport(Transport):
             self._idle_wakeups = 0 if self._worker.progress_once() else self._idle_wakeups + 1
 
     def _arm(self) -> bool:
-        """Whether the worker may sleep. UCX reports a reset connection after an empty datagram from another
+        """Returns whether the worker may sleep. UCX reports a reset connection after an empty datagram from another
         process."""
         try:
             return bool(self._worker.arm())

@@ -66,7 +66,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Decisiveness:
-    """How clearly the reference prefers its tokens, which limits its agreement with any other system."""
+    """Margins of the reference's choices of tokens, which limit its agreement with any other system."""
 
     logit_std: float
     """Standard deviation of a step's logits over the vocabulary, averaged over the first steps of all
@@ -107,7 +107,7 @@ def logit_errors(logits: torch.Tensor, reference: torch.Tensor) -> tuple[float, 
 
 
 def decisiveness(logits: torch.Tensor, answers: Answers) -> Decisiveness:
-    """Returns the decisiveness of the reference. `logits`: float32 `[prompts, steps, vocab]`."""
+    """Returns the margins of the reference's choices; `logits`: float32 `[prompts, first steps, vocab]`."""
     best = logits.topk(2).values
     return Decisiveness(
         logit_std=float(logits.std(dim=-1).mean()),

@@ -249,7 +249,9 @@ def _request_line(
 
 
 def _fault_line(fault: FaultRecord, result: ChaosResult, last: Mapping[int, int]) -> FaultLine:
-    """`last`: the last fault that touched a request, by its serial; an error belongs to that fault."""
+    """Returns the report's line of a fault. `last`: by request serial, the latest fault that affected the request,
+    which counts as the cause of its error.
+    """
     failed = [one for one in fault.touched if one.error and last[one.serial] == fault.plan.number]
     until_s = fault.at_s + BEGINS_WITHIN_S
     return FaultLine(

@@ -50,7 +50,7 @@ def ceiling_bytes(cuda: bool) -> int:
 def measure_ceilings(
     cuda: bool, repeats: int, report_progress: Callable[[str], None] = lambda text: None
 ) -> Ceilings:
-    """Measures copies, then the wire between the first two GPUs (or within the only one, or in host memory)."""
+    """Measures copies, then the wire between the first two GPUs; with fewer, within one GPU or in host memory."""
     gpus, nbytes = visible_gpus() if cuda else [], ceiling_bytes(cuda)
     report_progress("copies")
     copies = _copies(cuda, len(gpus), nbytes, repeats)

@@ -75,7 +75,7 @@ class NoisyPool:
             )
 
     def _noise(self, request: int, tokens: int) -> torch.Tensor:
-        """int32 `[layers, planes, tokens, heads, words of a head]` of this shard."""
+        """Returns the noise of this shard, int32 `[layers, planes, tokens, heads, words of a head]`."""
         layout, shard = self._layout, self._shard
         sizes = (layout.layers, layout.planes, tokens, layout.kv_heads, layout.head_bytes // _HEAD_WORD_BYTES)
         parts: tuple[Span | range, ...] = (

@@ -68,7 +68,7 @@ class Result:
 
     @property
     def share(self) -> float | None:
-        """Median over the ceiling's median."""
+        """The median divided by the ceiling's median."""
         return None if self.ceiling is None else self.measured.median / self.ceiling.median
 
 

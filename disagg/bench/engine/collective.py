@@ -1,4 +1,4 @@
-"""All-reduces of CPU ranks: shared memory beside gloo in one run, with checked sums."""
+"""Measures all-reduces of CPU ranks in shared memory and over gloo, in one run, with checked sums."""
 
 from __future__ import annotations
 

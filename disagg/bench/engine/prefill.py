@@ -21,7 +21,7 @@ _PRODUCT = 8192
 
 @dataclass(frozen=True)
 class PrefillBench:
-    """Settings of a run: one prompt for each size, behind `cached_tokens` tokens that the pool holds."""
+    """Settings of a run with one prompt per size; each prompt follows `cached_tokens` tokens in the pool."""
 
     device: torch.device
     model: str

@@ -27,7 +27,7 @@ class Window(NamedTuple):
         return self.stop_s - self.start_s
 
     def meets(self, other: Window) -> bool:
-        """Whether the two intervals overlap."""
+        """Returns whether the two intervals overlap."""
         return self.start_s < other.stop_s and other.start_s < self.stop_s
 
 

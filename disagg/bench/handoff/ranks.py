@@ -14,7 +14,7 @@ import torch
 from decode_node.rank import DecodeRank
 from disagg.bench.common.noise import words
 from disagg.core.ports import LayerHook
-from disagg.core.types import RequestKey, SamplingParams, Shard, Span, code_row_bytes
+from disagg.core.types import RequestKey, SamplingParams, Shard, Span, quantized_row_bytes
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import MHATokenToKVPool, dtype_name
 from disagg.kv.req_to_token import ReqToTokenPool
@@ -222,13 +222,13 @@ class TimedHost(RankHost):
 
 
 class TimedPrefillHost(TimedHost):
-    """A prefill rank."""
+    """The host of a `TimedPrefillRank`."""
 
     node_class: ClassVar[type[RankNode[Any, Any, Any]]] = TimedPrefillRank
 
 
 class TimedDecodeHost(TimedHost):
-    """A decode rank."""
+    """The host of a `TimedDecodeRank`."""
 
     node_class: ClassVar[type[RankNode[Any, Any, Any]]] = TimedDecodeRank
 
@@ -239,7 +239,7 @@ def as_quantized(pool: MHATokenToKVPool, slots: torch.Tensor, dtype: torch.dtype
     uint8 `[layers, 1, tokens, heads, 2 * (head_dim + 2)]`; computed by torch, independently of the tested
     kernel.
     """
-    shape = (pool.layers, 1, len(slots), pool.heads, code_row_bytes(pool.head_dim))
+    shape = (pool.layers, 1, len(slots), pool.heads, quantized_row_bytes(pool.head_dim))
     found = torch.empty(shape, dtype=torch.uint8, device=slots.device)
     for layer in range(pool.layers):  # one layer at a time: float32 takes twice the memory
         one = Span(layer, layer + 1)

@@ -11,7 +11,7 @@ from disagg.bench.common.measure import copy_rate, host_us, seconds_of
 from disagg.bench.common.report import Label, Measurement, Result
 from disagg.bench.kernels.copies import CopyCase, KernelBench
 from disagg.core.errors import InvariantError
-from disagg.core.types import Span, code_row_bytes
+from disagg.core.types import Span, quantized_row_bytes
 from disagg.kv.pool import dtype_name
 from kernels.copy.gather import gather
 from kernels.copy.quantize import gather_quantized, gather_quantized_reference
@@ -39,7 +39,7 @@ def run(bench: KernelBench, report_progress: Callable[[str], None] = lambda text
 def quantized_bytes(case: CopyCase) -> int:
     """Returns the bytes of the quantized segment, with scales."""
     head_dim = case.pool.shape[4]
-    return case.nbytes // (2 * head_dim * case.pool.element_size()) * code_row_bytes(head_dim)
+    return case.nbytes // (2 * head_dim * case.pool.element_size()) * quantized_row_bytes(head_dim)
 
 
 def check(case: CopyCase, dtype: torch.dtype, staged: torch.Tensor) -> None:

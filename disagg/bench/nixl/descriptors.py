@@ -51,7 +51,7 @@ class PoolMemory:
 
 
 def is_whole(memories: tuple[PoolMemory, PoolMemory], part: Shard) -> bool:
-    """Whether consecutive tokens of the part are contiguous in both pools."""
+    """Returns whether consecutive tokens of the part are contiguous in both pools."""
     return all(memory.shard.heads == part.heads for memory in memories)
 
 

@@ -29,7 +29,7 @@ WAYS = ("prepared", "built")
 
 
 def load() -> ModuleType:
-    """NIXL's Python module. Raises `ConfigError` when it cannot be imported."""
+    """Returns NIXL's Python module. Raises `ConfigError` when the module cannot be imported."""
     # Both log to standard output by default, where --json prints.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")

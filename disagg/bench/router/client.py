@@ -130,7 +130,7 @@ class StreamCounts:
 
 
 class LoadClient:
-    """Opens streams and sends requests, on an event loop of its own; made for a process of its own."""
+    """Opens streams and sends requests on its own event loop, in a separate process."""
 
     def __init__(self, host: str, port: int, prompt_tokens: int) -> None:
         self._host, self._port, self._prompt_tokens = host, port, prompt_tokens

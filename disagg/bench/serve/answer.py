@@ -67,7 +67,7 @@ class _StreamChoice(msgspec.Struct):
     finish_reason: str | None = None
 
     def brings_token(self) -> bool:
-        """Whether this event carries a token.
+        """Returns whether this event carries a token.
 
         The text of a token may be empty: a special token, or one that ends within a character. An empty event
         that opens a chat (the role) or gives the finish reason carries none.

@@ -35,7 +35,7 @@ class Slo(msgspec.Struct, frozen=True):
     """Limit for the mean over an answer's tokens after the first, as DistServe's TPOT (Zhong et al., 2024)."""
 
     def met_by(self, row: RequestResult) -> bool:
-        """Whether a correct answer met the SLO. Without a token, its end counts as TTFT; without a second
+        """Returns whether a correct answer met the SLO. Without a token, its end counts as TTFT; without a second
         token, ITL is met."""
         first_s = row.latency_s if row.ttft_s is None else row.ttft_s
         kept_first = self.ttft_s is None or first_s <= self.ttft_s

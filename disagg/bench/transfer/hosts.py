@@ -183,7 +183,7 @@ class DecodeHost(BenchRank):
 
 
 def _sleep_until(at_s: float) -> None:
-    """Sleeps, then spins, to start within a microsecond of the other ranks: a sleep alone wakes up late."""
+    """Sleeps, then spins, to start within a microsecond of the other ranks: a sleep alone ends late."""
     time.sleep(max(0.0, at_s - _SPIN_S - time.monotonic()))
     while time.monotonic() < at_s:
         pass

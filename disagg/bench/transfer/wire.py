@@ -1,4 +1,4 @@
-"""The data plane's backends between two processes of one host, by message size, beside their ceilings."""
+"""Measures the data plane's backends and their ceilings between two processes of one host, by message size."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class TcpEnd(_End):
         return self._port
 
     def connect(self, port: int) -> None:
-        """Connects; the end with the lower port accepts."""
+        """Connects both ends; the end with the lower port accepts."""
         self._connection.close()
         if self._port < port:
             self._connection, _ = self._listening.accept()

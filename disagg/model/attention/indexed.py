@@ -24,16 +24,16 @@ from disagg.model.spec.shapes import LayerPlace
 
 @dataclass(frozen=True)
 class IndexedSequence:
-    """Tokens of one sequence that are scored together."""
+    """Tokens of one sequence that an indexer scores together."""
 
     tokens: slice
     """Range of its tokens in the step."""
     start: int
-    """Position of the first of them."""
+    """Position of the first of these tokens."""
     slots: torch.Tensor
     """int64 `[start + tokens]`: slots of the whole context."""
     keys: int
-    """Number of scored keys: those of the context, then masked ones up to the end of the prompt."""
+    """Number of scored keys: the keys of the context, then masked keys up to the end of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class IndexStep:
 
     sequences: Sequence[IndexedSequence]
     pool: MHATokenToKVPool
-    """Of index keys alone."""
+    """Pool of the index keys alone."""
     first: int
-    """Number of the pool's first layer in the cache."""
+    """Index of the pool's first layer among the layers of the cache."""
     on_layer: LayerHook | None
 
 
 def index_step(
     batch: StepBatch, table: ReqToTokenPool, pool: MHATokenToKVPool, first: int, on_layer: LayerHook | None
 ) -> IndexStep:
-    """Returns the index step of `batch`, which fits the block table."""
+    """Returns the inputs of the indexers for `batch`, whose slices fit the block table."""
     sequences: list[IndexedSequence] = []
     tokens = 0
     for one in batch.sequences:
@@ -64,10 +64,10 @@ def index_step(
 
 
 def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
-    """Yields the positions that are scored together, with their number of keys, as in `generate()`.
+    """Yields each span of positions that is scored together, with its number of keys, as in `generate()`.
 
-    A prompt is scored at once, an answer token by token, also in a recomputation: `torch.topk`'s choice among equal
-    scores depends on that.
+    A prompt is scored at once, and an answer token by token, also in a recomputation: the choice of `torch.topk`
+    among equal scores depends on these shapes.
     """
     prompt = one.prompt_tokens or one.stop
     if one.start < prompt:
@@ -77,13 +77,13 @@ def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
 
 
 class _SequenceKeys:
-    """Stands in for transformers' cache: the index keys of one sequence and layer."""
+    """Replaces transformers' cache: holds the index keys of one sequence and layer."""
 
     def __init__(self, step: IndexStep, sequence: IndexedSequence, layer: int) -> None:
         self._step, self._sequence, self._layer = step, sequence, layer
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Stores `keys` `[1, tokens, dim]`; returns those of the whole context and the unseen, `[1, keys, dim]`."""
+        """Stores `keys` `[1, tokens, dim]`; returns the keys of the context, then masked ones, `[1, keys, dim]`."""
         pool, one = self._step.pool, self._sequence
         pool.write_keys(self._layer, one.slots[one.start :], keys.transpose(0, 1))
         found = pool.read_keys(self._layer, one.slots).transpose(0, 1).to(keys.dtype)
@@ -91,7 +91,7 @@ class _SequenceKeys:
 
 
 class PagedIndexer:
-    """Stands in for an indexer's `forward`; `step` is set before each step."""
+    """Replaces an indexer's `forward`; the runner sets `step` before each step."""
 
     def __init__(self, indexer: Any, layer: int) -> None:
         """`layer`: layer of the KV cache with the index keys."""
@@ -100,7 +100,7 @@ class PagedIndexer:
         """None: one sequence, whose keys are not stored."""
 
     def __call__(self, *args: Any, past_key_values: None = None, **more: Any) -> torch.Tensor:
-        """Returns the positions that each token reads, int32 `[1, tokens, most]`; -1 where there are fewer.
+        """Returns the positions that each token reads, int32 `[1, tokens, most]`; -1 fills unused places.
 
         The arguments are those of the model's indexer, for all sequences of the step.
         """
@@ -136,7 +136,7 @@ class PagedIndexer:
 
 
 def _part(x: Any, tokens: slice, mask: torch.Tensor) -> Any:
-    """The sequence's part of an argument; `mask` in place of the empty mask of `no_mask`."""
+    """Returns the sequence's part of an argument, and `mask` for the empty mask of `no_mask`."""
     if isinstance(x, tuple):
         return tuple(_part(each, tokens, mask) for each in x)
     if not isinstance(x, torch.Tensor):
@@ -145,7 +145,7 @@ def _part(x: Any, tokens: slice, mask: torch.Tensor) -> Any:
 
 
 def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer]:
-    """Puts a `PagedIndexer` before each indexer of `model`; `places` say where each layer's index keys are."""
+    """Wraps each indexer of `model` in a `PagedIndexer`; `places` give the cache layer of its index keys."""
     found = []
     for module in model.modules() if any(place.index >= 0 for place in places) else ():
         if isinstance(getattr(module, "indexer", None), nn.Module):
@@ -159,7 +159,7 @@ def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer
 def no_mask(
     _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Gives attention with an indexer an empty mask, because transformers slices the mask and ours is None."""
+    """Passes an empty mask to attention with an indexer: transformers slices the mask, and ours is None."""
     if named.get("attention_mask") is None:
         named["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     return args, named

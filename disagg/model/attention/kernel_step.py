@@ -29,7 +29,7 @@ def use_kernels(
     kv_dtype: torch.dtype,
     calls: Iterable[AttentionParams] = (),
 ) -> bool:
-    """Whether the kernels compute the rank's attention; `calls`: parameters of each layer's call.
+    """Returns whether the kernels compute the rank's attention; `calls` holds the parameters of each layer's call.
 
     Raises ConfigError when the kernels are `wanted` and cannot compute the model's attention.
     """
@@ -51,7 +51,7 @@ def use_kernels(
 
 
 class KernelStep:
-    """As `PagedStep`: writes K and V to the pool by slot, then attends to the pool.
+    """Attention context on the kernels: writes K and V to the pool by slot, then attends to the pool.
 
     Leading one-token sequences use the decode kernel; later single tokens are short chunks.
     """
@@ -67,7 +67,7 @@ class KernelStep:
         writes: bool = True,
         max_tokens: int | None = None,
     ) -> None:
-        """`slots`: where each token's K and V go, int64 `[T]`. `writes`: see `PagedStep`.
+        """`slots`: the slot of each token's K and V, int64 `[T]`. `writes`: see `PagedStep`.
 
         `deterministic`, and `max_tokens` of the sequences with one token: see `decode_attention`.
         """

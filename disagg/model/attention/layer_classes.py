@@ -18,7 +18,7 @@ from kernels.attention.common import AttentionParams
 
 @dataclass(frozen=True)
 class AttentionClass:
-    """The rank's part of one layer class."""
+    """The query and KV heads that the rank has in one layer class."""
 
     queries: Span
     """Query heads of the rank."""
@@ -63,5 +63,5 @@ class ClassedStep:
 
 
 def _behind(on_layer: LayerHook | None, start: int) -> LayerHook | None:
-    """Returns the hook of a class whose first layer is layer `start` of the cache."""
+    """Returns the layer hook of a class whose first layer is layer `start` of the cache."""
     return None if on_layer is None else lambda layer: on_layer(start + layer)

@@ -21,7 +21,7 @@ from disagg.model.batch import DecodeGroup, PrefillGroup, StepIndex
 from kernels.attention.common import AttentionParams
 
 ATTENTION_NAME = "disagg_paged"
-# Arguments that would change the result.
+# Arguments of other attention functions that would change the result.
 _REFUSED = ("position_bias", "head_mask", "attention_bias", "alibi", "block_mask", "block_indices")
 
 
@@ -47,7 +47,7 @@ def paged_attention(
     paged_context: AttentionContext | None = None,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls; `query`, `key`, `value` are `[rows, heads, T / rows, dim]`.
+    """Attends for transformers, which calls it in each layer with `[rows, heads, T / rows, dim]` tensors.
 
     `named`: `scaling`, `sliding_window`, `softcap`, `s_aux`, `alibi_slopes`, `alibi_dtype` and `indices` (tokens
     that each query reads); all others that do not change the result are ignored.
@@ -73,7 +73,7 @@ def paged_attention(
 
 
 def _params(named: dict[str, Any], dim: int) -> AttentionParams:
-    """Returns the parameters from the keyword arguments of an attention call with heads of `dim` elements."""
+    """Returns the parameters in the keyword arguments of an attention call with heads of `dim` elements."""
     scaling, indices = named.get("scaling"), named.get("indices")
     return AttentionParams(
         dim**-0.5 if scaling is None else scaling,
@@ -144,7 +144,7 @@ class PagedStep:
 
 
 def _of_tokens(params: AttentionParams, tokens: torch.Tensor | slice) -> AttentionParams:
-    """Returns `params` with `chosen` of these tokens only."""
+    """Returns `params` with the rows of `chosen` that belong to `tokens`."""
     return params if params.chosen is None else replace(params, chosen=params.chosen[tokens])
 
 

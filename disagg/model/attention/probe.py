@@ -41,12 +41,14 @@ class ShapeProbe:
         return q.new_zeros(*q.shape[:-1], v.shape[-1])
 
     def require(self, spec: ModelSpec, heads: Sequence[tuple[int, int]], config: Any) -> None:
-        """Raises UnsupportedModelError, one line, unless each layer called once, with as many query and KV `heads` as
-        its class of layers has here."""
+        """Raises a one-line UnsupportedModelError unless each layer attended once, with the query and KV `heads` that
+        its layer class has on this rank.
+        """
         layers = spec.attention_layers
         if self.calls != layers or set(self.shapes) != set(range(layers)):
             raise _refuse(
-                spec, f"{self.calls} attention calls of layers {sorted(self.shapes)}, not one of {layers}"
+                spec,
+                f"{self.calls} attention calls of layers {sorted(self.shapes)}, not one call of each of {layers}",
             )
         for layer, shapes in self.shapes.items():
             number = spec.class_of(layer)
@@ -59,28 +61,28 @@ class ShapeProbe:
                 raise _refuse(spec, f"layer {layer} has queries of {shapes[0]}, not {expected[0]}")
         wanted = [self._wants_window(layer, spec, config) for layer in range(layers)]
         if any(want and self.params[layer].window_tokens is None for layer, want in enumerate(wanted)):
-            raise _refuse(spec, "it has a sliding window that its attention call does not name")
+            raise _refuse(spec, "its attention call does not pass the configured sliding window")
         wanted = [self._type_of(layer, config) == "chunked_attention" for layer in range(layers)]
         if any(want and self.params[layer].chunk_tokens is None for layer, want in enumerate(wanted)):
-            raise _refuse(spec, "it attends in chunks that its attention call does not name")
+            raise _refuse(spec, "its attention call does not pass the configured chunk size")
 
     def _wants_window(self, layer: int, spec: ModelSpec, config: Any) -> bool:
         window = setting(config, "sliding_window")
-        if not window or window >= spec.context_tokens:  # one of the whole context hides nothing
+        if not window or window >= spec.context_tokens:  # a window as long as the context hides nothing
             return False
         if kind := self._type_of(layer, config):
             return kind == "sliding_attention"
         return getattr(config, "use_sliding_window", True) is not False
 
     def _type_of(self, layer: int, config: Any) -> str:
-        """Of a layer of the KV pool; empty where the configuration names no types."""
+        """Returns the type of a layer of the KV pool; empty if the configuration names no types."""
         types = getattr(config, "layer_types", None)
         return str(types[attention_layers(config)[layer]]) if types else ""
 
 
 @contextmanager
-def alone(model: Any) -> Iterator[None]:
-    """The rank runs its part of `model` without the other ranks: shapes are right, numbers are not."""
+def without_other_ranks(model: Any) -> Iterator[None]:
+    """Runs the rank's part of `model` without the other ranks inside the block: only shapes are correct."""
     rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
     collectives = [row.collective for row in rows]
     for row in rows:

@@ -17,7 +17,7 @@ class HeadMap:
     """The map from a rank's query heads to its KV heads.
 
     Global query head `q` reads KV head `q * kv_heads // q_heads`. If all KV heads of the rank have equally many query
-    heads, K and V are used unchanged; else they are expanded to one KV head per query head.
+    heads, K and V are used unchanged; otherwise K and V are expanded to one KV head per query head.
     """
 
     def __init__(self, queries: Span, heads: Span, q_heads: int, kv_heads: int, device: torch.device) -> None:
@@ -84,7 +84,7 @@ def _first_visible(query: int, params: AttentionParams) -> int:
 def _chosen(positions: torch.Tensor, keys: int) -> torch.Tensor:
     """Converts `AttentionParams.chosen` `[n, most]` to bool `[n, keys]`."""
     mask = torch.zeros(len(positions), keys + 1, dtype=torch.bool, device=positions.device)
-    # Entries that are no position of these keys (padding, or invisible positions) are set in an extra last column.
+    # Entries that are not positions of these keys (padding, or invisible positions) go to an extra last column.
     known = torch.where((positions >= 0) & (positions < keys), positions.long(), keys)
     return mask.scatter_(1, known, True)[:, :keys]
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def lost_rank(rank: int, size: int, timeout_s: float) -> PeerLostError:
-    """The error of rank `rank` of `size` for another rank that is lost or late."""
+    """Returns the error that rank `rank` of `size` raises for another rank that is lost or late."""
     return PeerLostError(
         f"rank {rank} of {size}: a rank of the group is gone or did not come within {timeout_s} s; the group must "
         f"be built again"
@@ -26,14 +26,14 @@ def lost_rank(rank: int, size: int, timeout_s: float) -> PeerLostError:
 
 
 class SingleCollective:
-    """A group of one rank: nothing to do."""
+    """The collective of a group of one rank. Every operation returns at once."""
 
     rank = 0
     size = 1
     recordable = True
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """The sum over one rank is the tensor itself."""
+        """Leaves the tensor unchanged: it is the sum over one rank."""
 
     def barrier(self) -> None:
         """Returns at once."""
@@ -43,8 +43,9 @@ class SingleCollective:
 
 
 class ThreadCollective:
-    """Ranks are threads of one process. Sums in rank order (`rank_sum`), so that an element has the same bits on
-    every rank and in a tensor of any size.
+    """Collective of ranks that are threads of one process.
+
+    `rank_sum` adds in rank order: an element has the same bits on every rank and in a tensor of any size.
 
     Ranks on CUDA must share one device and one stream: nothing here orders streams.
     """
@@ -58,12 +59,12 @@ class ThreadCollective:
 
     @classmethod
     def group(cls, size: int, timeout_s: float = 60.0) -> list[ThreadCollective]:
-        """The members of a new group, one for each rank's thread; `timeout_s` bounds each wait."""
+        """Returns the members of a new group, one for each rank's thread; `timeout_s` limits each wait."""
         shared = _Shared(size, timeout_s)
         return [cls(rank, shared) for rank in range(size)]
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """In-place sum. Raises PeerLostError when a rank closed or did not come in time."""
+        """Sums the tensor over the ranks, in place. Raises PeerLostError when a rank closed or timed out."""
         self._shared.parts[self.rank] = tensor
         self.barrier()
         parts = torch.stack([part.reshape(-1) for part in self._shared.parts])
@@ -73,14 +74,14 @@ class ThreadCollective:
         tensor.copy_(total.view_as(tensor))
 
     def barrier(self) -> None:
-        """Returns when every rank is here. Raises PeerLostError when one closed or did not come in time."""
+        """Returns when every rank has entered. Raises PeerLostError when a rank closed or timed out."""
         try:
             self._shared.barrier.wait()
         except threading.BrokenBarrierError as exc:
             raise lost_rank(self.rank, self.size, self._shared.timeout_s) from exc
 
     def close(self) -> None:
-        """Ends the whole group: ranks that wait, or come later, get PeerLostError."""
+        """Ends the whole group: waiting ranks, and ranks that enter later, raise PeerLostError."""
         self._shared.barrier.abort()
 
 

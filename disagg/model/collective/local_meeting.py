@@ -16,9 +16,11 @@ from typing import NamedTuple
 
 _NAME = "meet"
 _HELLO = struct.Struct("=II")
-"""Rank and size of the group, from a rank that connects."""
+"""First message of a connecting rank: its rank and the size of its group."""
 _WELCOME = struct.Struct("=II")
-"""Rank that the socket beside it leads to, and bytes of the shared memory; rank 0 stands for the memory itself."""
+"""Message with a descriptor: the rank at the socket's other end (0: the descriptor is the shared memory), and the
+memory's bytes.
+"""
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: process, user, group."""
 _RETRY_S = 0.01
@@ -34,9 +36,9 @@ class Meeting(NamedTuple):
 
 
 def meet(directory: Path, rank: int, size: int, memory_bytes: int, timeout_s: float) -> Meeting:
-    """Returns when all `size` ranks have come. `directory` is readable by the own user only.
+    """Returns when all `size` ranks have connected. `directory` is readable by the own user only.
 
-    Raises `OSError` (`TimeoutError` among them) when they have not within `timeout_s`, or one of them is gone.
+    Raises `OSError` when a rank disconnects, and `TimeoutError`, a subclass, when not all connect within `timeout_s`.
     """
     until_s = time.monotonic() + timeout_s
     path = directory / _NAME
@@ -46,7 +48,7 @@ def meet(directory: Path, rank: int, size: int, memory_bytes: int, timeout_s: fl
 
 
 def shared_memory(size_bytes: int) -> int:
-    """The descriptor of new anonymous memory, of sealed size: an access cannot fault."""
+    """Returns the descriptor of new anonymous memory of sealed size: no access can fault."""
     import fcntl
 
     fd = os.memfd_create("disagg-collective", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -80,7 +82,7 @@ def _host(path: Path, size: int, memory_bytes: int, until_s: float) -> Meeting:
 
 
 def _admit(guest: socket.socket, peers: dict[int, socket.socket], size: int, until_s: float) -> None:
-    """Keeps a connection of a rank that is expected, and of the own user; closes any other."""
+    """Keeps the connection of an expected rank of the own user; closes any other connection."""
     try:
         guest.settimeout(_left(until_s))
         rank, its_size = _HELLO.unpack(_receive(guest, _HELLO.size))
@@ -96,7 +98,7 @@ def _admit(guest: socket.socket, peers: dict[int, socket.socket], size: int, unt
 
 
 def _introduce(peers: Mapping[int, socket.socket], memory_fd: int, memory_bytes: int) -> None:
-    """Sends each rank the memory, and a socket to each of the others."""
+    """Sends each rank the memory, and a socket to each other rank."""
     for rank, peer in peers.items():
         socket.send_fds(peer, [_WELCOME.pack(0, memory_bytes)], [memory_fd])
         for other in range(1, rank):
@@ -129,7 +131,7 @@ def _join(path: Path, rank: int, size: int, memory_bytes: int, until_s: float) -
 
 
 def _connect(path: Path, until_s: float) -> socket.socket:
-    """Rank 0's socket; tried again until rank 0 listens."""
+    """Returns a socket connected to rank 0; retries until rank 0 listens."""
     while True:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:

@@ -26,7 +26,7 @@ dist: Any = torch.distributed  # its stubs lack the stores and the backends
 
 
 class NcclCollective:
-    """One engine's ranks, one process each."""
+    """Collective of one engine's ranks, one process each."""
 
     recordable = True
 
@@ -35,15 +35,15 @@ class NcclCollective:
     ) -> None:
         """Joins the group on the current device; returns when all ranks have.
 
-        `directory` is the same for all and private to the user (`disagg.core.folders.private_folder`). It holds the
-        ranks' store (a file, no port), which NCCL may read as long as the group lives; the caller removes it.
-        `deterministic`: an element's sum has the same bits whatever the size of its tensor.
-        Raises PeerLostError when the ranks do not meet within `timeout_s`.
+        `directory` is the same for all ranks and private to the user (`disagg.core.folders.private_folder`). It holds
+        the ranks' store (a file, no port), which NCCL may read while the group exists; the caller removes it.
+        `deterministic`: an element's sum has the same bits whatever the size of its tensor. Raises PeerLostError when
+        the ranks do not meet within `timeout_s`.
         """
         self.rank = rank
         self.size = size
         self._timeout_s = timeout_s
-        # Two ranks' sum has one rounding and no order (a + b is b + a): the backend's own does for them.
+        # The sum of two ranks has one rounding and no order (a + b is b + a), so the backend's all-reduce is used.
         self._in_order = deterministic and size > 2
         for name, value in LOCAL_ONLY.items():
             os.environ.setdefault(name, value)
@@ -60,7 +60,7 @@ class NcclCollective:
         self.barrier()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """In-place sum, queued on the current stream. Raises PeerLostError on a lost rank."""
+        """Sums the tensor in place, queued on the current stream. Raises PeerLostError on a lost rank."""
         try:
             if self._in_order:
                 all_reduce_in_order(self._group, tensor, self.size)
@@ -70,12 +70,12 @@ class NcclCollective:
             raise self._lost() from exc
 
     def barrier(self) -> None:
-        """Returns when every rank is here. Raises PeerLostError on a lost rank."""
+        """Returns when every rank has entered. Raises PeerLostError on a lost rank."""
         self.all_reduce(self._token.fill_(1.0))
         torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Ends this rank's connections; a rank that waits for this one gets PeerLostError."""
+        """Closes this rank's connections. Ranks that wait for this rank raise PeerLostError."""
         self._group.abort()
 
     def _lost(self) -> PeerLostError:

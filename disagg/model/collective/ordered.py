@@ -1,7 +1,7 @@
 """An all-reduce over `torch.distributed` with one summation order, for `model.deterministic`.
 
-The backends' own all-reduces choose an algorithm by the tensor's size, and sum its pieces from different ranks on.
-An element's bits then depend on its position, and so on the rest of the batch. Here each element is summed from
+The backends' own all-reduces choose an algorithm by the tensor's size, and begin the sum of each piece at another
+rank. An element's bits then depend on its position, and so on the rest of the batch. Here each element is summed from
 rank 0 on, for every size and on both paths below.
 """
 

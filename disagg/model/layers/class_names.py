@@ -11,7 +11,7 @@ Form = TypeVar("Form")
 
 
 def class_name(module: nn.Module) -> str:
-    """`<model package>.<class>` of a class that transformers defines; empty for any other class."""
+    """Returns `<model package>.<class>` of a module's class in transformers; empty for any other class."""
     kind = type(module)
     library, _, rest = kind.__module__.partition(".models.")
     package, _, file = rest.partition(".")
@@ -21,10 +21,10 @@ def class_name(module: nn.Module) -> str:
 
 
 def from_source(module: nn.Module, name: str) -> Any:
-    """The object called `name` in the source file of the class of `module`; None where that file has none."""
+    """Returns the object `name` of the Python module that defines the class of `module`; None if undefined."""
     return getattr(sys.modules.get(type(module).__module__), name, None)
 
 
 def by_name(*groups: tuple[Form, str]) -> dict[str, Form]:
-    """A registry of forms by class name, made of (form, class names separated by spaces)."""
+    """Returns a registry of forms by class name, made of pairs (form, class names separated by spaces)."""
     return {name: form for form, names in groups for name in names.split()}

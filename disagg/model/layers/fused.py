@@ -21,22 +21,22 @@ from disagg.model.layers.rotary_attention import fuse_rotary
 
 @dataclass
 class Fused:
-    """Numbers of modules of one model that run in kernels."""
+    """Counts of one model's modules that run in kernels."""
 
     norms: int = 0
     rotary: int = 0
-    """Attention modules whose rotary embeddings do."""
+    """Attention modules whose rotary embeddings run in the kernel."""
     mlps: int = 0
     residuals: int = 0
-    """Decoder layers whose sums do."""
+    """Decoder layers whose residual sums run in the kernel of the norm."""
 
     def summary(self) -> dict[str, int]:
-        """The numbers by kind of module."""
+        """Returns the counts by kind of module."""
         return asdict(self)
 
 
 def fuse(model: Any) -> Fused:
-    """Replaces the forwards of registered modules of `model`, whose weights are filled; before any step."""
+    """Replaces the forwards of registered modules of `model`, after its weights are filled and before any step."""
     fused = Fused()
     for module in model.modules():
         if _is_unchanged(module):
@@ -49,5 +49,5 @@ def fuse(model: Any) -> Fused:
 
 
 def _is_unchanged(module: nn.Module) -> bool:
-    """Whether `module` has neither hooks nor a forward of its own."""
+    """Returns whether `module` has neither hooks nor a forward of its own."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -55,7 +55,7 @@ GATED_MLPS: dict[str, _Forward] = by_name(
 
 
 def fuse_gated_mlp(module: Any) -> bool:
-    """Lets a registered MLP run in the kernel where its activation is SiLU; returns whether the kernel runs."""
+    """Replaces the forward of a registered MLP with a SiLU activation by the kernel; returns whether it did."""
     forward = GATED_MLPS.get(class_name(module))
     if forward is None or not isinstance(module.act_fn, _SILU):
         return False

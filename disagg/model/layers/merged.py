@@ -1,8 +1,9 @@
-"""Projections of one input as one product: queries, keys and values; gate and up of an MLP.
+"""Projections of one input, computed as one product: queries, keys and values; gate and up of an MLP.
 
-A short step reads weights and computes little. One large product reads them at a higher rate than three, of which two
-are small, and has one launch. vLLM and SGLang merge the same layers when they load a checkpoint (`QKVParallelLinear`,
-`MergedColumnParallelLinear`). Here a checkpoint fills the separate layers first; the merged weight replaces theirs.
+A short step mostly reads weights. One large product reads weights faster than three products, of which two are small,
+and needs one launch. vLLM and SGLang merge the same layers when they load a checkpoint (`QKVParallelLinear`,
+`MergedColumnParallelLinear`). Here a checkpoint fills the separate layers first; the merged weight then replaces
+their weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class MergedProjections:
     """Linear layers with one input and one weight `[sum of outputs, inputs]`; owned by the module that has them."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        """Joins the weights of `layers`, which become views of the joined one: memory is not used twice."""
+        """Joins the weights of `layers`, which become views of the joined weight: no memory is used twice."""
         self.weight = torch.cat([layer.weight.data for layer in layers])
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
         self.product: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -43,7 +44,7 @@ class MergedProjections:
 def merge_projections(model: Any) -> int:
     """Merges the projections of each module of `model` that calls `projected`; returns the number of merged ones.
 
-    For a model whose weights are filled, after `fuse`. Needs memory for one more copy of the largest projections.
+    Call it after `fuse`, when the weights are filled. It needs memory for one more copy of the largest projections.
     """
     merged = 0
     for module in model.modules():
@@ -58,19 +59,21 @@ def merge_projections(model: Any) -> int:
 
 
 def merged_of(module: Any) -> MergedProjections | None:
-    """Returns the merged projections of a module, if it has them."""
+    """Returns the merged projections of a module; None if its projections are separate."""
     found: MergedProjections | None = vars(module).get(_ATTRIBUTE)
     return found
 
 
 def projected(module: Any, names: Sequence[str], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the projections of `x` by the layers `names` of `module`; maybe views of one tensor."""
+    """Returns the projections of `x` by the layers `names` of `module`; these may be views of one tensor."""
     merged = merged_of(module)
     return merged(x) if merged is not None else tuple(getattr(module, name)(x) for name in names)
 
 
 def _fit(layers: Sequence[Any]) -> bool:
-    """Whether all are plain linear layers, with weights of one type, device and input; all or none with a bias."""
+    """Returns whether `layers` can be merged: plain linear layers of equal type, device and input size, all or none
+    with a bias.
+    """
     if not all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
         return False
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
@@ -80,6 +83,6 @@ def _fit(layers: Sequence[Any]) -> bool:
 
 
 def _free(weight: torch.Tensor) -> None:
-    """Returns the memory of the separate weights to the device: the allocator could not use it for a larger one."""
+    """Returns the memory of the separate weights to the device: its blocks are too small for larger weights."""
     if weight.is_cuda:
         torch.cuda.empty_cache()

@@ -13,12 +13,12 @@ from kernels.layers.rms_norm import DTYPES, NormWeight, add_rms_norm, rms_norm
 
 @dataclass(frozen=True)
 class NormForm:
-    """How a class computes its norm."""
+    """The formula of a norm class."""
 
     weight: NormWeight
-    """How the weight is applied, and which values are rounded before."""
+    """Application of the weight, and the values that are rounded before it; see `kernels.layers.rms_norm`."""
     epsilon: str
-    """Attribute with the epsilon."""
+    """Name of the attribute that holds the epsilon."""
 
 
 _LLAMA = NormForm("rounded_first", "variance_epsilon")
@@ -75,13 +75,13 @@ NORMS = by_name(
         """,
     ),
 )
-"""By class name."""
+"""Forms by class name."""
 
 
 class FusedNorm:
-    """The forward of a registered RMSNorm with a weight, in the kernel.
+    """The forward of a registered RMSNorm with a weight, computed by the kernel.
 
-    Inputs of another type than the weight's still go to the class's own forward.
+    The class's own forward still computes inputs of another type than the weight's.
     """
 
     def __init__(self, module: Any, form: NormForm) -> None:
@@ -99,10 +99,9 @@ class FusedNorm:
         return rms_norm(x, self._module.weight, self._eps, self._how)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns `x + y`, and computes its norm in the same launch for the next call, whose input it is.
+        """Returns `x + y`, and computes its norm in the same launch; the next call with this sum returns that norm.
 
-        The caller must not change the sum in place before that call. A call with any other input is as if this one
-        had not been.
+        The caller must not change the sum in place before that call. A call with any other input drops the norm.
         """
         if not x.dtype == y.dtype == self._module.weight.dtype:
             return x + y
@@ -111,7 +110,7 @@ class FusedNorm:
 
 
 def fuse_norm(module: Any) -> bool:
-    """Lets a registered RMSNorm with a weight run in the kernel; returns whether `module` is one."""
+    """Replaces the forward of a registered RMSNorm with a weight by the kernel; returns whether it did."""
     form, weight = NORMS.get(class_name(module)), module._parameters.get("weight")
     if form is None or weight is None or weight.dtype not in DTYPES:
         return False

@@ -1,7 +1,7 @@
-"""Decoder layers that add their residuals in the launch of the norm behind, as vLLM and SGLang do.
+"""Decoder layers that add their residuals in the launch of the following norm, as vLLM and SGLang do.
 
-A pre-norm layer adds to its hidden state twice, each time in front of a norm: its second one, and the first norm of
-the next layer. `FusedNorm.add` returns the sum and keeps its norm for the call that follows.
+A pre-norm layer adds to its hidden state twice, each time before a norm: before its own second norm, and before the
+first norm of the next layer. `FusedNorm.add` returns the sum and keeps its norm for the following call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from disagg.model.layers.norms import FusedNorm
 
 
 class _PreNorm:
-    """The forward of a layer with norm, attention, sum, norm, MLP and sum."""
+    """The forward of a decoder layer: norm, attention, sum, norm, MLP, sum."""
 
     def __init__(self, layer: Any, following: FusedNorm) -> None:
         self._layer, self._own, self._following = layer, layer.post_attention_layernorm.forward, following
@@ -51,13 +51,13 @@ PRE_NORM_LAYERS = by_name(
         """,
     ),
 )
-"""Fused forwards by class name: of the classes with the forward of `LlamaDecoderLayer`."""
+"""Fused forwards by class name, for the classes with the forward of `LlamaDecoderLayer`."""
 
 
 def fuse_residuals(module: Any) -> int:
     """Replaces the forwards of a model's registered layers, whose norms are fused; returns their number.
 
-    `module`: any module; one with `layers`, and a `norm` behind the last one, may have such layers.
+    `module` is any module; only one with `layers`, and a `norm` after the last layer, can have registered layers.
     """
     layers = getattr(module, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(module, "norm"):

@@ -1,7 +1,7 @@
 """Rotary embeddings that change with the length of a request (`longrope`, as in Phi-3).
 
 transformers picks the short or the long frequencies by the longest sequence of a batch. Here a step mixes requests
-and chunks, so each token gets what its own request would get alone.
+and chunks, so each token gets the frequencies that its request would get without other requests.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class LengthRope(nn.Module):
         self.rotary = rotary
         self.switch_tokens = switch_tokens
         self.long: torch.Tensor | None = None
-        """bool `[1, T]`: tokens whose request is long; None takes all for short."""
+        """bool `[1, T]`: whether each token's request is long; None: all requests are short."""
 
     def forward(
         self, x: torch.Tensor, position_ids: torch.Tensor, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin `[1, T, dim]` of int64 `position_ids` `[1, T]`, in the dtype of `x`."""
+        """Returns cos and sin `[1, T, dim]` of int64 `position_ids` `[1, T]`, in the dtype of `x`."""
         last = self.switch_tokens - 1
-        # The module looks at the highest position only. A token beyond the switch is long in any case.
+        # The module reads the highest position only. A token beyond the switch is long in any case.
         short: tuple[torch.Tensor, torch.Tensor] = self.rotary(x, position_ids.clamp(max=last), **more)
         if self.long is None:
             return short
@@ -41,7 +41,7 @@ class LengthRope(nn.Module):
 
 
 def wrap_ropes(model: Any, switch_tokens: int) -> list[LengthRope]:
-    """Puts a `LengthRope` around each rotary module of `model` that changes with length."""
+    """Wraps each rotary module of `model` that changes with length in a `LengthRope`; returns the wrappers."""
     found = [name for name, m in model.named_modules() if getattr(m, "rope_type", None) == "longrope"]
     ropes = []
     for name in found:
@@ -52,7 +52,7 @@ def wrap_ropes(model: Any, switch_tokens: int) -> list[LengthRope]:
 
 
 def long_tokens(batch: StepBatch, switch_tokens: int) -> list[int]:
-    """For each token of the step: 1 when its request has more than `switch_tokens` tokens, else 0."""
+    """Returns for each token of the step 1 if its request has more than `switch_tokens` tokens, else 0."""
     return [
         int(max(sequence.prompt_tokens, sequence.stop) > switch_tokens)
         for sequence in batch.sequences

@@ -1,7 +1,7 @@
 """Forwards of attention modules whose rotary embeddings run in the kernel `rotary`.
 
-An attention class of transformers rotates queries and keys in the middle of its forward. A registered class gets a
-forward of this file in its place: projections, kernel, cache, transformers' attention interface, output projection.
+An attention class of transformers rotates queries and keys in the middle of its forward. A forward of this file
+replaces that of a registered class: projections, kernel, cache, transformers' attention interface, output projection.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from disagg.model.layers.class_names import by_name, class_name, from_source
-from disagg.model.layers.rotary_forms import ROTARY_ATTENTION, AttentionForm, Turns
+from disagg.model.layers.rotary_forms import ROTARY_ATTENTION, AttentionForm, CosSin
 from disagg.model.layers.rotary_projections import Heads, split_heads
 from kernels.layers.rotary import misfit, rotary
 
 
 class _Rotation:
-    """Rotates queries and keys in the kernel, or by the class's own function where the kernel computes otherwise."""
+    """Rotates queries and keys by the kernel, or by the class's own function if the kernel does not fit."""
 
     def __init__(self, own: Callable[..., Any], casts: bool) -> None:
         self._own, self._casts = own, casts
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, turns: Turns) -> tuple[torch.Tensor, torch.Tensor]:
-        cos, sin = turns
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, cos_sin: CosSin
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = cos_sin
         if (self._casts or cos.dtype == q.dtype) and not misfit(q, k, cos, sin):
             return rotary(q, k, cos, sin)
         dim = cos.shape[-1]
@@ -45,11 +47,11 @@ def _forward(
     **named: Any,
 ) -> tuple[torch.Tensor, Any]:
     heads = form.project(module, hidden_states)
-    turns = form.turns(module, named, heads)
-    if turns is not None:
-        q, k = rotation(heads.q, heads.k, turns)
+    cos_sin = form.cos_sin(module, named, heads)
+    if cos_sin is not None:
+        q, k = rotation(heads.q, heads.k, cos_sin)
         heads = heads._replace(q=q, k=k)
-    heads = form.after(module, heads, named)
+    heads = form.after_rotation(module, heads, named)
     cache = named.pop(form.cache, None)
     if cache is not None:
         k, v = cache.update(heads.k, heads.v, module.layer_idx)
@@ -60,7 +62,7 @@ def _forward(
 def _attended(
     module: Any, heads: Heads, attention_mask: torch.Tensor | None, outputs: tuple[str, ...], **named: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Attention of `heads`, times the gate, through `outputs`; and the attention's weights, None of most kinds."""
+    """Returns the gated attention of `heads` after the modules `outputs`, and the attention's weights or None."""
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, from_source(module, "eager_attention_forward")
     )
@@ -79,28 +81,30 @@ def _attended(
 
 
 def _latent(
-    module: Any, rotation: _Rotation, queries: torch.Tensor, x: torch.Tensor, turns: Turns, cache: Any
+    module: Any, rotation: _Rotation, queries: torch.Tensor, x: torch.Tensor, cos_sin: CosSin, cache: Any
 ) -> Heads:
-    """Heads of the projected `queries` and of the hidden states `x`: a part rotates, the cache holds latents."""
+    """Returns the heads of latent attention from the projected `queries` and the hidden states `x`: a part of each
+    head is rotated, and the cache holds latents.
+    """
     batch, tokens = x.shape[:2]
     q = queries.view(batch, tokens, -1, module.qk_head_dim).transpose(1, 2)
-    q_pass, q_turned = torch.split(q, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
-    latent, k_turned = module.kv_a_proj_with_mqa(x).split(
+    q_pass, q_rotary = torch.split(q, [module.qk_nope_head_dim, module.qk_rope_head_dim], dim=-1)
+    latent, k_rotary = module.kv_a_proj_with_mqa(x).split(
         [module.kv_lora_rank, module.qk_rope_head_dim], dim=-1
     )
     latent = module.kv_a_layernorm(latent).view(batch, 1, tokens, module.kv_lora_rank)
-    k_turned = k_turned.view(batch, 1, tokens, module.qk_rope_head_dim)
-    q_turned, k_turned = rotation(q_turned, k_turned, turns)
+    k_rotary = k_rotary.view(batch, 1, tokens, module.qk_rope_head_dim)
+    q_rotary, k_rotary = rotation(q_rotary, k_rotary, cos_sin)
     if cache is not None:
-        latent, k_turned = cache.update(latent, k_turned, module.layer_idx)
-    return Heads(torch.cat((q_pass, q_turned), dim=-1), *module.expand_kv(latent, k_turned))
+        latent, k_rotary = cache.update(latent, k_rotary, module.layer_idx)
+    return Heads(torch.cat((q_pass, q_rotary), dim=-1), *module.expand_kv(latent, k_rotary))
 
 
 def _minicpm3(
     module: Any,
     rotation: _Rotation,
     hidden_states: torch.Tensor,
-    position_embeddings: Turns,
+    position_embeddings: CosSin,
     attention_mask: torch.Tensor | None = None,
     past_key_values: Any = None,
     **named: Any,
@@ -117,12 +121,14 @@ def _hy_v4(
     module: Any,
     rotation: _Rotation,
     hidden_states: torch.Tensor,
-    position_embeddings: Turns,
+    position_embeddings: CosSin,
     attention_mask: torch.Tensor,
     past_key_values: Any = None,
     **named: Any,
 ) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Also returns the positions that each token reads, for the layers that have no indexer."""
+    """Attends with the choice of an indexer; also returns the positions that each token reads, for layers without
+    indexer.
+    """
     position_ids, chosen = named.pop("position_ids", None), named.pop("prev_topk_indices", None)
     queries = module.q_a_layernorm(module.q_a_proj(hidden_states))
     heads = _latent(
@@ -149,10 +155,10 @@ def _zamba2(
     attention_mask: torch.Tensor | None = None,
     past_key_values: Any = None,
     *,
-    position_embeddings: Turns,
+    position_embeddings: CosSin,
     **named: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Attention that several layers share, each with adapters of its own."""
+    """Computes attention that several layers share, each with adapters of its own."""
     projected = [getattr(module, f"{name}_proj")(hidden_states) for name in "qkv"]
     if module.config.use_shared_attention_adapter:
         own = module.layer_dic[layer_idx]
@@ -188,15 +194,15 @@ OWN_FORWARDS = by_name(
     ),
     (OwnForward(_zamba2, fits=lambda m: m.config.use_mem_rope), "zamba2.Zamba2Attention"),
 )
-"""By class name."""
+"""Fused forwards by class name."""
 
 
 def fuse_rotary(module: Any) -> bool:
-    """Lets a registered attention module rotate in the kernel; returns whether the kernel rotates."""
+    """Replaces the forward of a registered attention module by one with the kernel; returns whether it did."""
     name, own = class_name(module), from_source(module, "apply_rotary_pos_emb")
     form, forward = ROTARY_ATTENTION.get(name), OWN_FORWARDS.get(name)
     if getattr(own, "__module__", None) != type(module).__module__:
-        return False  # the registries describe transformers' own function
+        return False  # the registries describe only transformers' own function
     if form is not None and form.fits(module):
         module.forward = partial(_forward, module, form, _Rotation(own, form.casts))
     elif forward is not None and forward.fits(module):

@@ -1,4 +1,4 @@
-"""The attention classes of transformers whose rotary embeddings run in a kernel; how each differs from Llama's."""
+"""Attention classes of transformers whose rotary embeddings run in a kernel, and their differences from Llama's."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from disagg.model.layers import rotary_projections as projections
 from disagg.model.layers.class_names import by_name, from_source
 from disagg.model.layers.rotary_projections import Heads, Project
 
-Turns = tuple[torch.Tensor, torch.Tensor]
+CosSin = tuple[torch.Tensor, torch.Tensor]
 """cos and sin, `[batch, tokens, rotary dim]`."""
 
 
-def _given_turns(module: Any, named: dict[str, Any], heads: Heads) -> Turns | None:
-    turns: Turns | None = named.pop("position_embeddings", None)
-    return turns
+def _given_cos_sin(module: Any, named: dict[str, Any], heads: Heads) -> CosSin | None:
+    cos_sin: CosSin | None = named.pop("position_embeddings", None)
+    return cos_sin
 
 
-def _turns_where(condition: Callable[[Any], bool]) -> Callable[[Any, dict[str, Any], Heads], Turns | None]:
-    def turns(module: Any, named: dict[str, Any], heads: Heads) -> Turns | None:
-        given = _given_turns(module, named, heads)
+def _cos_sin_where(condition: Callable[[Any], bool]) -> Callable[[Any, dict[str, Any], Heads], CosSin | None]:
+    def cos_sin(module: Any, named: dict[str, Any], heads: Heads) -> CosSin | None:
+        given = _given_cos_sin(module, named, heads)
         return given if condition(module) else None
 
-    return turns
+    return cos_sin
 
 
-def _moshi_turns(module: Any, named: dict[str, Any], heads: Heads) -> Turns | None:
-    own: Turns = module.rotary_emb(heads.v, named.pop("position_ids", None))
+def _moshi_cos_sin(module: Any, named: dict[str, Any], heads: Heads) -> CosSin | None:
+    own: CosSin = module.rotary_emb(heads.v, named.pop("position_ids", None))
     return own
 
 
@@ -64,19 +64,19 @@ def _config_window(module: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """How an attention class differs from Llama's."""
+    """Differences of an attention class from Llama's."""
 
     project: Project = projections.plain
-    turns: Callable[[Any, dict[str, Any], Heads], Turns | None] = _given_turns
-    """cos and sin of a call, out of its keyword arguments; None where the layer does not rotate."""
-    after: Callable[[Any, Heads, dict[str, Any]], Heads] = _no_change
-    """Follows the rotation."""
+    cos_sin: Callable[[Any, dict[str, Any], Heads], CosSin | None] = _given_cos_sin
+    """Returns cos and sin of a call from its keyword arguments; None if the layer does not rotate."""
+    after_rotation: Callable[[Any, Heads, dict[str, Any]], Heads] = _no_change
+    """Changes the heads after the rotation."""
     named: Callable[[Any], dict[str, Any]] = lambda module: {}
     """Keyword arguments of the attention call besides the scaling."""
     outputs: tuple[str, ...] = ("o_proj",)
-    """Modules that the attention's output goes through."""
+    """Names of the modules that process the attention's output, in order."""
     cache: str = "past_key_values"
-    """Keyword argument with the cache."""
+    """Name of the keyword argument that holds the cache."""
     casts: bool = False
     """Whether products in the type of cos and sin are rounded back to that of queries and keys."""
     fits: Callable[[Any], bool] = lambda module: True
@@ -116,15 +116,19 @@ ROTARY_ATTENTION = by_name(
         AttentionForm(named=lambda m: _own_window(m) | {"s_aux": m.sinks}),
         "granite_swa.GraniteSWAAttention granitemoe_swa.GraniteMoeSWAAttention",
     ),
-    (AttentionForm(turns=_turns_where(lambda m: m.use_rope), named=_own_window), "smollm3.SmolLM3Attention"),
-    (AttentionForm(after=_ministral3_scale, named=_config_window), "ministral3.Ministral3Attention"),
     (
-        AttentionForm(after=_hunyuan_norms),
+        AttentionForm(cos_sin=_cos_sin_where(lambda m: m.use_rope), named=_own_window),
+        "smollm3.SmolLM3Attention",
+    ),
+    (AttentionForm(after_rotation=_ministral3_scale, named=_config_window), "ministral3.Ministral3Attention"),
+    (
+        AttentionForm(after_rotation=_hunyuan_norms),
         "hunyuan_v1_dense.HunYuanDenseV1Attention hunyuan_v1_moe.HunYuanMoEV1Attention",
     ),
     (
         AttentionForm(
-            turns=_moshi_turns, fits=lambda m: m.rotary_emb is not None and not m.q_proj.use_flexible_linear
+            cos_sin=_moshi_cos_sin,
+            fits=lambda m: m.rotary_emb is not None and not m.q_proj.use_flexible_linear,
         ),
         "moshi.MoshiAttention",
     ),
@@ -147,7 +151,7 @@ ROTARY_ATTENTION = by_name(
     (
         AttentionForm(
             projections.normed_heads(),
-            turns=_turns_where(lambda m: m.sliding_window is None or m.is_sliding),
+            cos_sin=_cos_sin_where(lambda m: m.sliding_window is None or m.is_sliding),
             named=lambda m: {"sliding_window": m.sliding_window if m.is_sliding else None},
         ),
         "exaone4.Exaone4Attention exaone_moe.ExaoneMoeAttention kolibri1.Kolibri1Attention",
@@ -155,7 +159,7 @@ ROTARY_ATTENTION = by_name(
     (
         AttentionForm(
             projections.normed_heads(),
-            turns=_turns_where(lambda m: m.sliding_window is not None),
+            cos_sin=_cos_sin_where(lambda m: m.sliding_window is not None),
             named=lambda m: _own_window(m) | {"s_aux": m.sinks},
         ),
         "flint.FlintAttention",
@@ -198,14 +202,17 @@ ROTARY_ATTENTION = by_name(
     (
         AttentionForm(
             projections.gated(projections.afmoe_gate),
-            turns=_turns_where(lambda m: m.is_local_attention),
+            cos_sin=_cos_sin_where(lambda m: m.is_local_attention),
             named=_own_window,
         ),
         "afmoe.AfmoeAttention",
     ),
     (
         AttentionForm(
-            projections.gated(projections.beam_gate), after=_beam_scale, named=_own_window, casts=True
+            projections.gated(projections.beam_gate),
+            after_rotation=_beam_scale,
+            named=_own_window,
+            casts=True,
         ),
         "beam.BeamAttention",
     ),
@@ -215,4 +222,4 @@ ROTARY_ATTENTION = by_name(
     ),
     (AttentionForm(projections.gated(projections.laguna_gate), named=_own_window), "laguna.LagunaAttention"),
 )
-"""By class name."""
+"""Forms by class name."""

@@ -28,12 +28,12 @@ Project = Callable[[Any, torch.Tensor], Heads]
 
 
 def split_heads(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """`[batch, tokens, heads * dim]` as `[batch, tokens, heads, dim]`."""
+    """Returns `[batch, tokens, heads * dim]` as a view `[batch, tokens, heads, dim]`."""
     return x.view(*x.shape[:-1], -1, module.head_dim)
 
 
 def _heads(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor | None = None) -> Heads:
-    """Of `[batch, tokens, heads, dim]`."""
+    """Returns `Heads` made of tensors `[batch, tokens, heads, dim]`."""
     return Heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), gate)
 
 
@@ -43,12 +43,14 @@ def _projected(module: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 
 
 def plain(module: Any, x: torch.Tensor) -> Heads:
-    """Three projections (Llama)."""
+    """Computes three projections (Llama)."""
     return _heads(*(split_heads(module, part) for part in _projected(module, x)))
 
 
 def normed_heads(q_norm: str = "q_norm", k_norm: str = "k_norm", switch: str = "") -> Project:
-    """Three projections, and norms of each head of queries and keys (Qwen3), where the attribute `switch` is true."""
+    """Returns a function that computes three projections, and norms of each head of queries and keys (Qwen3), unless
+    the module's attribute `switch` is false.
+    """
 
     def project(module: Any, x: torch.Tensor) -> Heads:
         if switch and not getattr(module, switch):
@@ -60,18 +62,18 @@ def normed_heads(q_norm: str = "q_norm", k_norm: str = "k_norm", switch: str = "
 
 
 def normed_rows(module: Any, x: torch.Tensor) -> Heads:
-    """Three projections, and norms over all heads of queries and keys (OLMo 2)."""
+    """Computes three projections, and norms over all heads of queries and keys (OLMo 2)."""
     q, k, v = _projected(module, x)
     return _heads(*(split_heads(module, part) for part in (module.q_norm(q), module.k_norm(k), v)))
 
 
 def olmo(module: Any, x: torch.Tensor) -> Heads:
-    """Three projections, clamped to `clip_qkv`."""
+    """Computes three projections, clamped to `clip_qkv`."""
     return _heads(*(split_heads(module, _clipped(module, part)) for part in _projected(module, x)))
 
 
 def olmoe(module: Any, x: torch.Tensor) -> Heads:
-    """As `normed_rows`, clamped to `clip_qkv`."""
+    """Computes the projections of `normed_rows`, clamped to `clip_qkv`."""
     q, k, v = _projected(module, x)
     parts = (module.q_norm(q), module.k_norm(k), v)
     return _heads(*(split_heads(module, _clipped(module, part)) for part in parts))
@@ -83,13 +85,13 @@ def _clipped(module: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 def falcon_h1(module: Any, x: torch.Tensor) -> Heads:
-    """Three projections, with a factor on the keys."""
+    """Computes three projections, with a factor on the keys."""
     heads = plain(module, x)
     return heads._replace(k=heads.k * module.key_multiplier)
 
 
 def mimo(module: Any, x: torch.Tensor) -> Heads:
-    """Three projections; values have a head size and a factor of their own."""
+    """Computes three projections; values have a head size and a factor of their own."""
     q, k, v = _projected(module, x)
     v = v.view(*v.shape[:-1], -1, module.v_head_dim)
     heads = _heads(split_heads(module, q), split_heads(module, k), v)
@@ -97,7 +99,7 @@ def mimo(module: Any, x: torch.Tensor) -> Heads:
 
 
 def phi3(module: Any, x: torch.Tensor) -> Heads:
-    """One projection: all queries, then all keys, then all values."""
+    """Computes one projection: all queries, then all keys, then all values."""
     qkv = module.qkv_proj(x)
     queries = module.config.num_attention_heads * module.head_dim
     keys = module.num_key_value_heads * module.head_dim
@@ -106,7 +108,7 @@ def phi3(module: Any, x: torch.Tensor) -> Heads:
 
 
 def dbrx(module: Any, x: torch.Tensor) -> Heads:
-    """One projection: all queries, then all keys, then all values; clamped to `clip_qkv`."""
+    """Computes one projection, clamped to `clip_qkv`: all queries, then all keys, then all values."""
     qkv, most = module.Wqkv(x), module.clip_qkv
     if most is not None:
         qkv = qkv.clamp(min=-most, max=most)
@@ -116,13 +118,13 @@ def dbrx(module: Any, x: torch.Tensor) -> Heads:
 
 
 def gpt_neox(module: Any, x: torch.Tensor) -> Heads:
-    """One projection, of query, key and value of one head after the other."""
+    """Computes one projection: query, key and value of one head after the other."""
     qkv = module.query_key_value(x)
     return _heads(*qkv.view(*qkv.shape[:-1], -1, 3 * module.head_size).chunk(3, dim=-1))
 
 
 def persimmon(module: Any, x: torch.Tensor) -> Heads:
-    """As `gpt_neox`, with norms of each head."""
+    """Computes the projection of `gpt_neox`, with norms of each head."""
     q, k, v = module._split_heads(module.query_key_value(x))
     if module.qk_layernorm:
         q, k = module.q_layernorm(q), module.k_layernorm(k)
@@ -130,7 +132,7 @@ def persimmon(module: Any, x: torch.Tensor) -> Heads:
 
 
 def qwen3_next(module: Any, x: torch.Tensor) -> Heads:
-    """Each head's gate comes from the projection to queries; norms of each head."""
+    """Computes three projections and norms of each head; the projection to queries also contains each head's gate."""
     both, k, v = _projected(module, x)
     q, gate = both.view(*both.shape[:-1], -1, 2 * module.head_dim).chunk(2, dim=-1)
     k, v = split_heads(module, k), split_heads(module, v)
@@ -138,27 +140,27 @@ def qwen3_next(module: Any, x: torch.Tensor) -> Heads:
 
 
 def gated(gate: Callable[[Any, torch.Tensor], torch.Tensor | None]) -> Project:
-    """As `normed_heads`, with a gate from the hidden states."""
+    """Returns a function that computes `normed_heads` and, by `gate`, a gate from the hidden states."""
     project = normed_heads()
     return lambda module, x: project(module, x)._replace(gate=gate(module, x))
 
 
 def afmoe_gate(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """A gate for each element."""
+    """Returns a gate for each element."""
     return torch.sigmoid(split_heads(module, module.gate_proj(x)))
 
 
 def beam_gate(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """A gate for each element, with a bias for each head."""
+    """Returns a gate for each element, with a bias for each head."""
     return torch.sigmoid(split_heads(module, module.gate_proj(x)) + module.gate_bias[None, None, :, None])
 
 
 def lfm3_gate(module: Any, x: torch.Tensor) -> torch.Tensor | None:
-    """A gate for each head; None for a layer without gates."""
+    """Returns a gate for each head; None for a layer without gates."""
     return None if module.g_proj is None else torch.sigmoid(module.g_proj(x)).unsqueeze(-1)
 
 
 def laguna_gate(module: Any, x: torch.Tensor) -> torch.Tensor:
-    """A gate for each head or for each element."""
+    """Returns a gate for each head or for each element."""
     gate = nn.functional.softplus(module.g_proj(x).float()).to(x.dtype)
     return gate.unsqueeze(-1) if module.gate_per_head else split_heads(module, gate)

@@ -2,8 +2,9 @@
 
 Libraries choose the summation order by the number of rows, for example by splitting a product or by using more
 threads for a row. This mode sorts a model's operations into three kinds. Operations without sums run unchanged.
-Operations with sums are computed row by row, in an order that depends on the summed dimension only. All others are
-refused by name. vLLM and SGLang have batch-invariant modes too; this one lists allowed operations, not failed ones.
+Operations with sums are computed row by row, in an order that depends on the summed dimension only. Any other
+operation raises an error with its name. vLLM and SGLang have batch-invariant modes too; this mode lists the allowed
+operations, not the unsafe ones.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _INTO_MEMORY = ("mm", "addmm")
 class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that runs this thread's operations batch-invariantly. One thread may enter it at a time.
 
-    Raises UnsupportedModelError, which names `architecture`, for an operation that is in no list.
+    Raises UnsupportedModelError, which names `architecture`, for an operation that no list contains.
     """
 
     def __init__(self, architecture: str) -> None:
@@ -91,7 +92,7 @@ def use_linear_kernels(model: Any) -> None:
 
 
 def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:
-    """Whether an operation rounds sums.
+    """Returns whether an operation rounds sums.
 
     A product with one summed element rounds once in any order. An integer `dtype` converts operands before the sum.
     """

@@ -39,7 +39,7 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """A product of attention: the length of a sequence is one of its sizes."""
+    """Multiplies batches of matrices, as attention does: one of the sizes is the length of a sequence."""
     return matmul(left, right) if backend(left.device) == "triton" else pairwise_product(left, right)
 
 

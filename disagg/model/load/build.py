@@ -34,10 +34,10 @@ _BUILD_LOCK = threading.Lock()  # transformers sets the process's default dtype 
 def build_model(
     source: ModelSource, spec: ModelSpec, collective: Collective, device: torch.device, dtype: torch.dtype
 ) -> tuple[Any, Sharding]:
-    """The rank's part of the model on `device`, in eval mode, without gradients; and how it was split.
+    """Returns the rank's part of the model on `device`, in eval mode without gradients, and its sharding.
 
-    Raises UnsupportedModelError when it cannot use our attention or the ranks cannot share its heads, ConfigError
-    when weights are missing.
+    Raises UnsupportedModelError when the model cannot use the paged attention or the ranks cannot share its heads,
+    and ConfigError when weights are missing.
     """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
@@ -54,7 +54,9 @@ def build_model(
 
 
 def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, dtype: torch.dtype) -> int:
-    """Size of the rank's part, without reading a weight. Tied parameters count once. Raises as `build_model`."""
+    """Returns the bytes of the rank's part without reading a weight. Tied parameters count once. Raises as
+    `build_model`.
+    """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
         shard_model(model, spec, collective)
@@ -75,7 +77,7 @@ def _empty_model(source: ModelSource, spec: ModelSpec, dtype: torch.dtype) -> An
     except (KeyError, ValueError, AttributeError, TypeError) as exc:
         raise UnsupportedModelError(f"{spec.architecture} is not supported: {_why_not_built(exc)}") from exc
     if adapter is not None:
-        model.config._attn_implementation = ATTENTION_NAME  # so that no mask is made
+        model.config._attn_implementation = ATTENTION_NAME  # this implementation needs no mask
         if adapter.plan:
             model.config.base_model_tp_plan = dict(adapter.plan)
         adapter.adapt(model, StepInputs(model))
@@ -100,9 +102,9 @@ def _why_not_built(exc: Exception) -> str:
 
 
 def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Full shapes of the tensors in a checkpoint: parameters (tied ones once) and buffers that are not computed.
+    """Returns full shapes of a checkpoint's tensors: parameters (tied ones once) and buffers that are not computed.
 
-    Tied parameters have the name that the others are tied to, whatever their order in the model.
+    Tied parameters have the name of the parameter that they are tied to, independent of their order in the model.
     """
     stored = model.state_dict(keep_vars=True)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -118,7 +120,7 @@ def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _materialize(model: Any, device: torch.device) -> None:
-    """Gives every parameter and buffer memory; NaN marks elements that are never filled."""
+    """Allocates every parameter and buffer; NaN marks elements that are never filled."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -140,7 +142,7 @@ def _initialize(model: Any) -> None:
         own = [*module._parameters.values(), *module._buffers.values()]
         if any(tensor is not None for tensor in own) and not isinstance(module, nn.Linear):
             _init_weights(owners[module], module)
-    # A buffer that no checkpoint holds may be set by a module further up (the multipliers of Falcon-H1).
+    # A parent module may set a buffer that no checkpoint holds (the multipliers of Falcon-H1).
     stored = model.state_dict(keep_vars=True)
     unset = {name for name, buffer in model.named_buffers() if name not in stored and not _is_set(buffer)}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Multimodal checkpoints: the text part of one is a language model of its own, and answers text prompts."""
+"""Multimodal checkpoints: their text part is a complete language model, which is served alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ _PART = "language_model."
 
 
 def text_part(config: Any) -> Any:
-    """The configuration of the text part; `config` itself when it has none that can be served alone.
+    """Returns the configuration of the text part; `config` itself if no text part can be served alone.
 
-    The part is a copy. Settings of the whole about all weights (quantization, the tied head) apply to the copy too.
+    The text part is a copy. The whole model's settings for all weights (quantization, the tied head) are copied into
+    it.
     """
     text = config.get_text_config() if not config.is_encoder_decoder else config
     causal, multimodal = AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping
@@ -30,5 +31,5 @@ def text_part(config: Any) -> Any:
 
 
 def text_name(name: str) -> str:
-    """A weight's name in the text part alone, from that in the multimodal model."""
+    """Returns a weight's name in the text part, given the name in the multimodal model."""
     return name.replace(_PART, "", 1)

@@ -1,6 +1,6 @@
 """Hashes of whole weight files, cached by the identity of the file: hashing 100 GB takes about a minute.
 
-A cached hash holds as long as a file's size and times stay. Ranks of one host wait for each other's hashes.
+A cached hash is valid while a file's size and times are unchanged. Ranks of one host wait for each other's hashes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _identity(file: Path) -> tuple[int, int, int]:
 
 @contextlib.contextmanager
 def _cache(environment: Mapping[str, str]) -> Iterator[dict[str, _FileEntry]]:
-    """Gives the cached hashes to the block and stores them after it. One process at a time is within the block.
+    """Yields the cached hashes to the block and stores them after it. One process at a time runs the block.
 
     Without a usable folder the hashes are computed and not stored.
     """

@@ -23,12 +23,12 @@ from disagg.model.load.named import named_config
 from disagg.model.load.weights import RandomWeights, SafetensorsWeights, StateDictWeights, WeightSource
 from disagg.model.spec.model_spec import ModelSpec, eos_ids, require_supported, spec_from_config
 
-_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # say nothing about the model
+_VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # independent of the model
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A configuration and the way to its weights. Reads no weight before a runner loads the weights."""
+    """A model's configuration and the source of its weights, which are read only when a runner loads them."""
 
     name: str
     """Directory, or name of the architecture."""
@@ -37,13 +37,13 @@ class ModelSource:
     identity: str
     """Hex digest over the configuration and, of random weights, name and seed."""
     directory: Path | None
-    """Where the checkpoint and its tokenizer lie; None for random weights."""
+    """Directory of the checkpoint and its tokenizer; None for random weights."""
     seed: int
     """Seed of random weights; 0 for a checkpoint."""
 
     @classmethod
     def from_directory(cls, path: str | Path) -> ModelSource:
-        """A checkpoint of Hugging Face. Raises ConfigError or UnsupportedModelError, one line each."""
+        """Returns the source of a Hugging Face checkpoint. Raises a one-line ConfigError or UnsupportedModelError."""
         directory = Path(path)
         if not directory.is_dir():
             raise ConfigError(f"no such model directory: {directory}")
@@ -56,9 +56,10 @@ class ModelSource:
 
     @classmethod
     def random_init(cls, name: str, seed: int = 0, *, std: float | None = None) -> ModelSource:
-        """Random weights for an architecture of `disagg.model.load.named`; ConfigError for an unknown name.
+        """Returns random weights for an architecture of `disagg.model.load.named`. Raises ConfigError for an unknown
+        name.
 
-        Normal, with a standard deviation of `std`, or of the architecture's own `initializer_range`.
+        The weights are normal, with standard deviation `std`, by default the architecture's `initializer_range`.
         """
         config = named_config(name)
         if std is not None:
@@ -69,7 +70,7 @@ class ModelSource:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest over the configuration and all bytes of the weights; the same on every machine.
+        """Returns a hex digest over the configuration and all bytes of the weights, equal on every machine.
 
         The first call reads the weight files, or takes their hashes from the user's cache folder; see
         `disagg.model.load.fingerprint`.
@@ -81,7 +82,7 @@ class ModelSource:
         return hashlib.blake2b(f"{self.identity} {weights}".encode(), digest_size=16).hexdigest()
 
     def spec(self, kv_dtype: torch.dtype) -> ModelSpec:
-        """The model's spec with a KV cache of `kv_dtype`."""
+        """Returns the model's spec with a KV cache of `kv_dtype`."""
         spec = spec_from_config(self.config, dtype_name(kv_dtype))
         ids = _generation_eos_ids(self.directory)
         return spec if ids is None else _with_eos(spec, ids)
@@ -89,8 +90,8 @@ class ModelSource:
     def weights(self, needed: set[str]) -> WeightSource:
         """Opens the weights; `needed` are the model's parameter names.
 
-        Slices are read straight from safetensors files whose names match. A checkpoint in another format or
-        with older names goes through transformers' own loader: the whole model passes through host memory.
+        Slices are read straight from safetensors files whose names match. transformers' own loader reads a checkpoint
+        in another format or with older names, which passes the whole model through host memory.
         """
         if self.directory is None:
             return RandomWeights(self.seed, self.config.initializer_range)
@@ -107,7 +108,7 @@ class ModelSource:
 
 
 def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
-    """The whole model by transformers' own loader. Raises ConfigError when it cannot, or lacks a weight.
+    """Loads the whole model by transformers' own loader. Raises ConfigError when that fails or a weight is missing.
 
     transformers draws a missing weight at random and only warns.
     """
@@ -131,7 +132,7 @@ def _read_config(directory: Path) -> Any:
 
 
 def _generation_eos_ids(directory: Path | None) -> tuple[int, ...] | None:
-    """End tokens to generate with; chat models name more of them here than in config.json."""
+    """Returns the end tokens of the generation settings: chat models list more of them there than in config.json."""
     if directory is None or not (directory / "generation_config.json").is_file():
         return None
     path = directory / "generation_config.json"

@@ -1,7 +1,7 @@
-"""Writes small checkpoints with random weights: real architectures in the usual file formats.
+"""Writes small checkpoints with random weights: real architectures, in the usual file formats.
 
-The tokenizer has one token per byte, so any UTF-8 text makes the round trip. Weights are larger than training
-would start with, so that greedy answers vary and the best token wins by a clear margin.
+The tokenizer has one token per byte, so any UTF-8 text survives the round trip. Weights are larger than initial
+weights of a training, so that greedy answers vary and the best token wins by a clear margin.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ ARCHITECTURES = tuple(_CONFIGS)
 
 
 def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per byte plus `SPECIALS`; ids 0..255 are the bytes themselves.
+    """Returns a tokenizer with one token per byte plus `SPECIALS`; ids 0..255 are the bytes themselves.
 
-    Higher ids of a larger vocabulary, which no text becomes, are spelled by their numbers: ` 12345`.
+    Higher ids of a larger vocabulary, which no text encodes to, decode to their numbers: ` 12345`.
     """
     alphabet = _byte_alphabet()
     vocabulary = {character: byte for byte, character in alphabet.items()}
@@ -101,7 +101,7 @@ def make_tiny_checkpoint(
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
-        "tie_word_embeddings": False,  # tied, a random model repeats its input
+        "tie_word_embeddings": False,  # a random model with tied embeddings repeats its input
         **_extras(architecture, chosen),
     }
     model = AutoModelForCausalLM.from_config(_CONFIGS[architecture](**values), dtype=torch.float32)
@@ -119,7 +119,7 @@ def make_tiny_checkpoint(
 def _extras(architecture: str, sizes: TinySizes) -> dict[str, Any]:
     if architecture == "mistral":
         return {"sliding_window": sizes.sliding_window}
-    if architecture == "gemma2":  # its query scaling is not head_dim's, and both caps bite at these weights
+    if architecture == "gemma2":  # query scaling differs from head_dim's, and both caps take effect
         return {
             "sliding_window": sizes.sliding_window or 4096,
             "query_pre_attn_scalar": 2 * sizes.head_dim,
@@ -146,11 +146,11 @@ def _draw_weights(model: Any, seed: int) -> None:
 
 
 _GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0, "v_proj": 2.0, "lm_head": 3.0}
-"""Factors over 1/sqrt(inputs): attention that looks at few tokens and matters makes answers vary."""
+"""Weight scales relative to 1/sqrt(inputs): they sharpen attention and raise its share, so that answers vary."""
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's printable stand-in for each byte: itself where printable, else a character from 256 on."""
+    """Returns GPT-2's printable character for each byte: the byte itself, or a character from 256 on."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -1,4 +1,4 @@
-"""Where a model's weights come from. Each source yields any parameter, whole or just a rank's part of it."""
+"""Sources of a model's weights. Each source returns any parameter, whole or only a rank's part of it."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from disagg.model.tensor_parallel import Cut
 
 
 class WeightSource(Protocol):
-    """Yields parameters by name."""
+    """Returns parameters by name."""
 
     def load(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
     ) -> torch.Tensor | None:
-        """The parameter, or its part `cut`, contiguous, as `dtype` on `device`; `shape` is that of the whole.
+        """Returns the parameter, or its part `cut`, contiguous, as `dtype` on `device`; `shape` is the full shape.
 
-        None leaves what the model's own initialization sets. Raises ConfigError when it is not to be had.
+        None keeps the values of the model's own initialization. Raises ConfigError when the source lacks the
+        parameter.
         """
 
 
 class RandomWeights:
-    """Normal weights, each from a generator of its own: any split gets parts of exactly the same whole.
+    """Random normal weights, each from its own generator, so that parts of any split come from equal full tensors.
 
-    Drawn on the target device; a CPU and a GPU draw different numbers from one seed.
+    The weights are drawn on the target device; a CPU and a GPU draw different numbers from one seed.
     """
 
     def __init__(self, seed: int, std: float) -> None:
@@ -40,7 +41,7 @@ class RandomWeights:
     def load(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, cut: Cut | None
     ) -> torch.Tensor | None:
-        """See `WeightSource.load`. Norms keep their own initialization, biases are zero."""
+        """See `WeightSource.load`. Norms keep their own initialization, and biases are zero."""
         if len(shape) < 2:
             size = shape if cut is None else (len(cut.span),)
             return torch.zeros(size, dtype=dtype, device=device) if name.endswith(".bias") else None
@@ -50,7 +51,7 @@ class RandomWeights:
 
 
 class StateDictWeights:
-    """Weights that are in memory already."""
+    """Weights that are already in memory."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -79,7 +80,7 @@ class SafetensorsWeights:
                 self._files.update({rename(name): (path, handle, name) for name in handle.keys()})  # noqa: SIM118
 
     def names(self) -> set[str]:
-        """Names of all weights."""
+        """Returns the names of all weights."""
         return set(self._files)
 
     def load(
@@ -97,7 +98,7 @@ class SafetensorsWeights:
 
 
 def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:
-    """The part of a stored tensor; only its bytes are read."""
+    """Returns the part `cut` of a stored tensor, reading only the bytes of that part."""
     if cut is None:
         part = file.get_tensor(name)
     else:
@@ -108,12 +109,12 @@ def _read(file: Any, name: str, stored: Any, cut: Cut | None) -> torch.Tensor:
 
 
 def require_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raises ConfigError when a checkpoint's weight has another shape than its configuration says."""
+    """Raises ConfigError when a weight's shape in the checkpoint differs from the configured shape."""
     if found != expected:
         raise ConfigError(f"the checkpoint's {name} is {found}, its config.json says {expected}")
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A 63-bit seed for one parameter, the same on every machine."""
+    """Returns a 63-bit seed for one parameter, equal on every machine."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1

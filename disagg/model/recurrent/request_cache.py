@@ -1,6 +1,6 @@
-"""The cache that transformers' models get for one request: it keeps the recurrent state only.
+"""The cache of one request that transformers' models receive; it stores the recurrent state only.
 
-K and V pass through it to the paged pool.
+K and V pass through the cache to the paged pool.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Mask sizes of the new tokens alone."""
+        """Returns the mask sizes of the new tokens only."""
         return query_length, 0
 
     def get_seq_length(self) -> int:
@@ -46,7 +46,7 @@ class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
         return 0
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Returns -1: the length has no limit."""
         return -1
 
 
@@ -78,12 +78,12 @@ class RequestCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V as they are; `layer_idx` is remembered."""
+        """Returns K and V unchanged, and records `layer_idx`."""
         self.layer = layer_idx
         return key_states, value_states
 
     def states(self) -> list[tuple[StatePlace, torch.Tensor]]:
-        """The state's tensors, in a fixed order."""
+        """Returns the state's tensors, in a fixed order."""
         found = []
         for index, layer in enumerate(self.layers):
             for number in range(getattr(layer, "number_of_states", 0)):
@@ -94,7 +94,7 @@ class RequestCache(Cache):  # type: ignore[misc]
         return found
 
     def form(self) -> list[tuple[StatePlace, tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each of `states`."""
+        """Returns the shape and dtype of each tensor of `states`."""
         return [(place, tuple(tensor.shape), tensor.dtype) for place, tensor in self.states()]
 
     @property
@@ -103,11 +103,11 @@ class RequestCache(Cache):  # type: ignore[misc]
         return sum(tensor.nbytes for _, tensor in self.states())
 
     def require(self, architecture: str, layers: tuple[int, ...]) -> None:
-        """Raises UnsupportedModelError, one line, unless each of the recurrent `layers` keeps its state here."""
+        """Raises a one-line UnsupportedModelError unless each of the recurrent `layers` stores its state here."""
         missing = set(layers) - {place.layer for place, _ in self.states()}
         if missing:
             raise UnsupportedModelError(
-                f"{architecture} is not supported: layers {sorted(missing)} keep their state outside of the cache"
+                f"{architecture} is not supported: layers {sorted(missing)} store their state outside of the cache"
             )
 
     def restore(self, place: StatePlace, tensor: torch.Tensor) -> None:
@@ -126,15 +126,15 @@ class MiniMaxRequestCache(RequestCache, MiniMaxCache):  # type: ignore[misc]
         """Unused: the base class would keep the states here."""
 
     def get_linear_cache(self, layer_idx: int) -> torch.Tensor | None:
-        """The state of a layer, `[requests, heads, head_dim, head_dim]`; None before the first token."""
+        """Returns a layer's state, `[requests, heads, head_dim, head_dim]`; None before the first token."""
         state: torch.Tensor | None = self.get_recurrent_state(layer_idx)
         return state
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
-        """Keeps a layer's new state."""
+        """Stores a layer's new state."""
         self.restore(StatePlace(layer_idx, 0, "recurrent"), linear_cache)
 
 
 def make_cache(config: Any) -> RequestCache:
-    """An empty cache of the class that the model takes."""
+    """Returns an empty cache of the class that the model requires."""
     return MiniMaxRequestCache(config) if config.model_type == "minimax" else RequestCache(config)

@@ -1,10 +1,10 @@
 """Recurrent state (convolutions, state space models, linear attention): one cache for each running request.
 
-transformers keeps such a state in its cache, by layer; the size does not grow with the request, see `request_cache`.
+transformers stores such a state in its cache, by layer; its size does not grow with the request (`request_cache`).
 
 A transfer writes the state into the KV pool as `state_tokens` more tokens after the prompt; each rank writes its own
-heads. Planner, ring and copies then move the state like KV. The reading rank needs the whole state and gets missing
-heads from the other ranks of its group.
+heads. Planner, ring and copies then move the state like KV. The reading rank needs the whole state and receives
+missing heads from the other ranks of its group.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kernels.attention.common import AttentionParams
 
 
 class PoolLayers:
-    """The context of a step of a hybrid model: passes attention on under the layer's number in the KV pool.
+    """The context of a step of a hybrid model: delegates attention with the layer's number in the KV pool.
 
     A module's own layer number is not usable: a block that several layers share has none.
     """
@@ -77,7 +77,7 @@ class StateMover:
         self._pool.buffer.view(torch.uint8).index_copy_(2, slots, own)
 
     def read(self, cache: RequestCache, slots: torch.Tensor) -> None:
-        """Fills a new cache with the state at `slots`. All ranks of a group must do it together."""
+        """Fills a new cache with the state at `slots`. All ranks of a group must call this method together."""
         own = self._pool.buffer.view(torch.uint8).index_select(2, slots)
         whole = own.new_zeros(self._shape)
         first = self._heads.start
@@ -91,9 +91,9 @@ class StateMover:
 
 
 class RowStates:
-    """The recurrent state of the request at each row, after the last step that computed it.
+    """The recurrent state of the request at each row, after the last step that computed the request.
 
-    It is kept until the row's next request begins.
+    A state is kept until the row's next request begins.
     """
 
     def __init__(self, config: Any, mover: StateMover, table: ReqToTokenPool, state_tokens: int) -> None:
@@ -102,7 +102,7 @@ class RowStates:
 
     @contextmanager
     def of(self, ones: Sequence[SequenceSlice]) -> Iterator[RequestCache]:
-        """Yields the states that the slices continue, as one batch; stores the new states at the end."""
+        """Yields the states before the slices, as one batch, to the block; stores the new states after the block."""
         caches = [self._before(one) for one in ones]
         if len(caches) == 1:
             yield caches[0]
@@ -118,7 +118,9 @@ class RowStates:
                     tensor.copy_(new[index : index + 1])
 
     def _before(self, one: SequenceSlice) -> RequestCache:
-        """None at position 0, else the row's own state, else the state in the request's pages."""
+        """Returns the state before a slice: None at position 0, else the row's state, else the one in the request's
+        pages.
+        """
         if one.start == 0:
             self._caches[one.row] = make_cache(self._config)
         elif one.row not in self._caches:
@@ -141,7 +143,7 @@ class RowStates:
 
 
 def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:
-    """Groups the sequences that recurrent layers can compute together: all one-token steps, every other one alone.
+    """Groups the sequences that recurrent layers can compute together: all with one token; each other one separately.
 
     `each_alone` separates all sequences, so that sums do not depend on the batch. Raises InvariantError for a single
     prompt token after others, see `PromptChunks`.
@@ -150,8 +152,8 @@ def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[
     for one in (batch.sequences[i] for i in single):
         if one.start < one.prompt_tokens:
             raise InvariantError(
-                f"row {one.row}: token {one.start} of a prompt of {one.prompt_tokens} tokens comes alone, which "
-                f"recurrent layers would take for an answer's"
+                f"row {one.row}: token {one.start} of a prompt of {one.prompt_tokens} tokens is computed alone, "
+                f"which recurrent layers would take for an answer's"
             )
     if each_alone:
         single = []
@@ -160,10 +162,10 @@ def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[
 
 
 def ignores_state(compute: Callable[[RequestCache, int], object], config: Any) -> bool:
-    """Whether a step of several tokens ignores the previous state; prompts then need one step.
+    """Returns whether a step of several tokens ignores the previous state; prompts then need one step.
 
-    transformers' selective scan (Mamba 1) does. `compute(cache, tokens)` runs the model on two different states;
-    equal results show that the model ignores the state.
+    transformers' selective scan (Mamba 1) ignores the state. `compute(cache, tokens)` runs the model on two different
+    states; equal results show that the model ignores the state.
     """
     caches = [make_cache(config), make_cache(config)]
     for number, cache in enumerate(caches):

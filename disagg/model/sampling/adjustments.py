@@ -1,7 +1,7 @@
-"""Changes logits before sampling: repetition penalties, a bias, no end token before `min_tokens`.
+"""Changes logits before sampling: penalties, biases, and no end token before `min_tokens`.
 
-Meaning of each: `repetition_penalty` as transformers' `RepetitionPenaltyLogitsProcessor`, `presence_penalty` and
-`frequency_penalty` as OpenAI documents them (over the answer alone). The order among them is vLLM's.
+`repetition_penalty` equals that of transformers' `RepetitionPenaltyLogitsProcessor`. `presence_penalty` and
+`frequency_penalty` follow OpenAI's documentation (over the answer only). Their order is vLLM's.
 """
 
 from __future__ import annotations
@@ -24,43 +24,47 @@ class _Biases(NamedTuple):
     """float32 `[m]`."""
 
 
-class _Bars(NamedTuple):
-    """Tokens that may not end an answer yet."""
+class _BarredTokens(NamedTuple):
+    """End tokens that are forbidden until an answer has `min_tokens` tokens."""
 
     places: torch.Tensor
     """int64 `[m]`: distinct indices into the flat logits."""
     rows: torch.Tensor
     """int64 `[m]`: row of each place."""
     least_tokens: torch.Tensor
-    """int64 `[m]`: number of tokens from which the place is allowed."""
+    """int64 `[m]`: length of the answer from which the token at the place is allowed."""
     by_row: dict[int, int]
-    """`min_tokens` of each row with places."""
+    """`min_tokens` of each row with forbidden tokens."""
 
 
 class Adjustments:
-    """The changes of a batch's logits, on the device; built when the batch's rows change."""
+    """The parameters that change a batch's logits, on the device; rebuilt when the batch's rows change."""
 
     def __init__(
         self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
     ) -> None:
-        """Counts the tokens of histories that the device has not counted. Does not synchronize."""
+        """Counts those tokens of the histories that the device has not counted. Does not synchronize."""
         self._histories = [row.history for row in rows if row.history is not None]
         self._penalties = _penalties(rows, vocab, device)
         self._biases = _biases(rows, vocab, device)
-        self._bars = _bars(rows, eos_ids, vocab, device)
+        self._barred_tokens = _barred_tokens(rows, eos_ids, vocab, device)
 
-    def bars(self, positions: Sequence[int]) -> bool:
-        """Returns whether a row with one of these positions has fewer than `min_tokens` tokens."""
-        return self._bars is not None and any(positions[i] < n for i, n in self._bars.by_row.items())
+    def forbids_ending(self, positions: Sequence[int]) -> bool:
+        """Returns whether any answer is still shorter than its `min_tokens`; `positions`: length of each row's
+        answer.
+        """
+        return self._barred_tokens is not None and any(
+            positions[i] < n for i, n in self._barred_tokens.by_row.items()
+        )
 
     def apply(self, logits: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Returns the changed logits: a copy if any row changes. Rows without such parameters keep their bits.
+        """Returns the changed logits: a copy if any row changes. Rows without these parameters keep their bits.
 
         `logits`: float32 `[n, vocab]`; `positions`: int64 `[n]` on the device, the index of each row's next
-        token; None unless `bars`. Does not synchronize.
+        token; None unless `forbids_ending`. Does not synchronize.
         """
-        bars = None if positions is None else self._bars
-        if self._penalties is None and self._biases is None and bars is None:
+        barred_tokens = None if positions is None else self._barred_tokens
+        if self._penalties is None and self._biases is None and barred_tokens is None:
             return logits
         changed = torch.clone(logits, memory_format=torch.contiguous_format)
         if self._penalties is not None:
@@ -69,9 +73,10 @@ class Adjustments:
         if self._biases is not None:
             places, values = self._biases
             flat.scatter_(0, places, flat.gather(0, places) + values)
-        if positions is not None and bars is not None:
-            barred = positions.index_select(0, bars.rows) < bars.least_tokens
-            flat.scatter_(0, bars.places, flat.gather(0, bars.places).masked_fill(barred, float("-inf")))
+        if positions is not None and barred_tokens is not None:
+            barred = positions.index_select(0, barred_tokens.rows) < barred_tokens.least_tokens
+            places = barred_tokens.places
+            flat.scatter_(0, places, flat.gather(0, places).masked_fill(barred, float("-inf")))
         return changed
 
     def count(self, tokens: torch.Tensor) -> None:
@@ -110,9 +115,9 @@ def _biases(rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> _B
     )
 
 
-def _bars(
+def _barred_tokens(
     rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
-) -> _Bars | None:
+) -> _BarredTokens | None:
     places: dict[int, int] = {}
     for i, row in enumerate(rows):
         if row.position < row.params.min_tokens:
@@ -123,4 +128,4 @@ def _bars(
     least = {i: rows[i].params.min_tokens for i in places.values()}
     numbers = upload([*places, *places.values(), *(least[i] for i in places.values())], device)
     where, of_row, least_tokens = numbers.view(3, -1)
-    return _Bars(where, of_row, least_tokens, least)
+    return _BarredTokens(where, of_row, least_tokens, least)

@@ -17,14 +17,14 @@ from kernels.sampling.draw import DrawParams, draw, gap_of, likeliest_tokens, sc
 class SamplingBatch:
     """Parameters and positions of a batch's rows on the device, built when the rows change.
 
-    A step without new rows needs `sample` and `advance` only. Holds the rows' histories. Owned by the thread that
-    samples.
+    A step without new rows needs `sample` and `advance` only. The batch keeps the rows' histories alive. Owned by the
+    thread that samples.
     """
 
     def __init__(
         self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
     ) -> None:
-        """Uploads the parameters without synchronization; nothing for greedy rows without other parameters."""
+        """Uploads the parameters without synchronization. Greedy rows without other parameters need no upload."""
         self._rows = [(row.params, row.history) for row in rows]
         self._positions = [row.position for row in rows]
         self._vocab, self._device = vocab, device
@@ -32,14 +32,14 @@ class SamplingBatch:
         params = [row.params for row in rows]
         draws = any(p.temperature > 0 for p in params)
         self._on_device: torch.Tensor | None = None
-        """int64 `[n]`: the positions; None if no kernel reads them."""
-        if draws or self._adjustments.bars(self._positions):
+        """int64 `[n]`: the positions on the device; None if no kernel reads them."""
+        if draws or self._adjustments.forbids_ending(self._positions):
             self._on_device = upload(self._positions, device)
         self._draw = _draw_params(params, self._on_device) if draws and self._on_device is not None else None
         self._logprobs = LogprobRows.of(params, vocab, device)
 
     def fits(self, rows: Sequence[SamplingRow], vocab: int, device: torch.device) -> bool:
-        """Returns whether it is the batch of these rows' next tokens."""
+        """Returns whether this batch is ready for the next token of exactly these rows."""
         if len(rows) != len(self._rows) or (vocab, device) != (self._vocab, self._device):
             return False
         return all(
@@ -53,9 +53,9 @@ class SamplingBatch:
     def adjusted(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns the logits (float32 `[n, vocab]`) after penalties, bias and `min_tokens`.
 
-        A copy if any row changes.
+        The result is a copy if any row changes.
         """
-        barred = self._adjustments.bars(self._positions)
+        barred = self._adjustments.forbids_ending(self._positions)
         return self._adjustments.apply(logits, self._on_device if barred else None)
 
     def sample(self, logits: torch.Tensor) -> SampledTokens:
@@ -89,13 +89,13 @@ class Sampler:
     def __init__(self, eos_ids: Sequence[int]) -> None:
         self.eos_ids = eos_ids
         self.batch: SamplingBatch | None = None
-        """The latest step's rows, ready for their next tokens."""
+        """The batch of the latest step's rows, ready for their next tokens."""
 
     def step(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         """Launches the sampling of one token per row of `logits` (float32 `[len(rows), vocab]`, any device).
 
-        Counts the tokens for penalties, so rows share no history. Does not synchronize. A later step of the same rows
-        may be launched before the host has read the tokens, with `SamplingRow.ahead_tokens`.
+        The tokens are counted for penalties, so rows must not share a history. Does not synchronize. A later step of
+        the same rows may be launched before the host has read the tokens, with `SamplingRow.ahead_tokens`.
         """
         vocab, device = logits.shape[-1], logits.device
         if self.batch is None or not self.batch.fits(rows, vocab, device):
@@ -106,7 +106,7 @@ class Sampler:
 
 
 def _draw_params(params: Sequence[SamplingParams], positions: torch.Tensor) -> DrawParams:
-    """Rows without a seed get a random one, from torch's default CPU generator."""
+    """Returns the parameters of a draw. A row without a seed gets a random one from torch's default CPU generator."""
     n, device = len(params), positions.device
     random = torch.randint(-(2**63), 2**63 - 1, (n,)).tolist() if any(p.seed is None for p in params) else []
     seeds = [random[i] if p.seed is None else p.seed for i, p in enumerate(params)]

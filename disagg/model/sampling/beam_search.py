@@ -31,7 +31,7 @@ class Hypothesis(NamedTuple):
 
 
 def candidates_wanted(sampling: SamplingParams, ending: Collection[int]) -> int:
-    """Enough candidates that at least `beams` of them are not end tokens."""
+    """Returns a number of candidates of which at least `beams` are not end tokens."""
     return max(2, 1 + len(set(ending))) * sampling.beams
 
 
@@ -43,7 +43,7 @@ class BeamSearch:
         self._beams, self._wanted = sampling.beams, sampling.n
         self._max_tokens, self._penalty = sampling.max_tokens, sampling.length_penalty
         self._early = sampling.early_stopping if sampling.beams > 1 else True
-        """Greedy search with one beam: its first end token ends the answer."""
+        """With one beam the search is greedy: the first end token ends the answer."""
         self._ending = frozenset(ending)
         self._running: list[tuple[int, ...]] = [()]
         self._whole: list[Hypothesis] = []
@@ -91,7 +91,7 @@ class BeamSearch:
         self._whole = sorted(self._whole + found, key=lambda one: -one.score)[: self._beams]
 
     def _hope(self, best_score: float, tokens: int) -> bool:
-        """Whether the best running beam can still beat the worst finished answer, by an estimated score."""
+        """Returns whether the best running beam can still beat the worst finished answer, by an estimated score."""
         length = self._max_tokens if self._early == "never" and self._penalty > 0 else tokens
         if self._full:
             self._hopeful = self._hopeful and best_score / length**self._penalty > self._whole[-1].score

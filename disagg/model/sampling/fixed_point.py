@@ -28,12 +28,12 @@ class Top(NamedTuple):
 
 
 def in_units(weights: torch.Tensor) -> torch.Tensor:
-    """int64 of the shape of `weights`, `[n, vocab]`, each from 0 to 1; sums over a row are exact, in any order."""
+    """Returns `weights`, `[n, vocab]` from 0 to 1, as int64 units; sums over a row are exact, in any order."""
     return (weights * float(1 << _fraction_bits(weights.shape[-1]))).round_().long()
 
 
 def log_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """float32 `[n, vocab]`, natural logarithms; NaN somewhere in rows that have no finite highest logit."""
+    """Returns the log-softmax, float32 `[n, vocab]`; rows without a finite highest logit contain NaN."""
     wide = logits.double()
     shifted = wide - wide.amax(dim=-1, keepdim=True)
     total = in_units(shifted.exp()).sum(dim=-1, keepdim=True).double()
@@ -41,7 +41,8 @@ def log_softmax(logits: torch.Tensor) -> torch.Tensor:
 
 
 def top(values: torch.Tensor, count: int) -> Top:
-    """Returns the `count` largest of float32 `[.., n]`, n < 2^32; equal values by index, NaN first.
+    """Returns the `count` largest of float32 `[.., n]`, n < 2^32: NaN first, and equal values in the order of their
+    indices.
 
     torch's own `topk` does not define the order of equal values.
     """

@@ -1,4 +1,4 @@
-"""The tokens of one request's prompt and answer, counted on the device of the logits for its penalties."""
+"""Token counts of one request's prompt and answer, on the device of the logits, for the request's penalties."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from disagg.model.batch import upload
 class TokenHistory:
     """int32 counts over the vocabulary, in the layout of `kernels.sampling.penalties`.
 
-    4 bytes per token of the vocabulary, allocated at the first use; freed with the request. Owned by the sampling
-    thread. Counts follow from prompt and answer alone, so any group can rebuild them.
+    The counts take 4 bytes per token of the vocabulary, are allocated at the first use and freed with the request.
+    Owned by the sampling thread. Counts follow from prompt and answer alone, so any group can rebuild them.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -28,8 +28,8 @@ class TokenHistory:
     def counts(self, answer: Sequence[int], position: int, vocab: int, device: torch.device) -> torch.Tensor:
         """Returns int32 `[vocab]`: counts of the first `position` tokens of the answer.
 
-        The host may lack the last tokens of the answer if the device has counted them already. Does not synchronize.
-        Raises InvariantError for tokens that neither has.
+        The host may lack the last tokens of the answer if the device has already counted them. Does not synchronize.
+        Raises InvariantError for tokens that are neither on the host nor counted.
         """
         if self._counts is None or self.counted > position:
             self._counts = torch.zeros(vocab, dtype=torch.int32, device=device)
@@ -47,7 +47,7 @@ class TokenHistory:
 
 
 def history_of(prompt: Sequence[int], params: SamplingParams) -> TokenHistory | None:
-    """The history that the penalties of `params` need; None without penalties."""
+    """Returns the history that the penalties of `params` need; None without penalties."""
     if params.repetition_penalty != 1.0:
         return TokenHistory(prompt)
     return TokenHistory(()) if params.presence_penalty or params.frequency_penalty else None

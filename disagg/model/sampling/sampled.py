@@ -28,7 +28,7 @@ class LogprobRows:
     """The rows of a batch whose log-probabilities are requested."""
 
     counts: dict[int, int]
-    """Number of likeliest tokens, by row."""
+    """Number of requested likeliest tokens, by row."""
     index: torch.Tensor
     """int64 `[m]`: the rows."""
     most: int
@@ -36,14 +36,17 @@ class LogprobRows:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab: int, device: torch.device) -> LogprobRows | None:
-        """Returns None if no row requests any."""
+        """Returns the rows of `params` that request log-probabilities; None if no row does."""
         counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         if not counts:
             return None
         return cls(counts, upload([*counts], device), min(max(counts.values()), vocab))
 
     def launch(self, logits: torch.Tensor, tokens: torch.Tensor) -> HostCopy:
-        """float64 `[m, 1 + most, 2]`: id and log-probability of the chosen token, then of the likeliest ones.
+        """Starts the computation of the requested log-probabilities and their copy to the host.
+
+        The copy is float64 `[m, 1 + most, 2]`: id and log-probability of the chosen token, then of the likeliest
+        ones.
 
         `logits`: the model's own, float32 `[n, vocab]`; `tokens`: int64 `[n]`.
         """
@@ -53,7 +56,7 @@ class LogprobRows:
         return HostCopy(torch.stack([ids.double(), log_softmax(picked).gather(-1, ids).double()], dim=-1))
 
     def reported(self, found: Sequence[Sequence[tuple[float, float]]]) -> dict[int, TokenLogprobs]:
-        """Log-probabilities by row; `found`: the values of `launch`."""
+        """Returns the log-probabilities by row; `found` holds the values of the copy that `launch` returned."""
         reported = {}
         for (row, count), pairs in zip(self.counts.items(), found, strict=True):
             (token, logprob), *likely = ((int(t), value) for t, value in pairs[: count + 1])
@@ -62,7 +65,7 @@ class LogprobRows:
 
 
 class SampledTokens:
-    """The next tokens of a batch: on the device at once, on the host when the device has chosen them."""
+    """The next tokens of a batch: the device can use them at once, the host after the device has computed them."""
 
     def __init__(self, tokens: torch.Tensor, logits: torch.Tensor, wanted: LogprobRows | None) -> None:
         """Launches the copies to the host. `logits`: the model's own, float32 `[n, vocab]`, unchanged."""

@@ -16,7 +16,7 @@ def layer_config(config: Any, layer: int) -> Any:
 
 
 def setting(config: Any, name: str) -> Any:
-    """Returns a value of the configuration, the largest one if layers differ; None without one."""
+    """Returns a value of the configuration, the largest value if layers differ; None if it is not set."""
     if not getattr(config, "is_heterogeneous", False):
         return getattr(config, name, None)
     each = (getattr(layer_config(config, layer), name, None) for layer in range(config.num_hidden_layers))

@@ -68,14 +68,15 @@ def plan_cache(config: Any) -> CachePlan:
 
 
 def unknown_indexers(config: Any) -> bool:
-    """Whether sparse layers choose tokens in an unsupported way."""
+    """Returns whether sparse layers choose tokens in an unsupported way."""
     types = getattr(config, "layer_types", None) or ()
     return "indexed_attention" in types and config.model_type not in _INDEXED
 
 
 def _indexed(config: Any, layers: tuple[int, ...]) -> list[int]:
-    """Returns the attention layers with an indexer, counted among attention layers. The others use the choice of the
-    layer before."""
+    """Returns the attention layers with an indexer, counted among attention layers. Each other layer uses the choice
+    of the previous layer.
+    """
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
     return [
@@ -84,7 +85,9 @@ def _indexed(config: Any, layers: tuple[int, ...]) -> list[int]:
 
 
 def _sources(config: Any, layers: tuple[int, ...]) -> list[int]:
-    """Returns for each attention layer the layer whose K and V it reads; both count among attention layers."""
+    """Returns for each attention layer the number of the layer whose K and V it reads, both counted among attention
+    layers.
+    """
     try:
         modes = getattr(config, "kv_sharing_modes", None) or [None] * config.num_hidden_layers
     except ValueError as exc:  # no earlier layer of this type

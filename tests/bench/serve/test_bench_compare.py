@@ -170,8 +170,8 @@ def test_in_16_bits_one_engine_judges_both(
         assert config.cluster.mode == "split"
         assert len(prompts) == len(others) == 16, "all of both"
         view = (-1.1, -1.1, -1.1, -1.0)
-        shaken = tuple(one + noise for one in view)
-        return [Judge([7] * len(one), [view] * len(one), [shaken] * len(one)) for one in others]
+        noisy = tuple(one + noise for one in view)
+        return [Judge([7] * len(one), [view] * len(one), [noisy] * len(one)) for one in others]
 
     monkeypatch.setattr("disagg.bench.serve.judge.judge_answers", judge_answers)
     servers.greedy["colocated"], servers.with_logprobs = ["token_id:1", "token_id:9"], True

@@ -1,4 +1,6 @@
-"""The compiled attention kernels copy K and V 16 bytes at a time, convert codes once and multiply on tensor cores."""
+"""The compiled attention kernels copy K and V 16 bytes at a time, convert quantized values once and multiply on
+tensor cores.
+"""
 
 from __future__ import annotations
 

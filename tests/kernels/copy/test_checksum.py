@@ -13,7 +13,7 @@ import torch
 from copy_cases import CASES, Case
 from slow_parameters import sampled
 
-from disagg.core.types import Span, code_row_bytes
+from disagg.core.types import Span, quantized_row_bytes
 from kernels.copy.checksum import Check, Origin, Summer
 from kernels.copy.gather import gather, gather_reference
 from kernels.copy.move import prepare_move
@@ -134,7 +134,7 @@ def test_codes_are_summed_as_they_are_written(
     case = Case(torch.bfloat16, head_dim, 3, Span(1, 3), pool_slots=23, tokens=9)
     values = torch.randn(case.pool_shape, generator=generator()).bfloat16().to(device)
     slots = case.slots(device, generator())
-    row_bytes = code_row_bytes(head_dim)
+    row_bytes = quantized_row_bytes(head_dim)
     coded = Case(torch.uint8, row_bytes, 3, case.heads, pool_slots=23, tokens=9, planes=1)
     out = torch.empty(coded.nbytes, dtype=torch.uint8, device=device)
     gather_quantized(values, slots, case.layers, case.heads, dtype, out, sums.check())

@@ -57,7 +57,7 @@ from kernels.attention.common import AttentionParams
         (GitConfig(**ENCODER), "its attention cannot be replaced"),
         (
             PhimoeConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=255),
-            "sliding window that its attention call does not name",
+            "its attention call does not pass the configured sliding window",
         ),
         (XmodConfig(**ENCODER | {"pad_token_id": 1}, is_decoder=True), "names no default_language"),
     ],

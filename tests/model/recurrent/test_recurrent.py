@@ -89,7 +89,7 @@ def test_answers_go_on_together_and_prompts_alone() -> None:
 
 
 def test_a_token_of_a_prompt_does_not_come_alone() -> None:
-    with pytest.raises(InvariantError, match="token 7 of a prompt of 8 tokens comes alone"):
+    with pytest.raises(InvariantError, match="token 7 of a prompt of 8 tokens is computed alone"):
         recurrent_parts(StepBatch((SequenceSlice(2, 7, (4,), 8),)))
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from pumped import Pumped
 
 from transport.base import Arrival, Operation, Transport
 from transport.inproc import InprocFabric
@@ -22,7 +23,7 @@ KEYS = ControlKeys("server public", "server secret", "client public", "client se
 
 
 @dataclass
-class Node:
+class Node(Pumped):
     """A transport, one registered buffer, and what came out of it so far."""
 
     name: str
@@ -48,12 +49,6 @@ class Node:
         view.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
         settle(view)
         return view
-
-    def pump(self) -> None:
-        """Drives the transport once and checks its state."""
-        self.ended += self.transport.progress()
-        self.arrived += self.transport.arrivals()
-        self.transport.check()
 
     def arrival(self, tag: int) -> Arrival:
         """The one arrival with this tag, taken out of the list."""

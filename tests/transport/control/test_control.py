@@ -16,6 +16,7 @@ from transport.control.base import ControlChannel
 from transport.control.inproc import InprocControl, InprocHub
 from transport.control.messages import MAX_MESSAGE_BYTES, FirstTokens, Message, Plan, Release, Released
 from transport.control.reliable import Envelope, ReliableOptions
+from transport.control.thread import ThreadedControl
 from transport.control.zmq import ZmqControl
 from transport.keys.curve import make_keys
 
@@ -44,6 +45,27 @@ class Station:
         return self.received.get(timeout=20)
 
 
+class FailingTurns(ThreadedControl):
+    """A channel whose thread fails in each turn while `fails` is set."""
+
+    fails = False
+    failures = 0
+
+    def _upkeep(self, now_s: float) -> None:
+        if self.fails:
+            self.failures += 1
+            raise RuntimeError("on purpose")
+        super()._upkeep(now_s)
+
+
+class FailingZmq(FailingTurns, ZmqControl):
+    """ZMQ, with turns that can fail."""
+
+
+class FailingInproc(FailingTurns, InprocControl):
+    """The channel in process, with turns that can fail."""
+
+
 class Net:
     """Makes channels of one kind."""
 
@@ -62,6 +84,16 @@ class Net:
             channel = InprocControl(self.hub, address or f"s{len(self.stations)}", OPTIONS)
         self.stations.append(Station(channel))
         return self.stations[-1]
+
+    def failing(self) -> FailingTurns:
+        """Returns a channel whose turns can fail; the net closes it."""
+        channel: FailingTurns
+        if self.kind == "zmq":
+            channel = FailingZmq("127.0.0.1", 0, keys=self.keys, options=OPTIONS)
+        else:
+            channel = FailingInproc(self.hub, f"s{len(self.stations)}", OPTIONS)
+        self.stations.append(Station(channel))
+        return channel
 
 
 @pytest.fixture(params=["zmq", "inproc"])
@@ -383,26 +415,22 @@ def test_a_bug_in_the_channel_does_not_end_its_thread(hub_net: Net, monkeypatch:
 
 def test_a_turn_that_fails_again_and_again(net: Net, monkeypatch: pytest.MonkeyPatch) -> None:
     """With work, calls and frames that it left: the thread pauses between turns, and `close` ends it."""
-    a, b = net.station().start(), net.station().start()
+    channel, b = net.failing(), net.station().start()
+    channel.start(lambda peer, message: None, lambda peer: None)
     pauses = queue.Queue[float]()
-    turns = [0]
     go_on = threading.Event()
-
-    def fail(now_s: float) -> None:
-        turns[0] += 1
-        raise RuntimeError("on purpose")
 
     def pause(seconds: float) -> None:
         pauses.put(seconds)
         go_on.wait(0.001)
 
     monkeypatch.setattr("transport.control.thread.time.sleep", pause)
-    monkeypatch.setattr(a.channel, "_upkeep", fail)
-    a.channel.call_soon(lambda: None)
-    a.channel.send(b.address, token(1))
-    b.channel.send(a.address, token(2))
+    channel.fails = True
+    channel.call_soon(lambda: None)
+    channel.send(b.address, token(1))
+    b.channel.send(channel.address, token(2))
     for _ in range(5):
         assert pauses.get(timeout=20) > 0
     go_on.set()
-    a.channel.close()
-    assert turns[0] <= pauses.qsize() + 6, "a turn without a pause behind it"
+    channel.close()
+    assert channel.failures <= pauses.qsize() + 6, "a turn without a pause behind it"

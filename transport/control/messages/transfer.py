@@ -85,7 +85,7 @@ class ProbeAnswer(Message, frozen=True):
     host: Label
     device: Label
     refused: str = ""
-    """Empty: ring space is reserved. Else a temporary reason to refuse; the sender may ask again."""
+    """Empty: ring space is reserved. Else a temporary reason to refuse; the sender may repeat the request."""
 
 
 class ProbeEnded(Message, frozen=True):
