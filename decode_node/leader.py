@@ -79,6 +79,7 @@ class DecodeLeader(AdmittingLeader):
 
     def commit(self, step: SampledStep) -> None:
         """Ends the oldest step in flight: streams the token of each sequence for which the step sampled one."""
+        step.wait()  # the commit may free pages, which a transfer could write at once
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
             generated = 0

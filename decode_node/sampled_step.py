@@ -17,6 +17,7 @@ from disagg.model.sampling.beam_search import Candidate
 from disagg.model.sampling.next_tokens import BeamStep, SampledBeams
 from disagg.model.sampling.penalties import SamplingRow
 from disagg.model.sampling.sampled import Chosen, SampledTokens
+from disagg.node.device import DeviceEvent, record_event
 from disagg.node.plan import StepPlan
 
 
@@ -34,6 +35,8 @@ class SampledStep:
     searches: list[DecodeRequest]
     """Requests with beams, in the order of `beams`."""
     beams: SampledBeams | None
+    ended: DeviceEvent
+    """Event behind the step."""
 
     @staticmethod
     def launch(plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, sampler: Sampler) -> SampledStep:
@@ -53,7 +56,13 @@ class SampledStep:
             if stepped[index].request.search is not None:
                 beams.setdefault(stepped[index].request, []).append(index)
         found = _launch_beams(logits, beams, sampler.eos_ids)
-        return SampledStep(plan, stepped, single, tokens, list(beams), found)
+        ended = record_event(logits.device)
+        return SampledStep(plan, stepped, single, tokens, list(beams), found, ended)
+
+    def wait(self) -> None:
+        """Waits for the device: also a step of recomputed chunks, without tokens to read, writes pages until then."""
+        if self.ended is not None:
+            self.ended.synchronize()
 
     def shared_tokens(self) -> torch.Tensor | None:
         """Returns the token of each work item, int64 `[len(plan.work)]` on the device: arbitrary for an item without

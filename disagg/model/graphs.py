@@ -40,6 +40,14 @@ Compute = Callable[[torch.Tensor, int], torch.Tensor]
 The second argument is the longest context, in tokens, that a sequence may have after the step.
 """
 
+Agreed = Callable[[bool], bool]
+"""Returns whether all ranks of a group, which call it together, pass True.
+
+A recorded step is padded, so its sums over the ranks are larger: either all ranks record a step or none does.
+"""
+
+ANOTHER_RANK = "another rank of the group could not record them"
+
 
 def batch_sizes(largest: int) -> tuple[int, ...]:
     """Returns the padding buckets for batches of up to `largest` requests, ascending."""
@@ -61,6 +69,27 @@ def end_recording(stream: Any, device: torch.device) -> None:
     """Resets torch's random generator after a failed recording, by a recording that succeeds."""
     with cuda.graph(cuda.CUDAGraph(), stream=stream, capture_error_mode=CAPTURE_MODE):
         torch.zeros(1, device=device)
+
+
+def record_each(
+    sizes: Sequence[int], record: Callable[[int], None], agreed: Agreed, stream: Any, device: torch.device
+) -> bool:
+    """Calls `record` for each size, the largest first: smaller steps use the memory of the largest one.
+
+    Returns whether all ranks recorded all sizes; logs why not.
+    """
+    why = ""
+    with collection_paused():
+        for size in reversed(sizes):
+            try:
+                record(size)
+            except (RuntimeError, ValueError) as exc:
+                why = str(exc).splitlines()[0]
+                end_recording(stream, device)
+            if not agreed(not why):
+                log.warning("steps_not_recorded", why=why or ANOTHER_RANK, then="launched kernel by kernel")
+                return False
+    return True
 
 
 class StepGraphs(ABC):
@@ -91,28 +120,24 @@ class StepGraphs(ABC):
         """Whether any step is recorded."""
         return bool(self._graphs)
 
-    def record(self) -> None:
+    def record(self, agreed: Agreed) -> None:
         """Records every size, on all ranks of a group together. Logs a warning if the model cannot be recorded."""
         rows = max((self._rows(size) for size in self._sizes), default=0)
         self._logits = torch.empty(rows, self._vocab_size, dtype=torch.float32, device=self._device)
         graphs: dict[tuple[int, int], Any] = {}
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
-        try:
-            with collection_paused():
-                for size in reversed(self._sizes):
-                    numbers = torch.tensor(
-                        self.step_numbers(size, ()), dtype=torch.int64, device=self._device
-                    )
-                    self._numbers[size] = numbers
-                    for limit in self._limits:
-                        graphs[size, limit] = self._record(size, limit, pool, stream)
-        except (RuntimeError, ValueError) as exc:
+
+        def record(size: int) -> None:
+            numbers = torch.tensor(self.step_numbers(size, ()), dtype=torch.int64, device=self._device)
+            self._numbers[size] = numbers
+            for limit in self._limits:
+                graphs[size, limit] = self._record(size, limit, pool, stream)
+
+        if record_each(self._sizes, record, agreed, stream, self._device):
+            self._graphs = graphs
+        else:
             self._numbers.clear()
             self._logits = torch.empty(0)
-            end_recording(stream, self._device)
-            log.warning("steps_not_recorded", why=str(exc).splitlines()[0], then="launched kernel by kernel")
-        else:
-            self._graphs = graphs
         cuda.synchronize(self._device)
 
     @abstractmethod

@@ -17,16 +17,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
 import torch
 
-from disagg.core.collection import collection_paused
 from disagg.model.attention.paged import AttentionContext
 from disagg.model.batch import StepBatch
-from disagg.model.graphs import CAPTURE_MODE, cuda, end_recording
+from disagg.model.graphs import CAPTURE_MODE, Agreed, cuda, record_each
 from kernels.attention.common import AttentionParams
-
-log = structlog.get_logger(__name__)
 
 SEQUENCES = 64
 """Prompts of a recorded step, at most."""
@@ -134,23 +130,21 @@ class PiecewiseGraphs:
         """Whether any step is recorded."""
         return bool(self._recordings)
 
-    def record(self) -> None:
+    def record(self, agreed: Agreed) -> None:
         """Records every size, on all ranks of a group together. Logs a warning if the model cannot be recorded."""
         self._logits = torch.empty(
             self._sequences, self._vocab_size, dtype=torch.float32, device=self._device
         )
         pool, stream = cuda.graph_pool_handle(), cuda.Stream(self._device)
         found: dict[int, _Recording] = {}
-        try:
-            with collection_paused():
-                for size in reversed(self._sizes):  # smaller steps use the memory of the largest one
-                    found[size] = self._record(size, pool, stream)
-        except (RuntimeError, ValueError) as exc:
-            self._logits = torch.empty(0)
-            end_recording(stream, self._device)
-            log.warning("steps_not_recorded", why=str(exc).splitlines()[0], then="launched kernel by kernel")
-        else:
+
+        def record(size: int) -> None:
+            found[size] = self._record(size, pool, stream)
+
+        if record_each(self._sizes, record, agreed, stream, self._device):
             self._recordings = found
+        else:
+            self._logits = torch.empty(0)
         cuda.synchronize(self._device)
 
     def takes(self, batch: StepBatch) -> bool:

@@ -212,19 +212,25 @@ class ModelRunner:
 
         The recordings serve steps that fit no other recording. All ranks of a group record together.
         """
-        if self.recordable:
+        if self._agreed(self.recordable):
             sizes, sequences = piece_sizes(chunk_tokens), decodes + SEQUENCES
             compute = partial(self._run, cache=None)
             self._pieces = PiecewiseGraphs(compute, sizes, sequences, self.spec.vocab_size, self.device)
-            self._pieces.record()
+            self._pieces.record(self._agreed)
 
     def _record(
         self, kind: type[StepGraphs], compute: Compute, sizes: tuple[int, ...], limits: tuple[int, ...]
     ) -> None:
-        if self.recordable and sizes:
+        if sizes and self._agreed(self.recordable):
             trash_row = self.req_to_token.trash_row
             self._graphs = kind(compute, sizes, limits, trash_row, self.spec.vocab_size, self.device)
-            self._graphs.record()
+            self._graphs.record(self._agreed)
+
+    def _agreed(self, mine: bool) -> bool:
+        """See `graphs.Agreed`. Whether attention runs in the kernels, for one, can differ between ranks."""
+        refusals = torch.tensor([not mine], dtype=torch.int64, device=self.device)
+        self.collective.all_reduce(refusals)
+        return not refusals.item()
 
     @contextmanager
     def eager(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fake_model import VOCAB, fake_spec
 
+from decode_node import sampled_step
 from decode_node.costs import CostEstimates
 from decode_node.leader import DecodeLeader
 from decode_node.scheduler import DecodeScheduler
@@ -190,3 +191,25 @@ def test_many_answers_to_many_prompts_are_chosen_in_parts(monkeypatch: pytest.Mo
             (chosen,) = next_tokens(logits[row : row + 1], [alone], ())
             assert isinstance(chosen, Chosen)
             assert token == chosen.token
+
+
+def test_pages_of_a_recomputed_chunk_are_in_use_until_the_device_has_computed_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a step samples no token that the host would wait for. A freed page may be another request's at once."""
+    decode = Decode(SamplingParams(max_tokens=3))
+    decode.tell(m.Landed(KEY, 7, 0))
+    decode.tell(m.FirstTokens(KEY, 7, [4], []))
+    request = decode.scheduler.requests[KEY]
+    decode.scheduler.preemptor.preempt(request)
+    plan = decode.leader.next_plan()
+    assert plan is not None
+    assert [work.tokens for work in plan.work] == [[1, 2, 3, 4, 5]]
+    steps_at_end: list[int] = []
+    event = SimpleNamespace(synchronize=lambda: steps_at_end.append(request.steps))
+    monkeypatch.setattr(sampled_step, "record_event", lambda device: event)
+    step = decode.leader.sample(plan, torch.zeros(1, VOCAB))
+    assert steps_at_end == []
+    decode.leader.commit(step)
+    assert steps_at_end == [1]
+    assert not request.in_step
