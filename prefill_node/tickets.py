@@ -212,4 +212,7 @@ class OutgoingTickets:
         for item in outgoing.items.values():
             if item.word is not None and self._sums is not None:
                 self._sums.give(item.word)  # no write of the ticket is under way, nor will be
+        # Segments and transfer refer to each other, and both to the decode ranks' mapped pools. A lost rank's memory
+        # is free for its successor when the last mapping goes, which must not wait for the garbage collector.
+        outgoing.items.clear()
         self._to_leader(m.RankClosed(outgoing.key, outgoing.ticket.number, self._rank))

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from local_groups import (
     Answered,
     Checkpoints,
@@ -23,12 +26,15 @@ from local_groups import (
     without_recovery,
 )
 
+import prefill_node.peer_pools
+from disagg.core.collection import collection_paused
 from disagg.core.config.read import RouterConfig
 from disagg.core.errors import BusyError, DisaggError, PeerLostError, RequestTimeoutError, TransportError
 from disagg.core.types import SamplingParams
 from disagg.router.router import Router
 from transport.control import messages as m
 from transport.control.reliable import ReliableOptions
+from transport.peer_memory import MemoryHandle
 from transport.tags import is_active_message
 
 SHORT = ReliableOptions(peer_timeout_s=0.8, heartbeat_s=0.1)
@@ -416,6 +422,37 @@ def test_a_rank_that_dies_ends_the_requests_that_need_its_group(
             if not isinstance(result, BaseException):
                 assert result.tokens == checkpoints.greedy(groups.source, prompt, 300)
         groups.settle(dead=[f"{name[:-2]}-0", f"{name[:-2]}-1"])  # a group without a rank is lost as a whole
+    finally:
+        groups.stop()
+
+
+def test_the_memory_of_a_lost_decode_rank_is_unmapped(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA frees a dead process's pool with the last mapping: its successor on that GPU needs the memory at once."""
+    mapped: list[weakref.ref[torch.Tensor]] = []
+    open_memory = prefill_node.peer_pools.open_memory
+
+    def opened(handle: MemoryHandle, device: torch.device) -> torch.Tensor:
+        tensor = open_memory(handle, device).detach()  # a mapping of its own, as between processes
+        mapped.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr("prefill_node.peer_pools.open_memory", opened)
+    config = without_recovery(small_config(2, 1, chunk_tokens=16, peer_memory=True))
+    groups = LocalGroups(config, checkpoints.source(), options=SHORT)
+    try:
+        groups.wait_for_pools()
+        groups.answers(random_prompts(70, 55, seed=8), SamplingParams(max_tokens=4))
+        groups.settle()
+        assert mapped
+        assert all(reference() is not None for reference in mapped)
+        with collection_paused():  # an idle rank collects nothing
+            groups.kill("decode-0")
+            deadline_s = time.monotonic() + 20.0
+            while any(reference() is not None for reference in mapped):
+                assert time.monotonic() < deadline_s, "a lost rank's pool is still mapped"
+                time.sleep(0.005)
     finally:
         groups.stop()
 
