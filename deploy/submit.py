@@ -22,14 +22,14 @@ POLL_S = 2.0
 
 
 class Status(Protocol):
-    """The used part of Ray's `JobStatus`."""
+    """The part of Ray's `JobStatus` that this module uses."""
 
     def is_terminal(self) -> bool:
         """Returns whether the job has ended."""
 
 
 class Jobs(Protocol):
-    """The used part of Ray's `JobSubmissionClient`. Raises `RuntimeError` for an unknown job."""
+    """The part of Ray's `JobSubmissionClient` that this module uses. Raises `RuntimeError` for an unknown job."""
 
     def get_job_status(self, job_id: str) -> Status:
         """Returns the job's status."""
@@ -61,7 +61,7 @@ def run(
 
 
 def connect(opener: Callable[[], Jobs], patience_s: float) -> Jobs:
-    """Returns a client when the cluster answers. Raises `ConnectionError` after `patience_s`."""
+    """Returns a client once the cluster answers. Raises `ConnectionError` if it has not answered by `patience_s`."""
     until_s = time.monotonic() + patience_s
     while True:
         try:

@@ -8,9 +8,8 @@ with `Linked` over the control channel. Until then the sender holds its messages
 not linked yet. A fence closes the inbox: a message from before the fence carries an old number, and is dropped.
 
 A process that can forge the tag could also write the ring directly, so the tag needs no authentication. Messages
-of one sender are handled in the order of `send`; a control message may overtake them. A message arrives or its
-operation fails. If the connection breaks after the send, neither happens, so a sender that needs a reply sets a
-timeout.
+of one sender are handled in the order of `send`; a control message may overtake them. A message is lost without an
+error if the connection breaks after its send operation is done. A sender that needs a reply therefore sets a timeout.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ MAX_HELD_BYTES = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class _Inbox:
-    """Messages of one peer to this rank, from the link with the peer to its fence."""
+    """The messages that one peer sends to this rank, from `link` until the peer is fenced."""
 
     peer: str
     number: int
@@ -52,17 +51,17 @@ class _Inbox:
 
 @dataclass(slots=True, eq=False)
 class _Incoming:
-    """The context of a receive."""
+    """The context object of a receive operation."""
 
     slot: Slot
     inbox: _Inbox
     came: bool | None = None
-    """None while the operation runs, then whether the bytes arrived."""
+    """None until the receive ends; then True if the bytes arrived, False if the receive failed."""
 
 
 @dataclass(slots=True, eq=False)
 class _Outgoing:
-    """The context of a send."""
+    """The context object of a send operation."""
 
     slot: Slot
     peer: str
@@ -112,13 +111,14 @@ class ActiveMessages:
         self._announce(peer, Linked(inbox.number))
 
     def is_linked(self, peer: str) -> bool:
-        """Returns whether messages from `peer` are received: the peer is linked and was not forgotten since."""
+        """Returns whether this rank has an open inbox for `peer`."""
         return peer in self._linked
 
     def on_linked(self, peer: str, message: Linked) -> bool:
-        """Sends the messages held for a peer that is linked now. The peer may have linked before this rank.
+        """Handles the inbox number that a peer announces: sends the messages held for the peer.
 
-        Returns False when the peer has fenced this rank since it was linked: messages sent meanwhile are lost.
+        The announcement may arrive before this rank has linked the peer. Returns False if a linked peer announces a
+        new number: the peer has fenced this rank in between, and messages sent to the old inbox may be lost.
         """
         fenced = peer in self._linked and self._numbers.get(peer, message.inbox) != message.inbox
         self._numbers[peer] = message.inbox
@@ -127,7 +127,7 @@ class ActiveMessages:
         return not fenced
 
     def forget(self, peer: str) -> None:
-        """Closes the inbox of a fenced peer: no message from before is handled. Drops the messages held for it."""
+        """Closes a fenced peer's inbox: drops its unhandled messages, and the messages held for the peer."""
         self._numbers.pop(peer, None)
         self._held.pop(peer, None)
         inbox = self._linked.pop(peer, None)
@@ -140,7 +140,10 @@ class ActiveMessages:
             inbox.coming.clear()
 
     def send(self, peer: str, message: Message) -> None:
-        """Starts sending `message`, or holds it until the peer is linked. Pass ended operations to `ended`."""
+        """Starts sending `message`, or holds it until the peer announces its inbox.
+
+        The caller passes ended operations of the transport to `ended`.
+        """
         body = encode(message)
         if peer in self._numbers or peer not in self._linked:  # without a link the operation fails
             self._post(peer, message, body)
@@ -160,7 +163,7 @@ class ActiveMessages:
         self._transport.send(peer, tag, entry.slot.view, context=entry)
 
     def arrived(self, arrival: Arrival) -> bool:
-        """Starts receiving an active message. Returns False for an arrival that is not one."""
+        """Starts receiving an active message. Returns False if the arrival is another kind of message."""
         if not is_active_message(arrival.tag):
             return False
         inbox = self._inboxes.get(inbox_of(arrival.tag))

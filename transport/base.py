@@ -113,18 +113,17 @@ class Transport(ABC):
 
     @abstractmethod
     def disconnect(self, peer: str) -> None:
-        """Fences `peer`: after the return, only operations that are still pending touch this rank's memory.
+        """Fences `peer`: once this method returns, only the peer's pending operations still touch this rank's memory.
 
-        Usually all its operations have ended with `PeerLostError`, and the next `progress` returns them. A backend
-        may need longer: then `progress` continues the fence, and ends each operation once its memory is free. It
-        raises `TransportError` when the fence cannot be proven in time: the rank must end, and the memory of the
-        pending operations must never be used again. `disconnect` may raise that error too. An unknown name is
-        accepted.
+        Usually all operations with the peer have then ended with `PeerLostError`, and the next `progress` returns
+        them. If a backend needs longer, `progress` continues the fence, and ends each operation once its memory is
+        free. `disconnect` and `progress` raise `TransportError` when the fence cannot be proven in time: the rank
+        must end, and the memory of the pending operations must never be used again. An unknown name has no effect.
 
         The peer is not notified: its operations with this rank end when the peer disconnects in turn, or when
-        this process ends. A peer's receive from this rank may even end `done` with bytes overwritten since.
-        The caller therefore sends a control message that invalidates every segment the peer has not
-        confirmed.
+        this process ends. A peer's receive from this rank may even end `done` with bytes that this rank has
+        overwritten after the fence. The caller therefore sends a control message that invalidates every segment
+        the peer has not confirmed.
         """
 
     @abstractmethod
@@ -137,7 +136,7 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, memory: torch.Tensor) -> None:
-        """Registers a whole buffer whose views are sent or received into. Once per buffer."""
+        """Registers a whole buffer, once, before its views are sent or received into."""
 
     @abstractmethod
     def deregister(self, memory: torch.Tensor) -> None:
@@ -180,7 +179,7 @@ class Transport(ABC):
         """Blocks until `progress` or `arrivals` may return something, `wake` is called, or `timeout_s` has
         passed.
 
-        May return early without reason; never blocks while an ended operation or an arrival is available.
+        Spurious early returns are possible. Never blocks while an ended operation or an arrival is available.
         """
 
     @abstractmethod

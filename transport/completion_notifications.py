@@ -2,8 +2,9 @@
 thread.
 
 A completion notification reports that a segment has been written into the receiver's memory, and the
-segment's checksum; its tag is the segment's. The sender can write that memory, so its notifications need no
-more trust than the bytes. They use the transport directly, without another thread, encryption or a queue.
+segment's checksum. The notification has the same tag as the segment. A sender that can write the memory could also
+forge the bytes, so notifications need no authentication of their own. They use the transport directly, without
+another thread, encryption or a queue.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Written(msgspec.Struct, frozen=True, array_like=True):
     total: int
     """The checksum of the written bytes; 0 when checksums are off."""
     again: bool
-    """Whether this was the second write of the segment."""
+    """Whether the segment was written a second time."""
 
 
 @dataclass(slots=True, eq=False)
 class CompletionNotification:
-    """A completion notification in flight: the context of its operation."""
+    """The context object of an operation that sends or receives a completion notification."""
 
     slot: Slot
     context: object

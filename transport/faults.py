@@ -69,9 +69,7 @@ class Faults:
 
     @property
     def all_struck(self) -> bool:
-        """Whether each rule has been applied. Tests assert this property: otherwise a fault that never occurred
-        passes.
-        """
+        """Whether each rule has been applied. Tests assert this: an unused fault proves nothing."""
         return all(rule.seen > rule.nth for rule in self.rules)
 
     def take(self, source: str, destination: str, tag: int) -> list[Rule]:

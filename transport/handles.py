@@ -7,7 +7,7 @@ import msgspec
 
 
 class IpcHandle(msgspec.Struct, frozen=True):
-    """Arguments that `torch.multiprocessing` needs to open a CUDA allocation, under its own names."""
+    """Arguments that `torch.multiprocessing` needs to open a CUDA allocation. The names are torch's."""
 
     storage_handle: bytes
     storage_bytes: int
@@ -19,8 +19,8 @@ class IpcHandle(msgspec.Struct, frozen=True):
 
 
 class MemoryHandle(msgspec.Struct, frozen=True):
-    """A tensor that another rank may open once. A handle gives access to the memory, so it travels encrypted
-    only."""
+    """A tensor that another rank may open once. A handle gives access to the memory, so it is only sent
+    encrypted."""
 
     host: str
     process: int

@@ -24,7 +24,7 @@ from transport.tags import unpack
 
 @dataclass(slots=True, eq=False)
 class _Message:
-    """One message from `send` until its end. `sender` is None for a duplicate, which owns its bytes."""
+    """A message that its receiver has not consumed yet. `sender` is None for a duplicate, which owns its bytes."""
 
     source: str
     destination: str
@@ -193,7 +193,7 @@ class InprocTransport(Transport):
                 into = self._tracker.view(operation)
                 if into is not None:
                     into.copy_(message.data)
-                    if into.is_cuda:  # an ended receive is visible to every stream that reads the bytes next
+                    if into.is_cuda:  # once the receive has ended, every stream must see the bytes
                         torch.cuda.current_stream(into.device).synchronize()
                 self.end(operation)
                 self._fabric.end_send(message)

@@ -1,1 +1,1 @@
-"""Benchmarks: each checks the moved bytes, and measures its ceiling in the same run."""
+"""Benchmarks. Each one checks its results, and measures the ceiling of its figures in the same run."""

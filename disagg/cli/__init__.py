@@ -1,1 +1,1 @@
-"""The command line: parses flags; `disagg.commands` and others do the work."""
+"""The command line: parses flags. The work is done by `disagg.commands`, `disagg.bench` and other packages."""

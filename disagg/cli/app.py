@@ -1,7 +1,7 @@
 """The command line: registers the commands of this folder, which import heavy packages only when they run.
 
-It is the only error boundary: a `DisaggError` becomes one line on stderr and the exit code of its class (2 for bad
-input), Ctrl-C becomes 130, any other error a traceback and 1.
+`run` is the only place that turns errors into exit codes. A `DisaggError` is printed as one line on stderr, with the
+exit code of its class (2 for bad input). Ctrl-C exits with 130. Any other error prints a traceback and exits with 1.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def _forget_output() -> None:
-    """Discards the buffer of stdout, which the interpreter would otherwise fail to flush at exit."""
+    """Redirects stdout, so that the interpreter's flush of its buffer at exit does not fail."""
     with contextlib.suppress(OSError):
         sys.stdout.close()
     sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - lives until the process ends

@@ -1,4 +1,4 @@
-"""Flags that several commands share, and groups of them. A flag that stands for settings names them with `Sets`."""
+"""Flags and groups of flags that several commands share. A flag that overrides settings names them with `Sets`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Sets:
 
     keys: tuple[str, ...]
     mode: Mode | None = None
-    """The only `cluster.mode` that has the flag; None: every mode."""
+    """The only `cluster.mode` in which the flag is valid; None: valid in every mode."""
     convert: Callable[[Any], object] | None = None
-    """Turns the flag's value into the value of the settings."""
+    """Converts the flag's value to the settings' value; None: the two are equal."""
 
 
 ModelFlag = Annotated[
@@ -106,7 +106,7 @@ class RankFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFlags:
-    """Sources of settings, beside the flags with names of their own."""
+    """General sources of settings: the configuration file and `--set`."""
 
     config: Annotated[
         Path | None, typer.Option("--config", metavar="FILE", help="Configuration, TOML or YAML.")
@@ -151,7 +151,7 @@ class TransferFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """Groups that serve until a signal: `disagg launch` and `disagg serve`."""
+    """Flags of the commands that run groups until a signal: `disagg launch` and `disagg serve`."""
 
     weights: ModelFlags
     deterministic: DeterministicFlag = None

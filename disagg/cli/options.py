@@ -1,8 +1,8 @@
 """Command-line flags as frozen dataclasses.
 
 A field of an options class is one flag: `Annotated[type, typer.Option(...)]` with its default. A field whose type is
-another dataclass stands for all flags of that class, so commands share groups of flags. Fields are flat for typer:
-a name may occur once in a command.
+another dataclass stands for all flags of that class, so commands can share groups of flags. Typer gets one flat list
+of all flags, so each field name may occur only once in a command.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class FlagValue:
     """One flag of a built options object."""
 
     flag: str
-    """Its first name on the command line, such as `--prefill-tp`."""
+    """The flag's first name on the command line, such as `--prefill-tp`."""
     value: Any
     is_default: bool
     metadata: tuple[Any, ...]
-    """The annotations of the field, `typer.Option(...)` among them."""
+    """The annotations of the field, including `typer.Option(...)`."""
 
 
 def flag_values(options: Any) -> Iterator[FlagValue]:

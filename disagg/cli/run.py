@@ -1,4 +1,4 @@
-"""`disagg demo` and `disagg generate`: flags to a `Config` and `RunOptions` for `disagg.commands.demo`."""
+"""`disagg demo` and `disagg generate`: convert flags to a `Config` and `RunOptions` for `disagg.commands.demo`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,8 @@ def generate(options: GenerateOptions) -> None:
 
 
 def _runner() -> ModuleType:
-    """Imports `disagg.commands.demo` only now: the module imports torch, Ray and transformers."""
+    """Imports `disagg.commands.demo` and returns it. The import is late because it loads torch, Ray and
+    transformers."""
     try:
         with collection_paused():
             return importlib.import_module("disagg.commands.demo")

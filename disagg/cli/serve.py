@@ -1,4 +1,4 @@
-"""`disagg serve`: flags to a `Config` for `disagg.commands.serve`."""
+"""`disagg serve`: converts flags to a `Config` for `disagg.commands.serve`."""
 
 from __future__ import annotations
 

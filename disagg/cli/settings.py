@@ -1,4 +1,4 @@
-"""A command's flags to a `Config`."""
+"""Converts a command's flags to a `Config`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from disagg.core.errors import ConfigError
 
 
 def configuration(source: ConfigFlags, options: Any, extra: Mapping[str, object] | None = None) -> Config:
-    """Returns the configuration: file, environment, `--set`, flags of `options` with `Sets`, `extra`; the last wins.
+    """Returns the configuration from the file, the environment, `--set`, flags in `options` with `Sets`, and `extra`.
+
+    If several of these sources have a value for a setting, the last one in this order is used.
 
     Raises `ConfigError` for bad settings and for flags that do not fit `cluster.mode`.
     """
@@ -40,7 +42,7 @@ def _check_mode(options: Any, mode: Mode) -> None:
 
 
 def _settings_flags(options: Any) -> Iterator[tuple[FlagValue, Sets]]:
-    """Yields the flags with a value that stand for settings."""
+    """Yields the flags that override settings and were given a value."""
     for flag in flag_values(options):
         for sets in flag.metadata:
             if isinstance(sets, Sets) and flag.value is not None:

@@ -24,10 +24,10 @@ _PLOT = "memory.png"
 
 
 class StatsCommand(TyperCommand):
-    """A command whose `--plot` may stand without a file; typer has no options with an optional value."""
+    """A command whose `--plot` may be given without a file. Typer itself does not support optional values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Adds the default file where `--plot` is the last word or a flag follows."""
+        """Inserts the default file if `--plot` is the last argument or is followed by a flag."""
         pairs = zip(args, [*args[1:], "-"], strict=True)
         given = [[one, _PLOT] if one == "--plot" and after.startswith("-") else [one] for one, after in pairs]
         return super().parse_args(ctx, [one for ones in given for one in ones])

@@ -42,7 +42,7 @@ def doctor(
 
 @dataclass(frozen=True, kw_only=True)
 class ShapeFlags:
-    """The shape of the KV cache: a model's, or numbers."""
+    """Flags for the shape of the KV cache: a model, or explicit numbers."""
 
     model: Annotated[
         Path | None, typer.Option("--model", metavar="DIR", help="Use the shape of this checkpoint.")

@@ -1,1 +1,1 @@
-"""Groups of ranks: placed, started with Ray, supervised, listed for routers, and stopped."""
+"""Places groups of ranks, starts them with Ray, supervises them, announces them to routers, and stops them."""

@@ -1,9 +1,10 @@
-"""Adopts the groups that a killed `disagg launch` left.
+"""Adopts the groups that continue to run after their `disagg launch` was killed.
 
     survivors -> claim (when the pulse of the dead owner has lapsed) -> compare -> adopt, or end
 
-Ranks are claimed one after the other, in the order of the groups' names. So of two launches that claim at once, one
-gets the first rank, and the other one gets none.
+Every rank has one owner: a launch, which renews its ownership by regular calls (pulses). Ranks are claimed one after
+the other, in the order of the groups' names. If two launches claim at once, only one of them gets the first rank, and
+the other one claims no further rank.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ _OF_LAUNCH = {
     "control": ("router_port", "directory_port", "key_file"),
     "cluster": ("name", "ray", "restart", "restart_backoff_s", "restart_tries"),
 }
-"""Settings of these sections that a rank does not use."""
+"""Settings, by section, that only the launch uses. They may differ from those of the killed launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claimant:
-    """A launch whose groups outlive it."""
+    """A launch whose groups continue to run when the launch is killed."""
 
     token: str
-    """Random."""
+    """Random identifier of the launch."""
     fingerprint: Callable[[], str]
     """Returns `ModelSource.fingerprint` of the configured model; may read all weights."""
 
@@ -69,9 +70,9 @@ class Adopted:
     dead: list[str] = field(default_factory=list)
     """Control addresses of dead ranks that the groups were linked with."""
     counts: GroupCounts = NO_COUNTS
-    """Numbers of groups that an operator had set."""
+    """Numbers of groups by role, as set by an operator before."""
     names: set[str] = field(default_factory=set)
-    """Names that are used up: of survivors, and of groups that survivors were linked with."""
+    """Names that new groups must not use: those of the survivors and of groups that were linked with them."""
 
 
 def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) -> Adopted:
@@ -107,7 +108,7 @@ class _Claimed:
     group: Group
     records: list[RankRecord]
     unreadable: str
-    """Why a rank gave no record; empty if each did."""
+    """Why a rank returned no record; empty if every rank did."""
 
     @property
     def began_unix_s(self) -> float:
@@ -115,7 +116,7 @@ class _Claimed:
 
     @property
     def linked(self) -> set[str]:
-        """Names of the groups that every rank is linked with."""
+        """Names of the groups with which every rank of this group is linked."""
         return set.intersection(*({info.name for info in record.linked} for record in self.records))
 
 
@@ -129,12 +130,12 @@ class _Claims:
     def __init__(self, ranks: Ranks, token: str, hang_timeout_s: float) -> None:
         self._ranks, self._hang_timeout_s = ranks, hang_timeout_s
         self.owner = Owner(token, 1)
-        """With the highest epoch so far."""
+        """This launch's token, with an epoch that is raised above every epoch found on a rank."""
         # A living owner sends a pulse within this time, and a dead one's last pulse lapses.
         self._until_s = time.monotonic() + hang_timeout_s * (1 + 2 / PER_TIMEOUT)
 
     def claim(self, group: Group) -> _Claimed:
-        """Claims every rank of the group, up to one that does not answer."""
+        """Claims the ranks of the group in order; stops at a rank that does not answer."""
         records: list[RankRecord] = []
         unreadable = ""
         try:

@@ -46,11 +46,11 @@ class Directory:
             return tuple(self._routers)
 
     def start(self) -> None:
-        """Starts to serve; routers get the list of groups at the first `announce`."""
+        """Starts to accept routers; they receive a list of groups from the first `announce` on."""
         self._control.start(self._on_message, self._on_lost)
 
     def close(self) -> None:
-        """Closes the channel when the routers have confirmed the last announcement, or after 0.5 s."""
+        """Closes the channel once the routers have acknowledged the last announcement, at the latest after 0.5 s."""
         self._control.close(linger_s=0.5)
 
     def on_scale(self, scale: ScaleTo) -> None:

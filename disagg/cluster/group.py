@@ -35,9 +35,9 @@ class Group:
     started: list[Started] = field(default_factory=list)
     info: GroupInfo | None = None
     up: bool = False
-    """Linked with every group of the other kind, and ready for requests."""
+    """Whether the group is linked with every group of the other kind, and ready for requests."""
     leaving: bool = False
-    """The group is being stopped or taken down; the end of a rank is expected."""
+    """Whether the group is being stopped or taken down, so that the end of a rank is no failure."""
     lost: set[int] = field(default_factory=set)
     """Ranks that failed, or whose process has ended."""
     why_lost: str = ""
@@ -55,7 +55,7 @@ def group_name(role: Role, number: int) -> str:
 
 
 def group_order(name: str) -> tuple[str, int]:
-    """Returns role and number of a group by its name; sorts names."""
+    """Returns the role and number in a group's name; used as a sort key."""
     role, _, number = name.partition("-")
     return role, int(number or 1)
 

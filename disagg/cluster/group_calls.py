@@ -1,4 +1,4 @@
-"""Calls of every living rank of a group."""
+"""Calls to every living rank of a group."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ def call_all(ranks: Ranks, group: Group, method: str, *arguments: Any) -> list[A
 
 
 def stop_all(ranks: Ranks, group: Group, drain_timeout_s: float) -> None:
-    """Stops the living ranks; returns also when a rank fails to stop."""
+    """Stops the living ranks. Does not raise if a rank fails to stop."""
     calls = [actor.stop.remote(drain_timeout_s) for actor in alive(group)]
     with contextlib.suppress(Exception):  # the caller kills a rank that does not stop
         ranks.results(calls, drain_timeout_s + 10.0)
 
 
 def inform_of_loss(groups: Iterable[Group], address: str) -> None:
-    """Makes every rank of linked groups end its work with the dead rank at `address`. Never blocks."""
+    """Notifies every rank of the linked `groups` that the rank at `address` is dead. Never blocks."""
     for group in groups:
         for actor in alive(group) if group.info is not None else ():
             actor.peer_lost.remote(address)
 
 
 def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:
-    """Returns whether a rank has another owner than `owner`: a launch adopted it while this process was paused."""
+    """Returns whether a rank's owner is not `owner`. This happens if a launch adopted it while this process was
+    paused."""
     for group in groups if owner.token else ():
         calls = [actor.pulse.remote(owner.token) for actor in alive(group)]
         with contextlib.suppress(Exception):  # a dead rank
@@ -52,8 +53,7 @@ def another_owns(ranks: Ranks, groups: Iterable[Group], owner: Owner) -> bool:
 
 
 class SentKeys:
-    """Sends changed keys to ranks, whose hosts may have no key file; this process reads the file. Used by one
-    thread."""
+    """Sends changed keys to the ranks, because only this process reads the key file. Used by one thread."""
 
     def __init__(self, keys: KeyRing) -> None:
         self._keys = keys
@@ -66,11 +66,11 @@ class SentKeys:
         return self._sent[name]
 
     def forget(self, name: str) -> None:
-        """Forgets a group that ended; no effect on an unknown one."""
+        """Drops the record of a group that has ended; an unknown name has no effect."""
         self._sent.pop(name, None)
 
     def send(self, groups: Iterable[Group]) -> None:
-        """Sends the present keys to the groups that lack them. Never blocks."""
+        """Sends the current keys to the groups that do not have them yet. Never blocks."""
         keys = self._keys.keys
         for group in groups:
             if self._sent.get(group.name) != keys:

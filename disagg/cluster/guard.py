@@ -1,8 +1,8 @@
-"""Ends the processes of a private Ray when the command that started them has ended, however it ended.
+"""Ends the processes of a private Ray when the command that started them has ended, for whatever reason.
 
-Run as a script in a process of its own, which needs no import of this package. It waits for the end of its standard
-input, a pipe from the command, so that it detects a SIGKILL of the command too. Processes are found by a mark
-in their environment and by open files in the folder of this Ray, so those that lost their parent are found too.
+This file runs as a script in its own process, without importing this package. The script waits for the end of its
+standard input, a pipe from the command, and so detects even a SIGKILL of the command. It finds processes by a mark in
+their environment and by open files in this Ray's folder, and so finds even processes whose parent has ended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 MARK = "DISAGG_RAY_MARK"
 """Environment variable that the processes of a private Ray inherit."""
 CLEAN = b"."
-"""Written by a command that has removed its folder itself, or keeps it."""
+"""The command writes this byte if the guard must not remove the folder."""
 KILL_TIMEOUT_S = 5.0
 PAUSE_S = 0.05
 
@@ -25,8 +25,8 @@ PAUSE_S = 0.05
 def processes_of(mark: str, folder: str, command: int) -> list[int]:
     """Returns this user's processes with the mark or with an open file below `folder`, and all their descendants.
 
-    Neither the calling process nor `command`, the process that started Ray, is among them. A process that sets its
-    title, as Ray's do, may overwrite its environment.
+    Excludes the calling process and `command`, the process that started Ray. The open files are needed because a
+    process that sets its title, as Ray's processes do, may overwrite its environment.
     """
     wanted, spared = f"{MARK}={mark}".encode(), {os.getpid(), command}
     children: dict[int, list[int]] = {}
@@ -57,7 +57,7 @@ def _uses(process: Path, folder: str) -> bool:
 
 
 def kill_all(mark: str, folder: str, command: int) -> None:
-    """Kills the processes of `processes_of`, and those that they start meanwhile, within `KILL_TIMEOUT_S`."""
+    """Kills the processes of `processes_of` repeatedly, until none is left or `KILL_TIMEOUT_S` has passed."""
     until_s = time.monotonic() + KILL_TIMEOUT_S
     while found := processes_of(mark, folder, command):
         for pid in found:
@@ -71,7 +71,8 @@ def kill_all(mark: str, folder: str, command: int) -> None:
 
 
 def main(mark: str, folder: str) -> None:
-    """Waits for the end of the command, then kills the processes of its Ray; removes a killed command's folder."""
+    """Waits for the end of the command, then kills the processes of its Ray. Removes the folder of a killed
+    command."""
     command = os.getppid()
     written = sys.stdin.buffer.read()
     kill_all(mark, folder, command)

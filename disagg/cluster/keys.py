@@ -1,7 +1,7 @@
-"""Chooses the keys of a cluster's process: those of `control.key_file`, or fresh keys for each run.
+"""Chooses the keys of a cluster's process: the keys in `control.key_file`, or new keys for each run.
 
-A cluster's parent process passes the keys to its ranks. Processes that are started one by one read a file: the
-configured one or, on one host, the file that `disagg launch` writes for its run and removes at its end.
+A cluster's parent process passes the keys to its ranks. A process that joins a cluster reads a file: the configured
+key file or, on the same host, the file that `disagg launch` writes for its run and removes at its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MEND = "make them with `disagg keys FILE`, copy the file to every host, and set
 
 
 def own_keys(config: ControlConfig) -> KeyRing:
-    """Returns the keys of a cluster whose processes are all started by this one.
+    """Returns the keys of a cluster whose processes are all started by this process.
 
     Raises `ConfigError` for a key file that cannot be used.
     """
@@ -33,9 +33,9 @@ def own_keys(config: ControlConfig) -> KeyRing:
 def launch_keys(config: ControlConfig, adopting: Mapping[str, str] | None = None) -> KeyRing:
     """Returns the keys of a cluster that other routers join.
 
-    `adopting`: the environment of a launch that may adopt groups of a killed one. Without `control.key_file` these
-    have the keys that it published. Raises `ConfigError` for a key file that cannot be used, and without one when
-    `control.host` is beyond loopback.
+    `adopting`: the environment of this launch if it may adopt groups. Groups of a killed launch have the keys that
+    the launch published, unless `control.key_file` is set. Raises `ConfigError` for a key file that cannot be used,
+    and if `control.host` is not loopback and no key file is set.
     """
     if not config.key_file:
         _refuse_beyond_loopback(own_host(config.host))

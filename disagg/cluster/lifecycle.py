@@ -52,7 +52,7 @@ class Cluster:
         ranks: Ranks,
         claimant: Claimant | None = None,
     ) -> None:
-        """With a `claimant`, groups outlive this process, and `start` adopts those of a killed one."""
+        """With a `claimant`, the groups outlive this process if it is killed, and `start` adopts surviving groups."""
         self.config = with_placement(config, placement)
         self._claimant = claimant
         self._owner = Owner(claimant.token, 1) if claimant is not None else NO_OWNER
@@ -79,7 +79,7 @@ class Cluster:
     # --- life
 
     def start(self, progress: Progress) -> None:
-        """Brings all groups up and links them, or adopts groups that live; then some may be `missing`.
+        """Starts and links all groups, or adopts surviving groups. After an adoption, some groups may be `missing`.
 
         Raises a rank's error unwrapped, and `ConfigError` when another launch owns the groups.
         """
@@ -93,7 +93,7 @@ class Cluster:
         self._bring_up(self.groups, progress)
 
     def missing(self) -> list[Role]:
-        """Returns the role of each group that this cluster lacks, by the placement and by `keep_count`."""
+        """Returns the role of each missing group. `keep_count`, or else the placement, gives the number of groups."""
         counts = self._pulses.counts.groups
         return [
             role
@@ -102,12 +102,12 @@ class Cluster:
         ]
 
     def keep_count(self, role: Role, count: int) -> None:
-        """Keeps a number of groups that an operator has set, also for the launch that adopts the groups."""
+        """Records the number of groups that an operator has set. A launch that adopts the groups reads it, too."""
         changes, groups = self._pulses.counts
         self._pulses.counts = GroupCounts(changes + 1, {**groups, role: count})
 
     def place(self, role: Role, progress: Progress) -> Group:
-        """Reserves resources for a group and starts its processes. Names count up and are never reused."""
+        """Reserves resources for a group and starts its processes. Group names are numbered, and never reused."""
         where, name = self.placement.kinds[role], group_name(role, next(self._numbers[role]))
         progress(f"placing {where.tp} {name} rank{'s' * (where.tp > 1)} on {where.device}")
         keys = self._sent_keys.first(name)
@@ -150,7 +150,7 @@ class Cluster:
         self._ranks.take_down(group)
 
     def abandon_start(self) -> None:
-        """Makes an `add_group` in another thread fail soon."""
+        """Makes a running `add_group` in another thread fail soon."""
         self._no_more_groups.set()
         for group in self.groups:
             if not group.up:
@@ -164,7 +164,7 @@ class Cluster:
             self._watcher.join()
 
     def stop(self, drain_timeout_s: float = 0.0) -> None:
-        """Stops every group, after `drain_timeout_s` by force; no actor process survives it."""
+        """Stops every group; kills its processes after `drain_timeout_s`. No actor process is left afterwards."""
         self.stop_watching()
         if not self.failed and another_owns(self._ranks, self.groups, self._owner):
             self._disown()
@@ -185,7 +185,8 @@ class Cluster:
         self._on_lost.append(callback)
 
     def on_group_lost(self, callback: Callable[[Group], None]) -> None:
-        """Registers a callback for running groups that lose their first rank; it runs on the watcher's thread."""
+        """Registers a callback that is called once for each running group that loses a rank, on the watcher's
+        thread."""
         self._on_group_lost.append(callback)
 
     def on_failed(self, callback: Callable[[], None]) -> None:
@@ -272,7 +273,10 @@ class Cluster:
                 self._stopping.wait(WATCH_S)
 
     def _look(self) -> None:
-        """Reports lost ranks to their peers: a rank's `park` call ends with its process, or when the rank fails."""
+        """Runs one iteration of the watcher: finds ranks that ended or hang, and reports them to their peers.
+
+        A rank's end is detected by the end of its `park` call (`disagg.cluster.parked`).
+        """
         self._sent_keys.send(self.groups)
         if failure := self._ranks.failure():
             self._fail(failure)
@@ -304,7 +308,7 @@ class Cluster:
             self._lost(group, rank, why)
 
     def _fail(self, why: str) -> None:
-        """Ends every rank: without Ray, a rank that ends cannot be replaced."""
+        """Ends every rank, because Ray has failed and no rank could be replaced any more."""
         if self._stopping.is_set():
             return
         self.failed = why
@@ -321,7 +325,8 @@ class Cluster:
                     on_lost(started.info.control_address)
 
     def _disown(self) -> None:
-        """Leaves the groups to the launch that has adopted them; `stop` ends those that were starting."""
+        """Releases the groups that another launch has adopted. `stop` then ends only the groups that were
+        starting."""
         self.failed = DISOWNED
         self._no_more_groups.set()
         with self._lock:

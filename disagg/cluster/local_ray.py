@@ -1,6 +1,7 @@
-"""A private Ray: restricted to this machine and this user, and ended with the command.
+"""A private Ray cluster: restricted to this machine and this user, and ended together with the command.
 
-Does not import Ray, which reads the environment at import; its processes read it at their start.
+This module does not import Ray, because Ray reads the environment when it is imported. Ray's processes read the
+environment when they start.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ LOOPBACK_ENV = {
     # Without tokens every user of this machine could run code in it.
     "RAY_AUTH_MODE": "token",
 }
-"""Environment of a private Ray, not of a joined cluster."""
+"""Environment variables of a private Ray. They are not used for an existing Ray cluster."""
 TOKEN_BYTES = 32
 SERVERS = ("gcs_server", "raylet")
-"""Processes without which Ray starts no rank. Without its raylet, Ray counts a serving rank as dead."""
+"""Names of the Ray processes that are required to start ranks. If the raylet ends, Ray also declares ranks dead."""
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -69,7 +70,7 @@ class PrivateRay:
         self._servers: dict[str, psutil.Process] = {}
 
     def started(self) -> None:
-        """Finds Ray's servers, which are children of this process. Call it when Ray has started."""
+        """Finds Ray's servers among the children of this process. Call this after Ray has started."""
         children = psutil.Process().children()
         self._servers = {one.name(): one for one in children if one.name() in SERVERS}
 
@@ -91,9 +92,9 @@ class PrivateRay:
 
 @contextlib.contextmanager
 def guarded(folder: Path) -> Iterator[PrivateRay]:
-    """Marks the processes that are started within the block. A guard process ends those that are left at its end.
+    """Marks the processes that are started within the block. A guard process kills those that outlive the block.
 
-    The guard also acts when this process is killed; then it removes `folder` too.
+    The guard does the same when this process is killed; it then also removes `folder`.
     """
     mark = secrets.token_hex(16)
     process = None

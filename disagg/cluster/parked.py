@@ -1,4 +1,6 @@
-"""The `park` calls of ranks: each ends with its rank's process, or when the rank fails or has another owner."""
+"""Pending `park` calls, by which the end of a rank is detected.
+
+A rank's `park` call blocks until the rank fails, gets another owner, or its process ends."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from disagg.cluster.ranks import CALL_TIMEOUT_S, Call, Ranks
 
 
 class Ended(NamedTuple):
-    """The end of a rank."""
+    """A rank that has ended, with the reason."""
 
     group: Group
     rank: int
@@ -27,7 +29,7 @@ class ParkedCalls:
         self._members: dict[Call, Member] = {}
 
     def add(self, groups: Sequence[Group], token: str) -> None:
-        """Calls every rank of `groups`; `token` is the owner's."""
+        """Starts a `park` call on every rank of `groups`. `token` is the owner's token."""
         with self._lock:
             self._members |= {
                 actor.park.remote(token): (group, rank)
@@ -36,7 +38,7 @@ class ParkedCalls:
             }
 
     def members(self) -> list[Member]:
-        """Returns the ranks whose end has not been returned or dropped."""
+        """Returns the ranks with a pending call."""
         with self._lock:
             return list(self._members.values())
 
@@ -54,7 +56,7 @@ class ParkedCalls:
             self._members.clear()
 
     def ended(self, timeout_s: float) -> list[Ended] | None:
-        """Waits at most `timeout_s` for the end of a rank; None when every process has ended."""
+        """Waits at most `timeout_s` for ranks to end, and returns them. Returns None if Ray has stopped."""
         with self._lock:
             pending = list(self._members)
         ended = self._ranks.ended(pending, timeout_s)
@@ -69,7 +71,7 @@ class ParkedCalls:
         return found
 
     def _why(self, call: Call) -> str:
-        """Returns the reason that an ended call gave."""
+        """Returns the reason for the end of a call: its result, or its exception."""
         try:
             [why] = self._ranks.results([call], CALL_TIMEOUT_S)
             return why or "it stopped"

@@ -19,13 +19,13 @@ class GroupPlacement:
     gpus_per_rank: float
     """GPU resources of a rank in Ray: 1, a share of one, or 0 on a CPU."""
     backend: str
-    """Collective of the ranks: `nccl` where each has its own GPU, else `shared` (host memory)."""
+    """Collective backend of the ranks: `nccl` if each has its own GPU, else `shared` (host memory)."""
     groups: int = 1
     """Number of groups of this kind."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of all groups of this kind."""
+        """Number of ranks in all groups of this kind."""
         return self.tp * self.groups
 
 
@@ -49,7 +49,7 @@ class Placement:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all groups."""
+        """Number of ranks in all groups."""
         return sum(kind.ranks for kind in self.kinds.values())
 
 
@@ -62,9 +62,10 @@ def choose_placement(
 ) -> Placement:
     """Places `groups` = (prefill, decode) groups on `gpus` GPUs; chooses TP sizes that are None.
 
-    Each rank gets its own GPU if there are enough. With two GPUs, the ranks of each group share one. With one GPU, or
-    too few for several groups of a kind, all ranks share. Without GPUs, or with `device` `cpu`, ranks run on the CPU.
-    Raises `ConfigError` when `device` is `cuda` and there is no GPU.
+    Each rank gets its own GPU if there are enough GPUs. Otherwise, one prefill and one decode group use different
+    GPUs, on which the group's ranks share if needed. With only one GPU, or with more groups, all ranks share all
+    GPUs. Without GPUs, or with `device` `cpu`, ranks run on the CPU. Raises `ConfigError` when `device` is `cuda`
+    and there is no GPU.
     """
     if why := _on_cpu(gpus, device):
         return _both(prefill_tp or 2, decode_tp or 1, groups, "cpu", 0.0, 0.0, why)
@@ -109,7 +110,8 @@ def _on_cpu(gpus: int, device: str) -> str:
 
 
 def _share(ranks: int, gpus: int) -> float:
-    """Returns the share of a GPU per rank; the shares of one GPU sum to at most 1. Ray counts in 1/10000."""
+    """Returns each rank's share of a GPU: a multiple of 1/10000, as Ray requires. The shares of one GPU sum to at
+    most 1."""
     ranks_per_gpu = -(-ranks // gpus)
     return int(10000 / ranks_per_gpu) / 10000
 

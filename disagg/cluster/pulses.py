@@ -1,7 +1,7 @@
-"""Detects ranks whose process exists but does not answer: stopped, or with its interpreter held for ever.
+"""Detects ranks that hang: the process exists but is stopped, or never releases the interpreter lock.
 
-Each rank gets a small call at regular intervals, at most one at a time. Any answer counts, an error too: a death is
-reported by the end of the rank's `park` call.
+Each rank gets a small call (a *pulse*) at regular intervals, at most one at a time. Any reply proves that the rank
+does not hang, even an error. Dead ranks are detected elsewhere (`disagg.cluster.parked`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from disagg.core.ports import Clock
 from disagg.node.ownership import NO_COUNTS
 
 PER_TIMEOUT = 5
-"""Calls to a rank per `hang_timeout_s`."""
+"""Number of pulses that a rank gets per `hang_timeout_s`."""
 PAUSE_S = 2.0
-"""A longer gap between two looks counts as a pause of this process, which could not read answers meanwhile."""
+"""A longer gap between two checks means that this process was paused. Ranks get more time then, as nobody read
+replies.
+"""
 
 Member = tuple[Group, int]
 """A group and the number of a rank in it."""
@@ -37,16 +39,17 @@ class Pulses:
     def __init__(
         self, ranks: Ranks, hang_timeout_s: float, clock: Clock = time.monotonic, token: str = ""
     ) -> None:
-        """`token`: the owner's, if the groups outlive this process; see `disagg.node.ownership`."""
+        """`token`: the owner's token if the groups outlive this process; see `disagg.node.ownership`."""
         self._ranks, self._hang_timeout_s, self._clock = ranks, hang_timeout_s, clock
         self._token = token
         self.counts = NO_COUNTS
-        """Sent with each pulse, for the launch that adopts the groups."""
+        """Numbers of groups that an operator has set. Each pulse carries them, for a launch that adopts the
+        groups."""
         self._pulses: dict[Member, _Pulse] = {}
         self._looked_s = self._renewed_s = clock()
 
     def renew(self, starting: Iterable[Group]) -> None:
-        """Sends pulses to starting ranks, when due, and awaits no answer: a start may delay it for long."""
+        """Sends pulses to starting ranks when due, to renew the ownership. Ignores replies: a start may take long."""
         now_s = self._clock()
         if not self._token or now_s < self._renewed_s + self._hang_timeout_s / PER_TIMEOUT:
             return
@@ -56,7 +59,8 @@ class Pulses:
                 actor.pulse.remote(self._token, self.counts)
 
     def silent(self, members: Iterable[Member]) -> list[Member]:
-        """Calls `members` when due; returns those without an answer for `hang_timeout_s`. Never blocks."""
+        """Sends pulses to `members` when due; returns those that have not replied for `hang_timeout_s`. Never
+        blocks."""
         now_s = self._clock()
         self._pardon(now_s)
         members = dict.fromkeys(members)

@@ -36,16 +36,16 @@ class Ranks(Protocol):
         """
 
     def survivors(self, placement: Placement) -> list[Group]:
-        """Returns the groups of launches with the same `cluster.name`, also incomplete ones, by name.
+        """Returns the groups of launches with the same `cluster.name`, sorted by name, including incomplete groups.
 
-        `actors` holds the living ranks only. Groups of the `placement`'s roles have its placement.
+        `Group.actors` holds the living ranks only. Roles in `placement` give their groups the placement.
         """
 
     def results(self, calls: Sequence[Call], timeout_s: float) -> list[Any]:
-        """Returns the calls' results. Raises the error of a call, a `DisaggError` unwrapped."""
+        """Returns the results of the calls. Raises the error of a call; a `DisaggError` of a rank is not wrapped."""
 
     def ended(self, calls: Sequence[Call], timeout_s: float) -> list[Call] | None:
-        """Returns the completed calls after at most `timeout_s`; None when every process has ended."""
+        """Waits at most `timeout_s` and returns the completed calls; None if Ray has stopped, with every process."""
 
     def kill(self, group: Group) -> None:
         """Ends the group's processes, also stopped ones."""
@@ -54,4 +54,4 @@ class Ranks(Protocol):
         """Ends the group's remaining processes and releases its resources."""
 
     def failure(self) -> str:
-        """Returns why no rank can be started any more; empty while that is possible."""
+        """Returns why no rank can be started any more; empty while ranks can be started."""

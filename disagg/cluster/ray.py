@@ -47,8 +47,8 @@ def start_cluster(
 ) -> Iterator[Cluster]:
     """Starts a cluster; stops it at the end of the block, also after a failed start or Ctrl-C.
 
-    The death of a server of `ray` ends all ranks. With a `claimant` the groups outlive a killed process, and the
-    cluster adopts those that a killed process left.
+    If a server of `ray` dies, all ranks are ended. With a `claimant`, the groups outlive this process if it is
+    killed, and the cluster adopts the groups of a process that was killed earlier.
     """
     cluster = Cluster(config, placement, keys, RayRanks(ray), claimant)
     try:
@@ -76,7 +76,7 @@ class RayRanks:
     ) -> Group:
         """Places the group on one node; Ray reserves a core and a share of a GPU for each rank.
 
-        The actors and the reservation of an owner with a token have names in the namespace of `existing_ray`.
+        If `owner` has a token, the actors and the placement group are named, in the namespace of `existing_ray`.
         """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -99,7 +99,7 @@ class RayRanks:
         return Group(name, role, where, actors, placed)
 
     def survivors(self, placement: Placement) -> list[Group]:
-        """Finds actors and reservations in the namespace of `existing_ray`."""
+        """Finds the groups by the names of actors and placement groups in the namespace of `existing_ray`."""
         import ray
 
         actors: dict[str, list[Any]] = {name: [] for name in _reserved()}
@@ -201,7 +201,7 @@ def _reservation(group: str) -> str:
 
 
 def _reserved() -> list[str]:
-    """Returns the groups of this namespace that have a reservation."""
+    """Returns the names of the groups that have a placement group in this namespace."""
     import ray
 
     prefix, table = _reservation(""), ray.util.placement_group_table()
@@ -239,7 +239,7 @@ def _actor_class(role: Role) -> Any:
 def local_ray(ranks: int) -> Iterator[PrivateRay]:
     """Runs a private Ray on this machine within the block: on loopback, for this user only.
 
-    Its processes end with the block and, by a guard process, when this process is killed.
+    Ray's processes end with the block. If this process is killed, a guard process ends them.
 
     Raises `ConfigError` when Ray is not installed, or its folder cannot be made.
     """
@@ -262,9 +262,9 @@ def local_ray(ranks: int) -> Iterator[PrivateRay]:
 def existing_ray(address: str, spans_hosts: bool, namespace: str | None = None) -> Iterator[RayResources]:
     """Connects to a running Ray cluster, `auto` or `host:port`; the cluster survives the block.
 
-    `spans_hosts`: other hosts can reach the ranks. `namespace`: for the names of groups that outlive this process.
-    Within a Ray job, `auto` is the job's cluster. Raises `ConfigError` when no such cluster answers, it rejects the
-    token, or it has several nodes without `spans_hosts`.
+    `spans_hosts`: whether other hosts can reach the ranks. `namespace`: Ray namespace for the names of groups that
+    outlive this process. Within a Ray job, `auto` is the job's cluster. Raises `ConfigError` when the cluster does
+    not answer, rejects the token, or has several nodes although `spans_hosts` is false.
     """
     ray = _import_ray()
     try:
@@ -289,7 +289,7 @@ def existing_ray(address: str, spans_hosts: bool, namespace: str | None = None) 
 
 
 def _check_reachable(address: str) -> None:
-    """Raises `OSError` at once when no server listens: Ray would retry for minutes."""
+    """Raises `OSError` at once if no server listens at `address`; Ray itself would retry for minutes."""
     host, _, port = (os.environ.get("RAY_ADDRESS", "") if address == "auto" else address).rpartition(":")
     if host and port.isdigit():
         socket.create_connection((host, int(port)), timeout=5.0).close()

@@ -1,4 +1,4 @@
-"""Starts the ranks of new groups, links groups, and measures the wires of linked ones."""
+"""Starts the ranks of new groups, links groups, and measures the network between linked groups."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def start_groups(ranks: Ranks, groups: Sequence[Group], config: Config, progress
 
 
 def link_groups(ranks: Ranks, prefill: Group, decode: Group, new: Sequence[Group]) -> None:
-    """Links two groups and measures their wires.
+    """Links two groups and measures the network between them.
 
-    Raises the error of a rank, unless a group that is not in `new` lost a rank: the supervisor replaces that group.
+    Raises the error of a rank. Ignores the loss of a rank in a group that is not in `new`, because the supervisor
+    replaces that group.
     """
     try:
         call_all(ranks, prefill, "link", decode.info)
@@ -59,8 +60,8 @@ def link_groups(ranks: Ranks, prefill: Group, decode: Group, new: Sequence[Group
 def start_ranks(ranks: Ranks, groups: Sequence[Group], timeout_s: float) -> None:
     """Starts the ranks of all groups at once and sets `Group.started`.
 
-    The first rank that fails or dies ends the start with its error: the others may wait for it in a collective.
-    Raises `DisaggError`, with the late ranks, after `timeout_s`.
+    If a rank fails or dies, raises its error at once, because other ranks may wait for that rank in a collective.
+    After `timeout_s`, raises `DisaggError` that names the ranks that are not ready.
     """
     starting: dict[Call, tuple[Group, int]] = {}
     identifying = [(group, [actor.identify.remote() for actor in group.actors]) for group in groups]

@@ -1,7 +1,7 @@
-"""Keeps the number of a cluster's groups: replaces groups that die, and scales them on request.
+"""Keeps a cluster at its number of groups: replaces groups that die, and adds or stops groups on request.
 
-One thread adds and stops groups, one operation at a time. A group that dies is taken down and announced at once, on
-the cluster's watcher thread.
+One thread adds and stops groups, one operation at a time. When a group dies, the cluster's watcher thread takes it
+down and announces the remaining groups at once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from disagg.core.types import GroupInfo
 log = structlog.get_logger(__name__)
 
 LONGEST_BACKOFF_S = 60.0
-"""Longest pause between two tries; after `cluster.restart_tries` failures, the pause between all further ones."""
+"""Longest pause between two tries. After `cluster.restart_tries` failures, every further pause has this length."""
 MOST_DOUBLINGS = 64
 STABLE_S = 60.0
 """Seconds of service after which a group's death resets the count of restart attempts."""
@@ -33,18 +33,18 @@ WAIT_S = 0.2
 
 
 Announce = Callable[[Sequence[GroupInfo], Sequence[str]], None]
-"""`announce(groups, draining)` publishes the groups, and the names of those that drain. Any thread; never blocks."""
+"""`announce(groups, draining)` publishes the groups, and the names of draining ones. Thread-safe; never blocks."""
 WaitUnused = Callable[[Sequence[str], float], bool]
 """`wait_unused(names, timeout_s)` waits until no router uses these groups; returns False after the timeout."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Missing:
-    """A group that died, or that an adoption did not find, and awaits its replacement."""
+    """A group to be started: it replaces one that died, or one that an adoption did not find."""
 
     role: Role
     tries: int
-    """Consecutive failures, the death included."""
+    """Consecutive failures, including the death of the group."""
     due_s: float
 
 
@@ -52,7 +52,7 @@ class Supervisor:
     """Replaces and scales the groups of a running cluster. Use `supervised`."""
 
     def __init__(self, cluster: Cluster, announce: Announce, wait_unused: WaitUnused, remedy: str) -> None:
-        """`remedy`: advice to the operator of this command if a group does not come up."""
+        """`remedy`: advice for the operator, logged if a group cannot be started."""
         self._cluster, self._announce, self._wait_unused = cluster, announce, wait_unused
         self._remedy = remedy
         self._config: ClusterConfig = cluster.config.cluster
@@ -98,7 +98,8 @@ class Supervisor:
             self._announce(self._cluster.infos(), leaving)
 
     def scale(self, role: Role, count: int, done: Callable[[str], None]) -> None:
-        """Adds groups, or drains and stops the newest, until there are `count`; then `done("")`, or `done(error)`."""
+        """Adds groups, or drains and stops the newest, until there are `count`; then calls `done` with "" or an
+        error."""
         self._work.put(partial(self._scale, role, count, done))
 
     # --- the watcher's thread
@@ -214,8 +215,8 @@ def supervised(
 ) -> Iterator[Supervisor]:
     """Supervises a running cluster within the block; the cluster outlives the block.
 
-    `remedy` is the hint to the operator when a group does not come up. Without `wait_unused`, a group stops after its
-    own requests, without regard to requests in transit to it.
+    `remedy` is advice for the operator, logged if a group cannot be started. Without `wait_unused`, a group that
+    drains stops after the requests that have reached it; requests that routers are still sending to it fail.
     """
     supervisor = Supervisor(cluster, announce, wait_unused, remedy)
     supervisor.start()

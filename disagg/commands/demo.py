@@ -104,7 +104,8 @@ def run_demo(config: Config, options: RunOptions) -> None:
 def _exact(config: Config) -> Config:
     """Disables the prefix cache; runs a checkpoint in float32 unless `model.dtype` is set.
 
-    Only float32 makes the tokens of two engines equal, and the reference computes each prompt whole.
+    Only in float32 are the tokens of two engines equal. The prefix cache is off because the reference computes each
+    prompt from its start.
     """
     prefill, decode = (
         msgspec.structs.replace(group, prefix_cache=False) for group in (config.prefill, config.decode)

@@ -1,4 +1,4 @@
-"""The end of a command whose whole cluster failed: Ray's servers have ended, or another launch has the groups."""
+"""Ends a command whose whole cluster failed: Ray's servers have ended, or another launch has adopted the groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from disagg.core.errors import DisaggError
 from disagg.node.ownership import DISOWNED
 
 END_TIMEOUT_S = 30.0
-"""Time for the command to end by itself. Calls of a Ray without servers may block for minutes."""
+"""Time after which the process is ended by force, because calls to a Ray without servers may block for minutes."""
 
 
 def raise_failure(cluster: Cluster) -> None:

@@ -22,7 +22,7 @@ from transport.control.zmq import make_control
 log = structlog.get_logger(__name__)
 
 GROWTH = 2
-"""Ratio of the room in a private Ray to the groups at the start; `disagg scale` uses the rest."""
+"""Capacity of a private Ray, as a multiple of the groups at the start. `disagg scale` uses the remaining capacity."""
 
 
 REMEDY = "remove the cause; `disagg scale` tries again at once"
@@ -31,10 +31,10 @@ REMEDY = "remove the cause; `disagg scale` tries again at once"
 def run_launch(config: Config) -> None:
     """Starts the groups and announces them to routers until SIGINT or SIGTERM; a second signal skips the drain.
 
-    At the first signal, routers drain: their requests have `transfer.drain_timeout_s` to finish. On a running Ray
-    cluster the groups outlive a killed command, and the next one adopts them. Raises `DisaggError` when the whole
-    cluster failed, so that a service manager starts the command again. Raises `ConfigError` before anything starts,
-    and `KeyboardInterrupt` for a signal during the start.
+    At the first signal, routers send no new requests, and running requests have `transfer.drain_timeout_s` to finish.
+    On an existing Ray cluster, the groups outlive a killed command, and the next launch adopts them. Raises
+    `DisaggError` when the whole cluster failed, so that a service manager starts the command again. Raises
+    `ConfigError` before anything starts, and `KeyboardInterrupt` for a signal during the start.
     """
     configure(config.log)
     console = Console(stderr=True)

@@ -63,16 +63,17 @@ def check_split(source: ModelSource, placement: Placement) -> None:
 
 
 def limit_tokens(config: Config, source: ModelSource) -> int:
-    """Returns the most tokens of a prompt with its answer, by the limits of the model and of every kind of group."""
+    """Returns the most tokens that a prompt and its answer may have together. The model and every group limit
+    them."""
     context = source.spec(torch.float32).context_tokens
     return min(kind.context_limit(context) for kind in config.kinds.values())
 
 
 @contextlib.contextmanager
 def local_cluster(config: Config, progress: Progress) -> Iterator[Cluster]:
-    """Starts or joins Ray, as `cluster.ray` selects, and starts all groups; stops at the end all that it started.
+    """Starts or joins Ray, as configured by `cluster.ray`, and starts all groups. At the end, stops what it started.
 
-    A TP size of None is chosen by the number of GPUs.
+    The number of GPUs determines each TP size that is None.
     """
     keys = own_keys(config.control)
     # A port in use raises here, before the models load.
@@ -87,8 +88,9 @@ def placed_cluster(
 ) -> Iterator[Cluster]:
     """Runs `local_cluster` with the caller's keys, for routers in other processes.
 
-    A private Ray has room for `growth` times the ranks of the start. `outlives`: the groups on a running Ray cluster
-    outlive this process if it is killed, and those of a killed one are adopted.
+    A private Ray has room for `growth` times the number of ranks at the start. `outlives`: on an existing Ray
+    cluster, the groups outlive this process if it is killed, and groups of a process that was killed earlier are
+    adopted.
     """
     source = make_source(config)
     private = None

@@ -1,4 +1,4 @@
-"""Options of a run beside the configuration: prompts, sampling, output folder."""
+"""Options of a run that are not part of the configuration: prompts, sampling, output folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEMO_PROMPTS: tuple[str, ...] = (
     "not begin before November. The treasurer said that the reserve would cover the middle offer but "
     "not the dearest. After an hour of discussion the board decided, with two votes against, to",
 )
-"""Texts from a few tokens to a few hundred, so that requests overlap in the demo."""
+"""Texts of a few tokens to a few hundred tokens. The different lengths make requests overlap in the demo."""
 
 
 def demo_prompts(seed: int) -> tuple[str, ...]:
@@ -53,7 +53,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     out_dir: str | None = None
     """Folder for the timeline and the machine-readable report; None writes neither."""
     deterministic: bool | None = None
-    """`model.deterministic` of a compared run; `disagg.reference.answers.comparable` resolves None."""
+    """`model.deterministic` of a run whose tokens are compared. `disagg.reference.answers.comparable` resolves
+    None."""
 
     def __post_init__(self) -> None:
         if not self.prompts:

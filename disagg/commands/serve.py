@@ -1,4 +1,4 @@
-"""`disagg serve`: the HTTP API for a cluster that it starts, or (`--join`) for a running one.
+"""`disagg serve`: runs the HTTP API, either with a cluster that the command starts, or (`--join`) with a running one.
 
 A signal stops the API first, then the cluster that this command started.
 """
@@ -106,7 +106,7 @@ def _print_choices(given: Config, cluster: Cluster, console: Console) -> None:
 
 
 def _api_keys(config: ApiConfig) -> tuple[bytes, ...]:
-    """Returns the API keys. Raises `ConfigError` when other machines reach the address and there is no key."""
+    """Returns the API keys. Raises `ConfigError` if there is no key and other machines can reach the address."""
     keys = load_api_keys(config.key_file, os.environ)
     if not keys and not is_loopback(config.host):
         if not config.allow_no_key:
@@ -176,7 +176,7 @@ async def _serve(
     listener: socket.socket,
     cluster: Cluster | None = None,
 ) -> None:
-    """Serves until a signal, or the failure of `cluster`, which this process started."""
+    """Serves until a signal arrives or `cluster` fails, the cluster that this process started, if any."""
     stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in SIGNALS:

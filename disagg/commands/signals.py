@@ -12,7 +12,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def handlers_restored() -> Iterator[None]:
-    """Within the block SIGTERM raises `KeyboardInterrupt`; at its end the previous handlers are restored."""
+    """Makes SIGTERM raise `KeyboardInterrupt` within the block, and restores the previous handlers at its end."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -27,12 +27,12 @@ def handlers_restored() -> Iterator[None]:
 
 
 def on_signal(callback: Callable[[], None]) -> None:
-    """Makes both signals call `callback` on the main thread, until `handlers_restored` ends."""
+    """Makes SIGINT and SIGTERM call `callback` on the main thread, until `handlers_restored` ends."""
     for number in SIGNALS:
         signal.signal(number, lambda *_: callback())
 
 
 def ignore_signals() -> None:
-    """Ignores both signals until `handlers_restored` ends, so that they cannot interrupt the shutdown."""
+    """Ignores SIGINT and SIGTERM until `handlers_restored` ends, so that they cannot interrupt the shutdown."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

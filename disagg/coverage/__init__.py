@@ -1,1 +1,1 @@
-"""Checks the model types of transformers: compares a tiny model of each with `generate()`."""
+"""Checks which model types of transformers are supported: compares a tiny model of each type with `generate()`."""

@@ -1,4 +1,5 @@
-"""Builds one model type tiny and compares our engine's greedy tokens with those of Hugging Face's `generate()`."""
+"""Builds a tiny model of one type, and compares our engine's greedy tokens with those of Hugging Face's
+`generate()`."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _FEWEST_TOKENS = 6  # answers with fewer different tokens test too little
 
 
 def check_type(model_type: str) -> Verdict:
-    """Returns the verdict on one type; an error of a model becomes a verdict."""
+    """Checks one type and returns the verdict. Errors are part of the verdict, and are not raised."""
     with tempfile.TemporaryDirectory() as directory:
         try:
             return _check(model_type, Path(directory))
@@ -66,7 +67,7 @@ def _check(model_type: str, directory: Path) -> Verdict:
 
 
 def _varied_answers(config: PreTrainedConfig, directory: Path, prompts: Prompts) -> Answers:
-    """Returns transformers' answers for the first seed whose answers vary, and leaves its checkpoint in `directory`.
+    """Writes a checkpoint to `directory` with the first seed whose answers vary; returns transformers' answers.
 
     Raises InvariantError when no seed's answers vary: constant answers would test nothing.
     """

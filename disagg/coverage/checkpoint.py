@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from disagg.model.load.composite import text_part
 
 _SHARP = ("q", "k", "qk", "query", "key", "qkv", "wq", "wk", "wqkv", "attn")
-"""Name parts of query and key projections, which get larger weights so that attention selects tokens."""
+"""Parts of the names of query and key projections. These get larger weights, so that attention selects few tokens."""
 _SHARP_GAIN, _HEAD_GAIN, _TIED_GAIN = 2.0, 3.0, 0.3
 _NOISE = 0.1
 
@@ -28,7 +28,7 @@ def save_checkpoint(config: PreTrainedConfig, directory: Path, seed: int) -> Non
 
 
 def _new_model(config: PreTrainedConfig) -> Any:
-    """Builds the model with all of its parts, or its text part alone if a library is missing."""
+    """Builds the complete model; if a library for it is missing, builds only its text part."""
     if type(config) in AutoModelForMultimodalLM._model_mapping:
         try:
             return AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
@@ -40,8 +40,8 @@ def _new_model(config: PreTrainedConfig) -> Any:
 def draw_weights(model: Any, seed: int) -> None:
     """Sets the weights of `model`: matrices preserve magnitudes between layers, other parameters get noise.
 
-    Parameters with an initial rule (norms, decays, sinks) stay near their initial values. Embeddings tied to the
-    output head are small; otherwise the likeliest next token would repeat the last one.
+    Parameters with an initialisation rule of their own (norms, decays, sinks) stay near their initial values.
+    Embeddings tied to the output head are small; otherwise the likeliest next token would always be the last token.
     """
     generator = torch.Generator().manual_seed(seed)
     head = model.get_output_embeddings()

@@ -1,4 +1,5 @@
-"""Computes our engine's answers to the prompts of a check, unsplit and split."""
+"""Computes our answers to the prompts of a check, with one engine (unsplit) and with prefill and decode ranks
+(split)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def unsplit_answers(source: ModelSource, prompts: Prompts, answer_tokens: int, c
 def split_answers(
     source: ModelSource, prompts: Prompts, answer_tokens: int, chunk_tokens: int
 ) -> tuple[Answers, set[str]]:
-    """Returns the greedy answers of two prefill ranks and one decode rank, and the parts that both hold whole.
+    """Returns the greedy answers of two prefill ranks and one decode rank, and the model parts that tensor
+    parallelism does not split.
 
     Raises UnsupportedModelError when two ranks cannot share the model.
     """
@@ -57,7 +59,8 @@ def split_answers(
 
 
 def make_runner(source: ModelSource, collective: Collective, rows: int) -> ModelRunner:
-    """Returns a float32 runner on the CPU with a poisoned pool: reads before writes return NaN."""
+    """Returns a float32 runner on the CPU. Its pool is filled with NaN, so that reads of unwritten slots are
+    noticed."""
     runner = ModelRunner(
         source,
         RunnerOptions(
@@ -101,7 +104,7 @@ def _give_slots(runner: ModelRunner, number: int) -> int:
 
 
 def _hand_over(prefill: ModelRunner, decode: ModelRunner) -> None:
-    """Copies a prefill rank's heads, in all slots, into the pool of the decode rank."""
+    """Copies the KV of a prefill rank's heads, in all slots, into the decode rank's pool."""
     shard = shard_of(prefill.spec.layout, prefill.collective.rank, prefill.collective.size)
     for part, source, target in zip(shard.parts, prefill.pool.parts, decode.pool.parts, strict=True):
         target.buffer[:, :, :, part.heads.start : part.heads.stop] = source.buffer

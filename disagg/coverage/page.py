@@ -1,4 +1,4 @@
-"""Renders verdicts as `docs/models.md`; equal verdicts give equal bytes."""
+"""Renders verdicts as `docs/models.md`. Equal verdicts give identical pages."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def _row(one: Verdict, text: str) -> str:
 
 
 def _parts(whole: Sequence[str]) -> str:
-    """Returns the last names of parts, `mlp` for `model.layers.*.mlp`, without parts inside other parts."""
+    """Returns the last component of each name (`mlp` for `model.layers.*.mlp`), without parts inside other parts."""
     names = [name for name in whole if not any(name.startswith(f"{other}.") for other in whole)]
     return ", ".join(dict.fromkeys(re.sub(r"^.*\*\.", "", name) for name in names))

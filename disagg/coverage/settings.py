@@ -1,4 +1,4 @@
-"""Settings of single model types, beside the sizes that all tiny models share."""
+"""Settings that only single model types need, in addition to the sizes of all tiny models."""
 
 from __future__ import annotations
 
@@ -89,4 +89,4 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16} | _UNTIED,
 }
-"""By model type, also of a configuration within another one."""
+"""Settings by model type. Keys may also be the types of nested configurations."""

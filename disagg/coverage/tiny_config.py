@@ -1,4 +1,4 @@
-"""Makes a tiny configuration of any model type: the same small sizes under the setting names of each type."""
+"""Makes a tiny configuration of any model type: equal small sizes, set by the names that the type uses."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
     (1, "num_shared_experts moe_num_shared_experts bos_token_id"),
     (0, "pad_token_id"),
 )
-"""Values, and the names of the settings that get them."""
+"""Pairs of a value and the names of all settings that get this value."""
 _BY_NAME = {name: size for size, names in _SIZES for name in names.split()}
 _LATENT = {"head_dim": 8, "num_key_value_heads": _HEADS}
 _BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types")
@@ -51,9 +51,9 @@ _BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_typ
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Returns a configuration of a few thousand parameters, with every kind of layer of the type's default.
+    """Returns a configuration of a few thousand parameters, with every kind of layer that the type's default has.
 
-    It has no end token, so answers end by length only.
+    The configuration has no end token, so answers end by length only.
     """
     return _tiny(CONFIG_MAPPING[model_type])
 

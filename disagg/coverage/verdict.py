@@ -17,9 +17,9 @@ class Verdict(msgspec.Struct, frozen=True):
     """`exact`: tokens equal those of `generate()` in every run. `refused`: rejected at start with an error. `wrong`:
     tokens differ. `failed`: any other error, a defect of the engine or of the check."""
     why: str = ""
-    """The reason in one line, unless exact."""
+    """The reason in one line; empty if the result is `exact`."""
     whole: tuple[str, ...] = ()
-    """Parts of an exact model that are replicated on both ranks of a group of two."""
+    """Parts of an exact model that tensor parallelism does not split, but replicates on each rank."""
 
     @property
     def is_fault(self) -> bool:
@@ -28,6 +28,6 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def one_line(exc: BaseException) -> str:
-    """Returns an error's text in one line; preceded by its class unless it is a `ValueError` with text."""
+    """Returns an error's text in one line, after the error's class unless it is a `ValueError` with a text."""
     text = " ".join(str(exc).split())
     return text if text and isinstance(exc, ValueError) else f"{type(exc).__name__}: {text}"

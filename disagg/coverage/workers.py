@@ -42,8 +42,8 @@ def check_types(
 ) -> list[Verdict]:
     """Runs `check` on `types` in `jobs` parallel processes with `limit_s` each; returns the verdicts in order.
 
-    `advance` receives each verdict at once. The fork server imports the modules of `preload` once. No process
-    survives this call.
+    Calls `advance` with each verdict as soon as it is known. The fork server imports the modules of `preload` once.
+    All processes have ended when this function returns.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))
@@ -67,7 +67,8 @@ def check_types(
 
 
 def _ended(running: dict[Connection, _Running], limit_s: float) -> list[Verdict]:
-    """Waits until a process replies, ends or times out; removes and returns such processes' verdicts."""
+    """Waits until a process replies, ends or times out. Removes each of these processes, and returns their
+    verdicts."""
     first = min(one.deadline_s for one in running.values())
     ready = wait(list(running), timeout=max(0.0, first - time.monotonic()))
     late = [pipe for pipe, one in running.items() if time.monotonic() >= one.deadline_s]

@@ -1,1 +1,1 @@
-"""`disagg doctor`: probes of this machine, each with a remedy."""
+"""`disagg doctor`: checks this machine, and reports a remedy for each problem."""

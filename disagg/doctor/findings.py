@@ -1,7 +1,7 @@
-"""Findings of `disagg doctor`: running probes, and the table of the results.
+"""Runs the probes of `disagg doctor`, and shows their findings in a table.
 
-A probe is a function without arguments that returns `Finding`s. An exception in a probe becomes a finding of its own,
-so one broken library does not hide the other results.
+A probe is a function without arguments that returns `Finding`s. An exception in a probe becomes a finding, so one
+broken library does not hide the other results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def examine(probes: Iterable[Probe]) -> list[Finding]:
 
 
 def is_healthy(findings: Iterable[Finding]) -> bool:
-    """Returns whether nothing failed; warnings are allowed."""
+    """Returns whether no finding is a failure. Warnings are allowed."""
     return all(finding.status != "fail" for finding in findings)
 
 

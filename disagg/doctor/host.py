@@ -48,7 +48,8 @@ def probe_packages(version_of: Callable[[str], str] = metadata.version) -> list[
 def probe_clashes(
     origin_of: Callable[[str], str | None] | None = None, installed: Callable[[str], bool] | None = None
 ) -> list[Finding]:
-    """Finds foreign packages with the name of one of ours; Hugging Face, for example, publishes a `kernels`."""
+    """Finds other packages with the name of one of our top-level packages; Hugging Face, for example, has
+    `kernels`."""
     import disagg
 
     root = Path(str(disagg.__file__)).resolve().parent.parent
@@ -74,7 +75,7 @@ def _origin(name: str) -> str | None:
 
 
 def _is_installed(name: str) -> bool:
-    """Returns whether a distribution with exactly this name is installed; ours is named disagg."""
+    """Returns whether a distribution with exactly this name is installed. Our own distribution is named `disagg`."""
     try:
         metadata.distribution(name)
     except metadata.PackageNotFoundError:

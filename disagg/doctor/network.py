@@ -48,7 +48,7 @@ def run_command(command: Sequence[str], extra_env: Mapping[str, str]) -> tuple[i
 
 
 def probe_ucxx(run: Runner = run_command) -> list[Finding]:
-    """Imports the binding in a separate process: a broken native library may crash the process that imports it."""
+    """Imports ucxx in a separate process, because a broken native library may crash the importing process."""
     status, output = run([sys.executable, "-c", "import ucxx; print(ucxx.__version__)"], {})
     if status == 0:
         return [Finding("ucxx", "ok", f"{_last_line(output)} imports")]

@@ -1,4 +1,4 @@
-"""Probe of the listening sockets of this user's running `disagg` commands, and of their protection."""
+"""Probes the listening sockets of this user's running `disagg` commands, and how each is protected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def probe_sockets(
     commands: Callable[[], Sequence[int]] = running_commands,
     sockets: Callable[[int], Sequence[Guarded]] | None = None,
 ) -> list[Finding]:
-    """Reports the listening sockets of each running command; warns of unprotected ones."""
+    """Reports the listening sockets of each running command; warns of sockets without protection."""
     found = [_finding(pid, (sockets or _sockets_of)(pid)) for pid in commands()]
     return found or [Finding("sockets", "ok", "this user runs no disagg command now")]
 

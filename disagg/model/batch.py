@@ -21,15 +21,16 @@ DECODE_GROUP_TOKENS = 1 << 17  # padded tokens that one batched decode attention
 class SequenceSlice:
     """Work item of a step: computes `tokens` at positions `start ..` of the request at `row`.
 
-    The KV of positions before `start` is in the pool; the row names slots for all positions up to the end. A token
-    below 0 refers to a token that the previous step sampled (`disagg.model.sampled_tokens`).
+    The pool already holds the KV of positions before `start`; row `row` of the block table holds the slots of all
+    positions up to `stop`. A token below 0 refers to a token that the previous step sampled
+    (`disagg.model.sampled_tokens`).
     """
 
     row: int
     start: int
     tokens: tuple[int, ...]
     prompt_tokens: int = 0
-    """Length of the request's whole prompt, if longer than `stop`; some rotary embeddings depend on it."""
+    """Length of the request's whole prompt; 0 if it is `stop`. Some rotary embeddings depend on it."""
 
     @property
     def stop(self) -> int:
@@ -66,7 +67,7 @@ class PrefillGroup:
     """One sequence of several tokens."""
 
     first: int
-    """Index of its first token among the step's tokens."""
+    """Index of the sequence's first token among the step's tokens."""
     start: int
     """Position of the first token in its request."""
     count: int
@@ -80,13 +81,13 @@ class KernelIndex:
     """Index tensors of a step for the attention kernels, which read slots from the block table."""
 
     rows: torch.Tensor
-    """int64 `[n]`: table rows of the first `n` sequences, which have one token each; query `i` belongs to sequence
-    `i`.
+    """int64 `[n]`: block table rows of the first `n` sequences, which have one token each. Query `i` belongs to
+    sequence `i`.
     """
     lengths: torch.Tensor
     """int64 `[n]`: context length of each of those sequences after the step."""
     chunks: PackedQueries
-    """All other sequences, whose queries follow the first `n`. A single token among these is a short chunk."""
+    """All other sequences, whose queries follow the first `n` queries. They may have one token, too."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ def build_index(
 ) -> StepIndex:
     """Builds the tensors on the table's device, for the attention kernels or for the torch path.
 
-    `apart`: the torch path computes each token as a sequence of its own, so that a token's bits depend on its
-    position alone. Raises ValueError for a slice that is empty or beyond the block table.
+    `apart`: the torch path computes each token as a separate sequence, so that its bits do not depend on other tokens
+    of the step. Raises ValueError for a slice that is empty or beyond the block table.
     """
     require_fits(batch, table)
     device = table.table.device
@@ -163,13 +164,13 @@ def require_fits(batch: StepBatch, table: ReqToTokenPool) -> None:
 
 
 def index_of_chunks(queries: PackedQueries) -> KernelIndex:
-    """Returns the index of a step in which every sequence counts as a chunk."""
+    """Returns the index of a step in which every sequence uses the prefill kernel."""
     nothing = queries.rows[:0]
     return KernelIndex(nothing, nothing, queries)
 
 
 def one_token_each(rows: torch.Tensor, positions: torch.Tensor) -> KernelIndex:
-    """Returns the index of a step of one token per request; both arguments are int64 `[n]`. Launches only."""
+    """Returns the index of a step with one token per request, without synchronization. Arguments are int64 `[n]`."""
     nothing = rows[:0]
     return KernelIndex(rows, positions + 1, PackedQueries(nothing, nothing, nothing, nothing, 0))
 

@@ -1,4 +1,4 @@
-"""Chunked prefill: one rule for every scheduler, because a recurrent state depends on the chunk boundaries."""
+"""Chunked prefill: one rule for all schedulers, because a recurrent state depends on the chunk boundaries."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ class PromptChunks:
 
     Recurrent layers have one formula for several tokens and another for a single token after a state. In transformers
     the two can differ: Zamba 2 and Nemotron-H bound the time step in the first formula only. `generate()` uses the
-    first for prompts and the second for answers. With `recurrent`, a chunk therefore has at least two tokens, and
-    exceeds its room by one token where a single token would otherwise remain.
+    first formula for prompts and the second one for answers. With `recurrent`, a chunk therefore has at least two
+    tokens, and is extended by one token if a single token would remain after it.
     """
 
     chunk_tokens: int
-    """Token budget of one step; without `fixed`, a chunk takes the budget that other requests leave."""
+    """Token budget of one step. Unless `fixed`, a chunk uses the part of the budget that other requests leave."""
     whole: bool = False
-    """Each prompt is one chunk, even when longer than `chunk_tokens`."""
+    """Whether each prompt is one chunk, even if it is longer than `chunk_tokens`."""
     recurrent: bool = False
     fixed: bool = False
-    """Chunks end at multiples of `chunk_tokens` only, and a step computes a whole chunk or none. A prompt's chunks
-    then do not depend on other requests."""
+    """Whether chunks end only at multiples of `chunk_tokens`. A step then computes a whole chunk or none, and a
+    prompt's chunks then do not depend on other requests."""
 
     @staticmethod
     def of(spec: ModelSpec, chunk_tokens: int, *, deterministic: bool = False) -> PromptChunks:
         """Returns the rule for a model whose `spec` a runner has completed; `deterministic`: see `ModelConfig`.
 
-        Deterministic models with recurrent layers need fixed chunks; row-by-row operations do not depend on chunks.
+        With `deterministic`, models with recurrent layers need fixed chunks. Other models do not: their row-by-row
+        operations give the same bits for any chunks.
         """
         recurrent = spec.state_tokens > 0
         return PromptChunks(chunk_tokens, spec.whole_prompts, recurrent, fixed=deterministic and recurrent)
@@ -40,7 +41,8 @@ class PromptChunks:
     def take(self, start: int, stop: int, room_tokens: int, *, must: bool) -> int:
         """Returns how many tokens of a prompt's `start .. stop` fit in `room_tokens`; 0 postpones the chunk.
 
-        `must`: the chunk is computed even beyond the room. A step without other work sets `must`, to make progress.
+        With `must`, the result may exceed `room_tokens` and is not 0. A step without other work sets `must`, to make
+        progress.
         """
         left = stop - start
         if left <= 0 or (room_tokens <= 0 and not must):
@@ -56,9 +58,9 @@ class PromptChunks:
         return size if must or not self.fixed or size <= room_tokens else 0
 
     def take_behind(self, start: int, prompt_tokens: int, stop: int, room_tokens: int, *, must: bool) -> int:
-        """Returns `take` for a prompt of `prompt_tokens` tokens, followed by the answer so far, which ends at `stop`.
+        """Returns `take` for a prompt of `prompt_tokens` and the answer so far, which ends at `stop`.
 
-        With a recurrent state the answer is recomputed token by token, as in its first computation.
+        With recurrent layers, the answer is recomputed token by token, as when it was first generated.
         """
         if not self.recurrent:
             return self.take(start, stop, room_tokens, must=must)
@@ -76,10 +78,10 @@ class PromptChunks:
 
     @property
     def largest_tokens(self) -> int:
-        """Most tokens of a chunk that is not a whole prompt."""
+        """Largest number of tokens in a chunk, unless chunks are whole prompts."""
         return max(self.chunk_tokens, 2) + 1 if self.recurrent else self.chunk_tokens
 
     def _border(self, start: int) -> int:
-        """Returns the end of a chunk that begins at `start`, in a prompt that is long enough."""
+        """Returns where a fixed chunk that begins at `start` ends, if the prompt is long enough."""
         size = max(self.chunk_tokens, 2) if self.recurrent else self.chunk_tokens
         return (start // size + 1) * size

@@ -5,8 +5,8 @@ tokens, the padding buckets. All graphs share one memory pool. A smaller step is
 tokens all lie in the trash page. A model that reads device values on the host cannot be recorded; its steps launch
 kernel by kernel.
 
-A recorded grid covers the longest context that the step may have. With a limit of 131,072 tokens most programs of the
-attention kernel would have no token, so decode steps are also recorded for short contexts.
+A graph fixes the grid of the attention kernel, which must cover the longest possible context. With a limit of 131,072
+tokens, most of its programs would have no work, so decode steps are also recorded for shorter contexts.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ CAPTURE_MODE = "thread_local"
 cuda: Any = torch.cuda  # its graphs carry no types
 
 Compute = Callable[[torch.Tensor, int], torch.Tensor]
-"""Computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`; launches only.
+"""Computes the logits, float32 `[sequences, vocab]`, of a step given as int64 `[numbers]`. Does not synchronize.
 
 The second argument is the longest context, in tokens, that a sequence may have after the step.
 """
 
 Agreed = Callable[[bool], bool]
-"""Returns whether all ranks of a group, which call it together, pass True.
+"""Returns whether all ranks of a group pass True. All ranks call it together.
 
-A recorded step is padded, so its sums over the ranks are larger: either all ranks record a step or none does.
+A recorded step is padded, so its all-reduces are larger. Therefore all ranks must use the recording, or none.
 """
 
 ANOTHER_RANK = "another rank of the group could not record them"
@@ -56,17 +56,18 @@ def batch_sizes(largest: int) -> tuple[int, ...]:
 
 
 def chunk_sizes(chunk_tokens: int) -> tuple[int, ...]:
-    """Returns the padding buckets of prefill steps in tokens, ascending; longer steps hide their launches."""
+    """Returns the padding buckets of prefill steps in tokens, ascending. Longer steps need no graph: their kernels
+    take longer to run than to launch."""
     return tuple(size for size in _CHUNK_SIZES if size <= chunk_tokens)
 
 
 def context_limits(max_tokens: int) -> tuple[int, ...]:
-    """Returns the longest contexts of decode steps that are recorded, ascending."""
+    """Returns the context limits, in tokens and ascending, for each of which decode steps are recorded."""
     return (SHORT_TOKENS, max_tokens) if max_tokens > 2 * SHORT_TOKENS else (max_tokens,)
 
 
 def end_recording(stream: Any, device: torch.device) -> None:
-    """Resets torch's random generator after a failed recording, by a recording that succeeds."""
+    """Resets torch's random generator after a failed recording, by recording an operation that cannot fail."""
     with cuda.graph(cuda.CUDAGraph(), stream=stream, capture_error_mode=CAPTURE_MODE):
         torch.zeros(1, device=device)
 
@@ -74,9 +75,9 @@ def end_recording(stream: Any, device: torch.device) -> None:
 def record_each(
     sizes: Sequence[int], record: Callable[[int], None], agreed: Agreed, stream: Any, device: torch.device
 ) -> bool:
-    """Calls `record` for each size, the largest first: smaller steps use the memory of the largest one.
+    """Calls `record` for each size, the largest first, so that smaller steps reuse the memory of the largest one.
 
-    Returns whether all ranks recorded all sizes; logs why not.
+    Returns whether all ranks recorded all sizes. If not, logs the reason.
     """
     why = ""
     with collection_paused():
@@ -104,8 +105,8 @@ class StepGraphs(ABC):
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """Takes the padding buckets `sizes` and the context `limits` in tokens, both ascending; each pair has a
-        graph.
+        """Takes the padding buckets `sizes` and the context `limits` in tokens, both ascending. A graph is recorded
+        for each pair of a bucket and a limit.
         """
         self._compute, self._sizes, self._limits, self._device = compute, sizes, limits, device
         self._trash_row, self._vocab_size = trash_row, vocab_size
@@ -147,7 +148,7 @@ class StepGraphs(ABC):
     def run(self, batch: StepBatch) -> torch.Tensor:
         """Returns the step's logits, float32 `[sequences, vocab]`; the next step overwrites them.
 
-        No sequence may be longer than the largest limit: `require_fits` checks that.
+        No context may be longer than the largest limit; the caller checks this by `require_fits`.
         """
         size = self._sizes[bisect_left(self._sizes, batch.tokens)]
         host = torch.tensor(self.step_numbers(size, batch.sequences), dtype=torch.int64).pin_memory()
@@ -162,10 +163,10 @@ class StepGraphs(ABC):
 
     @abstractmethod
     def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """Returns the numbers of a step, padded to its bucket."""
+        """Returns the input of a recorded step of `size`: the numbers that describe `sequences`, and padding."""
 
     def _tokens(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """Returns all tokens, then the position of each token, then the row of each token."""
+        """Returns all tokens, then all positions, then all rows, each padded to `size`."""
         fill = size - sum(len(one.tokens) for one in sequences)
         return [
             *(token for one in sequences for token in one.tokens),
@@ -218,7 +219,8 @@ class ChunkGraphs(StepGraphs):
         return self.SEQUENCES
 
     def step_numbers(self, size: int, sequences: Sequence[SequenceSlice]) -> list[int]:
-        """Appends for each sequence: row, first token, its position, number of tokens, last token."""
+        """Returns `_tokens`, then for all sequences: row, index of the first token, its position, number of tokens,
+        index of the last token."""
         fill = self.SEQUENCES - len(sequences)
         ends, end = [], 0
         for one in sequences:

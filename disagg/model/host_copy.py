@@ -1,4 +1,4 @@
-"""A copy of a small device tensor to the host, which later work of the device does not delay."""
+"""A copy of a small device tensor to the host. Work that is queued on the device later does not delay it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ cuda: Any = torch.cuda  # its events carry no types
 
 
 class HostCopy:
-    """Copies a tensor to pinned memory behind the queued work of the current stream; the host waits in `values` only.
+    """Queues a copy of a tensor to pinned memory on the current stream. Only `values` waits for it.
 
-    On a CPU the tensor itself is the copy: it must not change until `values` is called.
+    A tensor on a CPU is not copied, so it must not change until `values` is called.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from kernels.attention.common import LOG2_E, base2_parts, dot, halves, load_rows, load_scales, log2_of
 
 TOTAL_COLUMNS = tl.constexpr(16)
-"""Columns of the sum of weights, all equal: the minimum of `tl.dot`."""
+"""Columns of `total`, all equal. 16 is the smallest size that `tl.dot` accepts."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -134,7 +134,7 @@ def attended(largest, total, values_sum, sink):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sinks_of(sinks, q_head, real):  # type: ignore[no-untyped-def]
-    """Returns the sinks of some query heads, as `attended` takes them."""
+    """Returns the sinks of some query heads in units of log 2, as expected by `attended`; None without sinks."""
     found = None
     if sinks is not None:
         found = tl.load(sinks + q_head, mask=real, other=0.0).to(tl.float32) * LOG2_E

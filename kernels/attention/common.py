@@ -38,7 +38,7 @@ class AttentionParams:
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
     sinks: torch.Tensor | None = None
-    """`[query heads]`: a score per head that joins each softmax without a value."""
+    """`[query heads]`: a score per head that counts in the denominator of each softmax and has no value vector."""
     alibi_slopes: torch.Tensor | None = None
     """float32 `[query heads]`: ALiBi. `slope * (key position - query position)` is added to the product of
     query and key, before `scaling`."""
@@ -52,7 +52,7 @@ class AttentionParams:
 
     @property
     def torch_only(self) -> str:
-        """Returns the feature that the kernels do not support; empty when they support all of it."""
+        """Returns the feature of this layer that only the torch path supports; empty if the kernels support all."""
         if self.alibi_slopes is not None:
             return "ALiBi"
         if self.chosen is not None:
@@ -123,7 +123,7 @@ def require_triton(device: torch.device) -> None:
 
 
 def block_of(count: int) -> int:
-    """Returns the smallest power of two, at least 16, that is not below `count`: an axis of `tl.dot`."""
+    """Returns `count` rounded up to a power of two of at least 16, as `tl.dot` requires of each axis."""
     return max(16, 1 << (count - 1).bit_length())
 
 
@@ -182,9 +182,9 @@ def load_scales(scales, slot, SCALE_SLOT_STRIDE: tl.constexpr):  # type: ignore[
 def halves(quantized):  # type: ignore[no-untyped-def]
     """Converts quantized values to float16, exactly; every 8-bit type has less precision and range.
 
-    The conversion keeps the layout of the load, by assembly that the compiler cannot move. Otherwise the
-    compiler moves the conversion behind the shared memory that `tl.dot` reads, and then fetches V byte by
-    byte.
+    The conversion is inline assembly, which the compiler cannot move: values are converted in the layout in which
+    they were loaded. Otherwise the compiler stores 8-bit values in shared memory, converts them afterwards, and
+    reads V byte by byte.
     """
     if _WIDEN:
         found = quantized.to(tl.float16)
@@ -216,10 +216,11 @@ def halves(quantized):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def half_queries(queries):  # type: ignore[no-untyped-def]
-    """Returns 16-bit queries as float16 `[rows, elements]`, and their factors, float32 `[rows]`.
+    """Returns 16-bit queries, each row divided by its factor, as float16 `[rows, elements]`, and the factors, float32
+    `[rows]`.
 
-    Each row is scaled by a power of two that brings its largest element to 2^14 .. 2^15. bfloat16 has 8
-    digits, so only elements below 2^-28 of the row's largest are rounded, by at most 2^-39 of it.
+    A factor is the power of two that brings the row's largest element to 2^14 .. 2^15. bfloat16 has 8 significant
+    bits, so only elements below 2^-28 of the row's largest are rounded, by at most 2^-39 of the largest.
     """
     found = queries.to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(found), 1), 1e-30)
@@ -229,8 +230,8 @@ def half_queries(queries):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def log2_of(scales, EXACT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns log2 of positive float32. Unless `EXACT`, one instruction instead of thirty, with an error of
-    at most 2^-22, relative or absolute."""
+    """Returns log2 of positive float32 values. Unless `EXACT`, the function uses one instruction instead of thirty;
+    either the relative or the absolute error is at most 2^-22."""
     if EXACT or _WIDEN:
         found = tl.log2(scales)
     else:
@@ -242,10 +243,10 @@ def log2_of(scales, EXACT: tl.constexpr):  # type: ignore[no-untyped-def] # noqa
 
 @triton.jit
 def base2_parts(products, scaling, softcap):  # type: ignore[no-untyped-def]
-    """Returns two factors of the scores in units of log 2, from the products of queries and keys.
+    """Returns two factors whose product is the scores in units of log 2, from the products of queries and keys.
 
-    The factors stay separate: each kernel multiplies and adds in one rounding (`tl.fma`), independently of
-    the compiler.
+    The factors stay separate, so that each kernel multiplies them and adds with one rounding (`tl.fma`), whatever
+    the compiler fuses.
     """
     if softcap is None:
         raw, factor = products, scaling * LOG2_E

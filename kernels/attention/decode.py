@@ -34,13 +34,13 @@ from kernels.attention.splits import (
 )
 
 _PROGRAMS_PER_MULTIPROCESSOR = 64
-"""Size of the grid for the longest contexts; most programs end at once."""
+"""Most programs per multiprocessor that splits may create. The grid fits the longest context, so most end at once."""
 _LEAST_SPLIT_TOKENS = (64, 1024, 4096)
-"""Minimum split of one sequence, of nearly enough sequences to fill the device, and of enough of them."""
+"""Minimum tokens of a split: for one sequence, for almost enough sequences to fill the device, for enough."""
 _MANY_PROGRAMS = 6
-"""Programs of each multiprocessor from which small ones, of which more run at a time, are faster."""
+"""From this number of programs per multiprocessor on, small tiles are faster, because more programs run at a time."""
 _MAX_GROUP_ROWS = {torch.float32: 16}
-"""Query heads of one program (64 in 16 bits); more query heads per KV head use further programs."""
+"""Most query heads of one program, by type (64 for 16-bit types); further heads use further programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,10 @@ class DecodeTile:
 
 
 def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int, many: bool = False) -> DecodeTile:
-    """Returns the tile for the queries' type, a pool element's size and the head size, for several programs
-    per multiprocessor. `many`: at least `_MANY_PROGRAMS` of them."""
+    """Returns the tile for queries of type `dtype`, pool elements of `element_bytes`, and the head size.
+
+    `many`: whether there are at least `_MANY_PROGRAMS` programs per multiprocessor.
+    """
     if dtype == torch.float32:  # no tensor cores
         return DecodeTile(tokens=16, stages=2)
     if many and element_bytes == 2 and head_dim <= 128:
@@ -67,8 +69,8 @@ def tile_of(dtype: torch.dtype, element_bytes: int, head_dim: int, many: bool = 
 def decode_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
     """Returns the splits for `programs` (before any context is split) and contexts of up to `max_tokens`.
 
-    Measured on an H200: with 1 x 576 tokens splits of 64 are fastest, with 16 x 576 of 192, with 8 x 4,096 of 512,
-    and with 64 x 576 or more none. The minimum grows with the programs.
+    The fastest splits on an H200 have 64 tokens for 1 sequence of 576 tokens, 192 for 16 x 576, and 512 for
+    8 x 4,096. With 64 x 576 or more, no splits are fastest. The minimum split therefore grows with `programs`.
     """
     least, most, enough = _LEAST_SPLIT_TOKENS
     filling = 2 * multiprocessors(device)
@@ -101,8 +103,8 @@ def decode_attention(
     - out: `[n, q_heads, v_dim]` of q's type, contiguous.
     - deterministic: fixed splits. A sequence's result then has the same bits for any batch, and the same as
       from `prefill_attention`.
-    - max_tokens: upper bound of the lengths, by default the table's width. It bounds the splits of a sequence,
-      and so the programs that end at once.
+    - max_tokens: upper bound of the lengths, by default the table's width. A lower bound launches fewer surplus
+      programs.
     - splits, tile: derived from the device and the sizes if omitted.
 
     Quantized values are multiplied as float16, which represents all of them exactly, if the queries have 16

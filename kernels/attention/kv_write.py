@@ -96,7 +96,7 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
 
 
 def dequantize(quantized: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns float32 values of the result of `quantize`, for the same `dtype`."""
+    """Returns the float32 values that `quantized` and `scale` represent; `dtype` as in `quantize`."""
     whole = quantized if dtype == torch.int8 else quantized.view(dtype)
     return whole.float() * scale.float()[..., None]
 

@@ -44,8 +44,10 @@ class LayerKV:
         return FP8.get(self.dtype)
 
     def strides(self) -> dict[str, int]:
-        """Strides of slots and heads, as constants of the kernels, which tell the compiler the alignment of
-        rows."""
+        """Returns the strides of slots and heads, in elements, as constexpr arguments of the kernels.
+
+        Constants tell the compiler the alignment of rows.
+        """
         slot, head = self.k.stride()[:2]
         scale_slot, scale_head = self.k_scales.stride() if self.k_scales is not None else (0, 0)
         return {

@@ -43,9 +43,9 @@ from kernels.attention.splits import (
 _LEAST_SPLIT_TOKENS = 256
 """Minimum split: fewer tokens do not justify a second kernel."""
 _MOST_PARTIALS_BYTES = 256 << 20
-"""Limit of the memory for partial results of fixed splits, which the profiled largest step does not include."""
+"""Most memory for partial results of fixed splits. The profile of the largest step does not include this memory."""
 SPARE_SHARED_BYTES = 2048
-"""Shared memory reserved for exchanges beside the tiles."""
+"""Shared memory reserved for exchanges between threads, in addition to the tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ _TILES = (
 def prefill_tile_of(
     dtype: torch.dtype, rows: int, head_dim: int, element_bytes: int, shared_bytes: int
 ) -> PrefillTile:
-    """Returns the tile for the queries' type, the most rows of a sequence, the sizes of a head and a pool
-    element, and the shared memory of a program."""
+    """Returns the tile for queries of type `dtype` and at most `rows` rows per sequence, given the sizes of a head, a
+    pool element, and a program's shared memory."""
     if dtype == torch.float32:  # no tensor cores: small tiles, whose sums fit in registers
         return PrefillTile(rows=32 if head_dim <= 128 else 16, tokens=16, stages=2)
     if rows <= 32:
@@ -105,8 +105,11 @@ def prefill_tile_of(
 
 
 def tile_shared_bytes(tile: PrefillTile, head_dim: int) -> int:
-    """Returns the 16-bit shared memory of a tile: queries, prefetched K and V blocks, and the ones that sum
-    weights. Equals Triton's use on Hopper; Ampere uses less."""
+    """Returns the shared memory of a tile with 16-bit elements, in bytes, as Triton uses it on Hopper.
+
+    It holds the queries, the prefetched blocks of K and V, and the matrix of ones that sums the weights. Ampere
+    uses less.
+    """
     ones = int(TOTAL_COLUMNS.value) * tile.tokens
     return 2 * (head_dim * (tile.rows + 2 * (tile.stages - 1) * tile.tokens) + ones)
 
@@ -114,10 +117,10 @@ def tile_shared_bytes(tile: PrefillTile, head_dim: int) -> int:
 def fixed_tile_of(
     dtype: torch.dtype, rows: int, programs: int, head_dim: int, device: torch.device
 ) -> PrefillTile:
-    """Returns a tile that does not change the result's bits: its blocks have as many tokens as those of the
-    decode kernel.
+    """Returns the tile for fixed splits. Its blocks have as many tokens as the decode kernel's, for equal bits.
 
-    `rows` is the most of one sequence; `programs` counts blocks of 128 rows before any context is split.
+    `rows` is the largest number of rows of a sequence. `programs` is the number of blocks of 128 rows, before any
+    context is split.
     """
     if dtype == torch.float32:
         return PrefillTile(rows=32 if head_dim <= 128 else 16, tokens=16, stages=2)
@@ -131,7 +134,8 @@ def fixed_tile_of(
 
 
 def prefill_splits_of(programs: int, max_tokens: int, device: torch.device) -> Splits:
-    """Returns the splits for `programs` before any context is split: at most as many programs as run at once."""
+    """Returns the splits for `programs` before any context is split; splits create at most one program per
+    multiprocessor."""
     return splits_of(programs, multiprocessors(device), max_tokens, _LEAST_SPLIT_TOKENS)
 
 
@@ -182,7 +186,7 @@ def prefill_attention(
 def _tile_for(q: torch.Tensor, kv: LayerKV, rows: int, head_dim: int, deterministic: bool) -> PrefillTile:
     """Returns the tile for sequences of at most `rows` rows.
 
-    Depends on the number of tokens in `q`: most sequences of a captured step may be empty.
+    The number of programs is derived from the tokens in `q`, because most sequences of a captured step may be empty.
     """
     head_dim = block_of(head_dim)
     if deterministic:
@@ -420,7 +424,7 @@ def _add_tokens(  # type: ignore[no-untyped-def]
     BLOCK_K: tl.constexpr,  # noqa: N803
     BLOCK_V: tl.constexpr,  # noqa: N803
 ):
-    """Returns the state of the rows after tokens `[begin, end)` only."""
+    """Returns the softmax state of the rows over the tokens `[begin, end)`, without earlier tokens."""
     middle = tl.minimum(tl.maximum(shared, begin), end)
     largest, total, values_sum = empty_state(BLOCK_ROWS, BLOCK_V)
     for first in range(begin, middle, BLOCK_TOKENS):

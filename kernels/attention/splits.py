@@ -35,8 +35,8 @@ class Splits:
     """How contexts are split, independent of their lengths."""
 
     most: int
-    """Most splits of one sequence. 1: a program processes the whole context, split after split if they are
-    fixed."""
+    """Most splits of one sequence that programs process in parallel. With 1, one program processes the whole context;
+    it processes fixed splits one after the other."""
     least_tokens: int
     """Minimum tokens of a split, except a sequence's last one; the exact size of fixed splits."""
     fixed: bool = False
@@ -52,8 +52,10 @@ def splits_of(programs: int, most_programs: int, max_tokens: int, least_tokens: 
 def fixed_splits(
     max_tokens: int, *, window: bool, parallel: bool = True, tokens: int = FIXED_SPLIT_TOKENS
 ) -> Splits:
-    """Returns fixed splits for rows that see up to `max_tokens`; a window may touch one more. Not `parallel`:
-    one program does all."""
+    """Returns fixed splits of `tokens` for rows that see up to `max_tokens`.
+
+    With a `window`, the tokens may overlap one more split. Unless `parallel`, one program processes all splits.
+    """
     return Splits(-(-max_tokens // tokens) + window if parallel else 1, tokens, fixed=True)
 
 
@@ -123,8 +125,8 @@ def cut_context(  # type: ignore[no-untyped-def]
     FIXED: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
 ):
-    """Returns the start of the blocks, the start of the first split, the tokens of a split, and the number of
-    splits."""
+    """Returns the token at which the first block starts, the token at which the first split starts, the tokens of a
+    split, and the number of splits."""
     if FIXED:
         start = low // BLOCK_TOKENS * BLOCK_TOKENS
         first = low // least_tokens * least_tokens

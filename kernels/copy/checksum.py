@@ -3,11 +3,11 @@
 Each unit (four bytes; fewer where a head is not a multiple of four) is multiplied by an odd 64-bit key, and
 the products are added modulo 2^64. The key depends on the unit's position in the model: layer, plane, token,
 head, offset in the head. The sum is therefore independent of TP sizes, page sizes and order of work, and the
-sums of two segments add up to that of both.
+checksums of two segments add up to the checksum of both together.
 
 A change within one unit always changes the sum, because the key is odd. Two changes cancel with a probability
-of about 2^-32. Bytes at a wrong position are detected, because their keys differ. The sum detects damage, not
-forgery, against which encryption protects. Multiplication by keys and summation follow Carter and Wegman
+of about 2^-32. Bytes at a wrong position are detected, because their keys differ. The checksum detects damage but
+not forgery; encryption protects against forgery. Multiplication by keys and summation follow Carter and Wegman
 (1979).
 """
 
@@ -40,7 +40,7 @@ _EVEN = tl.constexpr(0xFFFFFFFFFFFFFFFE)
 
 
 class Origin(NamedTuple):
-    """Start of a segment in the model's own numbering, not a rank's."""
+    """Start of a segment. Layer and head are numbered within the whole model, not within a rank."""
 
     layer: int
     """Layer in the cache's numbering, as in `Segment.layers`."""

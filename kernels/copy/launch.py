@@ -66,8 +66,8 @@ class Launcher:
         """Launches the kernel on the current stream of `device`, without waiting for it.
 
         `tensors` returns the views for compilation, and is called only if the kernel is not compiled yet.
-        `addresses` are those of their first elements, None for an absent tensor (which `types`
-        distinguishes). New `sizes` cause no compilation.
+        `addresses` are the addresses of the tensors' first elements; None stands for an absent tensor, which is
+        also part of `types`. New `sizes` cause no compilation.
         """
         block_words, block_tokens = self.tile.shape(self.row_words)
         grid = (-(-tokens // block_tokens), self.planes, -(-self.row_words // block_words))
@@ -88,7 +88,7 @@ class Launcher:
         constants: tuple[int, ...],
         tensors: Callable[[], tuple[torch.Tensor | None, ...]],
     ) -> None:
-        """Launches a compiled kernel directly: Triton's launcher takes 17 us to find it."""
+        """Launches the compiled kernel directly, because Triton's launcher takes 17 us to find it."""
         variant = 0
         for address in addresses:
             variant = variant << 1 | (address is not None and address % VECTOR_BYTES == 0)

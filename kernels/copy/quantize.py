@@ -156,8 +156,8 @@ def _launch(
     ticket: int,
     check: Check | None,
 ) -> None:
-    """Launches the kernel. With a fence, the target is a pool with slots; without, it is staging, with tokens
-    in order."""
+    """Launches the kernel. With a fence, the target is a pool with slots; without one, the target is staging memory
+    with tokens in order."""
     tokens, heads, head_dim = len(source.slots), len(source.heads), source.pool.shape[4]
     block = 1 << (head_dim - 1).bit_length()
     block_rows = max(1, _TILE_ELEMENTS // block)

@@ -55,7 +55,7 @@ class Rows:
     plane_bytes: int
     """Distance between planes."""
     aligned: int
-    """Largest power of two, at most 16, that divides all of these (and the storage offset)."""
+    """Largest power of two, at most 16, that divides all fields above and the tensor's storage offset in bytes."""
 
 
 def rows_of(pool: torch.Tensor, layers: Span, heads: Span) -> Rows:

@@ -1,4 +1,4 @@
-"""The checksum of bytes in a pool, for comparison with that of the kernel that wrote them."""
+"""Computes the checksum of bytes in a pool, to be compared with the checksum of the kernel that wrote the bytes."""
 
 from __future__ import annotations
 

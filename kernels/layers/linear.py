@@ -1,11 +1,12 @@
 """A linear layer in which the bits of a row's result do not depend on the other rows, with little host overhead.
 
 A step has hundreds of such layers, and Triton's lookup of a compiled kernel takes longer than many of them
-run. A weight therefore caches the compiled kernel of each tile, and descriptors that differ in an address
-only.
+run. Each `Linear` therefore caches the compiled kernel of each tile, and descriptors in which only an address
+changes.
 
-Many rows use the device's library in blocks of `LIBRARY_ROWS`, if its product of that shape gives the
-kernel's bits. The library is a few per cent faster for many rows, and has one summation order for one shape.
+For many rows, the device's library (cuBLAS) computes blocks of `LIBRARY_ROWS` rows, if its result for that shape
+has the same bits as the kernel's. The library is a few per cent faster there, and always sums one shape in one
+order.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Linear:
             torch.addmm(bias, rows, self._weight.t(), out=out)
 
     def _has_library(self) -> bool:
-        """Returns whether the library's product of `LIBRARY_ROWS` rows gives the kernel's bits.
+        """Returns whether the library's product of `LIBRARY_ROWS` rows has the same bits as the kernel's.
 
         Tested once per shape with random rows and bias, which waits for the device. A different summation
         order cannot give the same bits for a million sums.

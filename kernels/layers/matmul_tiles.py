@@ -29,11 +29,11 @@ class MatmulTile:
     rate: float = 1.0
     """Rate relative to the best tile, measured on Hopper (4,096 summed elements)."""
     transposed: bool = False
-    """The program computes the transposed product, in which the columns of `right` fill the 64 rows of the tensor
+    """Whether the program computes the transposed product, in which columns of `right` fill the 64 rows of the tensor
     cores' instruction. Faster for few rows of `left`.
     """
     descriptors: bool = False
-    """The program loads operands by bulk tensor copies (TMA), in a persistent grid."""
+    """Whether the program loads operands by bulk tensor copies (TMA), in a persistent grid."""
 
     @property
     def shared_bytes(self) -> int:
@@ -53,7 +53,7 @@ _FEW_ROWS = (
     MatmulTile(16, 64, 128, stages=5, transposed=True),
     MatmulTile(32, 64, 128, stages=5, transposed=True),
 )
-"""Tiles for up to 16 and 32 rows, where the time is that of reading `right`."""
+"""Tiles for up to 16 and up to 32 rows; for so few rows, reading `right` takes the whole time."""
 _FLOAT32 = MatmulTile(32, 32, 32, stages=3)
 _PLAIN = (
     MatmulTile(64, 32, 128, stages=6, rate=0.6),

@@ -17,8 +17,8 @@ from kernels.dispatch import backend
 
 NormWeight = Literal["rounded_first", "in_float32", "one_plus"]
 NORM_WEIGHTS: tuple[NormWeight, ...] = get_args(NormWeight)
-"""Application of the weight: to the normed row after its rounding (Llama), to the float32 row before the only
-rounding (Olmo 2, gpt-oss), or the latter with 1 + weight (Gemma)."""
+"""How the weight is applied: to the normed row after rounding (Llama), to the float32 row before rounding (Olmo 2,
+gpt-oss), or to the float32 row before rounding as 1 + weight (Gemma)."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK = 16384
 """Longest row held in registers; a longer one is read twice."""
@@ -30,8 +30,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight)
     """Returns `x / sqrt(mean(x^2) + eps)` over the last dimension, weighted according to `how`; a new tensor
     laid out as `x`.
 
-    - x: float32, bfloat16 or float16 `[..., dim]`, any strides. Rows that do not lie in two regular
-      dimensions, as those of a transposed projection do, are copied first.
+    - x: float32, bfloat16 or float16 `[..., dim]`, any strides. `x` is copied first if the positions of its rows
+      need more than two strides (a transposed projection needs two).
     - weight: `[dim]` of the same type, contiguous.
 
     On CUDA: one launch on the current stream, no synchronization. Raises ValueError (arguments) and

@@ -19,7 +19,7 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """Returns `silu(gate) * up`, contiguous and new; silu is rounded to the type before the product, as in torch.
 
     `gate` and `up`: float32, bfloat16 or float16, of one shape; both contiguous, or `[.., columns]` with
-    contiguous rows at one distance, as the two halves of a merged projection. On CUDA: one launch on the current
+    contiguous rows and one row stride, like the two halves of a merged projection. On CUDA: one launch on the current
     stream, no synchronization. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     _check(gate, up)

@@ -2,10 +2,10 @@
 keep.
 
 The filters have the order and meaning of transformers' warpers: temperature, then top-k (ties with the k-th are
-kept), then top-p (the token that crosses `top_p` is kept), then min-p. Each filter drops the least likely tokens, and
-equal tokens by index, so all filters together drop the lower end of a row's order. A draw applies the inverse of the
-cumulative distribution, from the likeliest token on, to one uniform number. All masses are integers
-(`kernels.sampling.units`): a row's token depends on no other row, and is the same on all devices.
+kept), then top-p (the token that crosses `top_p` is kept), then min-p. Tokens are ordered by probability, and equally
+likely tokens by index. Each filter drops the lower end of this order. A draw applies the inverse of the cumulative
+distribution, from the likeliest token on, to one uniform number. All masses are integers (`kernels.sampling.units`):
+a row's token depends on no other row, and is the same on all devices.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DrawParams:
     seeds: torch.Tensor
     """int64."""
     positions: torch.Tensor
-    """int64: indices of the drawn tokens in their answers. With the seed, they select the random number."""
+    """int64: index of the drawn token in its answer. Seed and index select the random number."""
 
     def check(self, logits: torch.Tensor) -> None:
         """Raises ValueError for tensors that do not fit float32 `[n, vocab]` logits."""

@@ -108,8 +108,8 @@ def narrowed(values, masses, target, low, low_mass, high, high_mass):  # type: i
 
 @triton.jit
 def _between(low, high):  # type: ignore[no-untyped-def]
-    """Returns values between the ends, float32 `[PIVOTS]`: evenly spaced ones, and that of the middle key, which
-    halves any bracket.
+    """Returns values between `low` and `high`, float32 `[PIVOTS]`: evenly spaced values, and the value of the middle
+    key. The middle key guarantees that a pass halves the number of keys in the bracket.
     """
     low_key, high_key = key_of(low).to(tl.int64), key_of(high).to(tl.int64)
     number = tl.arange(0, PIVOTS)

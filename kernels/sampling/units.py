@@ -20,13 +20,13 @@ _C3 = tl.constexpr(0.009618035517632961)
 _C4 = tl.constexpr(-0.0013400432653725147)
 _C5 = tl.constexpr(0.00015467364573848128)
 _MOST = tl.constexpr(63.0)
-"""Largest `x`: its weight has no unit."""
+"""Upper limit of `x`. At the limit, the weight is 0 units."""
 _MANTISSA_BITS = tl.constexpr(23)
 _MANTISSA = tl.constexpr(float(1 << 23))
 
 
 def fraction_bits(vocab: int) -> int:
-    """Returns the bits behind the point, so that a row's sum of `vocab` weights, each at most 1, fits in 62 bits."""
+    """Returns the number of fraction bits for which the sum of `vocab` weights, each at most 1, fits in 62 bits."""
     return min(44, 62 - vocab.bit_length())
 
 

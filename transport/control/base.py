@@ -22,8 +22,9 @@ PeerLost = Callable[[str], None]
 No earlier message of the peer is delivered afterwards; a later `send` starts a new stream."""
 
 PeerMet = Callable[[str], None]
-"""Called as `on_peer_met(peer)` on the channel's own thread: messages pass in both directions with a watched peer,
-for the first time or for the first time since the peer was lost."""
+"""Called as `on_peer_met(peer)` on the channel's own thread: a watched peer is reachable in both directions.
+
+Called once when the peer is first reached, and once more after each loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class ControlChannel(ABC):
     def cork(self) -> None:
         """Until `uncork`, messages do not wake the channel's thread, which may still send them earlier.
 
-        For one thread of the process, and for less than a few milliseconds.
+        Only one thread of the process may cork, for at most a few milliseconds.
         """
 
     @abstractmethod
@@ -96,9 +97,9 @@ class ControlChannel(ABC):
 
     @abstractmethod
     def watch(self, peer: str) -> None:
-        """Pings `peer` regularly, even without messages to send, until `peer` is lost or forgotten.
+        """Pings `peer` regularly until `peer` is lost or forgotten, even when there is no message to send.
 
-        A call after a loss pings `peer` until it responds again.
+        A call after a loss starts the pings again.
         """
 
     @abstractmethod

@@ -31,8 +31,8 @@ BACKLOG = 128
 
 
 class _ClientKeys:
-    """ZMQ's credentials provider: the ZAP domain of a generation is its name, and accepts only its client
-    key."""
+    """ZMQ's credentials provider. Each generation's ZAP domain is the generation's name; the domain accepts only that
+    generation's client key."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,8 +112,8 @@ class Doors:
         """
         self._clients.allow(generations)
         try:
-            # Bind before closing others: ZMQ releases the port later, and only these sockets allow a second
-            # listener.
+            # Bind the new listeners before the old ones are closed: ZMQ releases a port with a delay, and only the
+            # sockets of `_Door` can share the port.
             for keys in generations:
                 if all(door.keys != keys for door in self._doors):
                     self._open(keys)

@@ -20,7 +20,7 @@ from transport.keys.curve import ControlKeys
 log = structlog.get_logger(__name__)
 
 HANDSHAKE_S = 2.0
-"""Expected limit of a handshake. After it, the peer counts as absent and the link is polled less often."""
+"""Expected longest handshake. A peer that needs longer counts as absent, and its link is polled less often."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.05, 1.0
 """Backoff between dialing rounds, doubled after each. A round is one attempt per valid generation."""
 _FAILED = (
@@ -93,7 +93,7 @@ class Links:
 
     @property
     def unsettled(self) -> bool:
-        """Whether a handshake is in progress, and not yet longer than `HANDSHAKE_S`."""
+        """Whether a handshake is in progress that began less than `HANDSHAKE_S` ago."""
         return bool(self._in_handshake) and time.monotonic() - self._dialed_s < HANDSHAKE_S
 
     def socket(self, peer: str) -> zmq.Socket[bytes] | None:

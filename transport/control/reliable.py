@@ -6,8 +6,8 @@ acknowledged. Acknowledgements are cumulative and piggyback on envelopes of the 
 
 A peer is *lost* after too long a silence while it is watched or owes acknowledgements, or when it has
 forgotten this side (a new stream, or a reset). After a loss, no message of the old streams is delivered, and
-both directions start new streams. A watched peer is *met* when it names this side's stream: both directions work
-then. A network cut in one direction therefore leaves both sides without the other.
+both directions start new streams. A watched peer is *met* when it names this side's stream, which proves that both
+directions work. If the network fails in one direction only, neither side therefore meets the other.
 
 The idea is TCP's: sequence numbers, resets, and an initial sequence number drawn from a clock, here the
 stream number. An envelope of an older stream is therefore recognised as stale, however late it arrives.
@@ -34,15 +34,15 @@ RESEND_WINDOW = 128
 """Most messages retransmitted at once."""
 MAX_UNACKNOWLEDGED = 65536
 MAX_UNACKNOWLEDGED_BYTES = 256 << 20
-"""Limit per peer, like the limit on messages: a peer that exceeds it is lost."""
+"""Most unacknowledged bytes per peer. A peer that exceeds this limit, or `MAX_UNACKNOWLEDGED`, is lost."""
 MAX_EARLY = 4096
 """Most messages buffered that arrived out of order; more are dropped and retransmitted later."""
 MAX_PEERS = 4096
 IDLE_S = 60.0
-"""An idle peer, with nothing owed in either direction, makes room for a new one after this silence."""
+"""After this silence, an unwatched peer without unacknowledged messages may be dropped to make room for another."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-"""Bounded when decoded: this side may continue from a number in a reset, which must leave room to grow."""
+"""A stream or sequence number. Decoding bounds it: this side may count on from a number received in a reset."""
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +53,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     """The source's stream; in a reset, the newest of the receiver's streams that the source has seen."""
     seq: Number
     base: Number
-    """Lowest number that may still be sent; all lower ones are acknowledged."""
+    """Lowest sequence number that may still be retransmitted; all lower ones are acknowledged."""
     ack: Number
     """All messages of `ack_of` up to this number have arrived."""
     ack_of: Number
@@ -110,11 +110,11 @@ class _StreamPeer:
     ack_at_s: float | None = None
     watched: bool = False
     met: bool = False
-    """The peer has received an envelope of this stream."""
+    """Whether the peer has received an envelope of this stream."""
     spoke_s: float = 0.0
     """Time of the last envelope to the peer."""
     look_at_s: float = math.inf
-    """When `tick` looks at the peer next; nothing is due before."""
+    """When `tick` checks the peer next; no work for the peer is due earlier."""
 
     @property
     def base(self) -> int:
@@ -153,7 +153,7 @@ class Reliable:
         if not peer.unacknowledged:
             peer.resend_at_s, peer.resend_after_s = now_s + FIRST_RESEND_S, FIRST_RESEND_S
             if not peer.watched:
-                peer.since_s = now_s  # an earlier silence does not count: nothing was owed
+                peer.since_s = now_s  # earlier silence does not count: the peer had nothing to acknowledge
         peer.unacknowledged.append((peer.next_seq, body))
         peer.unacknowledged_bytes += len(body)
         peer.next_seq += 1
@@ -260,7 +260,7 @@ class Reliable:
     # --- internal
 
     def _due_s(self, peer: _StreamPeer) -> float:
-        """Returns when `tick` has to do something for a peer next; infinite: never."""
+        """Returns when the next work for a peer is due; infinity if none is."""
         due_s = math.inf if peer.ack_at_s is None else peer.ack_at_s
         if peer.unacknowledged:
             due_s = min(due_s, peer.resend_at_s)
@@ -271,9 +271,10 @@ class Reliable:
         return due_s
 
     def _look_in_time(self, peer: _StreamPeer) -> None:
-        """Makes `tick` look at a peer when something is due, after a change that may be due earlier than all before.
+        """Schedules a check of the peer by `tick`, if work is due earlier than the scheduled check.
 
-        A change that moves work to a later time needs no call: the look finds nothing to do, and is repeated in time.
+        Call this after a change that may add earlier work. A change that postpones work needs no call: the scheduled
+        check then finds nothing to do, and is scheduled again.
         """
         due_s = self._due_s(peer)
         if due_s < peer.look_at_s:
@@ -281,7 +282,7 @@ class Reliable:
             heappush(self._looks, (due_s, next(self._look_numbers), peer))
 
     def _take_looks(self, now_s: float) -> list[_StreamPeer]:
-        """Returns the peers whose time to be looked at has come, each once."""
+        """Removes the scheduled checks that are due by `now_s`; returns their peers, each once."""
         found = []
         while self._looks and self._looks[0][0] <= now_s:
             at_s, _, peer = heappop(self._looks)
@@ -333,7 +334,7 @@ class Reliable:
         return True
 
     def _pardon(self, now_s: float) -> None:
-        """Extends all timeouts by a pause of this process: peers could not be read meanwhile."""
+        """Extends all peer timeouts by the length of a pause of this process, which received nothing during it."""
         gap_s = 0.0 if self._ticked_s is None else now_s - self._ticked_s
         self._ticked_s = now_s
         if gap_s > self._options.heartbeat_s + self._options.peer_timeout_s / 2:

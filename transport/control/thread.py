@@ -77,7 +77,7 @@ class ThreadedControl(ControlChannel):
         self._corked = True
 
     def uncork(self) -> None:
-        self._corked = False  # before the look at the work: other threads' later work wakes the thread
+        self._corked = False  # set before the check below: work that is added later wakes the thread
         if self._work and self._waits and not self._closing.is_set():
             self._wake()
 
@@ -170,12 +170,12 @@ class ThreadedControl(ControlChannel):
             while not self._done():
                 due_s = self._safe_turn()
                 if due_s is None:
-                    # Not `_wait`, which frames and calls that the turn left would end at once: no spinning.
+                    # `_wait` would return at once if the failed iteration left frames or calls: the loop would spin.
                     time.sleep(_PAUSE_AFTER_BUG_S)
                     continue
                 if self._closing.is_set():
                     due_s = min(due_s, self._linger_until_s)
-                self._waits = True  # before the look at the work: what comes later wakes the thread
+                self._waits = True  # set before the check below: work that is added later wakes the thread
                 if not self._work and not self._calls:
                     self._wait(max(0.0, min(due_s - self._clock(), 1.0)))
                 self._waits = False
@@ -186,12 +186,12 @@ class ThreadedControl(ControlChannel):
         if not self._closing.is_set():
             return False
         lingers = self._clock() < self._linger_until_s
-        if self._failing:  # work may be left for ever
+        if self._failing:  # the remaining work may never be done
             return not lingers
         return not self._work and not (lingers and self._streams.unacknowledged)
 
     def _safe_turn(self) -> float | None:
-        """Returns when the next turn is due; None after a failed one."""
+        """Runs one iteration of the thread; returns when the next one is due, or None if the iteration raised."""
         try:
             due_s = self._turn()
             self._failing = False

@@ -94,7 +94,7 @@ class KeyRing:
             self._say()
 
     def __repr__(self) -> str:
-        """Names only."""
+        """Returns text with the names of the keys only, because a repr can end up in a log."""
         return f"KeyRing({', '.join(self._reported.accepted)})"
 
     # --- with the lock held

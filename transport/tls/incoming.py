@@ -85,7 +85,7 @@ class IncomingChannel(Channel):
         """Receives the bytes of `message` into `into`, and ends the operation, possibly later."""
         if message.data is not None:
             into.copy_(torch.frombuffer(bytearray(message.data), dtype=torch.uint8))
-            if into.is_cuda:  # an ended receive is visible to every stream that reads the bytes next
+            if into.is_cuda:  # once the receive has ended, every stream must see the bytes
                 torch.cuda.current_stream(into.device).synchronize()
             self.state.end(operation)
             self._free(message)
@@ -180,7 +180,7 @@ class IncomingChannel(Channel):
             self.detach(stream)
 
     def _take_replies(self) -> tuple[bytes, TlsStream | None]:
-        """Returns bytes to write and a new reply connection, if any. Neither: the channel has ended."""
+        """Returns bytes to write and a new reply connection, if any. When the channel has ended, returns neither."""
         with self.state.lock:
             while not self._replies and self._fresh is None and not self.ended:
                 waited = self.work.wait(None if self._had_lanes else LANES_TIMEOUT_S)
@@ -212,7 +212,7 @@ class IncomingChannel(Channel):
             self.detach(stream)
 
     def _enter(self, lane: int) -> None:
-        """Waits for the end of the connection that this one replaces, because a lane's frames are ordered."""
+        """Waits until the lane's previous connection has ended, because a lane's frames are ordered."""
         deadline_s = time.monotonic() + LANES_TIMEOUT_S
         with self.state.lock:
             while lane in self._lanes and not self.ended:

@@ -173,8 +173,8 @@ class OutgoingChannel(Channel):
         contexts = self._identities.contexts
         stream = self._authenticated(contexts, deadline_s)
         for theirs in stream.certificates - {contexts.presented}:
-            # The listener lacks the named generation: its key file is outdated, or this side's is. The
-            # generation that it presents is one that it trusts.
+            # The listener does not have the generation named by SNI, because one side's key file is outdated. Dial
+            # again with the generation that the listener presented: the listener trusts that one.
             self.detach(stream)
             stream = self._authenticated(contexts.presenting(theirs), deadline_s)
         try:
@@ -219,8 +219,9 @@ class OutgoingChannel(Channel):
         return False
 
     def take_fresh(self) -> TlsStream:
-        """Waits for the reply connection that lane 0 dials and returns it; the peer may accept it before lane 0
-        returns.
+        """Returns the renewed reply connection, and waits until lane 0 has dialed it.
+
+        The peer can announce the new connection before the dialing thread has stored it in `fresh`.
         """
         with self.state.lock:
             self.work.wait_for(lambda: self.fresh is not None or self.ended, DIAL_TIMEOUT_S)
@@ -363,7 +364,10 @@ class OutgoingChannel(Channel):
         return fresh
 
     def _renew_replies(self) -> None:
-        """Renews one at a time: the peer would write replies to a connection that is already replaced here."""
+        """Dials a new reply connection, after the previous renewal is complete.
+
+        With two renewals at once, the peer could write replies to a connection that this side has already replaced.
+        """
         with self.state.lock:
             self.work.wait_for(lambda: self.fresh is None or self.ended, DIAL_TIMEOUT_S)
             if self.fresh is not None:

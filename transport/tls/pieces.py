@@ -12,7 +12,7 @@ from transport.tls.frames import PIECE_BYTES
 STAGED = 2
 """Pieces staged ahead by a writer: one is encrypted while the next is copied from the device."""
 Bytes = Callable[[], memoryview]
-"""Blocks until the bytes are in host memory; valid until the buffer is reused."""
+"""Blocks until the bytes are in host memory, and returns them. They are valid until the buffer is reused."""
 
 
 def host_bytes(view: torch.Tensor) -> memoryview:

@@ -59,7 +59,7 @@ class TlsStream(ABC):
     @property
     @abstractmethod
     def _context(self) -> ssl.SSLContext:
-        """The context at the end of the handshake; SNI may have replaced the first one."""
+        """The TLS context at the end of the handshake. SNI may have replaced the initial context."""
 
     @abstractmethod
     def _handshake(self, deadline_s: float) -> bytes | None:
@@ -216,7 +216,7 @@ def kernel_offload() -> bool:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, _TCP_ULP, b"tls")
         except OSError as exc:
-            return exc.errno == errno.ENOTCONN  # known, but not on a socket without a peer
+            return exc.errno == errno.ENOTCONN  # the kernel has TLS, but requires a connected socket
     return True
 
 

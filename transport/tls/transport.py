@@ -35,9 +35,9 @@ from transport.tls.stream import TlsStream
 log = structlog.get_logger(__name__)
 
 FENCE_TIMEOUT_S = 10.0
-"""Time limit until no thread uses the memory of a disconnected peer."""
+"""Longest time until no thread uses the memory of a disconnected peer's operations; later, the fence has failed."""
 FENCE_WAIT_S = 0.02
-"""Time that `disconnect` waits for that. Threads usually leave at once; `progress` follows up on a slow one."""
+"""How long `disconnect` blocks until all threads have left. `progress` then waits for the remaining threads."""
 _MOST_DEFAULT_LANES = 2
 MAX_CHANNELS_PER_PEER = 4
 """A peer needs one channel; after a reconnect, its previous one may not have ended here yet."""
@@ -116,7 +116,8 @@ class TlsTransport(Transport):
             known = self.peers.pop(peer, None)
             if known is None:
                 return
-            # A lost peer's incoming channels ended with it; a channel that is open belongs to its next connection.
+            # The incoming channels of a lost peer have already ended. A channel that is open now belongs to the
+            # peer's next connection.
             lost = known.outgoing.ended
             mine: list[Channel] = [
                 known.outgoing,

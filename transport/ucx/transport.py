@@ -30,11 +30,13 @@ from transport.ucx.reach import Reach
 FENCE_TIMEOUT_S = 10.0
 """Time limit for UCX to end all accesses to the memory of a fenced peer's operations."""
 FENCE_WAIT_S = 0.02
-"""Time that `disconnect` waits for the same. UCX usually cancels at once; `progress` follows up on a slow fence."""
+"""How long `disconnect` blocks until UCX has cancelled the operations. `progress` then continues a slow fence."""
 _SCRATCH_BYTES = 64
 _KEPT_BYTES = 4096
 _KEPT = 1024
-"""Largest size and number of host views cached in ucxx's form. Messages reuse their memory, segments do not."""
+"""Largest size and largest number of the host views whose ucxx arrays are cached.
+
+Small messages reuse their memory, so the cache helps them. Segments do not."""
 _PROGRESS_STEPS = 64
 """Most progress calls in one `progress`: a steady stream of messages must not block the owner thread."""
 _MAX_IDLE_WAKEUPS = 100
@@ -42,7 +44,7 @@ _NAP_S = 0.0006
 
 
 class _CudaBytes:
-    """Device memory as a CUDA array interface; torch's own takes longer than the rest of a send."""
+    """Exposes device memory by the CUDA array interface. torch's own takes longer than the rest of a send."""
 
     __slots__ = ("__cuda_array_interface__",)
 
@@ -191,7 +193,7 @@ class UcxTransport(Transport):
         self._ensure_open()
         self._tracker.consume(arrival)
         operation = self._tracker.start("discard", peer, arrival.tag, arrival.nbytes)
-        # Through the worker, not an endpoint: the scratch bytes have no owner, so no fence has to cover them.
+        # Received by the worker, not an endpoint: nobody uses the scratch bytes, so no fence has to cover them.
         self._submit(operation, lambda: self._worker.tag_recv_with_handle(self._scratch, arrival.handle))
         return operation
 
@@ -271,8 +273,10 @@ class UcxTransport(Transport):
             self._idle_wakeups = 0 if self._worker.progress_once() else self._idle_wakeups + 1
 
     def _arm(self) -> bool:
-        """Returns whether the worker may sleep. UCX reports a reset connection after an empty datagram from another
-        process."""
+        """Arms the worker; returns whether the thread may sleep now.
+
+        UCX raises "connection reset" here after an empty datagram from another process; the thread must not sleep.
+        """
         try:
             return bool(self._worker.arm())
         except self._ucx.UCXError:
@@ -287,7 +291,7 @@ class UcxTransport(Transport):
         del self._worker, self._context
 
     def _array(self, view: torch.Tensor) -> Any:
-        """Returns ucxx's form of `view`. `deregister` drops cached arrays."""
+        """Returns the ucxx array of `view`; small host arrays are cached until `deregister`."""
         if view.is_cuda:
             return self._array_type(_CudaBytes(view.data_ptr(), view.numel()))
         key = (view.data_ptr(), view.numel())

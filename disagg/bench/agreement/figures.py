@@ -18,12 +18,12 @@ class Agreement:
     name: str
     answer_tokens: int
     until: tuple[int, ...]
-    """For each prompt: tokens before the first difference; all of them without one."""
+    """For each prompt: number of tokens before the first difference; all tokens if there is no difference."""
     equal: tuple[int, ...]
     """For each prompt: tokens that equal the reference's at the same position."""
     logit_errors: tuple[float, ...]
     """Mean absolute difference of logits at each of the first steps, over all prompts and the vocabulary.
-    Both systems continue the reference's tokens."""
+    Both engines compute the logits after the reference's tokens."""
     pool_token_bytes: int
     """Pool memory per slot."""
     wire_token_bytes: float
@@ -31,7 +31,7 @@ class Agreement:
     bf16_token_bytes: int
     """Bytes of a token in bfloat16, in the pool or on the wire."""
     kernels: bool = False
-    """Whether the Triton kernels computed attention, not torch."""
+    """Whether attention was computed by the Triton kernels; otherwise by torch."""
 
     @property
     def mean_until_tokens(self) -> float:
@@ -40,7 +40,7 @@ class Agreement:
 
     @property
     def whole_share(self) -> float:
-        """Share of prompts whose answers are equal to the end."""
+        """Share of prompts for which all tokens of the two answers are equal."""
         return self.alike_after(self.answer_tokens)
 
     @property
@@ -66,7 +66,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Decisiveness:
-    """Margins of the reference's choices of tokens, which limit its agreement with any other system."""
+    """How close the reference's choices of tokens are. Close choices limit the agreement with any other system."""
 
     logit_std: float
     """Standard deviation of a step's logits over the vocabulary, averaged over the first steps of all
@@ -74,8 +74,8 @@ class Decisiveness:
     gap: float
     """Difference between the two best logits, median over the same steps."""
     distinct_tokens: float
-    """Distinct tokens of an answer, mean over the prompts. Near 1, answers repeat one token and agree for
-    that reason."""
+    """Number of distinct tokens of an answer, mean over the prompts. If it is near 1, answers repeat one token, and
+    agree for this reason only."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class AgreementResult:
 
 
 def tokens_until(answer: Sequence[int], reference: Sequence[int]) -> int:
-    """Returns the tokens before the first difference; all without one. Raises `ValueError` for unequal
-    lengths."""
+    """Returns the number of tokens before the first difference, or all if there is none. Raises `ValueError` for
+    unequal lengths."""
     pairs = enumerate(zip(answer, reference, strict=True))
     return next((place for place, (ours, right) in pairs if ours != right), len(reference))
 

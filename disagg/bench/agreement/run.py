@@ -1,10 +1,10 @@
 """Measures how long greedy answers from a quantized KV pool agree with those from an unquantized one, and the
 bytes saved.
 
-One model in one engine that prefills and decodes (`disagg.model.unsplit`), with the same prompts in the same
-steps; only the pool's type differs. A transfer moves the pool's bytes unchanged, so a split system gives the
-same answers. The exception is a system whose decode groups alone are quantized (`decode.kv_dtype`), which
-this benchmark does not cover.
+Every run uses one engine that prefills and decodes (`disagg.model.unsplit`), with the same model and the same
+prompts in the same steps; only the pool's type differs. A transfer moves the pool's bytes unchanged, so a
+disaggregated system gives the same answers. This benchmark does not cover systems in which only the decode groups
+are quantized (`decode.kv_dtype`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOGIT_STEPS = 8
 """Number of steps whose logits are compared."""
 CHUNK_TOKENS = 512
 OTHER_CHUNK_TOKENS = 37
-"""Chunk size of the second reference run, with other summation orders and batch compositions."""
+"""Chunk size of the second reference run, which leads to other summation orders and other batches."""
 _PAGE_SIZE = 16
 
 

@@ -17,12 +17,12 @@ class ReceivedAnswer:
     """One answer, assembled by the positions of its outputs."""
 
     tokens: list[int | None] = field(default_factory=list)
-    """By position; None where no output had the token."""
+    """The tokens by position; None where no output carried the token."""
     finish: str | None = None
     repeated: int = 0
-    """Tokens at positions that had arrived before, or after the end."""
+    """Number of tokens that arrived for a position that was already filled, or after the answer's end."""
     changed: int = 0
-    """Repeated tokens that differ from the first one of the position."""
+    """Number of repeated tokens that differ from the first token received for their position."""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, output: Output) -> None:
@@ -42,18 +42,18 @@ class ReceivedAnswer:
 
 
 class AnswerFaults(msgspec.Struct, frozen=True):
-    """Differences between a request's answers and those of the quiet run; tokens of all answers together."""
+    """Differences between a request's answers and those of the quiet run, as counts over all its answers."""
 
     wrong: int = 0
     """Tokens that differ."""
     missing: int = 0
     """Tokens that never arrived; 0 for a failed request, whose answers end early."""
     repeated: int = 0
-    """Tokens that arrived twice, or behind the answer's end."""
+    """Tokens that arrived twice, or after the answer's end."""
     finishes: int = 0
-    """Answers with another finish reason."""
+    """Answers whose finish reason differs."""
     logprobs: int = 0
-    """Tokens whose log-probabilities are absent, of another token, or superfluous."""
+    """Tokens whose log-probabilities are missing, belong to another token, or were not requested."""
 
     @property
     def any(self) -> bool:
@@ -66,7 +66,7 @@ def compare_received(
 ) -> AnswerFaults:
     """Compares the answers of one request with those of the same request in the quiet run.
 
-    A request that `failed` is compared up to the tokens that it has.
+    If the request `failed`, only the tokens that arrived are compared.
     """
     each = [_compare(one, other, failed) for one, other in zip(expected, found, strict=True)]
     return AnswerFaults(*map(sum, zip(*map(msgspec.structs.astuple, each), strict=True)))

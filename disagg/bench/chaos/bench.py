@@ -26,7 +26,8 @@ log = structlog.get_logger(__name__)
 
 
 class _NotPassed(Exception):  # noqa: N818 - no fault of this program
-    """Leaves the cluster's block after a run that found faults: a private Ray then keeps the ranks' logs."""
+    """Raised inside the cluster's `with` block after a run that did not pass, so that a private Ray keeps the ranks'
+    logs."""
 
     def __init__(self, report: ChaosReport) -> None:
         super().__init__("the run did not pass")
@@ -36,11 +37,10 @@ class _NotPassed(Exception):  # noqa: N818 - no fault of this program
 def chaos_config(config: Config, deterministic: bool | None, faults: int) -> Config:
     """Returns the configuration of the system under test.
 
-    `deterministic`: None is true, also on a CPU. A draw can lie so close to the border of two tokens that rounding,
-    which depends on the rest of the batch, decides. Without a model, the small one of `with_model`, on the CPU unless
-    a device is set. Groups are replaced at once and without a limit of tries, unless `cluster.restart_backoff_s` and
-    `restart_tries` are set: a replacement may be hit within the minute after which its death counts as a fault of its
-    own.
+    `deterministic`: None means true, also on a CPU. Without it, rounding depends on the rest of the batch, and may
+    decide which of two tokens is drawn. If no model is configured, the small model of `with_model` is used, on the
+    CPU unless a device is set. The defaults of `cluster.restart_backoff_s` and `restart_tries` are changed: groups
+    are replaced at once, with one more try per fault, because a fault soon after a restart counts as a failed try.
     """
     replace = msgspec.structs.replace
     if not (config.model.path or config.model.random_init):
@@ -91,7 +91,7 @@ def run_joined_bench(
 ) -> ChaosReport:
     """Runs the bench on the groups of a `disagg launch`, whose directory is at `directory`; returns the report.
 
-    Raises as `disagg.bench.chaos.joined.joined_system`. The ranks' own checks are out of reach.
+    Raises as `disagg.bench.chaos.joined.joined_system`. This process cannot run the ranks' own invariant checks.
     """
     configure(config.log)
 

@@ -1,4 +1,4 @@
-"""Draws a chaos run: tokens over time, and a line for each stream with its pauses; faults cross both."""
+"""Draws a chaos run: requests over time, and a line for each stream with its pauses; faults are marked in both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BINS = 200
 
 
 def write_chaos_chart(path: Path, report: ChaosReport) -> None:
-    """Writes a PNG."""
+    """Writes the chart of a run as a PNG file."""
     from matplotlib.figure import Figure
 
     streams = 1 + max((one.stream for one in report.requests), default=0)
@@ -43,7 +43,7 @@ def write_chaos_chart(path: Path, report: ChaosReport) -> None:
 
 
 def _answers(axis: Any, requests: Sequence[RequestLine], seconds: float) -> None:
-    """Draws the running requests that have an output, and those that wait or pause, over time."""
+    """Draws the number of running requests over time, and how many of them wait for an output."""
     edges = np.linspace(0.0, max(seconds, 1e-3), _BINS + 1)
     waiting = [(one.begun_s, one.ended_s if one.first_s is None else one.first_s) for one in requests]
     pauses = [pause for one in requests for pause in one.pauses]
@@ -57,7 +57,7 @@ def _answers(axis: Any, requests: Sequence[RequestLine], seconds: float) -> None
 
 
 def _at_once(spans: Sequence[tuple[float, float]], edges: Any) -> Any:
-    """Returns the mean number of spans that are open in each bin."""
+    """Returns the mean number of spans that are open in each bin between two `edges`."""
     begins, ends = (np.array([span[side] for span in spans]) for side in (0, 1))
     open_s = np.zeros(len(edges) - 1)
     for bin_, (low, high) in enumerate(pairwise(edges)):
@@ -86,7 +86,7 @@ def _streams(axis: Any, requests: Sequence[RequestLine]) -> None:
 
 
 def _faults(axis: Any, faults: Sequence[FaultLine], end_s: float) -> None:
-    """Draws a line at each fault, and a band from there to full strength."""
+    """Draws a line at each fault, and a band from the fault to full strength."""
     shown: set[str] = set()
     for one in faults:
         until_s = end_s if one.full_strength_s is None else one.at_s + one.full_strength_s

@@ -1,6 +1,7 @@
 """Injects faults into rank processes of this host: SIGKILL, SIGSTOP and SIGCONT.
 
-A stopped process belongs to the injector until `resume`, `finish` or `close`: none stays stopped behind the run.
+A stopped process belongs to the injector until `resume`, `finish` or `close`, so no process stays stopped after the
+run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class OpenProcess(Protocol):
 
 
 class FaultInjector:
-    """Sends the signals, and records which groups cannot serve because of them."""
+    """Sends signals to ranks, and records which groups cannot serve because of a signal."""
 
     def __init__(self, open_process: OpenProcess = psutil.Process) -> None:
         self._open = open_process
@@ -73,7 +74,7 @@ class FaultInjector:
         return not gone
 
     def resume(self, target: TargetRank) -> None:
-        """Continues a stopped rank; no effect on one that was killed meanwhile."""
+        """Continues a stopped rank. A rank that was killed in the meantime is ignored."""
         process = self._stopped.pop(target, None)
         with _unless_gone():
             if process is not None:
@@ -88,14 +89,14 @@ class FaultInjector:
                 process.kill()
 
     def close(self) -> None:
-        """Kills every process that is still stopped: it could not end by itself. Idempotent."""
+        """Kills every process that is still stopped, because a stopped process cannot exit. Idempotent."""
         for target in list(self._stopped):
             self.finish(target)
 
 
 @contextlib.contextmanager
 def _unless_gone() -> Iterator[list[psutil.NoSuchProcess]]:
-    """Ends the block when the process is gone; the yielded list then has the error."""
+    """Suppresses the error of a process that has ended, and adds the error to the yielded list."""
     gone: list[psutil.NoSuchProcess] = []
     try:
         yield gone

@@ -41,7 +41,7 @@ class JoinedSystem(RoutedSystem):
         self._find_pids, self._directory_lost = find_pids, directory_lost
 
     def obstacle(self) -> str:
-        """Returns that the directory is lost, if so: without `disagg launch` groups serve, but are not replaced."""
+        """Returns why no group is replaced: `disagg launch`, which replaces groups, is lost. Empty while it runs."""
         return "its directory is lost: start `disagg launch` again" if self._directory_lost() else ""
 
     def ranks(self) -> list[TargetRank]:

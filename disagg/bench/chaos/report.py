@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 PAUSE_S = 0.25
 """Shortest time without an output that the report lists and the chart marks."""
 BEGINS_WITHIN_S = 1.0
-"""Outputs already sent may arrive behind a fault; a later pause has another cause."""
+"""A pause counts for a fault if it begins within this time, because outputs in flight may arrive after the fault."""
 EXAMPLES = 5
 """Most requests with differences that are printed."""
 
@@ -41,16 +41,16 @@ class FaultLine(msgspec.Struct, frozen=True):
     stop_s: float | None
     """Duration of a stop."""
     full_strength_s: float | None
-    """From the fault until every group served again; None: not within the limit."""
+    """Time from the fault until every group served again; None if the limit passed first."""
     forced: bool
-    """A rank that hung was killed by the run."""
+    """Whether the run killed the rank that hung, because the system had not replaced its group."""
     touched: int
-    """Requests that ran in the group; a prefill group's may have their prompts computed."""
+    """Number of requests that ran in the group; in a prefill group, their prompts may already have been computed."""
     failed: int
-    """Those of them that failed, before a later fault touched them."""
+    """Number of touched requests that failed before a later fault touched them."""
     pauses_s: list[float]
-    """Of each touched request that did not fail then: the longest time without an output that began at the fault, or
-    at most `BEGINS_WITHIN_S` behind it."""
+    """For each touched request that this fault did not fail: its longest time without an output, of those in progress
+    at the fault or begun at most `BEGINS_WITHIN_S` later."""
 
 
 class RequestLine(msgspec.Struct, frozen=True):
@@ -67,10 +67,10 @@ class RequestLine(msgspec.Struct, frozen=True):
     tokens: int
     longest_pause_s: float
     pauses: list[tuple[float, float]]
-    """Begin and end of each time of `PAUSE_S` or more between two outputs."""
+    """Begin and end of each pause: a time of at least `PAUSE_S` between two outputs."""
     prefill: str
     decode: str
-    """Groups of the last try."""
+    """`prefill` and `decode`: the groups of the last try."""
     recoveries: list[str]
     """The cause of each recovery."""
     error: str
@@ -85,7 +85,7 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     equal: int
     """Requests that were answered as in the quiet run."""
     failed: dict[str, int]
-    """Failed requests by the code of their error."""
+    """Number of failed requests by error code."""
     different: int
     """Requests with any difference from the quiet run."""
     tokens: int
@@ -93,19 +93,19 @@ class ChaosFigures(msgspec.Struct, frozen=True):
     missing_tokens: int
     repeated_tokens: int
     other_finishes: int
-    """Answers with another finish reason."""
+    """Number of answers whose finish reason differs from the quiet run's."""
     wrong_logprobs: int
     logprob_distance: float
     """Largest difference of a chosen token's log-probability."""
     longest_pause_s: float
-    """Between two outputs of one request."""
+    """Longest time between two outputs of one request."""
     longest_first_s: float
-    """From a request to its first output."""
+    """Longest time from the sending of a request to its first output."""
     fault_pauses_s: Spread | None
-    """Longest time without an output of each request that a fault touched."""
+    """Distribution of `FaultLine.pauses_s` over all faults."""
     full_strength_s: Spread | None
     not_recovered: int
-    """Faults without full strength within the limit, or after a forced kill only."""
+    """Number of faults after which full strength was not reached in time, or only after a forced kill."""
     recoveries: dict[str, int]
     """Recoveries by cause."""
     faults: dict[str, int]
@@ -121,7 +121,7 @@ class ChaosReport(msgspec.Struct, frozen=True):
     faults: list[FaultLine]
     requests: list[RequestLine]
     check_error: str = ""
-    """The violated invariant of a rank after the run; empty if all hold."""
+    """The invariant that a rank violated after the run; empty if all invariants hold."""
 
     @property
     def passed(self) -> bool:
@@ -179,7 +179,7 @@ def figures_table(report: ChaosReport) -> Table:
 
 
 def figure_lines(report: ChaosReport) -> Iterator[str]:
-    """Yields the figures of the answers, recoveries, and examples of failures."""
+    """Yields lines of text: figures of answers and recoveries, and examples of failed or different requests."""
     found = report.figures
     codes = ", ".join(f"{code} {count}" for code, count in found.failed.items())
     yield f"failed: {sum(found.failed.values())}{f' ({codes})' if codes else ''}"
@@ -208,7 +208,7 @@ def figure_lines(report: ChaosReport) -> Iterator[str]:
 
 
 def chaos_json(report: ChaosReport) -> str:
-    """Returns everything as JSON, with the command and the time; a line for each fault and each request."""
+    """Returns the whole report as JSON, with the command and the time. Each fault and each request is one line."""
     content = {
         **provenance(),
         "passed": report.passed,

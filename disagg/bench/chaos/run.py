@@ -1,4 +1,4 @@
-"""One chaos run: the requests once in quiet, then again and again while faults hit the system."""
+"""One chaos run: sends each request once without faults, then random ones repeatedly while faults are injected."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from disagg.core.clock import Clock
 from disagg.core.errors import DisaggError
 
 POLL_S = 0.02
-"""Interval of looks at the groups."""
+"""Interval at which the run checks the groups."""
 
 ReportLine = Callable[[str], None]
 """Receives a line of progress."""
@@ -32,11 +32,11 @@ class ChaosBench:
     requests: Sequence[ChaosRequest]
     streams: int
     overlap: bool = False
-    """Whether a fault may come before the system has recovered from the one before."""
+    """Whether a fault may be injected before the system has recovered from the previous one."""
     duration_s: float | None = None
-    """No further fault after this time."""
+    """No fault is injected after this time; None: no limit."""
     recover_s: float = 120.0
-    """Longest wait for full strength. Then a rank that hangs is killed; after another wait the run ends."""
+    """Longest wait for full strength. A rank that still hangs is then killed, and the run waits once more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +49,7 @@ class FaultRecord:
     touched: list[RequestRecord]
     """Requests that ran in the victim's group."""
     full_s: float | None = None
-    """Time at which the system had its full strength again; None: not within the limit."""
+    """Time at which the system had its full strength again; None if the limit passed first."""
     forced: bool = False
     """Whether the run killed a rank that hung, because the system had not replaced its group."""
 
@@ -59,7 +59,7 @@ class ChaosResult:
     """Everything that a run recorded."""
 
     quiet: list[RequestRecord]
-    """The answers to compare with, in the order of the set."""
+    """The quiet run's records, with which answers are compared, in the order of the set."""
     requests: list[RequestRecord]
     """Requests sent while faults were injected."""
     faults: list[FaultRecord]
@@ -74,7 +74,7 @@ async def run_chaos(
     injector: FaultInjector | None = None,
     clock: Clock = time.monotonic,
 ) -> ChaosResult:
-    """Runs the bench. Raises `DisaggError` when no group can be hit, or a request of the quiet run fails."""
+    """Runs the bench. Raises `DisaggError` when no rank can be a victim, or a request of the quiet run fails."""
     roles, found = bench.schedule.roles, set(system.groups().values())
     if bench.schedule.count and found.isdisjoint(roles):
         raise DisaggError(
@@ -112,7 +112,7 @@ def _check_quiet(quiet: Sequence[RequestRecord]) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Course:
-    """The faults of one run, in their order."""
+    """Injects the faults of one run, and waits for the recoveries."""
 
     bench: ChaosBench
     system: ChaosSystem
@@ -127,7 +127,7 @@ class _Course:
         self.expected = strength(self.system)
 
     async def run(self) -> None:
-        """Injects every fault of the schedule, until the time is over or the system does not recover."""
+        """Injects the scheduled faults; stops early when the time is over or the system does not recover."""
         begun_s = self.clock()
         async with asyncio.TaskGroup() as recoveries:
             for plan in self.bench.schedule.faults():
@@ -145,7 +145,7 @@ class _Course:
                         return
 
     async def _inject(self, plan: PlannedFault) -> FaultRecord | None:
-        """Hits a rank of a group that serves; returns None when there is none within the limit."""
+        """Injects a fault into a rank of a serving group; returns None if the limit passes without such a group."""
         until_s = self.clock() + self.bench.recover_s
         while self.clock() < until_s:
             ranks = [rank for rank in self.system.ranks() if self._may_hit(rank)]
@@ -164,7 +164,7 @@ class _Course:
         return rank.role in self.bench.schedule.roles and rank.group not in self.injector.wounded
 
     async def _recover(self, fault: FaultRecord) -> None:
-        """Waits until the system has its full strength; continues a stopped rank when its time has come."""
+        """Continues a stopped rank after its time, and waits until the system has its full strength."""
         if fault.plan.kind == "stop":
             await asyncio.sleep(fault.plan.stop_s)
             self.injector.resume(fault.target)
@@ -183,7 +183,7 @@ class _Course:
         )
 
     async def _full_strength(self) -> float | None:
-        """Returns the time of full strength. Each overlapping fault extends the limit."""
+        """Waits for full strength; returns its time, or None after the limit. Overlapping faults extend the limit."""
         begun_s = self.clock()
         while (now_s := self.clock()) < max(begun_s, self.faults[-1].at_s) + self.bench.recover_s:
             if strength(self.system, self.injector.wounded) >= self.expected:

@@ -26,9 +26,9 @@ class PlannedFault(NamedTuple):
     """Counts from 1."""
     kind: FaultKind
     share: float
-    """Chooses the victim among the ranks that run at the time: 0 is the first, just below 1 the last."""
+    """In [0, 1): chooses the victim among the ranks that run then. 0 is the first rank; just below 1 is the last."""
     delay_s: float
-    """Delay after the system has its full strength; of overlapping faults, after the fault before."""
+    """Delay after full strength is reached again; with overlapping faults, delay after the previous fault."""
     stop_s: float
     """Time between SIGSTOP and SIGCONT of a `stop`."""
 
@@ -52,7 +52,7 @@ class Schedule:
     """Roles of the groups whose ranks may be victims."""
 
     def faults(self) -> list[PlannedFault]:
-        """Returns the faults in order. Kinds alternate at random, each as often as the others (+-1)."""
+        """Returns the faults in order. Kinds are in random order, and their numbers differ by at most one."""
         draw = random.Random(self.seed)
         kinds = [self.kinds[number % len(self.kinds)] for number in range(self.count)]
         draw.shuffle(kinds)
@@ -69,7 +69,7 @@ class Schedule:
 
 
 def parse_names(flag: str, text: str, known: Sequence[Name]) -> tuple[Name, ...]:
-    """Parses `kill,stop`, names among `known`. Raises `ConfigError` that names the flag."""
+    """Parses a list such as `kill,stop`, whose names must be in `known`. Raises `ConfigError` that names `flag`."""
     names = text.split(",")
     found = tuple(name for name in known if name in names)
     if len(found) != len(names):
@@ -78,7 +78,7 @@ def parse_names(flag: str, text: str, known: Sequence[Name]) -> tuple[Name, ...]
 
 
 def parse_seconds(flag: str, text: str) -> tuple[float, ...]:
-    """Parses `1,15`. Raises `ConfigError` that names the flag."""
+    """Parses a list of seconds such as `1,15`. Raises `ConfigError` that names `flag`."""
     try:
         seconds = tuple(float(part) for part in text.split(","))
     except ValueError:

@@ -18,7 +18,7 @@ from disagg.core.errors import DisaggError
 from disagg.router.answers import Output, SessionReport
 
 FAILURE_PAUSE_S = 0.2
-"""Pause of a stream after a failed request; without it, a system that refuses at once would fail thousands."""
+"""Pause of a stream after a failed request. Without it, thousands of requests would fail while the system rejects."""
 
 Generate = Callable[[str, ChaosRequest, str, SessionReport], AsyncGenerator[Output, None]]
 """`generate(request_id, request, cache_salt, report)` streams the answers, as `Router.generate`."""
@@ -29,18 +29,18 @@ class RequestRecord:
     """One sent request. Times are those of the streams' clock."""
 
     serial: int
-    """Counts all sent requests of the run."""
+    """Number of this request among all requests sent in the run."""
     stream: int
     request: ChaosRequest
     begun_s: float
     ended_s: float = 0.0
-    """0 while the request runs."""
+    """Time of the request's end; 0 while the request runs."""
     outputs_s: array[float] = field(default_factory=lambda: array("d"))
     """Arrival of each output with tokens."""
     answers: list[ReceivedAnswer] = field(default_factory=list)
     session: SessionReport = field(default_factory=SessionReport)
     error: str = ""
-    """Code of the error that ended the request; empty for an answered one."""
+    """Code of the error that ended the request; empty if the request succeeded."""
     message: str = ""
 
     @property
@@ -49,11 +49,12 @@ class RequestRecord:
         return self.session.prefill, self.session.decode
 
     def gaps(self) -> Iterator[tuple[float, float]]:
-        """Yields begin and end of each time without an output, from the request's begin to its end."""
+        """Yields begin and end of each interval without an output, including those before the first output and after
+        the last."""
         yield from pairwise((self.begun_s, *self.outputs_s, *([self.ended_s] if self.ended_s else [])))
 
     def longest_gap_s(self, begin_s: float, end_s: float) -> float:
-        """Returns the longest time without an output, of those that overlap the interval; 0 without any."""
+        """Returns the longest time without an output among those that overlap the interval; 0 if there is none."""
         met = (stop_s - start_s for start_s, stop_s in self.gaps() if start_s <= end_s and stop_s >= begin_s)
         return max(met, default=0.0)
 
@@ -76,7 +77,7 @@ class Streams:
 
     @property
     def running(self) -> list[RequestRecord]:
-        """Requests without an end, at most one for each stream."""
+        """Requests that have not ended, at most one for each stream."""
         return list(self._running.values())
 
     async def send_each(self) -> list[RequestRecord]:

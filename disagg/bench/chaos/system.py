@@ -64,12 +64,12 @@ class RoutedSystem:
         )
 
     def groups(self) -> dict[str, str]:
-        """Returns the role of each living group, without draining ones."""
+        """Returns the role of each live group that is not draining, by name."""
         draining = self._router.draining()
         return {one.name: one.role for one in self._router.groups() if one.name not in draining}
 
     def obstacle(self) -> str:
-        """Returns "": this process supervises the groups."""
+        """Returns an empty text, because this process itself replaces lost groups."""
         return ""
 
 
@@ -92,7 +92,7 @@ class SupervisedSystem(RoutedSystem):
         )
 
     def groups(self) -> dict[str, str]:
-        """Returns the role of each group that the router uses and the cluster has not lost."""
+        """Returns the role of each group that the router uses and that the cluster has not lost, by name."""
         up = {info.name for info in self._cluster.infos()}
         return {name: role for name, role in super().groups().items() if name in up}
 

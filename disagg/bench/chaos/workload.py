@@ -23,8 +23,8 @@ _MIX: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "stop_token_ids": tuple(range(40, 56))},
     {"temperature": 1.0, "top_k": 20, "min_p": 0.01},
 )
-"""Sampling parameters of consecutive requests: most have one answer, some end at a random token, some carry
-log-probabilities, some depend on all earlier tokens (penalties)."""
+"""Sampling parameters, used by consecutive requests in rotation: greedy and random sampling, several answers (`n`),
+log-probabilities, penalties, and stop tokens that end an answer at a random position."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,13 @@ class Ceilings:
     nbytes: int
     """Bytes of one plain copy."""
     copies: tuple[Measurement, ...]
-    """Rates of copies on the device, and to the next device if there are two."""
+    """Rates of copies within the device, and from it to a second device if there is one."""
     raw: dict[int, Measurement]
     """UCX messages between two processes, by size in bytes."""
 
     @property
     def ceiling(self) -> Measurement:
-        """The ceiling of a transfer: the plain copy between two devices, or on the only one."""
+        """The ceiling of a transfer: the plain copy between two devices, or within the only device."""
         return self.copies[-1]
 
     def results(self) -> list[Result]:
@@ -43,14 +43,14 @@ class Ceilings:
 
 
 def ceiling_bytes(cuda: bool) -> int:
-    """Returns the bytes of a plain copy, which also limit one measurement of the wire."""
+    """Returns the bytes of a plain copy. One measurement of the wire moves at most as many."""
     return 1024 * MIB if cuda else 32 * MIB
 
 
 def measure_ceilings(
     cuda: bool, repeats: int, report_progress: Callable[[str], None] = lambda text: None
 ) -> Ceilings:
-    """Measures copies, then the wire between the first two GPUs; with fewer, within one GPU or in host memory."""
+    """Measures copies, then the wire: between the first two GPUs, within the only GPU, or in host memory."""
     gpus, nbytes = visible_gpus() if cuda else [], ceiling_bytes(cuda)
     report_progress("copies")
     copies = _copies(cuda, len(gpus), nbytes, repeats)

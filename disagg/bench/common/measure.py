@@ -29,8 +29,11 @@ def seconds_of(work: Callable[[], object], device: torch.device, repeats: int) -
 
 
 def rounding(dtype: torch.dtype, layers: int = 1) -> float:
-    """Returns the largest difference, in norm, between two results that should be equal. Each layer rounds
-    weights, values and its result to `dtype`, differently on the two sides; float32 sums differ in order."""
+    """Returns the largest relative difference, in norm, that rounding can explain between two results.
+
+    Each layer rounds weights, values and its result to `dtype`, differently on the two sides; float32 sums differ in
+    order.
+    """
     return max(_ROUNDED * torch.finfo(dtype).eps * math.sqrt(layers), _SUMMED)
 
 

@@ -15,7 +15,7 @@ WORD_BYTES = 8
 """Size of the words of `words`."""
 _HEAD_WORD_BYTES = 4  # a quantized row with its scales is not a multiple of a longer word
 _POISON = -1
-"""A word of a pool after `MHATokenToKVPool.poison`."""
+"""The value of every word of a pool after `MHATokenToKVPool.poison`."""
 # Splitmix64 (Steele, Lea, Flood, 2014), with its constants as signed words.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - (1 << 64)), (27, 0x94D049BB133111EB - (1 << 64)))
@@ -41,7 +41,7 @@ class NoisyPool:
     def __init__(
         self, pool: MHATokenToKVPool, shard: Shard, layout: KVLayout, part: Shard | None = None
     ) -> None:
-        """`part`: the layers and heads of `shard` that have the requests' noise; all when None."""
+        """`part`: the layers and heads of `shard` that the noise fills; None means all."""
         check_layout(layout)
         self._shard, self._layout = part or shard, layout
         self._pool = pool.buffer.view(torch.int32)
@@ -54,7 +54,7 @@ class NoisyPool:
         self._words[:, :, slots] = self._noise(request, len(slots))
 
     def take(self, request: int, slots: torch.Tensor) -> None:
-        """Poisons the slots again. Raises `InvariantError` unless they held exactly the request's noise."""
+        """Checks and poisons the slots. Raises `InvariantError` unless they held exactly the request's noise."""
         same = self._words[:, :, slots] == self._noise(request, len(slots))
         if not bool(same.all()):
             layer, side, token, head, _ = (int(i) for i in (~same).nonzero()[0])

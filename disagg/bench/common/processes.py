@@ -111,7 +111,7 @@ def call_all(remotes: Sequence[Remote], method: str, *arguments: object) -> list
 
 
 def visible_gpus() -> list[str]:
-    """Returns a name of each GPU visible to torch, for `CUDA_VISIBLE_DEVICES` of a child."""
+    """Returns a name for each GPU visible to torch; each name can be a child's `CUDA_VISIBLE_DEVICES`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -141,5 +141,5 @@ def _serve(pipe: Connection, gpu: str | None, make: Callable[..., Any], argument
 
 
 def _as_ours(error: Exception) -> DisaggError:
-    """Returns an error that can be pickled, with the traceback of an unexpected one."""
+    """Converts an error to one that can be pickled. For an unexpected error, the message contains the traceback."""
     return error if isinstance(error, DisaggError) else DisaggError(traceback.format_exc())

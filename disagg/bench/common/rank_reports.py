@@ -23,13 +23,13 @@ class RankReports:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets the previous round."""
+        """Drops all counts, for a new round."""
         with self._lock:
             self._counts: Counter[str] = Counter()
             self._last_s: dict[str, float] = {}
 
     def note(self, message: m.Message) -> None:
-        """Counts a message. For any thread."""
+        """Counts a message. Any thread may call this."""
         now_s, kind = time.monotonic(), type(message).__name__
         with self._lock:
             self._counts[kind] += 1

@@ -1,4 +1,4 @@
-"""Base of ranks without a model: a pool of noise with the real transfer agent, loop, transport, control channel."""
+"""Base class of ranks without a model: pools hold noise; transfer agent, transport and control channel are real."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def transport_choice(config: Config) -> Choice:
 
 
 class BenchRank(ABC):
-    """A rank in its own process. Life: construct, `start`, `link`, rounds, `close`."""
+    """A rank in its own process. Calls in order: constructor, `start`, `link`, the rounds, `close`."""
 
     role: ClassVar[str]
 
@@ -121,11 +121,11 @@ class BenchRank(ABC):
             self._loop.post(partial(self._agent.close, message))
 
     def clear(self) -> None:
-        """Forgets the previous round's messages. On the leader, before any rank opens a round."""
+        """Drops the previous round's messages. Called on the leader before any rank opens a round."""
         self._reports.clear()
 
     def wait(self, kind: str, count: int) -> float:
-        """See `RankReports.wait`. On the leader."""
+        """See `RankReports.wait`. Called on the leader only."""
         return self._reports.wait(kind, count)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The ceiling of the wire: UCX tag messages between two processes, driven without a pause."""
+"""The ceiling of the wire: UCX tag messages between two processes that poll UCX continuously."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def raw_rates(
     most_bytes: int,
     repeats: int,
 ) -> dict[int, Measurement]:
-    """Returns the GB/s from one process to the other, by message size. None instead of a GPU's name: host
-    memory.
+    """Returns the rate from one process to the other in GB/s, by message size in bytes. A GPU name of None selects
+    host memory.
 
     One measurement moves up to `most_bytes`, in 8 to 512 messages. Raises `InvariantError` for wrong bytes.
     """

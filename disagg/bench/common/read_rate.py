@@ -14,8 +14,7 @@ _BLOCK_WORDS = 8192  # of 4 bytes: 16 loads of 16 bytes per thread, all in fligh
 
 
 def read_rate(device: torch.device, nbytes: int, repeats: int) -> Measurement:
-    """Measures a kernel that reads `nbytes` (rounded to blocks of 32 KiB) and stores each block's exclusive
-    or."""
+    """Measures a kernel that reads `nbytes` (rounded to blocks of 32 KiB) and stores the XOR of each block."""
     blocks = max(1, nbytes // (4 * _BLOCK_WORDS))
     words = random_bytes(blocks * _BLOCK_WORDS * 4, device).view(torch.int32)
     sums = torch.zeros(blocks, dtype=torch.int32, device=device)

@@ -57,9 +57,9 @@ class Result:
     labels: dict[str, Label] = field(default_factory=dict)
     """The varied parameters."""
     definition: str = ""
-    """Exact definition of the figure, unless the title gives it."""
+    """Exact definition of the figure; empty if the title is sufficient."""
     ours: Measurement | None = None
-    """For a time of another library: this project's time for the same work, in the same unit and run."""
+    """If the result is another library's time: this project's time for the same work, in the same unit and run."""
 
     @property
     def ratio(self) -> float | None:
@@ -122,7 +122,7 @@ def write_chart(path: Path, title: str, results: Sequence[Result]) -> None:
 
 
 def provenance() -> dict[str, str]:
-    """Returns the command and the time, the head of every report."""
+    """Returns the command and the time, with which every report begins."""
     return {
         "command": "disagg " + " ".join(sys.argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -199,5 +199,5 @@ def _times(result: Result) -> str:
 
 
 def short(value: float) -> str:
-    """Formats with three significant digits, or all digits before the point."""
+    """Formats a number with three significant digits; digits before the decimal point are never rounded."""
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"

@@ -19,7 +19,7 @@ from disagg.core.errors import ConfigError, InvariantError
 from disagg.core.folders import private_folder
 
 _CALLS_BYTES = 32 << 20
-"""Limit of the bytes of all calls in one measurement."""
+"""Most bytes that all calls of one measurement reduce together."""
 _MOST_CALLS = 200
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -46,7 +46,7 @@ class CollectiveBench:
 
 
 class CollectiveRank:
-    """One rank in its own process, in a group of each kind."""
+    """One rank in its own process. It joins two groups: one over shared memory, one over gloo."""
 
     def __init__(self, rank: int, ranks: int, folder: str) -> None:
         """Blocks until all ranks have joined."""
@@ -92,7 +92,7 @@ def _gloo(rank: int, ranks: int, store: Path) -> Any:
 
 
 def run(bench: CollectiveBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures gloo beside shared memory for each size. Raises `InvariantError` for a wrong sum."""
+    """Measures gloo and shared memory for each size. Raises `InvariantError` for a wrong sum."""
     folder = private_folder("bench")
     try:
         with Processes() as processes:

@@ -1,8 +1,7 @@
-"""A decode step of a whole model, compared with the bytes it must read: all weights, and each request's KV,
-once.
+"""Measures a decode step of a whole model, relative to the time for reading all weights and all requests' KV once.
 
-With `deterministic`, also the cost of `model.deterministic`: decode and prefill steps in both modes, in one
-run, and a check that logits have the same bits alone and in the batch.
+With `deterministic`, it also measures the cost of `model.deterministic`: decode and prefill steps in both modes, in
+one run. It then checks that a request's logits have the same bits alone and in the batch.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
 
 COPY_BYTES = 1 << 30
-"""Bytes of the plain copy that is the ceiling, on a GPU; a sixteenth on a CPU."""
+"""Bytes of the plain copy that is the ceiling, on a GPU; on a CPU, a sixteenth of it."""
 
 
 @dataclass(frozen=True)
 class DecodeBench:
-    """Settings of a run: `batch` requests of `context_tokens` each, with one more token of each per step."""
+    """Settings of a run: `batch` requests with `context_tokens` tokens each; every step adds one token to each."""
 
     device: torch.device
     model: str
@@ -218,7 +217,7 @@ def check(runner: ModelRunner, batch: StepBatch) -> None:
 
 
 def read_weights_bytes(runner: ModelRunner) -> int:
-    """Returns the bytes of all parameters that a step reads whole; the embedding's only if it is also the
+    """Returns the bytes of all parameters that a step reads completely. The embedding counts only if it is also the
     output head."""
     model = runner.model
     embedding = model.get_input_embeddings().weight

@@ -24,7 +24,7 @@ from disagg.kv.radix import RadixCache
 from disagg.kv.sequence import KVSequence
 
 _PROMPTS = 24
-"""Requests of one measurement, whose value is their median."""
+"""Number of requests of one measurement, which reports their median."""
 _PREFIXES = 8
 _STEPS = 64
 _VOCABULARY = 128_000
@@ -38,7 +38,7 @@ class MemoryBench:
     cached_tokens: int
     """Tokens in the prefix cache, none of them in use."""
     prompt_tokens: int
-    """Length of a prompt, whose first half is shared with others."""
+    """Length of a prompt. Its first half is shared with other prompts."""
     requests: int
     """Number of requests that decode together."""
     input: Lengths
@@ -83,12 +83,12 @@ class _Times:
         self._spent.setdefault(name, []).append(time.perf_counter() - self._from_s)
 
     def medians_us(self) -> dict[str, float]:
-        """Returns the median of each part: other load seldom lasts for half of the requests."""
+        """Returns the median of each part in microseconds. Other load on the machine hardly changes a median."""
         return {name: statistics.median(spent) * 1e6 for name, spent in self._spent.items()}
 
 
 class _Served:
-    """A full cache, and requests that are admitted and finish."""
+    """Serves requests with a full prefix cache, and measures each part of a request's life."""
 
     def __init__(self, bench: MemoryBench) -> None:
         self._bench = bench
@@ -188,7 +188,7 @@ def _sums(values: dict[str, list[float]], *names: str) -> list[float]:
 
 
 def _look_ups(prompts: list[list[int]], page_size: int) -> float:
-    """Returns the microseconds per prompt."""
+    """Returns the microseconds per prompt of the hash-table look-ups alone."""
     page_bytes = page_size * TOKEN_BYTES
     keys = [PrefixKey.of(prompt).data for prompt in prompts]
     table = {data[at : at + page_bytes]: at for data in keys for at in range(0, len(data), page_bytes)}

@@ -1,4 +1,4 @@
-"""Allocated slots without a token, in a simulation of requests with given lengths."""
+"""Simulates requests with given lengths, and measures how many allocated slots hold no token."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from disagg.kv.pages import TokenToKVPoolAllocator, pages_for
 from disagg.kv.sequence import KVSequence
 
 _ROUNDS = 3
-"""Requests of a simulation, relative to the number that decode at once."""
+"""Number of requests of a simulation, as a multiple of the number that decode at the same time."""
 
 
 @dataclass
 class _Slots:
-    """Sums over all steps."""
+    """Numbers of slots, summed over all steps."""
 
     taken: int = 0
     unused: int = 0
     half_pages: float = 0.0
-    """Slots that would be unused if last pages were half full."""
+    """Slots that would be unused if each sequence's last page were half full."""
     promised: int = 0
-    """Slots that would be allocated if each request reserved its whole length at the start."""
+    """Slots that would be allocated if each request reserved its final length at the start."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ def waste(
     """Measures the share of wasted slots over all steps, for allocation on demand and for reservation at the
     start.
 
-    `requests` run at any time: a new one replaces each that ends.
+    `requests` requests run at any time: each one that ends is replaced by a new one.
     """
     runs = [_simulate(page_size, requests, prompts, answers, seed) for seed in range(repeats)]
     lazy = tuple(100 * slots.unused / slots.taken for slots in runs)

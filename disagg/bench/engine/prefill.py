@@ -1,4 +1,5 @@
-"""Prefill steps of a whole model: launched kernel by kernel and recorded, beside the products that they need."""
+"""Measures prefill steps of a whole model, launched kernel by kernel or as a recorded CUDA graph, against the time of
+their matrix products."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.runner import ModelRunner
 
 _PRODUCT = 8192
-"""Rows, columns and summed elements of the product that is the ceiling; a sixteenth on a CPU."""
+"""Rows, columns and summed elements of the matrix product that is the ceiling; on a CPU, a sixteenth of it."""
 
 
 @dataclass(frozen=True)
 class PrefillBench:
-    """Settings of a run with one prompt per size; each prompt follows `cached_tokens` tokens in the pool."""
+    """Settings of a run: one prompt per size, each after `cached_tokens` tokens that are already in the pool."""
 
     device: torch.device
     model: str
@@ -95,7 +96,7 @@ def _measure(
 
 
 def _host_ms(runner: ModelRunner, step: StepBatch) -> float:
-    """Returns the time in which the host launches a step; on a CPU, that of the step."""
+    """Returns the milliseconds in which the host launches a step; on a CPU, the time of the whole step."""
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
     started_s = time.perf_counter()

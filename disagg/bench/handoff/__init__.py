@@ -1,1 +1,1 @@
-"""`disagg bench handoff`: the cost of a hand-over with a real model on real ranks."""
+"""`disagg bench handoff`: the cost of handing a request from prefill to decode, with a real model on real ranks."""

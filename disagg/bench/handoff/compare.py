@@ -1,5 +1,5 @@
-"""Comparison of the split system's answers with the unsplit engine's: equal, different by rounding, or an
-error."""
+"""Compares the answers of the disaggregated system with those of an unsplit engine (one engine that prefills and
+decodes). Answers are equal, different by rounding, or wrong."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from disagg.model.rounding import Judged, compared_tokens, judge_answer, words
 
 
 class AnswerComparison:
-    """Compares answers and counts tokens. No other request may run on the groups meanwhile."""
+    """Compares answers and counts the compared tokens. No other request may run on the groups during a comparison."""
 
     def __init__(self, client: HandoffClient, groups: HandoffGroups, sizes: Sizes) -> None:
         self._client, self._groups, self._sizes = client, groups, sizes
@@ -47,12 +47,12 @@ class AnswerComparison:
         raise MismatchError(f"the split system's answer is not the unsplit engine's: {why}")
 
     async def _judge(self, prompt: Sequence[int], tokens: Sequence[int]) -> Judged:
-        """Judges the last one of `tokens`."""
+        """Returns whether rounding explains the last one of `tokens`."""
         logprobs = _of_token(tokens[-1], await self._client.logprobs(prompt, tokens[:-1]))
         judge = self._groups.judge(prompt, tokens, compared_tokens(logprobs))
         return judge_answer([logprobs], judge)[0]._replace(position=len(tokens) - 1)
 
 
 def _of_token(token: int, logprobs: TokenLogprobs) -> TokenLogprobs:
-    """Returns the entry as if `token` had been chosen; a token outside the likeliest has probability 0."""
+    """Returns `logprobs` with `token` as the chosen token. If `token` is not in the list, its probability is 0."""
     return TokenLogprobs(token, dict(logprobs.top).get(token, -math.inf), logprobs.top)

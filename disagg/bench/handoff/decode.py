@@ -1,4 +1,4 @@
-"""Rounds of decoding: alone, beside a prefill-only prompt, and beside an arriving request, in turns."""
+"""Rounds of decoding: steps run alone, during a prefill-only prompt, or while another request arrives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from disagg.bench.handoff.sizes import ReportProgress, Sizes
 from disagg.core.errors import DisaggError
 
 TRIES = 8
-"""Tries per round: on a busy machine one turn may outlast all decoding, and the next try continues with the
-next turn."""
+"""Most tries per round. On a busy machine, one phase may last longer than all decoding; the next try continues with
+the next phase."""
 
 
 @dataclass
 class _Beside:
-    """Answers of one try."""
+    """Answers of one try: of the decoding requests, of the requests that arrived, and of the prefill-only prompts."""
 
     decoders: list[Served] = field(default_factory=list)
     arrivals: list[Served] = field(default_factory=list)
@@ -35,10 +35,9 @@ async def decode_rounds(
     answers: Sequence[list[int]],
     report_progress: ReportProgress,
 ) -> list[Sorted]:
-    """Runs a round for each repeat; `answers[i]` is the unsplit engine's to prompt `i`, which arrives in
-    round `i`.
+    """Runs a round for each repeat. In round `i`, prompt `i` arrives; `answers[i]` is the unsplit engine's answer.
 
-    Raises `MismatchError`, and `DisaggError` when a round has no step of one kind.
+    Raises `MismatchError` for a wrong answer, and `DisaggError` when a round has no step of one kind.
     """
     report_progress("reference answers of the decoders")
     prompts = [sizes.prompt(-1 - i, sizes.decoder_tokens) for i in range(sizes.decoders)]
@@ -82,8 +81,8 @@ async def _try(
 async def _beside(
     client: HandoffClient, sizes: Sizes, prompts: Sequence[list[int]], other: list[int], turns: Iterator[str]
 ) -> _Beside:
-    """Decodes all of `prompts`; meanwhile `other` arrives, is prefilled only, or nothing happens for the same
-    time."""
+    """Decodes all of `prompts`. Meanwhile, phases alternate: `other` arrives, `other` is only prefilled, or nothing
+    happens for the same time."""
     found = _Beside()
     async with asyncio.TaskGroup() as group:
         decoders: list[asyncio.Task[Served]] = []
@@ -106,7 +105,7 @@ async def _beside(
 
 
 def _sort(groups: HandoffGroups, sizes: Sizes, beside: _Beside) -> Sorted:
-    """Sorts the steps that consist of exactly the decoders."""
+    """Sorts the decode steps whose batch contains all decoding requests and no other request."""
     spans = groups.spans()
     arrivals = [arrival(spans, str(served.key)) for served in beside.arrivals]
     prefills, others = (

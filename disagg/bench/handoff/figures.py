@@ -10,9 +10,9 @@ from typing import NamedTuple
 from disagg.core.timeline import TimelineSpan
 
 LANDINGS = ("scatter", "land")
-"""Spans at whose end bytes are in their pages: through the ring, and by direct writes."""
+"""Names of the timeline spans that end when bytes are in their pages: through the ring, and by direct writes."""
 ARRIVALS = ("receive", "scatter", "write", "land")
-"""Spans in which a decode rank's memory is being written."""
+"""Names of the timeline spans during which a decode rank's memory is being written."""
 
 
 class Window(NamedTuple):
@@ -42,8 +42,8 @@ class RequestTransfer(NamedTuple):
     """Bytes that landed; heads replicated on several decode ranks count on each."""
 
     def exposed_s(self, computed_s: float) -> float:
-        """Returns the time from `computed_s`, the end of the prompt's computation, to the last landing; 0 if
-        earlier."""
+        """Returns the seconds from `computed_s`, the end of the prompt's computation, to the last landing; 0 if the
+        last landing was earlier."""
         return max(0.0, self.whole.stop_s - max(computed_s, self.whole.start_s))
 
 
@@ -83,8 +83,8 @@ def with_a_moment(windows: Iterable[Window], moments_s: Iterable[float]) -> list
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Returns the smallest value that at least `percent` % of the values do not exceed. Raises `ValueError`
-    without values."""
+    """Returns the smallest of the values for which at least `percent` % of the values are equal or smaller. Raises
+    `ValueError` without values."""
     if not values:
         raise ValueError("no values")
     return sorted(values)[max(1, math.ceil(len(values) * percent / 100)) - 1]
@@ -107,8 +107,8 @@ def sort_steps(
     prefills: Collection[Window],
     others: Collection[Window],
 ) -> Sorted:
-    """Sorts steps by the windows they overlap; steps that overlap only `others` (of requests not yet
-    arriving) are omitted."""
+    """Sorts steps by the windows that they overlap. Steps that overlap only windows of `others` are omitted: another
+    request was running then, but its KV was not arriving."""
     found = Sorted([], [], [])
     for step in steps:
         if any(map(step.meets, arrivals)):

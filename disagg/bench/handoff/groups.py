@@ -38,7 +38,7 @@ from transport.control.zmq import make_control
 from transport.keys.curve import make_keys
 
 START_TIMEOUT_S = 900.0
-"""Loading a large model takes minutes."""
+"""Time limit for starting the ranks; loading a large model takes minutes."""
 REQUEST_TIMEOUT_S = 600.0
 Kind = TypeVar("Kind", bound=m.Message)
 _ROLES: tuple[tuple[str, type[TimedHost]], ...] = (("prefill", TimedPrefillHost), ("decode", TimedDecodeHost))
@@ -47,8 +47,8 @@ _ROLES: tuple[tuple[str, type[TimedHost]], ...] = (("prefill", TimedPrefillHost)
 def spread_gpus(
     gpus: Sequence[str], prefill_tp: int, decode_tp: int
 ) -> tuple[list[str | None], list[str | None]]:
-    """Returns the GPU of each prefill and each decode rank, by the rule of `disagg.cluster.placement`; None
-    on a CPU."""
+    """Returns the GPU of each prefill and each decode rank, as `disagg.cluster.placement` would choose it; None for a
+    rank on a CPU."""
     if not gpus:
         return [None] * prefill_tp, [None] * decode_tp
     for_decode = min(decode_tp, len(gpus) - 1)
@@ -91,7 +91,7 @@ class HandoffGroups:
             call_all(ranks, "link", other)
 
     def restart(self) -> None:
-        """Starts a measurement. No request may be running."""
+        """Drops all records and starts a new measurement. No request may be running."""
         call_all([*self.prefill, *self.decode], "restart")
 
     def spans(self) -> list[TimelineSpan]:
@@ -103,13 +103,13 @@ class HandoffGroups:
         return call_all(ranks, "step_times")
 
     def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
-        """Returns answer and seconds of the prefill group's engine as an unsplit engine. No request may be
-        running."""
+        """Generates an answer with the prefill group's engine alone; returns the answer and the seconds taken. No
+        request may be running."""
         answers: list[tuple[list[int], float]] = call_all(self.prefill, "unsplit", prompt, max_tokens)
         return answers[0]
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int], candidates: Sequence[int]) -> Judge:
-        """Returns the prefill group's judgement of the last token of `answer`. No request may be running."""
+        """Returns the prefill group's `Judge` of the last token of `answer`. No request may be running."""
         judges: list[Judge] = call_all(self.prefill, "judge", prompt, answer, candidates)
         return judges[0]
 
@@ -117,7 +117,7 @@ class HandoffGroups:
         """Raises `InvariantError` unless the decode ranks' KV equals the prefill ranks' bit for bit, after
         quantization if any.
 
-        `tokens` are the prompt's. The request has ended, and no request has started since.
+        `tokens` is the length of the prompt. Call this after the request has ended, before another one starts.
         """
         computed: defaultdict[tuple[int, int], set[tuple[int, ...]]] = defaultdict(set)
         dtype = self.decode_info.layout.dtype
@@ -155,10 +155,10 @@ class HandoffGroups:
 
 
 class Served(NamedTuple):
-    """One answer, with times of this process's `time.monotonic()`."""
+    """One answer, with times in seconds of this process's `time.monotonic()`."""
 
     key: RequestKey
-    """As a string, the request's name in timeline spans."""
+    """Key of the request; `str(key)` is the request's name in timeline spans."""
     began_s: float
     """Time of the call of the router."""
     tokens: list[int]
@@ -197,8 +197,8 @@ class HandoffClient:
         """Returns the log-probabilities of the likeliest tokens after prompt and answer, computed by the
         split system.
 
-        With an answer, they come from a decode step after a hand-over of all tokens but the last. A bias
-        makes that last token the first generated one. Raises `DisaggError` when the bias is too small.
+        If `answer` is not empty, a decode step computes them: the request hands over all tokens except the last one,
+        and a logit bias forces the last one as first generated token. Raises `DisaggError` if the bias is too small.
         """
         name = f"logprobs-{next(self._numbers)}"
         before, last = [*prompt, *answer[:-1]], answer[-1:]
@@ -218,8 +218,7 @@ class HandoffClient:
         return found[-1]
 
     async def prefill_only(self, prompt: Sequence[int]) -> Served:
-        """Runs the prompt through the prefill group only, with a ticket that needs no position, so that no KV
-        is sent."""
+        """Runs the prompt on the prefill group only. Its ticket requests no position, so no KV is sent."""
         key, end = RequestKey(f"only-{next(self._numbers)}"), len(prompt)
         ticket = Ticket(key, 0, self._decode, Span(end, end))
         leader, sampling = self._prefill.leader.control_address, SamplingParams(max_tokens=1, ignore_eos=True)
@@ -249,7 +248,7 @@ async def client_of(groups: HandoffGroups) -> AsyncIterator[HandoffClient]:
 
 
 async def _first(box: ResponseInbox, kind: type[Kind]) -> Kind:
-    """Returns the next message of a kind; raises the error of a rank or of its loss."""
+    """Returns the next message of type `kind`; raises the error that a group reports, or the loss of a group."""
     while True:
         async with asyncio.timeout(REQUEST_TIMEOUT_S):
             _, message = await box.get()

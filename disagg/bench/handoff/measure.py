@@ -1,4 +1,4 @@
-"""Runs the requests of `disagg bench handoff` and measures their times; every answer is compared first."""
+"""Runs the requests of `disagg bench handoff` and measures their times; every answer is checked before it counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from disagg.model.rounding import Judged
 
 @dataclass(frozen=True)
 class HandOver:
-    """One prompt, served in each way; times in seconds."""
+    """Times of one prompt, in seconds: disaggregated (split), prefill-only, and by the unsplit engine."""
 
     moved: RequestTransfer
     exposed_s: float
@@ -27,7 +27,7 @@ class HandOver:
     """From the start of the first chunk to the end of the last one, on the device."""
     prefill_only_s: float
     split_s: tuple[float, float]
-    """To the first and to the second token."""
+    """Seconds from the request to its first and to its second token, disaggregated."""
     unsplit_s: tuple[float, float]
 
 
@@ -39,7 +39,7 @@ class HandoffMeasurements:
     rounds: list[Sorted] = field(default_factory=list)
     compared_tokens: int = 0
     judged: list[Judged] = field(default_factory=list)
-    """Differences that rounding explains; see `AnswerComparison`."""
+    """Differing tokens that rounding explains; see `AnswerComparison`."""
 
 
 async def measure(
@@ -76,7 +76,10 @@ async def _hand_over(
     answer: list[int],
     sends_first: bool,
 ) -> HandOver:
-    """Serves the prompt split and prefill-only, in either order, and unsplit."""
+    """Serves one prompt disaggregated, prefill-only and unsplit, and returns the times.
+
+    `sends_first`: whether the disaggregated run comes before the prefill-only run.
+    """
     if not sends_first:
         only, alone = await _alone(client, groups, prompt)
     served, spans, sending, written_s = await _split(client, groups, sizes, prompt)

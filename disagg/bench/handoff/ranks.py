@@ -161,7 +161,7 @@ class TimedDecodeRank(TimedRank, DecodeRank):
 
 
 class TimedHost(RankHost):
-    """Benchmark calls of a rank, beside those of a cluster. No request may be running during a call."""
+    """Adds the benchmark's calls to a rank's host. No request may be running during a call."""
 
     def start(self, rendezvous: Rendezvous) -> Started:
         """See `RankHost.start`. On a CPU a rank uses one thread, as under Ray, because ranks share the cores."""
@@ -182,9 +182,9 @@ class TimedHost(RankHost):
         return self._timed().kv_digests(key, tokens, dtype)
 
     def unsplit(self, prompt: Sequence[int], max_tokens: int) -> tuple[list[int], float]:
-        """Returns the answer of this group's engine as an unsplit engine, and the seconds taken.
+        """Generates an answer with this group's engine alone; returns the answer and the seconds taken.
 
-        All ranks of the group run the call together. Chunks are as long as those of a prefill step.
+        All ranks of the group must be called together. Prompt chunks are as long as in the group's prefill steps.
         """
         node = self._timed()
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -195,10 +195,9 @@ class TimedHost(RankHost):
             return answers[0], time.monotonic() - started_s
 
     def judge(self, prompt: Sequence[int], answer: Sequence[int], candidates: Sequence[int]) -> Judge:
-        """Returns this group's judgement of the last token of `answer`, after the earlier ones; `candidates`:
-        see `Judge`.
+        """Returns this group's `Judge` of the last token of `answer`, with log-probabilities of `candidates`.
 
-        All ranks of the group run the call together.
+        All ranks of the group must be called together.
         """
         node = self._timed()
         runner, chunk_tokens = node.runner, self.group_config.chunk_tokens
@@ -267,7 +266,7 @@ def digests(pool: torch.Tensor, slots: torch.Tensor, shard: Shard) -> dict[tuple
 
 @contextmanager
 def _own_rows(table: ReqToTokenPool) -> Iterator[None]:
-    """Lends rows of the leader's table to another engine; the leader uses none now."""
+    """Frees all rows of the leader's table for another engine within the block; no request may use a row."""
     for row in range(table.rows):
         table.free(row)
     try:

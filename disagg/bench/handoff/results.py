@@ -81,8 +81,8 @@ def _transfer(found: HandoffMeasurements, ceiling: Measurement) -> Iterator[Line
 
 
 def _landed(found: HandoffMeasurements, labels: dict[str, Label]) -> Iterator[Line]:
-    """Yields the landed bytes. `labels`: `tokens` of a prompt, and `bf16_bytes`, the size of their KV in
-    bfloat16."""
+    """Yields the figures of the landed bytes. `labels` must have `tokens`, the length of a prompt, and `bf16_bytes`,
+    the size of the prompt's KV in bfloat16."""
     tokens, bf16_bytes = int(labels["tokens"]), int(labels["bf16_bytes"])
     landed_bytes = [one.moved.nbytes for one in found.handovers]
     definition = (

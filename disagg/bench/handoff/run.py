@@ -1,7 +1,8 @@
-"""Measures hand-overs of a real model on real ranks: KV moves while it is computed, and every answer is compared.
+"""Measures the hand-over of requests from prefill to decode, with a real model on real ranks; checks every answer.
 
-Ranks are processes; this process is their router. Prompts are served split, prefill-only, and by the unsplit engine
-on the prefill group's own ranks.
+Each rank is a process; this process is their router. Each prompt is served by the disaggregated system (split), by
+the prefill group without a transfer, and by one engine on the prefill group's ranks that prefills and decodes
+(unsplit).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ GroupT = TypeVar("GroupT", bound=GroupConfig)
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffOptions:
-    """The options of `disagg bench handoff`, beside the configuration."""
+    """The options of `disagg bench handoff` that are not part of the configuration."""
 
     cuda: bool
     prefill_tp: int
@@ -49,9 +50,9 @@ class HandoffOptions:
     decoders: int
     """Number of requests that decode while others arrive."""
     decoder_tokens: int
-    """Length of their prompts."""
+    """Length of the decoding requests' prompts."""
     steps: int
-    """Tokens that each of them decodes in a round."""
+    """Number of tokens that each decoding request generates in a round."""
     repeats: int
 
 
@@ -173,7 +174,8 @@ async def _measure(
 
 
 def _with_room(group: GroupT, options: HandoffOptions, sizes: Sizes) -> GroupT:
-    """Returns the group with room for all decoders and two arriving prompts, of which one may not be released yet."""
+    """Returns the group's configuration with room for all decoding requests and two others: one that arrives, and the
+    previous one, whose memory may not be released yet."""
     page = group.page_size
     each = (sizes.decoder_tokens + sizes.steps, sizes.tokens + sizes.answer_tokens)
     decoding, arriving = (page * pages_for(tokens, page) for tokens in each)

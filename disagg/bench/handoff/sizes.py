@@ -22,17 +22,17 @@ class Sizes:
     decoder_tokens: int
     """Length of the decoding requests' prompts."""
     steps: int
-    """Tokens that each of them decodes in a round."""
+    """Number of tokens that each decoding request generates in a round."""
     repeats: int
     vocab_size: int
     tokens_equal: bool
-    """Whether all tokens must equal the unsplit engine's; otherwise rounding may decide between two tokens."""
+    """Whether all tokens must equal the unsplit engine's. If False, tokens may differ if rounding explains it."""
     quantized_values_differ: bool
     """Whether only the decode group's KV is quantized. Then only the first token of answers is compared,
     which the prefill group computes in both systems."""
 
     def compared(self, tokens: int) -> int:
-        """Returns how many of an answer's `tokens` are compared. The KV is compared in any case."""
+        """Returns how many of an answer's `tokens` tokens are compared. KV is always compared completely."""
         return 1 if self.quantized_values_differ else tokens
 
     def prompt(self, seed: int, tokens: int) -> list[int]:

@@ -1,1 +1,1 @@
-"""`disagg bench kernels` and `swap`: each kernel beside its ceiling."""
+"""`disagg bench kernels` and `disagg bench swap`: the speed of each kernel and its ceiling, from the same run."""

@@ -1,7 +1,7 @@
-"""The attention kernels beside ceilings of the device, with compared results.
+"""Measures the attention kernels and their ceilings on the same device, and checks the kernels' results.
 
-Decode is compared with plain reads, prefill with torch's attention over contiguous K and V, KV writes with a
-plain copy.
+The ceiling of decode is a plain read, that of prefill is torch's attention over contiguous K and V, and that of KV
+writes is a plain copy.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from kernels.dispatch import backend
 
 @dataclass(frozen=True)
 class AttentionBench:
-    """Settings of a run; the defaults are a rank that holds all heads of an 8B model, in one layer."""
+    """Settings of a run. The defaults are one layer of an 8B model, on a rank that holds all heads."""
 
     device: torch.device
     repeats: int
     page_size: int = 16
     decodes: tuple[tuple[int, int], ...] = ((64, 4096), (8, 32768), (1, 131072))
-    """Pairs of number of sequences and tokens of each."""
+    """Decode cases, as pairs (number of sequences, tokens of each sequence)."""
     prompt_tokens: int = 4096
     question_tokens: int = 64
     """New tokens of a prompt whose other `prompt_tokens` are in the pool."""
@@ -191,7 +191,8 @@ def _write(bench: AttentionBench, kv_dtype: torch.dtype, copies: Measurement) ->
 
 
 def _compare(found: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    """Compares `[..., heads, head_dim]`, token by token and head by head. Raises `InvariantError`."""
+    """Compares two tensors `[..., heads, head_dim]`, token by token and head by head. Raises `InvariantError` if they
+    differ by more than rounding."""
     allowed = rounding(found.dtype)
     error = (found.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     worst = float(error.max())

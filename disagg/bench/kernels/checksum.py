@@ -1,4 +1,4 @@
-"""The cost of a segment's checksum: each copy kernel with it, against the same kernel without it."""
+"""Measures the cost of a segment's checksum: the rate of each copy kernel with and without a checksum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gather and scatter against a plain copy on the same device, and the host time of a launch."""
+"""Measures gather and scatter against a plain copy on the same device, and the host time of a launch."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class KernelBench:
         return self.nbytes // (2 * self.layers * row_bytes) // self.page_size * self.page_size
 
     def case(self, row_bytes: int) -> CopyCase:
-        """Returns pool, slots and staging for one row width; rows are the middle of wider tokens where
-        possible."""
+        """Returns pool, slots and staging for one row width. The pool has 8 heads, or more if the row needs more."""
         heads = row_bytes // HEAD_BYTES
         all_heads = max(8, heads)
         first = (all_heads - heads) // 2
@@ -65,7 +64,7 @@ class KernelBench:
 
 @dataclass(frozen=True)
 class CopyCase:
-    """One segment: shuffled pages of half of a pool."""
+    """A segment of half of a pool's tokens, in shuffled pages."""
 
     pool: torch.Tensor
     slots: torch.Tensor
@@ -78,7 +77,7 @@ class CopyCase:
         return segment_bytes(self.pool, len(self.slots), self.layers, self.heads)
 
     def rows(self, pool: torch.Tensor) -> torch.Tensor:
-        """Returns uint8 `[nbytes]`: the segment of `pool` by plain indexing, for comparison."""
+        """Returns the segment of `pool` as uint8 `[nbytes]`, by torch indexing, for comparison."""
         found = pool[:, :, self.slots.long(), self.heads.start : self.heads.stop]
         return found.contiguous().view(-1).view(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Page copies within a pool, as for copy-on-write, against a plain copy of as many bytes."""
+"""Measures page copies within a pool, as used by copy-on-write, against a plain copy of equal size."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class PageCopyBench:
 
     device: torch.device
     row_bytes: tuple[int, ...]
-    """Bytes of one token's K, or V, in one layer: all heads of a rank, in 16 bits."""
+    """Bytes of one token's K (or V) in one layer, over all heads of a rank in a 16-bit type."""
     nbytes: int
-    """Bytes of all pages that are copied together; a pool has twice as many."""
+    """Bytes of all pages that are copied together; the pool is twice as large."""
     layers: int
     page_size: int
     repeats: int

@@ -1,4 +1,4 @@
-"""The quantizing gather beside the plain gather: the sender's cost of halving the bytes on the wire."""
+"""Measures the quantizing gather against the plain gather: the sender's cost of halving the bytes on the wire."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sampling step of a batch, whose tokens the host does not wait for, beside one read of its logits."""
+"""Measures the sampling step of a batch, without a wait for its tokens, against the time to read the logits once."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class SamplingBench:
     cases: dict[str, SamplingParams] = field(default_factory=_cases)
 
     def logits(self, spread: str) -> torch.Tensor:
-        """Returns float32 `[batch, vocab]`: probabilities are powers of a random rank (`text`), or logits are normal
-        (`noise`)."""
+        """Returns float32 `[batch, vocab]`. With `text`, a probability is a power of the token's random rank (Zipf);
+        with `noise`, logits are normally distributed."""
         shape = (self.batch, self.vocab)
         noise = torch.randn(shape, generator=torch.Generator(self.device).manual_seed(0), device=self.device)
         if spread == "noise":
@@ -68,9 +68,9 @@ class SamplingBench:
 
 
 def run(bench: SamplingBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Returns for each case the rate of one read of the logits in a step's time, and times.
+    """Returns the times of a step for each case, and the logits' bytes divided by the step's time.
 
-    Raises `InvariantError` for tokens that a sort would not draw.
+    Raises `InvariantError` if the tokens differ from those drawn by sorting.
     """
     report_progress("read of the logits")
     nbytes = 4 * bench.batch * bench.vocab
@@ -118,7 +118,7 @@ def _measure(
 
 
 def _check(bench: SamplingBench, logits: torch.Tensor, params: SamplingParams) -> None:
-    """Compares the first rows with those of a batch on the CPU."""
+    """Raises `InvariantError` unless the tokens of the first rows equal those drawn on the CPU."""
     rows = bench.rows(params)[:_CHECKED_ROWS]
     found = SamplingBatch(rows, (2,), bench.vocab, bench.device).sample(logits[:_CHECKED_ROWS])
     rows = bench.rows(params)[:_CHECKED_ROWS]

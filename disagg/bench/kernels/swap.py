@@ -1,5 +1,5 @@
-"""Swapping of pages to pinned host memory and back, as at a preemption, against a plain copy of as many
-bytes."""
+"""Measures the swapping of pages to pinned host memory and back, as in a preemption, against a plain copy of equal
+size."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class SwapBench:
 
     @property
     def pages(self) -> int:
-        """Pages of the request; the pool has twice as many."""
+        """Number of pages of the request; the pool has twice as many pages."""
         return self.tokens // self.page_size
 
     @property
@@ -53,7 +53,7 @@ class SwapBench:
 
 
 def run(bench: SwapBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
-    """Measures swaps out and in, from the order to the completion. Raises `InvariantError` for wrong bytes."""
+    """Measures swaps out and in, from the submission to the completion. Raises `InvariantError` for wrong bytes."""
     pool, swapper, failures = prepare(bench)
     order = torch.randperm(2 * bench.pages, generator=torch.Generator().manual_seed(0))
     source, target = (order + 1).view(2, -1).tolist()
@@ -106,7 +106,7 @@ def prepare(bench: SwapBench) -> tuple[MHATokenToKVPool, Swapper, list[str]]:
 
 
 def plain_rate(bench: SwapBench, out: bool) -> Measurement:
-    """Measures one contiguous copy between the device and pinned memory (on a CPU: memory)."""
+    """Measures one contiguous copy between the device and pinned memory; on a CPU, within host memory."""
     cuda = bench.device.type == "cuda"
     here = random_bytes(bench.nbytes, bench.device)
     host = torch.empty(bench.nbytes, dtype=torch.uint8, pin_memory=cuda)

@@ -22,7 +22,7 @@ Descriptors = npt.NDArray[np.uint64]
 """`[descriptors, 3]`: address, bytes, device."""
 
 DEVICE = 0
-"""Each process sees one device."""
+"""Device index in descriptors; each process sees only one device."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ def built(
 ) -> tuple[Descriptors, Descriptors]:
     """Returns one request's descriptors for source and destination, with each run of tokens in one piece.
 
-    `slots` are those of the request's tokens, `[tokens]` for each side. `[planes * pieces, 3]`, plane by
-    plane.
+    `slots` are the slots of the request's tokens, `[tokens]` for each side. Each result has the shape
+    `[planes * pieces, 3]`, plane by plane.
     """
     tokens = len(slots[0])
     starts = run_starts(slots) if is_whole(memories, part) else np.arange(tokens)
@@ -83,10 +83,10 @@ def built(
 def unit_tokens(
     memories: tuple[PoolMemory, PoolMemory], part: Shard, page_sizes: tuple[int, int], tokens: int
 ) -> int:
-    """Returns the tokens of one piece in lists prepared for all requests: a page if contiguous, otherwise one
-    token.
+    """Returns the number of tokens of one piece in lists prepared for all requests.
 
-    The size is the largest that divides both page sizes and the request, so that only the request is moved.
+    A piece is one token. If consecutive tokens are contiguous in both pools, it is the largest number of tokens that
+    divides both page sizes and the length of the request.
     """
     return math.gcd(*page_sizes, tokens) if is_whole(memories, part) else 1
 

@@ -1,8 +1,7 @@
-"""`disagg bench transfer --peer nixl`: the same requests moved by NIXL, beside this project's in the same
-run.
+"""`disagg bench transfer --peer nixl`: measures NIXL with the same requests, in the same run as this project.
 
-One pair of ranks is measured, that of the first route. If the groups' sizes differ, NIXL moves only a part of
-the bytes that the compared time covers.
+Only one pair of ranks is measured with NIXL: the pair of the first route. If the groups' sizes differ, NIXL therefore
+moves only a part of the bytes that this project moves in the compared time.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from staging.routes import plan_routes
 from staging.shards import make_shards
 
 MOST_S = 60.0
-"""Time limit for one transfer, and for the repeats of one way; longer ones are reported and ended."""
+"""Time limit for one transfer, and for all repeats of one way. A slower measurement is ended; the report says so."""
 _HOW = {
     "prepared": "descriptors chosen from lists of all pages that were prepared once",
     "built": "descriptors built for the request",
@@ -56,15 +55,15 @@ class Pair:
 
 @dataclass(frozen=True)
 class NixlResult:
-    """Times of one way of creating descriptors."""
+    """Transfer times with one way of creating descriptors (`WAYS`)."""
 
     way: str
     moved: tuple[NixlTransfer, ...]
     given_up: bool = False
-    """Whether the next transfer exceeded `MOST_S`."""
+    """Whether the measurement ended early, because the transfer after `moved` exceeded `MOST_S`."""
 
     def us(self, seconds: Callable[[NixlTransfer], float]) -> Measurement:
-        """Returns a part of each transfer's time, in microseconds."""
+        """Returns a time of each transfer, selected by `seconds`, in microseconds."""
         return Measurement("NIXL", "us", tuple(seconds(moved) * 1e6 for moved in self.moved))
 
 
@@ -81,7 +80,7 @@ def compare(
     threads: int,
     report_progress: Callable[[str], None] = lambda text: None,
 ) -> list[Result]:
-    """Yields `ours`, and NIXL's figures for the same requests. Raises `InvariantError` for wrong bytes."""
+    """Returns `ours` followed by NIXL's figures for the same requests. Raises `InvariantError` for wrong bytes."""
     pair, results = Pair.of(bench), list(ours)
     for tokens in bench.tokens:
         report_progress(f"NIXL, {tokens} tokens")
@@ -91,7 +90,7 @@ def compare(
 
 
 def measure(bench: TransferBench, pair: Pair, tokens: int, threads: int) -> list[NixlResult]:
-    """Measures both ways in two child processes, which are ended after `MOST_S`."""
+    """Measures both ways of creating descriptors in two child processes, which are killed after `MOST_S`."""
     gpus = visible_gpus() if bench.cuda else []
     found: list[NixlResult] = []
     with Processes() as processes:
@@ -198,7 +197,7 @@ def _definition(bench: TransferBench, pair: Pair, found: NixlResult) -> str:
 
 
 def _ours(ours: Sequence[Result], tokens: int) -> tuple[Measurement, Measurement | None]:
-    """Returns this project's time of such a request, and the ceiling of its rate."""
+    """Returns this project's time for a request of `tokens` alone, and the ceiling of its rate."""
     alone = [
         result
         for result in ours

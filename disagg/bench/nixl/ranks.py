@@ -50,7 +50,7 @@ class NixlOptions:
     name: str
     shard: Shard
     part: Shard
-    """The layers and heads that both ranks hold, which are moved."""
+    """The layers and heads that both ranks hold; these are moved."""
     layout: KVLayout
     page_size: int
     pool_slots: int
@@ -64,7 +64,7 @@ class NixlOptions:
 
 @dataclass(frozen=True)
 class PeerInfo:
-    """Data that a rank needs of its peer."""
+    """Data that a rank needs from its peer."""
 
     metadata: bytes
     """Opaque metadata of NIXL."""
@@ -81,7 +81,7 @@ class NixlTransfer:
     descriptors_s: float
     """Time until NIXL had its descriptors."""
     transfer_s: float
-    """Time from then until the source saw the completion of all writes."""
+    """Time from then on until the source saw the completion of all writes. Excludes `descriptors_s`."""
     descriptors: int
 
 

@@ -1,4 +1,4 @@
-"""The load client: thousands of streams over plain sockets, each checked against its expected text at its end."""
+"""The load client: thousands of streams over plain sockets. At its end, each stream's text is checked."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 OPENING = 64
 """Streams that are being opened at once."""
 _TOKEN = b'"text":"'
-"""Occurs once in each event with a token: the text of no answer contains a quotation mark."""
+"""Bytes that occur exactly once in each event with a token, because no answer contains a quotation mark."""
 _END = b"\r\n0\r\n\r\n"
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -109,7 +109,7 @@ class StreamConnection(asyncio.Protocol):
 
 
 class StreamCounts:
-    """Tokens that all connections have received, and a waiter for their number."""
+    """Counts the tokens that all connections have received; a task can wait for a number of tokens."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -122,7 +122,7 @@ class StreamCounts:
             self._waiter[1].set_result(None)
 
     async def reached(self, tokens: int, timeout_s: float) -> None:
-        """Returns when `tokens` tokens have been received in all. Raises TimeoutError."""
+        """Waits until `tokens` tokens have been received in total. Raises TimeoutError after `timeout_s`."""
         self._waiter = (tokens, asyncio.get_running_loop().create_future())
         self.add(0)
         async with asyncio.timeout(timeout_s):
@@ -150,7 +150,7 @@ class LoadClient:
         return self._counts.tokens
 
     def wait_received(self, tokens: int, timeout_s: float) -> None:
-        """Waits until `tokens` tokens have been received in all. Raises TimeoutError."""
+        """Waits until all streams together have received `tokens` tokens. Raises TimeoutError after `timeout_s`."""
         self._run(self._counts.reached(tokens, timeout_s))
 
     def requests(self, count: int, concurrency: int, tokens: int, check: bool = True) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 _SCHEDULED = 2
-"""Linux' clock id of a process' CPU time is `~pid << 3 | 2`, what `clock_getcpuclockid(3)` returns."""
+"""Lowest bits of a Linux CPU clock id, which is `~pid << 3 | 2`, as returned by `clock_getcpuclockid(3)`."""
 
 
 def cpu_s(pid: int) -> float:
-    """Returns the CPU seconds of all threads of a process, those that have ended included."""
+    """Returns the CPU seconds of all threads of a process, including threads that have ended."""
     return time.clock_gettime((~pid << 3) | _SCHEDULED)

@@ -21,7 +21,7 @@ _TRANSPORTS: list[Any] = []
 
 
 class _FloorHttp(HttpToolsProtocol):
-    """uvicorn's protocol, which lists the open connections."""
+    """uvicorn's HTTP protocol, with a list of all open connections."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -33,10 +33,10 @@ class _FloorHttp(HttpToolsProtocol):
 
 
 class FloorServer:
-    """Answers each request with the same events as the router, and writes prepared chunks to its connections."""
+    """A server without an engine: streams the same events as the router, from prepared chunks."""
 
     def __init__(self, chunk: bytes, config: ControlConfig) -> None:
-        """`chunk`: an event as the API sends it. `config` names the file of keys."""
+        """`chunk`: the bytes of one event, as sent by the API. `config` contains the path of the key file."""
         self._event = chunk
         self._chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
@@ -64,11 +64,11 @@ class FloorServer:
         return os.getpid(), self._listener.getsockname()[1], self._control.address
 
     def write(self, steps: int, steps_per_s: float) -> None:
-        """Writes `steps` chunks to each open connection, at this rate."""
+        """Writes `steps` chunks to each open connection, at `steps_per_s`."""
         asyncio.run_coroutine_threadsafe(self._write(steps, 1 / steps_per_s), self._loop).result()
 
     def wait_messages(self, count: int, timeout_s: float) -> None:
-        """Waits until `count` messages have been received in all. Raises TimeoutError."""
+        """Waits until `count` control messages have been received in total. Raises TimeoutError after `timeout_s`."""
         with self._arrived:
             if not self._arrived.wait_for(lambda: self._received >= count, timeout_s):
                 raise TimeoutError(f"{self._received} of {count} messages received")

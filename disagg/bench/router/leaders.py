@@ -1,7 +1,8 @@
-"""Leaders of simulated groups, with their directory: real control channels, and tokens at the caller's command.
+"""Leaders of simulated groups, with their directory. Control channels are real; the benchmark decides when tokens
+are sent.
 
-The answer to a prompt repeats the prompt's tokens. A request for at most `SHORT_TOKENS` tokens is answered at once;
-every other one is a stream, which gets its tokens in steps.
+The answer to a prompt repeats the prompt's tokens. A request for at most `SHORT_TOKENS` tokens is answered at once.
+A longer request is a stream, whose tokens are sent in steps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ SHORT_TOKENS = 2
 PAGE_SIZE = 16
 CONTEXT_TOKENS = 1024
 MAX_REQUESTS = 16384
-"""Requests of one decode group: more than any run has."""
+"""Capacity of one decode group in requests; no run has more."""
 CACHED_BLOCKS = 256
 """Block hashes that each group reports as cached."""
 
@@ -60,7 +61,7 @@ class SimulatedStream:
 
 @dataclass(slots=True)
 class _Owners:
-    """The decode leader of each request: a prefill leader starts the request's stream there."""
+    """The decode leader of each request, where the prefill leader starts the request's stream."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     decode: dict[RequestKey, SimulatedLeader] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class SimulatedLeader:
         return sum(map(len, together.values()))
 
     def begin(self, key: RequestKey) -> None:
-        """Starts a stream behind its first token, which the prefill group has sent."""
+        """Starts a stream with its second token; the prefill group has sent the first one."""
         with self._shared.lock:
             stream = self.streams.get(key)
             if stream is None:
@@ -191,7 +192,7 @@ class SimulatedGroups:
     """Pairs of a prefill and a decode group, and their directory, in one process."""
 
     def __init__(self, pairs: int, fingerprint: str, config: ControlConfig) -> None:
-        """`config` names the file of keys and a free port of the directory, 0."""
+        """`config` contains the path of the key file, and port 0 for the directory, which selects a free port."""
         shared = _Owners()
         self._pairs = [
             tuple(
@@ -216,7 +217,7 @@ class SimulatedGroups:
         self._directory.announce([leader.info for leader in self._announced], [])
 
     def decode(self, steps: int, tokens_per_s: float) -> int:
-        """Sends `steps` tokens of each stream at this rate over all streams; returns the number of tokens.
+        """Sends `steps` tokens of each stream, at `tokens_per_s` over all streams; returns the number of tokens.
 
         The groups' steps are spread evenly over time.
         """

@@ -1,4 +1,4 @@
-"""Runs the benchmark: a router, simulated groups and a load client in processes of their own."""
+"""Runs `disagg bench router`: a router, simulated groups and a load client, each in its own process."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from transport.keys.curve import make_keys
 from transport.keys.file import save_keys
 
 TIMEOUT_S = 120.0
-"""Time limit for the tokens of one window."""
+"""Time limit until the tokens of one measured window have arrived."""
 OPEN_TIMEOUT_S = 600.0
-"""Time limit for the first tokens of all streams."""
+"""Time limit until all streams have their first token."""
 IDLE_S = 2.0
-"""Time without requests in which the cost of heartbeats and reports is measured."""
+"""Duration of the measurement without requests, which gives the cost of heartbeats and reports."""
 CONCURRENCY = 8
-"""Short requests in flight."""
+"""Number of short requests in flight."""
 
 
 @dataclass(frozen=True)
 class RouterBench:
-    """Settings of a run. Each of `streams` is combined with each of `groups`."""
+    """Settings of a run, which measures each number in `streams` with each number in `groups`."""
 
     streams: tuple[int, ...]
     groups: tuple[int, ...]
@@ -64,26 +64,26 @@ class RouterBench:
 
 @dataclass
 class RouterPoint:
-    """Figures of one number of streams and groups; CPU time in microseconds, net of the idle router's."""
+    """Figures of one combination of streams and groups: CPU time in microseconds, less that of an idle router."""
 
     streams: int
     groups: int
     idle_share: float = 0.0
-    """CPU seconds of the idle router in one second."""
+    """CPU seconds that the idle router uses per second."""
     opening_us: float = 0.0
-    """For each request that opened a stream: a new connection, and the first token."""
+    """CPU time per request that opens a stream, including its new connection and first token."""
     token_us: list[float] = field(default_factory=list)
     request_us: list[float] = field(default_factory=list)
 
 
 @dataclass
 class FloorPoint:
-    """Unavoidable CPU time in microseconds."""
+    """Unavoidable CPU time of a router's work, in microseconds."""
 
     chunk_us: dict[int, list[float]] = field(default_factory=dict)
-    """By number of streams: for each chunk written."""
+    """CPU time per written chunk, by number of streams."""
     token_us: dict[int, list[float]] = field(default_factory=dict)
-    """By tokens of a message: for each token received."""
+    """CPU time per received token, by the number of tokens in a message."""
     request_us: list[float] = field(default_factory=list)
 
 
@@ -141,7 +141,7 @@ def _point(
 
 
 class CpuWindow:
-    """CPU seconds of a process from now on, without those of an idle one."""
+    """CPU seconds of a process since the creation of this object, less those of an idle process."""
 
     def __init__(self, pid: int, idle_share: float = 0.0) -> None:
         self._pid, self._idle_share = pid, idle_share
@@ -153,7 +153,7 @@ class CpuWindow:
 
 
 def _floor(bench: RouterBench, processes: Processes, groups: Remote, control: ControlConfig) -> FloorPoint:
-    """Measures the parts of the router's work that no router can avoid, in a process without one."""
+    """Measures the work that no router can avoid (HTTP, chunks, control messages), in a process without a router."""
     found = FloorPoint()
     server = processes.start("floor", None, FloorServer, event_of_a_token(), control)
     pid, port, address = server.call("where")
@@ -198,7 +198,7 @@ def event_of_a_token() -> bytes:
 
 
 def _results(points: list[RouterPoint], floor: FloorPoint) -> list[Result]:
-    """Returns the figures of all points. The floor of a token is its chunk, and its share of a message."""
+    """Returns the figures of all points. A token's floor is the cost of its chunk plus its share of a message."""
     found = []
     for p in points:
         labels: dict[str, Label] = {"streams": p.streams, "groups": p.groups}

@@ -27,7 +27,7 @@ LOOK_S = 0.05
 
 
 def router_config(keys: Path, port: int, streams: int) -> Config:
-    """Returns the defaults of `disagg serve`, with room for `streams` streams and as many requests beside them."""
+    """Returns the defaults of `disagg serve`, with room for `streams` streams and equally many other requests."""
     api = ApiConfig(
         host=HOST,
         port=port,

@@ -1,2 +1,1 @@
-"""`disagg bench serve`: load on an OpenAI-compatible endpoint, with each answer timed and checked. Needs no
-GPU."""
+"""`disagg bench serve`: sends load to an OpenAI-compatible endpoint; times and checks each answer. Needs no GPU."""

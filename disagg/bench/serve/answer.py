@@ -29,7 +29,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     requested_input_tokens: int | None
     requested_output_tokens: int
     input_tokens: int | None
-    """Reported by the server's usage, like `output_tokens`; None without usage."""
+    """From the `usage` field of the reply, like `output_tokens`; None if the server sent none."""
     output_tokens: int | None
     finish_reason: str | None
     kind: str
@@ -49,15 +49,14 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_s(self) -> float | None:
-        """Mean time of a token after the first; None without a second one. Independent of the tokens per
-        event."""
+        """Mean time per token after the first (TPOT), also if events carry several tokens; None below two tokens."""
         if not self.gaps_s or not self.output_tokens or self.output_tokens < 2:
             return None
         return sum(self.gaps_s) / (self.output_tokens - 1)
 
     @property
     def late_s(self) -> float | None:
-        """Delay of the client itself in sending."""
+        """Delay of the send behind its scheduled time, caused by the client itself."""
         return None if self.due_s is None else self.sent_s - self.due_s
 
 
@@ -69,8 +68,8 @@ class _StreamChoice(msgspec.Struct):
     def brings_token(self) -> bool:
         """Returns whether this event carries a token.
 
-        The text of a token may be empty: a special token, or one that ends within a character. An empty event
-        that opens a chat (the role) or gives the finish reason carries none.
+        A token may have an empty text, if it is a special token or ends within a character. An event with empty text
+        that contains the role (the first of a chat) or the finish reason carries no token.
         """
         if self.delta is None:
             return bool(self.text) or (self.text is not None and self.finish_reason is None)
@@ -109,7 +108,7 @@ class ResponseParser:
 
     @property
     def failed(self) -> bool:
-        """Whether the request has already failed, so that more bytes change nothing."""
+        """Whether the request has already failed. Later bytes are then ignored."""
         return self._failure is not None
 
     def fail(self, kind: str, problem: str) -> None:

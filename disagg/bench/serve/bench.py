@@ -32,7 +32,7 @@ class ServeBench:
     """Concurrency of a closed loop."""
     requests: int | None
     duration_s: float | None
-    """Duration of sending; either this or the number of requests is given."""
+    """Duration of sending; None if the number of requests is given instead."""
     slo: Slo
     timeout_s: float
     """Time limit for one answer."""
@@ -75,8 +75,8 @@ def run(
     bench: ServeBench,
     report_progress: Callable[[LoadProgress, int | None], None] = lambda counts, total: None,
 ) -> Report:
-    """Sends one probe request, then the load. `report_progress` is called with the counts after each request,
-    and the total.
+    """Sends one probe request, then the load. After each request, `report_progress` is called with the counts so far
+    and the total number of requests.
 
     Raises `DisaggError` when the server cannot be reached, or answers the probe with neither a valid answer
     nor 429.

@@ -17,8 +17,8 @@ from disagg.bench.serve.workload import WorkloadRequest
 from disagg.core.errors import DisaggError
 
 _KEEP_ALIVE_S = 2.0
-"""Shorter than the servers' keep-alive (uvicorn: 5 s). Otherwise a request could use a connection that is
-being closed, and count a disconnect caused by the client."""
+"""Must be shorter than a server's keep-alive (uvicorn: 5 s). Otherwise a request could use a connection that the
+server is closing, and would be counted as a disconnect."""
 _ERROR_BYTES = 1 << 16
 """Most bytes read of an error body."""
 
@@ -31,7 +31,7 @@ class ServeClient:
     """
 
     def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: RunClock) -> None:
-        """`url` has no final slash; `timeout_s` is for a whole answer."""
+        """`url` must have no final slash; `timeout_s` limits the time of a whole answer."""
         self._path = f"{url}/chat/completions" if chat else f"{url}/completions"
         self._models = f"{url}/models"
         self._timeout_s, self._clock = timeout_s, clock
@@ -90,7 +90,7 @@ class ServeClient:
             raise DisaggError(_refusal(self._path, row.kind, row.problem))
 
     async def send(self, request: WorkloadRequest, due_s: float | None) -> RequestResult:
-        """Sends a request and reads its answer; the row describes every failure."""
+        """Sends a request and reads its answer. Returns failures in the result, and does not raise them."""
         answer, sent_s = ResponseParser(request), self._clock.now()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -130,7 +130,7 @@ class _Models(msgspec.Struct):
 
 
 async def _some(response: httpx.Response) -> bytes:
-    """Returns the body, up to `_ERROR_BYTES`."""
+    """Returns the first bytes of a response's body, at most `_ERROR_BYTES`."""
     body = b""
     async for chunk in response.aiter_raw():
         body += chunk

@@ -1,4 +1,4 @@
-"""The same load on a split and a colocated system with the same number of ranks, one after the other."""
+"""Runs the same load on a disaggregated (split) system, then on a colocated system with the same number of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from disagg.core.config.read import ColocatedConfig, Config
 from disagg.core.errors import ConfigError, DisaggError
 
 WARM_SEED, CHECK_SEED = 1 << 20, 1 << 21
-"""Offsets of the seed: warm-up and comparison share no prompt with the measurement."""
+"""Offsets of the seed for warm-up and comparison, so that neither shares a prompt with the measurement."""
 WARM_REQUESTS = 4
 """Warm-up requests per rank."""
 
@@ -34,13 +34,13 @@ class CompareBench:
 
     systems: Systems
     loads: tuple[ServeBench, ...]
-    """Loads, in order, on each system. Their `url` is ignored."""
+    """The loads that run on each system, in this order. Their `url` is ignored."""
     check_equal: bool
     """Whether greedy answers are compared, token by token."""
 
 
 def both_systems(config: Config, colocated_tp: int | None = None) -> Systems:
-    """Returns the configured split system, and a colocated one with as many ranks.
+    """Returns the configured split system, and a colocated system with the same number of ranks.
 
     The colocated groups have `colocated_tp` ranks, by default as many as a decode group. Pool, batch and
     pages follow the decode groups, `chunk_tokens` the prefill groups; explicit settings of `colocated` take

@@ -53,7 +53,7 @@ class SystemsComparison(msgspec.Struct, frozen=True):
 
 
 def words(config: Config) -> str:
-    """Describes a system as `1 x prefill TP 2, 1 x decode TP 1`."""
+    """Describes a system's groups, for example as `1 x prefill TP 2, 1 x decode TP 1`."""
     return ", ".join(f"{kind.groups} x {role} TP {kind.ranks}" for role, kind in config.kinds.items())
 
 

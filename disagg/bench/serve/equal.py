@@ -17,7 +17,7 @@ from disagg.core.sampling import MAX_LOGPROBS
 from disagg.core.types import TokenLogprobs
 
 PROMPTS = 8
-"""Number of prompts, sent at once so that they share batches."""
+"""Number of prompts. All are sent at once, so that they share batches."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Difference(msgspec.Struct, frozen=True):
     position: int
     """Position of the first token that differs."""
     tokens: list[str | None]
-    """Each server's token at the position; None where its answer had ended."""
+    """Each server's token at the position; None if the server's answer had already ended."""
 
 
 class Equality(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Equality(msgspec.Struct, frozen=True):
     """Number of tokens of the first server."""
     differences: list[Difference]
     rounding: str = ""
-    """The unsplit engine's judgement of differing answers; empty without one."""
+    """Text that compares the difference with rounding, from `disagg.bench.serve.judge`; empty if not computed."""
     within_rounding: bool = False
     """Whether rounding explains all differences."""
 

@@ -1,4 +1,4 @@
-"""Judges with an unsplit engine or Hugging Face whether rounding explains different answers of two systems."""
+"""Finds out, with an unsplit engine or Hugging Face, whether rounding explains different answers of two systems."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from disagg.reference.answers import judge_answers, tokens_must_be_equal
 
 
 def judge(systems: Systems, answers: Sequence[Answers], equal: Equality) -> Equality:
-    """Returns `equal` with the judgement, if answers differ and rounding may be the cause.
+    """Returns `equal`; sets `rounding` and `within_rounding` if answers differ and rounding may be the cause.
 
-    `answers`: those of each system, in order. Both systems have ended, because the judge needs one of their
-    devices.
+    `answers`: the answers of each system, in the order of `systems`. Call this after both systems have ended, because
+    it uses one of their devices.
     """
     differ = [one.prompt for one in equal.differences]
     shown = [of_system[number] for of_system in answers for number in differ]

@@ -28,7 +28,7 @@ class RunClock:
         return time.perf_counter() - self._origin_s
 
     async def until(self, due_s: float) -> None:
-        """Sleeps until `due_s`; yields to other tasks in any case."""
+        """Sleeps until `due_s`. Other tasks run at least once, even if that time has passed."""
         await asyncio.sleep(max(0.0, due_s - self.now()))
 
 
@@ -58,7 +58,7 @@ class Load:
         clock: RunClock,
         report_progress: Callable[[LoadProgress], None],
     ) -> None:
-        """`request(index)` draws a request; `send` sends it with its scheduled time, and must not raise."""
+        """`request(index)` draws a request. `send(request, due_s)` sends it, and must not raise."""
         self._request, self._send, self._clock, self._report_progress = request, send, clock, report_progress
         self._rows: list[RequestResult] = []
         self._ended: Counter[str] = Counter()

@@ -1,8 +1,8 @@
-"""Overload of a server: latency of the accepted requests, compared with an idle server in the same run.
+"""Overloads a server and measures the latency of accepted requests, relative to light load in the same run.
 
-The client implements HTTP itself, with a connection per request, and reads only the status. An HTTP library
-spends more time on a request than the server on a refusal; on one machine, that time would be measured
-instead.
+The client implements HTTP itself, with one connection per request, and interprets only the status. An HTTP library
+needs more CPU time for a request than the server needs for a rejection. With client and server on one machine, the
+library would dominate the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Offer:
     """Requests of an open loop, with Poisson arrivals."""
 
     url: str
-    """Base URL of an OpenAI client: `http://HOST:PORT/v1`."""
+    """Base URL as for an OpenAI client: `http://HOST:PORT/v1`."""
     model: str
     api_key: str | None
     prompt_tokens: tuple[int, int]
@@ -39,7 +39,7 @@ class Offer:
     seed: int = 0
 
     def requests(self, count: int) -> list[bytes]:
-        """Returns the requests as bytes, drawn before sending to save time later."""
+        """Returns `count` random requests as bytes. They are built before the run, to save time during it."""
         parts, choose = urlsplit(self.url), random.Random(self.seed)
         key = f"Authorization: Bearer {self.api_key}\r\n" if self.api_key is not None else ""
         found = []
@@ -59,9 +59,9 @@ class RequestOutcome(NamedTuple):
     """Result of one request."""
 
     due_s: float
-    """Scheduled send time, from the start."""
+    """Scheduled send time, in seconds from the start."""
     late_s: float
-    """Delay of the send."""
+    """Delay of the send behind `due_s`."""
     status: int
     """HTTP status; 0: the connection broke, or was refused."""
     seconds: float
@@ -93,7 +93,7 @@ def phase(name: str, rate: float, replies: Iterable[RequestOutcome]) -> LoadPhas
 
 
 class _Exchange(asyncio.Protocol):
-    """Sends one request; `status` is set when the server has closed the connection after its reply."""
+    """Sends one request. `status` is set once the server has replied and closed the connection."""
 
     def __init__(self, request: bytes) -> None:
         self._request, self._first = request, b""
@@ -119,7 +119,7 @@ _STATUS = slice(9, 12)
 
 
 async def offer(load: Offer, rate: float, seconds: float) -> list[RequestOutcome]:
-    """Sends `rate` requests per second for `seconds`, whatever the replies; returns when all have ended."""
+    """Sends `rate` requests per second for `seconds`, independently of the replies; returns when all have ended."""
     requests, parts = load.requests(max(1, round(rate * seconds))), urlsplit(load.url)
     host, secure = parts.hostname or "", parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
@@ -152,7 +152,7 @@ async def offer(load: Offer, rate: float, seconds: float) -> list[RequestOutcome
 
 
 def second_half(replies: Sequence[RequestOutcome]) -> list[RequestOutcome]:
-    """Returns the replies to requests of the second half, when the server has detected the overload."""
+    """Returns the replies to requests due in the second half, when the server has already detected the overload."""
     end_s = max(reply.due_s for reply in replies)
     return [reply for reply in replies if reply.due_s > end_s / 2]
 
@@ -177,6 +177,6 @@ async def run(
 
 
 def slowdown(phases: Sequence[LoadPhase]) -> float | None:
-    """Returns the median latency of accepted requests relative to the idle server; None without answers."""
+    """Returns the median latency of accepted requests under overload, relative to light load; None if not known."""
     idle, much = phases[0].answered_s, phases[1].answered_s
     return much.p50 / idle.p50 if idle is not None and much is not None else None

@@ -70,7 +70,7 @@ def lines(report: Report) -> Iterator[str]:
 def report_json(report: Report) -> str:
     """Returns all results as JSON, with the command, the client's machine and the time.
 
-    Times in seconds, those of requests to the microsecond, with a line for each request.
+    Times are in seconds; those of requests are rounded to microseconds. Each request is one line.
     """
     content = {
         **provenance(),
@@ -86,7 +86,7 @@ def report_json(report: Report) -> str:
 
 
 def client() -> dict[str, Label]:
-    """Returns the properties that determine the client's speed. Without torch: the client needs no GPU."""
+    """Returns the properties of this machine that determine the client's speed. Does not import torch."""
     import httpx
 
     from disagg import __version__

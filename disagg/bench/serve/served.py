@@ -22,7 +22,7 @@ from disagg.core.errors import ConfigError, DisaggError
 
 LOOK_S = 0.05
 STOP_TIMEOUT_S = 90.0
-"""Time limit for running answers (`api.drain_timeout_s`) and for the ranks to end."""
+"""Time limit for a stop: running answers are finished (up to `api.drain_timeout_s`), then the ranks end."""
 
 
 class _Line(msgspec.Struct):
@@ -57,7 +57,8 @@ def _local(config: Config, request_timeout_s: float) -> Config:
 
 
 def _environment() -> dict[str, str]:
-    """Returns this environment without settings, which are in the file, and with this package on the path."""
+    """Returns this environment without variables for settings, which are in the file, and with this package on
+    PYTHONPATH."""
     found = {name: value for name, value in os.environ.items() if not name.startswith("DISAGG_")}
     root = str(Path(disagg.__file__).parents[1])
     return found | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}

@@ -27,12 +27,11 @@ class SseParser:
 
     @property
     def cut(self) -> bool:
-        """Whether an event is incomplete: at the end of a stream, it was cut."""
+        """Whether the last event is incomplete. At the end of the stream, this means that the stream was cut off."""
         return bool(self._rest or self._data)
 
     def feed(self, chunk: bytes) -> list[bytes]:
-        """Returns the events completed by `chunk`, in order. Raises `SseError` beyond `LIMIT_BYTES` of one
-        event."""
+        """Returns the events completed by `chunk`, in order. Raises `SseError` for an event above `LIMIT_BYTES`."""
         if not chunk:
             return []
         if self._after_cr:

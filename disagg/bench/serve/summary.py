@@ -12,13 +12,13 @@ from disagg.bench.handoff.figures import percentile
 from disagg.bench.serve.answer import OK, REFUSED, RequestResult
 
 LATE_S = 0.010
-"""Largest p99 delay of the client; beyond it, the client did not offer the requested load."""
+"""Largest acceptable p99 of the client's own send delays. Above it, the client did not offer the requested load."""
 _PERCENTS = (50, 90, 99)
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """Percentiles of a quantity over requests, or over intervals between tokens; seconds. Values are not
-    interpolated."""
+    """Percentiles, in seconds, of a quantity over requests or over intervals between tokens. Each percentile is one
+    of the values, without interpolation."""
 
     mean: float
     p50: float
@@ -32,11 +32,11 @@ class Slo(msgspec.Struct, frozen=True):
 
     ttft_s: float | None = None
     itl_s: float | None = None
-    """Limit for the mean over an answer's tokens after the first, as DistServe's TPOT (Zhong et al., 2024)."""
+    """Limit for the mean time per token after the first, like DistServe's TPOT (Zhong et al., 2024)."""
 
     def met_by(self, row: RequestResult) -> bool:
-        """Returns whether a correct answer met the SLO. Without a token, its end counts as TTFT; without a second
-        token, ITL is met."""
+        """Returns whether a answer met the SLO. If the answer has no token, its end counts as TTFT. With fewer
+        than two tokens, the ITL limit is met."""
         first_s = row.latency_s if row.ttft_s is None else row.ttft_s
         kept_first = self.ttft_s is None or first_s <= self.ttft_s
         return kept_first and (self.itl_s is None or row.token_s is None or row.token_s <= self.itl_s)
@@ -58,12 +58,12 @@ class Summary(msgspec.Struct, frozen=True):
     itl_s: Spread | None
     """All intervals between two events with tokens, over all answers."""
     token_s: Spread | None
-    """Mean time of an answer's token after the first, over answers."""
+    """Mean time per token after the first (TPOT), one value for each answer."""
     latency_s: Spread | None
     late_s: Spread | None
-    """Delays of all arrivals of an open loop, including failed ones."""
+    """The client's send delays for all requests of an open loop, including failed ones; None in a closed loop."""
     request_rate: float
-    """Requests per second; all rates are per second."""
+    """Correct answers per second. All rates are per second."""
     input_token_rate: float
     output_token_rate: float
     goodput: float

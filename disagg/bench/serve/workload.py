@@ -48,7 +48,7 @@ class Workload:
     prefix_tokens: int
     """Length of a prefix before the `input` tokens; 0: no shared prefixes."""
     prefixes: int
-    """Number of different prefixes, of which each request uses a random one."""
+    """Number of different prefixes; each request uses a random one of them."""
     token_ids: tuple[int, int]
     """The lowest and the highest token id of prompts."""
     ignore_eos: bool

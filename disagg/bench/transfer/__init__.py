@@ -1,1 +1,1 @@
-"""`disagg bench transfer` and `wire`: KV from pool to pool, and the transports alone."""
+"""`disagg bench transfer` measures KV transfers from pool to pool, `disagg bench wire` the transports alone."""

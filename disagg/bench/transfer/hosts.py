@@ -29,7 +29,7 @@ _SPIN_S = 0.0002
 
 
 class PrefillHost(BenchRank):
-    """Sends KV. The next request is computed as soon as the window of requests in flight has room."""
+    """Sends KV. When a request has been sent, the next one is marked as computed, so a fixed number is in flight."""
 
     role: ClassVar[str] = "prefill"
     _agent: SegmentSender
@@ -52,7 +52,7 @@ class PrefillHost(BenchRank):
     def send(
         self, keys: Sequence[RequestKey], tokens: int, in_flight: int, ahead: bool, start_at_s: float
     ) -> float:
-        """Sends the requests, `in_flight` at a time; returns when the first was computed, `time.monotonic()`.
+        """Sends the requests, `in_flight` at a time; returns the `time.monotonic()` at which the first was computed.
 
         `ahead`: leases are requested before `start_at_s`, as in a real step.
         """
@@ -183,7 +183,7 @@ class DecodeHost(BenchRank):
 
 
 def _sleep_until(at_s: float) -> None:
-    """Sleeps, then spins, to start within a microsecond of the other ranks: a sleep alone ends late."""
+    """Sleeps, then spins until `at_s`, so that all ranks start within a microsecond. A sleep alone ends late."""
     time.sleep(max(0.0, at_s - _SPIN_S - time.monotonic()))
     while time.monotonic() < at_s:
         pass

@@ -28,7 +28,7 @@ from transport.control import messages as m
 from transport.keys.curve import make_keys
 
 COMPUTE_S = 0.005
-"""Minimum time of a model's step: leases are requested before the step, and the KV exists after it."""
+"""Simulated duration of a model's step. Leases are requested before the step; the KV exists after it."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class TransferBench:
     tokens: tuple[int, ...]
     """Request sizes."""
     in_flight: int
-    """Requests in flight at once, back to back."""
+    """Number of requests in flight in the back-to-back rounds."""
     repeats: int
     cuda: bool
     prefill_tp: int = 1
@@ -47,7 +47,7 @@ class TransferBench:
     prefill_page_size: int = 16
     decode_page_size: int = 16
     config: Config = field(default_factory=Config)
-    """Provides `transfer`, `transport` and `control`."""
+    """Only the sections `transfer`, `transport` and `control` are used."""
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
@@ -60,7 +60,7 @@ class TransferBench:
 
     @property
     def ceiling_bytes(self) -> int:
-        """Bytes of a plain copy, which also limit one measurement of the wire."""
+        """Bytes of a plain copy. One measurement of the wire moves at most as many."""
         return ceiling_bytes(self.cuda)
 
     def cases(self) -> tuple[TransferRound, ...]:
@@ -82,7 +82,7 @@ class TransferBench:
         return page_size * (1 + max(case.count * pages_for(case.tokens, page_size) for case in self.cases()))
 
     def landed_bytes(self, tokens: int) -> int:
-        """Returns the bytes that one request brings to all decode ranks; replicated heads count on each."""
+        """Returns the bytes that land on all decode ranks for one request; replicated heads count on each rank."""
         shards = make_shards(self.layout.layers, self.layout.kv_heads, self.decode_tp)
         heads = sum(len(shard.heads) for shard in shards)
         return tokens * self.layout.token_bytes // self.layout.kv_heads * heads
@@ -157,7 +157,7 @@ def _results(
 
 
 class TransferGroups:
-    """The two groups, from the leaders' side."""
+    """Controls the two groups, as their leaders would."""
 
     def __init__(self, bench: TransferBench, processes: Processes, gpus: Sequence[str]) -> None:
         self._bench = bench
@@ -195,7 +195,7 @@ class TransferGroups:
         return "peer memory" if all(written) else "staging" if not any(written) else "both"
 
     def measure(self, case: TransferRound) -> tuple[float, ...]:
-        """Returns seconds from 'computed' to 'landed', of each request one at a time or of a whole round."""
+        """Returns the seconds from computed KV to landed KV: for each request if `in_flight` is 1, else per round."""
         pages = [case.pages(size, slots) for size, slots in zip(self._page_sizes, self._slots, strict=True)]
         call_all(self._prefill, "fill", pages[0], case.tokens)
         call_all(self._decode, "poison")

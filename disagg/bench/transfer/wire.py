@@ -34,7 +34,7 @@ _LEAST, _MOST = 8, 512
 _WAIT_S = 0.05
 CIPHER_BYTES = 256 << 20
 SWITCH_INTERVAL_S = 0.0002
-"""As in `disagg.node.rank`, whose import would take these processes seconds."""
+"""Thread switch interval, equal to that of `disagg.node.rank`; importing that module would take seconds."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def run(bench: WireBench, report_progress: Callable[[str], None] = lambda text: 
 
 
 def cipher_rate(key_bytes: int, repeats: int) -> Measurement:
-    """Measures AES-GCM alone on one core, in TLS records."""
+    """Measures AES-GCM encryption alone, on one core, in blocks of the size of a TLS record."""
     cipher, nonce = AESGCM(os.urandom(key_bytes)), bytes(12)
     plain, sealed = os.urandom(RECORD_BYTES), bytearray(RECORD_BYTES + 16)
     count = CIPHER_BYTES // RECORD_BYTES
@@ -155,7 +155,7 @@ class _End:
 
 
 class WireEnd(_End):
-    """An end that uses a transport as a rank does."""
+    """An end that uses a transport in the same way as a rank."""
 
     def __init__(self, backend: Backend, keys: ControlKeys, largest: int) -> None:
         super().__init__(largest)

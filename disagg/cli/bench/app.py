@@ -1,4 +1,4 @@
-"""`disagg bench`: one command for each benchmark; every figure is shown beside its ceiling."""
+"""`disagg bench`: one command for each benchmark. Figures are shown with their hardware ceilings."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def chaos(options: ChaosOptions) -> None:
 
 
 def _check_join(options: ChaosOptions) -> None:
-    """Raises `ConfigError` for flags of groups beside `--join`: `disagg launch` has its own."""
+    """Raises `ConfigError` if flags that describe groups are combined with `--join`: `disagg launch` has set them."""
     if options.join is None:
         return
     for one in flag_values(options):
@@ -184,7 +184,7 @@ def _settings(options: ChaosOptions) -> dict[str, str | float | None]:
 
 
 def _progress_lines() -> Callable[[str], None]:
-    """Returns a function that prints a line with the time since now to stderr, a terminal or not."""
+    """Returns a function that prints a line to stderr, with the seconds since this call. Works without a terminal."""
     begun_s = time.monotonic()
 
     def report_line(text: str) -> None:

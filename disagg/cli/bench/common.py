@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _made(out: Path | None) -> Path | None:
-    """Makes the folder before the measurement: a bad path must not cost the whole run."""
+    """Creates the folder of `--out` before the measurement, so that a bad path fails at once."""
     if out is not None:
         make_folder(out)
     return out
@@ -56,13 +56,13 @@ class Shown:
     json: Callable[[], str]
     table: Callable[[], Table]
     lines: Iterable[str]
-    """Printed below the table."""
+    """Lines of text below the table."""
     chart: Callable[[Path], None]
-    """Writes a PNG."""
+    """Writes the chart as a PNG to a path."""
 
 
 def show(name: str, shown: Shown, output: OutputFlags) -> None:
-    """Prints table and lines, or the JSON alone; writes `bench_NAME.json` and `.png` to the folder of `--out`.
+    """Prints the table and the lines, or only the JSON. Writes `bench_NAME.json` and `.png` to the folder of `--out`.
 
     Raises `ConfigError` when the files cannot be written.
     """
@@ -87,7 +87,7 @@ def show(name: str, shown: Shown, output: OutputFlags) -> None:
 
 
 def show_results(name: str, title: str, results: Sequence[Result], output: OutputFlags) -> None:
-    """`show` for the results of a micro-benchmark."""
+    """Calls `show` with the table, chart and JSON of a micro-benchmark's results."""
     from disagg.bench.common.report import as_json, definition_lines, results_table, write_chart
 
     shown = Shown(
@@ -128,7 +128,7 @@ def name_of(device: Any) -> str:
 
 @contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Shows the current measurement in a line on stderr, as logs do; the yielded function sets the text."""
+    """Shows the current measurement in a line on stderr. The yielded function sets the text of the line."""
     from rich.console import Console
 
     from disagg.core.config.read import LogConfig

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class CompareFlags:
-    """The systems that `--compare` starts; the other flags of this group need it."""
+    """`--compare`, and flags for the systems that it starts, which are valid only together with it."""
 
     compare: Annotated[
         Literal["colocated"] | None,
@@ -89,7 +89,7 @@ def parse_rates(text: str) -> list[float]:
 
 @contextmanager
 def progress() -> Iterator[ReportProgress]:
-    """Shows a bar during the run; its length is unknown in a closed loop that ends by time."""
+    """Shows a progress bar during the run. In a closed loop limited by time, the bar has no total."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -57,7 +57,7 @@ class HandoffModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoffSizeFlags:
-    """Sizes of the measured requests and of the load beside them."""
+    """Sizes of the measured requests, and of the requests that decode at the same time."""
 
     tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, help="Tokens of a prompt [8192; 512 on a CPU].")

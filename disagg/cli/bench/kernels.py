@@ -58,9 +58,9 @@ class KernelRun:
     """A chosen benchmark."""
 
     measure: Callable[[Callable[[str], None]], Sequence[Result]]
-    """Takes the function that shows the current measurement."""
+    """Runs the benchmark. The argument is called with a description of the current measurement."""
     name: str
-    """Part of the names of its files."""
+    """Part of the names of the result files."""
     title: str
 
 

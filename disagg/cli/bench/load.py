@@ -59,7 +59,7 @@ class LoadFlags:
 
     @property
     def request_count(self) -> int | None:
-        """The number of requests; None where `--duration-s` ends the load."""
+        """The number of requests; None if `--duration-s` ends the load."""
         return self.requests or (_REQUESTS if self.duration_s is None else None)
 
     def arrivals_at(self, rate: float | None, seed: int) -> Arrivals | None:
@@ -153,7 +153,7 @@ class LimitFlags:
 
 
 def check_positive(flags: dict[str, float | None]) -> None:
-    """Raises `ConfigError` for a value, by flag, that is not a positive finite number."""
+    """Raises `ConfigError` that names the flag unless each value is None or a positive finite number."""
     for flag, value in flags.items():
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"{flag} {value:g}: give a number above 0")

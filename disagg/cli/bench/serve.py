@@ -1,4 +1,4 @@
-"""`disagg bench serve`: flags to a run, and its output."""
+"""`disagg bench serve`: converts flags to a run of `disagg.bench.serve`, and prints its results."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _check(options: BenchServeOptions) -> None:
 def _loads(options: BenchServeOptions) -> list[ServeBench]:
     """Returns the run at `--rate` or `--concurrency`, or one run for each of `--rates`.
 
-    Each rate has its own prompts: prefix cache hits on an earlier rate's prompts would distort the next.
+    Each rate has its own prompts. With equal prompts, a rate would profit from the previous rate's prefix cache.
     """
     rates = options.systems.rates
     chosen = [options.load.rate] if rates is None else parse_rates(rates)
@@ -163,7 +163,7 @@ def _parameters(options: BenchServeOptions) -> dict[str, str | float | bool | No
 
 
 def allow_open_files() -> None:
-    """Raises the soft limit of open files as far as the system permits: an open loop may need thousands."""
+    """Raises the soft limit of open files as far as permitted, because an open loop may need thousands of sockets."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -21,7 +21,7 @@ class StepInputs:
     """
 
     def __init__(self, model: Any) -> None:
-        """Wraps `model.forward`: each call is a step and has the keywords `paged_context` and `position_ids`."""
+        """Wraps `model.forward`, which must be called once per step, with `paged_context` and `position_ids`."""
         self._context: AttentionContext | None = None
         self._positions: torch.Tensor | None = None
         own = model.forward
@@ -69,18 +69,18 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The changes that make one model family servable."""
+    """The changes that a model family needs so that it can be served."""
 
     adapt: Callable[[Any, StepInputs], None]
-    """Changes a newly built model, on the meta device, with attention `eager`."""
+    """Changes a new model in place. The model is on the meta device, and was built with `eager` attention."""
     refused: Callable[[Any], str] = lambda config: ""
     """Returns the reason why a configuration of the family is unsupported; empty if supported."""
     plan: Mapping[str, str] = field(default_factory=dict)
-    """Tensor-parallel plan of a family without one in transformers; see `base_model_tp_plan`."""
+    """Tensor-parallel plan, if transformers has none for the family; see `base_model_tp_plan`."""
 
 
 def plan_of(parent: str, columns: Iterable[str], row: str) -> dict[str, str]:
-    """Returns a plan for linear layers of `parent`: `columns` split by output, and `row`, their reader, by input."""
+    """Returns a plan for linear layers of `parent`: `columns` are split by output, the following `row` by input."""
     styles = dict.fromkeys(columns, "colwise") | {row: "rowwise"}
     return {f"{parent}.{child}": style for child, style in styles.items()}
 
@@ -90,7 +90,10 @@ def pass_context(
     step: StepInputs,
     through: Callable[[AttentionContext], AttentionContext] = lambda context: context,
 ) -> None:
-    """Passes the step's context, wrapped by `through`, to a module that calls the AttentionInterface without it."""
+    """Passes the step's context to a module that calls the AttentionInterface without a context.
+
+    `through` may replace or wrap the context.
+    """
     own = attention.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -106,7 +109,7 @@ def pass_contexts(model: Any, step: StepInputs) -> None:
 
 
 class Constant:
-    """A small tensor that every step reads on its own device."""
+    """A small constant tensor, kept on the device of the last step that used it."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value = value
@@ -119,7 +122,7 @@ class Constant:
 
 
 QKV = ("q_proj", "k_proj", "v_proj")
-"""Names of separate projections of queries, keys and values."""
+"""Names of the projections of a module with one projection each for queries, keys and values."""
 
 
 def projected(attention: Any, hidden_states: torch.Tensor) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
-"""DiffLlama: the difference of two attentions, with the two halves of the KV heads as their values.
+"""DiffLlama: each head subtracts a second attention from a first one; both attend to values of two KV heads.
 
-The cache stores each KV head with its values of both halves, which are then written and read once.
+The cache stores each K head with both of these values as one V head, so they are written and read once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _forward(
 
 
 def _factor(attention: Any, dtype: torch.dtype) -> Any:
-    """Returns the scalar weight of the second attention, which is subtracted."""
+    """Returns the scalar factor of the second attention, whose product is subtracted from the first attention."""
     pairs = ((attention.lambda_q1, attention.lambda_k1), (attention.lambda_q2, attention.lambda_k2))
     first, second = (torch.exp(torch.sum(q * k, dtype=torch.float32)).to(dtype) for q, k in pairs)
     return first - second + attention.lambda_init

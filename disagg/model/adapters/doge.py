@@ -1,7 +1,8 @@
 """Doge: an additional score for each key, computed from the values at the key's position.
 
 The KV cache stores the score as one more element of the key; the matching query element is the inverse scaling.
-Beyond `keep_window_size` tokens the model drops keys depending on all others, so the context is limited to that size.
+Beyond `keep_window_size` tokens, the model drops keys in a way that depends on all other keys. The context is
+therefore limited to this size.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 
 def _plain(linear: Any) -> nn.Linear:
-    """Returns an `nn.Linear` of equal shape in place of Falcon's own class, which cannot be split."""
+    """Returns an `nn.Linear` of equal shape, to replace a layer of Falcon's own class, which cannot be split."""
     return nn.Linear(
         linear.in_features,
         linear.out_features,

@@ -1,4 +1,5 @@
-"""JetMoe: attention experts, each with queries of every KV head, ordered by expert."""
+"""JetMoe: attention experts. Each expert has one query head for every KV head, and query heads are ordered by
+expert."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 @dataclass(frozen=True)
 class _ByExpert:
-    """The step's attention with the queries ordered by KV head; K and V are stored once, not per expert."""
+    """The step's attention context, which reorders queries by KV head. K and V are stored once, not per expert."""
 
     kv_heads: int
     own: AttentionContext

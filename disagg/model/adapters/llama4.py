@@ -1,4 +1,5 @@
-"""Llama 4: attention within chunks of positions; layers without rotary embeddings scale queries by position."""
+"""Llama 4: some layers attend within chunks of positions; layers without rotary embeddings may scale queries by
+position."""
 
 from __future__ import annotations
 
@@ -29,7 +30,10 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 @dataclass(frozen=True)
 class _Chunked:
-    """The step's attention in a layer with chunks of `chunk` tokens; the module `tuned` defines the query factors."""
+    """The step's attention context in a layer with chunks of `chunk` tokens (None: no chunks).
+
+    The module `tuned`, if any, defines a factor for each query.
+    """
 
     step: StepInputs
     chunk: int | None

@@ -18,7 +18,7 @@ _COMPUTED = {
     "prefix_lm": False,
     "qk_ln": False,
 }
-"""Settings of `attn_config` that transformers ignores; it always computes with these values."""
+"""Settings of `attn_config` that transformers ignores. Its implementation always uses the values given here."""
 
 
 def _adapt(model: Any, step: StepInputs) -> None:
@@ -31,7 +31,8 @@ def _adapt(model: Any, step: StepInputs) -> None:
 
 
 def _decode(decoder: Any, input_ids: torch.Tensor, **_: Any) -> BaseModelOutputWithPast:
-    """Runs the decoder without the biases and masks of the whole context, which its own `forward` builds per call."""
+    """Replaces the decoder's `forward`, without the biases and masks of the whole context that the original
+    builds."""
     hidden = decoder.wte(input_ids)
     for block in decoder.blocks:
         hidden, _ = block(hidden, position_bias=None, attention_mask=None)

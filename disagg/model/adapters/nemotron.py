@@ -1,4 +1,5 @@
-"""Nemotron: its attention calls the AttentionInterface, but its layers do not pass the step's context."""
+"""Nemotron: the attention module calls the AttentionInterface, but the layers do not pass the step's context to
+it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Sparse attention whose layers choose the tokens that they read (DeepSeek V3.2 and its kin).
+"""Sparse attention whose layers choose the tokens that they read (DeepSeek V3.2 and similar models).
 
-An *indexer* scores all tokens of a context by keys of its own, one vector for each token, and names the best. Those
-index keys are one class of layers in the KV cache. The model's own indexer scores one sequence at a time; only its
-cache differs from transformers.
+An *indexer* computes a score for every token of a context, from an index key per token, and returns the best tokens.
+The index keys are one class of layers in the KV cache. The model's own indexer of transformers computes the scores,
+one sequence at a time; this module only replaces the cache that the indexer reads and writes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class IndexedSequence:
     """Tokens of one sequence that an indexer scores together."""
 
     tokens: slice
-    """Range of its tokens in the step."""
+    """Range of these tokens among the step's tokens."""
     start: int
     """Position of the first of these tokens."""
     slots: torch.Tensor
     """int64 `[start + tokens]`: slots of the whole context."""
     keys: int
-    """Number of scored keys: the keys of the context, then masked keys up to the end of the prompt."""
+    """Number of scored keys: the keys of the context, followed by masked padding up to the end of the prompt."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class IndexStep:
 
     sequences: Sequence[IndexedSequence]
     pool: MHATokenToKVPool
-    """Pool of the index keys alone."""
+    """The pool that holds only index keys."""
     first: int
     """Index of the pool's first layer among the layers of the cache."""
     on_layer: LayerHook | None
@@ -51,7 +51,7 @@ class IndexStep:
 def index_step(
     batch: StepBatch, table: ReqToTokenPool, pool: MHATokenToKVPool, first: int, on_layer: LayerHook | None
 ) -> IndexStep:
-    """Returns the inputs of the indexers for `batch`, whose slices fit the block table."""
+    """Returns the inputs of the indexers for `batch`. The slices must fit the block table."""
     sequences: list[IndexedSequence] = []
     tokens = 0
     for one in batch.sequences:
@@ -66,8 +66,8 @@ def index_step(
 def _pieces(one: SequenceSlice) -> Iterator[tuple[Span, int]]:
     """Yields each span of positions that is scored together, with its number of keys, as in `generate()`.
 
-    A prompt is scored at once, and an answer token by token, also in a recomputation: the choice of `torch.topk`
-    among equal scores depends on these shapes.
+    A prompt is scored as a whole, and an answer token by token, even in a recomputation, because the choice of
+    `torch.topk` among equal scores depends on these shapes.
     """
     prompt = one.prompt_tokens or one.stop
     if one.start < prompt:
@@ -83,7 +83,7 @@ class _SequenceKeys:
         self._step, self._sequence, self._layer = step, sequence, layer
 
     def update_indexer(self, keys: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Stores `keys` `[1, tokens, dim]`; returns the keys of the context, then masked ones, `[1, keys, dim]`."""
+        """Stores `keys` `[1, tokens, dim]`. Returns the context's keys, padded with zeros to `[1, keys, dim]`."""
         pool, one = self._step.pool, self._sequence
         pool.write_keys(self._layer, one.slots[one.start :], keys.transpose(0, 1))
         found = pool.read_keys(self._layer, one.slots).transpose(0, 1).to(keys.dtype)
@@ -94,15 +94,15 @@ class PagedIndexer:
     """Replaces an indexer's `forward`; the runner sets `step` before each step."""
 
     def __init__(self, indexer: Any, layer: int) -> None:
-        """`layer`: layer of the KV cache with the index keys."""
+        """`layer`: the layer of the KV cache that stores the index keys."""
         self._forward, self._layer = indexer.forward, layer
         self.step: IndexStep | None = None
-        """None: one sequence, whose keys are not stored."""
+        """Inputs of the current step; None: the tokens are one whole sequence, and keys are not stored."""
 
     def __call__(self, *args: Any, past_key_values: None = None, **more: Any) -> torch.Tensor:
-        """Returns the positions that each token reads, int32 `[1, tokens, most]`; -1 fills unused places.
+        """Returns the positions that each token reads, int32 `[1, tokens, most]`, padded with -1.
 
-        The arguments are those of the model's indexer, for all sequences of the step.
+        Takes the arguments of the model's indexer, for all sequences of the step together.
         """
         count = args[0].shape[1]
         if self.step is None:
@@ -136,7 +136,7 @@ class PagedIndexer:
 
 
 def _part(x: Any, tokens: slice, mask: torch.Tensor) -> Any:
-    """Returns the sequence's part of an argument, and `mask` for the empty mask of `no_mask`."""
+    """Returns the part of an argument that belongs to `tokens`; replaces the empty mask of `no_mask` with `mask`."""
     if isinstance(x, tuple):
         return tuple(_part(each, tokens, mask) for each in x)
     if not isinstance(x, torch.Tensor):
@@ -145,7 +145,7 @@ def _part(x: Any, tokens: slice, mask: torch.Tensor) -> Any:
 
 
 def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer]:
-    """Wraps each indexer of `model` in a `PagedIndexer`; `places` give the cache layer of its index keys."""
+    """Wraps each indexer of `model` in a `PagedIndexer`. `places` has the cache layer of each indexer's keys."""
     found = []
     for module in model.modules() if any(place.index >= 0 for place in places) else ():
         if isinstance(getattr(module, "indexer", None), nn.Module):
@@ -159,7 +159,8 @@ def wrap_indexers(model: Any, places: Sequence[LayerPlace]) -> list[PagedIndexer
 def no_mask(
     _: nn.Module, args: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Passes an empty mask to attention with an indexer: transformers slices the mask, and ours is None."""
+    """Replaces a mask of None by an empty tensor, because transformers slices the mask of attention with an
+    indexer."""
     if named.get("attention_mask") is None:
         named["attention_mask"] = torch.empty(1, 1, 0, 0, dtype=torch.bool)
     return args, named

@@ -51,9 +51,9 @@ def use_kernels(
 
 
 class KernelStep:
-    """Attention context on the kernels: writes K and V to the pool by slot, then attends to the pool.
+    """Attention context that uses the kernels: writes K and V to the pool by slot, then attends to the pool.
 
-    Leading one-token sequences use the decode kernel; later single tokens are short chunks.
+    The one-token sequences at the start of the step use the decode kernel. All others use the prefill kernel.
     """
 
     def __init__(

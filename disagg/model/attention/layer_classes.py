@@ -1,4 +1,4 @@
-"""Attention of a model whose layers differ in their heads or share K and V: one context per layer class."""
+"""Attention of a model whose layers differ in their heads or share K and V: one attention context per layer class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class AttentionClass:
 
 
 Make = Callable[[AttentionClass, MHATokenToKVPool, LayerHook | None, bool], AttentionContext]
-"""Creates a step's context for one layer class; the last argument: whether the context writes K and V."""
+"""Creates a step's context for one layer class. The last argument is whether the context writes K and V."""
 
 
 class ClassedStep:
@@ -63,5 +63,5 @@ class ClassedStep:
 
 
 def _behind(on_layer: LayerHook | None, start: int) -> LayerHook | None:
-    """Returns the layer hook of a class whose first layer is layer `start` of the cache."""
+    """Returns a layer hook for one class, which adds `start`, the class's first layer in the cache, to the layer."""
     return None if on_layer is None else lambda layer: on_layer(start + layer)

@@ -31,9 +31,9 @@ class AttentionContext(Protocol):
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attends with `q` `[T, query heads, dim]`, `k` and `v` `[T, kv heads, dim]`.
+        """Returns the attention of the step's tokens, `[T, query heads, dim of v]`.
 
-        Returns `[T, query heads, dim of v]`.
+        `q` has the shape `[T, query heads, dim]`; `k` and `v` have the shape `[T, kv heads, dim]`.
         """
 
 
@@ -47,10 +47,11 @@ def paged_attention(
     paged_context: AttentionContext | None = None,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attends for transformers, which calls it in each layer with `[rows, heads, T / rows, dim]` tensors.
+    """Computes a layer's attention. transformers calls this in each layer with `[rows, heads, T / rows, dim]`
+    tensors.
 
     `named`: `scaling`, `sliding_window`, `softcap`, `s_aux`, `alibi_slopes`, `alibi_dtype` and `indices` (tokens
-    that each query reads); all others that do not change the result are ignored.
+    that each query reads). Other arguments are ignored if they do not change the result.
     Returns `[rows, T / rows, query heads, dim]`; rows are the step's tokens in order.
     Raises UnsupportedModelError for a call that the paged attention cannot compute exactly.
     """
@@ -149,7 +150,8 @@ def _of_tokens(params: AttentionParams, tokens: torch.Tensor | slice) -> Attenti
 
 
 class SharedHeads:
-    """Context of a rank with unsplit projections: attends with the rank's heads, then sums over the ranks."""
+    """Attention context of a rank whose projections are not split: attends with the rank's heads, then adds the
+    results of all ranks."""
 
     def __init__(self, own: AttentionContext, queries: Span, heads: Span, collective: Collective) -> None:
         self._own = own

@@ -1,7 +1,7 @@
 """Records the attention calls of a model for one token before any request.
 
-Attention that the configuration does not describe is refused at start: shared or unequal K and V, attention outside
-of `paged_attention`, windows that exist only in a mask.
+The recorded calls are compared with the configuration. A model is refused at start if its attention differs, for
+example by shared K and V, attention outside of `paged_attention`, or windows that exist only in a mask.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ class ShapeProbe:
 
 @contextmanager
 def without_other_ranks(model: Any) -> Iterator[None]:
-    """Runs the rank's part of `model` without the other ranks inside the block: only shapes are correct."""
+    """Inside the block, the rank's part of `model` runs without the other ranks: shapes are correct, values are
+    not."""
     rows = [module for module in model.modules() if isinstance(module, RowParallelLinear)]
     collectives = [row.collective for row in rows]
     for row in rows:

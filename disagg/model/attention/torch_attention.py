@@ -35,10 +35,10 @@ class HeadMap:
 def attend_decode(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, params: AttentionParams
 ) -> torch.Tensor:
-    """Attends with one query token per sequence: `q` `[n, heads, group, dim]`, `k`, `v` `[n, keys, heads, dim]`.
+    """Returns the attention of one query token per sequence, `[n, heads, group, dim]`.
 
-    `positions` int64 `[n]` are the queries' positions; later keys are padding and must be finite. Returns
-    `[n, heads, group, dim]`.
+    `q` has the shape `[n, heads, group, dim]`, `k` and `v` have `[n, keys, heads, dim]`. `positions`, int64 `[n]`,
+    are the queries' positions; later keys are padding and must be finite.
     """
     keys = torch.arange(k.shape[1], device=k.device)
     queries, keys = positions[:, None, None, None], keys[None, None, None, :]
@@ -51,12 +51,11 @@ def attend_decode(
 def attend_prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, params: AttentionParams
 ) -> torch.Tensor:
-    """Attends with the tokens of one sequence from position `start` on.
+    """Returns the attention of one sequence's tokens from position `start` on, `[heads, group, n, dim]`.
 
-    `q` is `[heads, group, n, dim]`, `k` and `v` are `[keys, heads, dim]` with `keys == start + n`.
+    `q` has the shape `[heads, group, n, dim]`, `k` and `v` have `[keys, heads, dim]` with `keys == start + n`.
 
-    Processes blocks of queries with their visible keys only, to bound the memory. Returns
-    `[heads, group, n, dim]`.
+    Queries are processed in blocks, each with its visible keys only, to bound the memory.
     """
     heads, group, count, _ = q.shape
     block = max(1, SCORES_PER_BLOCK // (heads * group * k.shape[0]))
@@ -106,8 +105,10 @@ def _weights(
     heads_shape: tuple[int, ...],
     chosen: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns the softmax of `scores`. The positions `queries` and `keys` broadcast to the shape of `scores`. So do
-    values per query head in `heads_shape`, and `chosen`, bool, which limits the visible keys."""
+    """Returns the softmax of `scores` over the visible keys.
+
+    These broadcast to the shape of `scores`: the positions `queries` and `keys`; parameters per query head, reshaped
+    to `heads_shape`; and `chosen`, bool, which limits the visible keys."""
     dtype = scores.dtype
     if params.alibi_slopes is not None:
         scores = scores.float() + _alibi(

@@ -1,6 +1,6 @@
-"""Collectives of one tensor-parallel group: one rank alone, and threads of one process (tests).
+"""Collectives of a tensor-parallel group with one rank, or with ranks that are threads of one process (for tests).
 
-Collectives of ranks in processes are in `shared.py` and `nccl.py`.
+Collectives of ranks in separate processes are in `shared.py` and `nccl.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class SingleCollective:
     recordable = True
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Leaves the tensor unchanged: it is the sum over one rank."""
+        """Leaves the tensor unchanged, because the sum over one rank is the tensor itself."""
 
     def barrier(self) -> None:
         """Returns at once."""
@@ -47,7 +47,7 @@ class ThreadCollective:
 
     `rank_sum` adds in rank order: an element has the same bits on every rank and in a tensor of any size.
 
-    Ranks on CUDA must share one device and one stream: nothing here orders streams.
+    Ranks on CUDA must share one device and one stream, because this class does not synchronize streams.
     """
 
     recordable = False

@@ -1,7 +1,7 @@
 """Rendezvous of the ranks of one host: a unix socket in a private directory, removed after the rendezvous.
 
-Rank 0 listens; each other rank connects to it. Rank 0 then gives every pair of the others a socket pair, and every
-rank the shared memory's descriptor. Nothing listens afterwards.
+Rank 0 listens, and every other rank connects to rank 0. Rank 0 then sends one end of a socket pair to each of two
+ranks, for every two other ranks, and the descriptor of the shared memory to every rank. No socket listens afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Meeting(NamedTuple):
 
 
 def meet(directory: Path, rank: int, size: int, memory_bytes: int, timeout_s: float) -> Meeting:
-    """Returns when all `size` ranks have connected. `directory` is readable by the own user only.
+    """Returns when all `size` ranks have connected. Only this user may have access to `directory`.
 
     Raises `OSError` when a rank disconnects, and `TimeoutError`, a subclass, when not all connect within `timeout_s`.
     """
@@ -48,7 +48,8 @@ def meet(directory: Path, rank: int, size: int, memory_bytes: int, timeout_s: fl
 
 
 def shared_memory(size_bytes: int) -> int:
-    """Returns the descriptor of new anonymous memory of sealed size: no access can fault."""
+    """Returns the descriptor of new anonymous memory. Its size is sealed, so that no access to the mapping can
+    fault."""
     import fcntl
 
     fd = os.memfd_create("disagg-collective", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -82,7 +83,7 @@ def _host(path: Path, size: int, memory_bytes: int, until_s: float) -> Meeting:
 
 
 def _admit(guest: socket.socket, peers: dict[int, socket.socket], size: int, until_s: float) -> None:
-    """Keeps the connection of an expected rank of the own user; closes any other connection."""
+    """Adds the connection to `peers` if it comes from an expected rank of this user; closes it otherwise."""
     try:
         guest.settimeout(_left(until_s))
         rank, its_size = _HELLO.unpack(_receive(guest, _HELLO.size))

@@ -1,7 +1,7 @@
-"""The collective over NCCL, through `torch.distributed`'s backend: a GPU of its own for each rank, all of one host.
+"""The collective over NCCL, by the backend of `torch.distributed`. Each rank has its own GPU; all ranks share a host.
 
-The backend is made directly and not through `init_process_group`: that call has one global group per process,
-and libraries that find it set up change their behaviour (transformers shards over it).
+The backend is created directly, not by `init_process_group`, which sets up one global group per process. Libraries
+change their behaviour if a global group exists: transformers, for example, shards models over it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class NcclCollective:
         """Joins the group on the current device; returns when all ranks have.
 
         `directory` is the same for all ranks and private to the user (`disagg.core.folders.private_folder`). It holds
-        the ranks' store (a file, no port), which NCCL may read while the group exists; the caller removes it.
-        `deterministic`: an element's sum has the same bits whatever the size of its tensor. Raises PeerLostError when
-        the ranks do not meet within `timeout_s`.
+        the ranks' store (a file, no port), which NCCL may read while the group exists; the caller removes it
+        afterwards. With `deterministic`, the bits of an element's sum do not depend on the tensor's size. Raises
+        PeerLostError when not all ranks join within `timeout_s`.
         """
         self.rank = rank
         self.size = size

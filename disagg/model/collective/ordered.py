@@ -1,8 +1,8 @@
 """An all-reduce over `torch.distributed` with one summation order, for `model.deterministic`.
 
-The backends' own all-reduces choose an algorithm by the tensor's size, and begin the sum of each piece at another
-rank. An element's bits then depend on its position, and so on the rest of the batch. Here each element is summed from
-rank 0 on, for every size and on both paths below.
+The backends' own all-reduces choose an algorithm by the tensor's size, and begin the sum of each piece at a different
+rank. An element's bits then depend on its position in the tensor, and so on the rest of the batch. In this module,
+each element is summed in the order of ranks, from rank 0 on, for every size and in both algorithms.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""The collective of ranks of one host without a GPU each: parts in shared memory, synchronized over unix sockets.
+"""The collective of ranks of one host that do not each have their own GPU: data in shared memory, unix sockets to
+synchronize.
 
-Each rank writes its part, waits until every rank has written, and adds all parts in rank order. Two halves of the
-memory alternate. A rank reuses a half only after the next sum's exchange, and each rank enters that exchange after
-reading the half. One exchange per sum is therefore enough.
+In an all-reduce, each rank writes its data to its part of the memory, waits until every rank has written, and adds
+all parts in rank order. One exchange of messages per all-reduce is enough, because calls use the two halves of the
+memory alternately: a rank writes to a half again only after the exchange of the next call, which every rank enters
+after it has read the half.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ PART_BYTES = 1 << 20
 """Size of a rank's part in one sum. Larger tensors need several sums."""
 _TOKEN = b"."
 _TOKENS = 64
-"""Bytes of one read. A rank is at most one exchange ahead of another, so one read drains the socket."""
+"""Most bytes of one read from a socket. No rank is more than one exchange ahead, so one read drains the socket."""
 
 
 class SharedCollective:
@@ -40,8 +42,8 @@ class SharedCollective:
     recordable = False
 
     def __init__(self, *, rank: int, size: int, directory: Path, timeout_s: float = 60.0) -> None:
-        """Joins the group; returns when all ranks have joined. `directory` is common to the ranks, empty, and private
-        to the user (`disagg.core.folders.private_folder`).
+        """Joins the group; returns when all ranks have joined. All ranks pass the same `directory`, which is empty
+        and private to the user (`disagg.core.folders.private_folder`).
 
         Raises PeerLostError if a rank does not join within `timeout_s`, which also limits each later exchange.
         """

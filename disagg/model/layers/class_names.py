@@ -1,4 +1,5 @@
-"""Names of transformers' module classes, as the registries of fused layers spell them: `llama.LlamaRMSNorm`."""
+"""Names of transformers' module classes, in the form of the registries of fused layers, such as
+`llama.LlamaRMSNorm`."""
 
 from __future__ import annotations
 
@@ -26,5 +27,5 @@ def from_source(module: nn.Module, name: str) -> Any:
 
 
 def by_name(*groups: tuple[Form, str]) -> dict[str, Form]:
-    """Returns a registry of forms by class name, made of pairs (form, class names separated by spaces)."""
+    """Returns a registry: the form of each class name. A group is a pair (form, class names separated by spaces)."""
     return {name: form for form, names in groups for name in names.split()}

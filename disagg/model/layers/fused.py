@@ -2,8 +2,8 @@
 
 Registries name the module classes of transformers that the kernels compute exactly: `norms.NORMS`,
 `residuals.PRE_NORM_LAYERS`, `gated_mlps.GATED_MLPS`, `rotary_forms.ROTARY_ATTENTION` and
-`rotary_attention.OWN_FORWARDS`. A module of any other
-class stays as it is. Only modules of the one built model change, never transformers itself.
+`rotary_attention.OWN_FORWARDS`. A module of any other class is not changed. The replacement changes instances of
+modules, and does not patch classes of transformers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from disagg.model.layers.rotary_attention import fuse_rotary
 
 @dataclass
 class Fused:
-    """Counts of one model's modules that run in kernels."""
+    """Numbers of a model's modules that use the kernels."""
 
     norms: int = 0
     rotary: int = 0
@@ -36,7 +36,8 @@ class Fused:
 
 
 def fuse(model: Any) -> Fused:
-    """Replaces the forwards of registered modules of `model`, after its weights are filled and before any step."""
+    """Replaces the `forward` of each registered module of `model`. Call this after loading weights, before any
+    step."""
     fused = Fused()
     for module in model.modules():
         if _is_unchanged(module):
@@ -49,5 +50,5 @@ def fuse(model: Any) -> Fused:
 
 
 def _is_unchanged(module: nn.Module) -> bool:
-    """Returns whether `module` has neither hooks nor a forward of its own."""
+    """Returns whether `module` has no hooks, and the `forward` of its class."""
     return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))

@@ -1,4 +1,5 @@
-"""The gated MLP classes of transformers whose `silu(gate) * up` the kernel `silu_mul` computes bit for bit."""
+"""The gated MLP classes of transformers whose `silu(gate) * up` can be computed by the kernel `silu_mul`, bit for
+bit."""
 
 from __future__ import annotations
 

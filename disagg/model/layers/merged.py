@@ -1,9 +1,9 @@
-"""Projections of one input, computed as one product: queries, keys and values; gate and up of an MLP.
+"""Merges projections of the same input into one matrix product: queries, keys and values; gate and up of an MLP.
 
-A short step mostly reads weights. One large product reads weights faster than three products, of which two are small,
-and needs one launch. vLLM and SGLang merge the same layers when they load a checkpoint (`QKVParallelLinear`,
-`MergedColumnParallelLinear`). Here a checkpoint fills the separate layers first; the merged weight then replaces
-their weights.
+The time of a short step is mostly that of reading weights. One large product reads weights faster than several small
+ones, and needs one launch. vLLM and SGLang merge the same layers when they load a checkpoint (`QKVParallelLinear`,
+`MergedColumnParallelLinear`). Here, the checkpoint is loaded into the separate layers first; the merged weight then
+replaces their weights.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class MergedProjections:
-    """Linear layers with one input and one weight `[sum of outputs, inputs]`; owned by the module that has them."""
+    """Linear layers with the same input, merged into one weight `[sum of outputs, inputs]`. Stored in their
+    module."""
 
     def __init__(self, layers: Sequence[Any]) -> None:
-        """Joins the weights of `layers`, which become views of the joined weight: no memory is used twice."""
+        """Joins the weights of `layers`. Afterwards, the layers' weights are views of the joined weight."""
         self.weight = torch.cat([layer.weight.data for layer in layers])
         self.bias = None if layers[0].bias is None else torch.cat([layer.bias.data for layer in layers])
         self.product: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -42,9 +43,9 @@ class MergedProjections:
 
 
 def merge_projections(model: Any) -> int:
-    """Merges the projections of each module of `model` that calls `projected`; returns the number of merged ones.
+    """Merges the projections of each module of `model` that calls `projected`; returns the number of these modules.
 
-    Call it after `fuse`, when the weights are filled. It needs memory for one more copy of the largest projections.
+    Call this after the weights are loaded and after `fuse`. It needs memory for a copy of the largest projections.
     """
     merged = 0
     for module in model.modules():
@@ -65,14 +66,14 @@ def merged_of(module: Any) -> MergedProjections | None:
 
 
 def projected(module: Any, names: Sequence[str], x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the projections of `x` by the layers `names` of `module`; these may be views of one tensor."""
+    """Returns the outputs of the layers `names` of `module` for `x`. The outputs may be views of one tensor."""
     merged = merged_of(module)
     return merged(x) if merged is not None else tuple(getattr(module, name)(x) for name in names)
 
 
 def _fit(layers: Sequence[Any]) -> bool:
-    """Returns whether `layers` can be merged: plain linear layers of equal type, device and input size, all or none
-    with a bias.
+    """Returns whether `layers` can be merged: plain linear layers of equal type, device and input size. Either all or
+    none of them have a bias.
     """
     if not all(type(layer) is nn.Linear and "forward" not in vars(layer) for layer in layers):
         return False
@@ -83,6 +84,6 @@ def _fit(layers: Sequence[Any]) -> bool:
 
 
 def _free(weight: torch.Tensor) -> None:
-    """Returns the memory of the separate weights to the device: its blocks are too small for larger weights."""
+    """Returns torch's cached blocks to the device, because the freed blocks are too small for merged weights."""
     if weight.is_cuda:
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The RMSNorm classes of transformers that the kernel `rms_norm` computes bit for bit."""
+"""The RMSNorm classes of transformers whose results the kernel `rms_norm` reproduces bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class NormForm:
     """The formula of a norm class."""
 
     weight: NormWeight
-    """Application of the weight, and the values that are rounded before it; see `kernels.layers.rms_norm`."""
+    """How the weight is applied, and whether values are rounded before; see `kernels.layers.rms_norm`."""
     epsilon: str
     """Name of the attribute that holds the epsilon."""
 
@@ -79,9 +79,9 @@ NORMS = by_name(
 
 
 class FusedNorm:
-    """The forward of a registered RMSNorm with a weight, computed by the kernel.
+    """Replaces the forward of a registered RMSNorm with a weight by the kernel.
 
-    The class's own forward still computes inputs of another type than the weight's.
+    If an input's type differs from the weight's, the class's own forward is used.
     """
 
     def __init__(self, module: Any, form: NormForm) -> None:
@@ -99,9 +99,10 @@ class FusedNorm:
         return rms_norm(x, self._module.weight, self._eps, self._how)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Returns `x + y`, and computes its norm in the same launch; the next call with this sum returns that norm.
+        """Returns `x + y`, and computes the sum's norm in the same launch.
 
-        The caller must not change the sum in place before that call. A call with any other input drops the norm.
+        If this object is called next with the same tensor, it returns the stored norm; any other call drops the norm.
+        The caller must not change the sum in place before the call.
         """
         if not x.dtype == y.dtype == self._module.weight.dtype:
             return x + y

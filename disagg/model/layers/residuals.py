@@ -1,7 +1,8 @@
-"""Decoder layers that add their residuals in the launch of the following norm, as vLLM and SGLang do.
+"""Decoder layers that add residuals in the same launch as the following norm, as in vLLM and SGLang.
 
-A pre-norm layer adds to its hidden state twice, each time before a norm: before its own second norm, and before the
-first norm of the next layer. `FusedNorm.add` returns the sum and keeps its norm for the following call.
+A pre-norm layer has two residual additions, and each is followed by a norm: the first one by the layer's second norm,
+the second one by the first norm of the next layer. `FusedNorm.add` returns the sum, and stores the sum's norm for the
+next call of the norm.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ PRE_NORM_LAYERS = by_name(
 
 
 def fuse_residuals(module: Any) -> int:
-    """Replaces the forwards of a model's registered layers, whose norms are fused; returns their number.
+    """Replaces the forwards of registered layers in `module`; returns their number. Call this after `fuse_norm`.
 
-    `module` is any module; only one with `layers`, and a `norm` after the last layer, can have registered layers.
+    Only a module with `layers`, and with a `norm` after the last layer, can have registered layers.
     """
     layers = getattr(module, "layers", None)
     if not isinstance(layers, nn.ModuleList) or not hasattr(module, "norm"):

@@ -1,7 +1,7 @@
 """Rotary embeddings that change with the length of a request (`longrope`, as in Phi-3).
 
-transformers picks the short or the long frequencies by the longest sequence of a batch. Here a step mixes requests
-and chunks, so each token gets the frequencies that its request would get without other requests.
+transformers chooses short or long frequencies by the longest sequence of a batch. Here, a step mixes requests, so
+the choice is made for each token: by the length of its own request.
 """
 
 from __future__ import annotations

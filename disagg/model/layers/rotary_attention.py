@@ -1,7 +1,8 @@
 """Forwards of attention modules whose rotary embeddings run in the kernel `rotary`.
 
-An attention class of transformers rotates queries and keys in the middle of its forward. A forward of this file
-replaces that of a registered class: projections, kernel, cache, transformers' attention interface, output projection.
+An attention class of transformers rotates queries and keys in the middle of its forward, so the whole forward of a
+registered class is replaced by one of this file: projections, rotary kernel, cache, transformers' attention
+interface, output projection.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kernels.layers.rotary import misfit, rotary
 
 
 class _Rotation:
-    """Rotates queries and keys by the kernel, or by the class's own function if the kernel does not fit."""
+    """Rotates queries and keys by the kernel, or by the class's own function for tensors that the kernel rejects."""
 
     def __init__(self, own: Callable[..., Any], casts: bool) -> None:
         self._own, self._casts = own, casts
@@ -62,7 +63,8 @@ def _forward(
 def _attended(
     module: Any, heads: Heads, attention_mask: torch.Tensor | None, outputs: tuple[str, ...], **named: Any
 ) -> tuple[torch.Tensor, Any]:
-    """Returns the gated attention of `heads` after the modules `outputs`, and the attention's weights or None."""
+    """Returns the attention of `heads`, after the gate and the modules named in `outputs`; and attention weights or
+    None."""
     attention = ALL_ATTENTION_FUNCTIONS.get_interface(
         module.config._attn_implementation, from_source(module, "eager_attention_forward")
     )
@@ -83,8 +85,9 @@ def _attended(
 def _latent(
     module: Any, rotation: _Rotation, queries: torch.Tensor, x: torch.Tensor, cos_sin: CosSin, cache: Any
 ) -> Heads:
-    """Returns the heads of latent attention from the projected `queries` and the hidden states `x`: a part of each
-    head is rotated, and the cache holds latents.
+    """Returns the heads of multi-head latent attention (MLA), from projected `queries` and hidden states `x`.
+
+    Only a part of each head is rotated, and the cache stores latents.
     """
     batch, tokens = x.shape[:2]
     q = queries.view(batch, tokens, -1, module.qk_head_dim).transpose(1, 2)
@@ -126,8 +129,8 @@ def _hy_v4(
     past_key_values: Any = None,
     **named: Any,
 ) -> tuple[torch.Tensor, Any, torch.Tensor]:
-    """Attends with the choice of an indexer; also returns the positions that each token reads, for layers without
-    indexer.
+    """Computes sparse attention to the positions that an indexer chose. Also returns these positions, which layers
+    without an indexer reuse.
     """
     position_ids, chosen = named.pop("position_ids", None), named.pop("prev_topk_indices", None)
     queries = module.q_a_layernorm(module.q_a_proj(hidden_states))
@@ -158,7 +161,7 @@ def _zamba2(
     position_embeddings: CosSin,
     **named: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Computes attention that several layers share, each with adapters of its own."""
+    """Computes attention whose weights several layers share; each layer adds its own adapter weights."""
     projected = [getattr(module, f"{name}_proj")(hidden_states) for name in "qkv"]
     if module.config.use_shared_attention_adapter:
         own = module.layer_dic[layer_idx]
@@ -173,11 +176,11 @@ def _zamba2(
 
 @dataclass(frozen=True)
 class OwnForward:
-    """The fused forward of classes that no `AttentionForm` describes."""
+    """A fused forward for classes that no `AttentionForm` can describe."""
 
     forward: Callable[..., Any]
     fits: Callable[[Any], bool] = lambda module: True
-    """Whether `forward` describes this module of the class."""
+    """Returns whether `forward` can replace the forward of this module."""
 
 
 OWN_FORWARDS = by_name(

@@ -1,4 +1,5 @@
-"""Attention classes of transformers whose rotary embeddings run in a kernel, and their differences from Llama's."""
+"""Attention classes of transformers whose rotary embeddings can run in the kernel, and how they differ from
+Llama's."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def _config_window(module: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Differences of an attention class from Llama's."""
+    """How an attention class differs from Llama's."""
 
     project: Project = projections.plain
     cos_sin: Callable[[Any, dict[str, Any], Heads], CosSin | None] = _given_cos_sin
@@ -72,15 +73,15 @@ class AttentionForm:
     after_rotation: Callable[[Any, Heads, dict[str, Any]], Heads] = _no_change
     """Changes the heads after the rotation."""
     named: Callable[[Any], dict[str, Any]] = lambda module: {}
-    """Keyword arguments of the attention call besides the scaling."""
+    """Returns the keyword arguments of the attention call, without the scaling."""
     outputs: tuple[str, ...] = ("o_proj",)
     """Names of the modules that process the attention's output, in order."""
     cache: str = "past_key_values"
     """Name of the keyword argument that holds the cache."""
     casts: bool = False
-    """Whether products in the type of cos and sin are rounded back to that of queries and keys."""
+    """Whether rotated queries and keys, which have the type of cos and sin, are converted back to their own type."""
     fits: Callable[[Any], bool] = lambda module: True
-    """Whether the form describes this module of the class."""
+    """Returns whether the form describes this module; modules of one class may differ by configuration."""
 
 
 _LLAMA = AttentionForm()

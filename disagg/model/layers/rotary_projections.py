@@ -21,7 +21,7 @@ class Heads(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     gate: torch.Tensor | None = None
-    """Factor on the attention's output, `[batch, tokens, heads, dim]` or 1 in place of dim."""
+    """Factor of the attention's output, `[batch, tokens, heads, dim]` or `[batch, tokens, heads, 1]`."""
 
 
 Project = Callable[[Any, torch.Tensor], Heads]
@@ -91,7 +91,7 @@ def falcon_h1(module: Any, x: torch.Tensor) -> Heads:
 
 
 def mimo(module: Any, x: torch.Tensor) -> Heads:
-    """Computes three projections; values have a head size and a factor of their own."""
+    """Computes three projections; values have a different head size, and are multiplied by a factor."""
     q, k, v = _projected(module, x)
     v = v.view(*v.shape[:-1], -1, module.v_head_dim)
     heads = _heads(split_heads(module, q), split_heads(module, k), v)

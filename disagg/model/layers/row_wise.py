@@ -1,10 +1,10 @@
 """Batch-invariant execution: a token's values have the same bits, independent of the other tokens of the step.
 
 Libraries choose the summation order by the number of rows, for example by splitting a product or by using more
-threads for a row. This mode sorts a model's operations into three kinds. Operations without sums run unchanged.
-Operations with sums are computed row by row, in an order that depends on the summed dimension only. Any other
-operation raises an error with its name. vLLM and SGLang have batch-invariant modes too; this mode lists the allowed
-operations, not the unsafe ones.
+threads for a row. This mode distinguishes three kinds of operations. Operations without sums run unchanged.
+Operations with sums are computed row by row, in an order that depends on the summed dimension only. An operation that
+is in neither list raises an error with the operation's name. vLLM and SGLang have batch-invariant modes too, which
+list the unsafe operations; this mode lists the safe ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ _PASSING_NAMES = """
 """
 _PASSING = frozenset(_PASSING_NAMES.split())
 _INTO_MEMORY = ("mm", "addmm")
-"""Products with a given output: called by `kernels.layers.linear`, which has verified the library's bits."""
+"""Products that write to a given output. Only `kernels.layers.linear` calls them, after checking the library's
+bits."""
 
 
 class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -94,7 +95,8 @@ def use_linear_kernels(model: Any) -> None:
 def _sums_floats(func: Any, operands: Sequence[Any]) -> bool:
     """Returns whether an operation rounds sums.
 
-    A product with one summed element rounds once in any order. An integer `dtype` converts operands before the sum.
+    A matrix product with one summed element involves no sum. With an integer `dtype`, operands are converted before
+    the sum, which is then exact.
     """
     flat = [one for arg in operands for one in (arg if isinstance(arg, list | tuple) else [arg])]
     if any(isinstance(one, torch.dtype) and not _rounds(one) for one in flat):

@@ -39,7 +39,7 @@ def _mm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _bmm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Multiplies batches of matrices, as attention does: one of the sizes is the length of a sequence."""
+    """Multiplies batches of matrices. In attention, one of the dimensions is the length of a sequence."""
     return matmul(left, right) if backend(left.device) == "triton" else pairwise_product(left, right)
 
 
@@ -215,7 +215,7 @@ def _rms_norm(
 def _topk(
     x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, *unused: bool, **also_unused: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses the first of equal values, whereas `torch.topk` chooses any."""
+    """Like `torch.topk`, but of equal values chooses the first ones; `torch.topk` may choose any."""
     values, indices = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), indices.narrow(dim, 0, k)
 
@@ -229,7 +229,7 @@ def _sort(
 def _index_add_(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
 ) -> torch.Tensor:
-    """Adds in the order of `index`; torch has no fixed order on a GPU."""
+    """Like `index_add_`, but adds in the order of `index`; torch's order is not fixed on a GPU."""
     x.transpose(0, dim).index_put_((index,), alpha * source.transpose(0, dim), accumulate=True)
     return x
 
@@ -271,7 +271,8 @@ ON_CPU: dict[str, Callable[..., Any]] = {
     "softplus": _softplus,
     "log1p": _log1p,
 }
-"""Replaced on a CPU only, where torch rounds the tail of a tensor differently from its middle."""
+"""Operations replaced on a CPU only: there, torch rounds the last elements of a tensor differently from the
+others."""
 
 REPLACED: dict[str, Callable[..., Any]] = {
     "linear": _linear,

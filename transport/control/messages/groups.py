@@ -52,14 +52,14 @@ class Groups(Message, frozen=True):
     """Directory -> router: all current groups. A group that is missing since the last version has died."""
 
     version: Count
-    """Grows with every change."""
+    """Increases with every change of the list."""
     groups: list[GroupInfo]
     draining: list[str]
     """Names of groups that must receive no new requests."""
 
 
 class Using(Message, frozen=True):
-    """Router -> directory: after `version`, this router has or starts requests with these groups only."""
+    """Router -> directory: from list version `version` on, this router has requests on these groups only."""
 
     version: Count
     names: list[str]

@@ -72,7 +72,7 @@ class RankClosed(Message, frozen=True):
     ticket: TicketNumber
     rank: Rank
     landed_tokens: Count = 0
-    """On a decode rank: the first tokens of the ticket whose KV has landed whole."""
+    """From a decode rank: number of leading tokens of the ticket whose KV has landed completely."""
 
 
 class Landed(Message, frozen=True):

@@ -24,12 +24,12 @@ class Reserve(Message, frozen=True):
     cache_salt: str = ""
     """Only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
-    """Tokens of the answer so far, from a group that was lost; the request then has one sequence. Their KV is
+    """Tokens that a lost group has already generated; a request with such tokens has one sequence. Their KV is
     transferred behind the prompt's."""
     after: RequestKey | None = None
-    """The attempt that this one replaces, in the same group: row, pages and KV that has landed pass over."""
+    """The earlier attempt in this group whose row, pages and landed KV this attempt takes over."""
     wait_s: Seconds = 0.0
-    """How long the request may wait for row and pages; `Failed` (busy) then."""
+    """How long the request may wait for a row and pages; after that, the leader replies `Failed` (busy)."""
 
 
 class Reserved(Message, frozen=True):
@@ -48,7 +48,8 @@ class Failed(Message, frozen=True):
     retryable: bool
     retry_after_s: Seconds = 0.0
     resumable: bool = False
-    """The decode group keeps row and pages until another attempt continues there (`Reserve.after`), or `Release`."""
+    """Whether the decode group keeps the row and pages until a new attempt takes them over (`Reserve.after`) or
+    `Release` frees them."""
 
 
 class Prefill(Message, frozen=True):
@@ -62,7 +63,7 @@ class Prefill(Message, frozen=True):
     cache_salt: str = ""
     """Only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
-    """Tokens of the answer so far; see `Reserve`. They are computed like the prompt."""
+    """Tokens of the answer so far; see `Reserve`. The prefill group computes their KV like the prompt's."""
 
 
 class Prefilled(Message, frozen=True):
@@ -70,7 +71,7 @@ class Prefilled(Message, frozen=True):
 
     key: RequestKey
     first_tokens: list[Count]
-    """The next token of each answer, behind `Prefill.answered`; empty where not yet chosen, as in beam search."""
+    """The next token of each answer, after `Prefill.answered`; empty if chosen later, as in beam search."""
     logprobs: list[TokenLogprobs] = msgspec.field(default_factory=list)
     """One entry for each first token if the request has `logprobs`, else empty."""
 
@@ -119,7 +120,7 @@ class Tokens(Message, frozen=True):
 
 
 class StepTokens(Message, frozen=True):
-    """Decode leader -> router: the tokens that one step gave the requests of the router."""
+    """Decode leader -> router: the tokens that one step generated for this router's requests."""
 
     tokens: list[Tokens]
 

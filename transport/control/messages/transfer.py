@@ -115,11 +115,11 @@ class LinkBroken(Message, frozen=True):
     """Rank -> peer rank: the data connection between them is broken; the sender has fenced the receiver."""
 
     answer: bool = False
-    """True for a reply; a message that is not a reply is answered by one."""
+    """True if this message is itself the reply. Every message with False is answered by one with True."""
 
 
 class Linked(Message, frozen=True):
-    """Rank -> peer rank: the sender has linked the receiver, and takes its active messages under this number."""
+    """Rank -> peer rank: the sender has linked the receiver; the receiver's active messages go to inbox `inbox`."""
 
     inbox: InboxNumber
 
