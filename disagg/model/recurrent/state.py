@@ -148,9 +148,9 @@ class RowStates:
 def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:
     """Groups the sequences that recurrent layers can compute together.
 
-    All sequences with one token form one group; every other sequence is its own group. `each_alone` separates all
-    sequences, so that sums do not depend on the batch. Raises InvariantError for a chunk of a single prompt token
-    after earlier tokens, which `PromptChunks` never produces.
+    All sequences of which the step computes one token, not the first, form one group; every other sequence is a group
+    of its own. `each_alone` separates all sequences, so that sums do not depend on the batch. Raises InvariantError
+    for a chunk of a single prompt token after earlier tokens, which `PromptChunks` never produces.
     """
     single = [i for i, one in enumerate(batch.sequences) if one.start > 0 and len(one.tokens) == 1]
     for one in (batch.sequences[i] for i in single):
