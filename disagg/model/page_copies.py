@@ -1,8 +1,8 @@
-"""Page copies before a step, in the given order and in the fewest launches: nearly always one.
+"""Page copies before a step, in the given order and in as few launches as possible: nearly always one.
 
-The copies of one call of `TokenToKVPoolAllocator` need no order: destinations were free and sources keep a reader.
-No page of such a call is both source and destination. Copies of several calls can need an order: a copied page can be
-copied again, or a freed source can become a destination.
+The copies of one call of `TokenToKVPoolAllocator` can run in any order: destinations were free, and sources are still
+in use, so no page is both. Copies of several calls may depend on their order: a copied page can be copied again, or a
+freed source can become a destination.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from kernels.copy.page_copy import copy_pages
 
 
 def copy_in_order(pool: KVPool, page_size: int, copies: Sequence[tuple[int, int]]) -> None:
-    """Copies pages of `page_size` slots, each (source, destination), as if in sequence.
+    """Copies pages of `page_size` slots, given as (source, destination), with the result of copying one by one.
 
-    On a GPU: queued on the current stream without synchronization, all page numbers in one pinned copy. Raises
-    ValueError before any copy, for a number that is no page of the pool.
+    On a GPU, the copies are queued on the current stream without synchronization; all page numbers are uploaded in
+    one pinned copy. Raises ValueError before any copy if a number is not a page of the pool.
     """
     if not copies:
         return

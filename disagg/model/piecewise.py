@@ -1,12 +1,12 @@
-"""CUDA graphs of prefill steps in pieces: everything between two attention calls is one launch.
+"""Piecewise CUDA graphs of prefill steps: everything between two attention calls is one launch.
 
 The design follows vLLM's piecewise CUDA graphs. Attention, and the write of K and V before it, are launched between
-the pieces with the step's own sizes. So a layer's KV can be sent while later layers compute, attention behind a long
-context is split as for any other step, and one recording serves prompts, chunks and one-token sequences in any
-mixture.
+the pieces with the step's own sizes. This has three advantages: a layer's KV can be sent while later layers compute;
+attention over long contexts is split as in any other step; and one recording serves any mixture of prompts, chunks
+and one-token sequences.
 
-A smaller step uses the next larger recording. The rows behind its tokens compute with stale values of an earlier
-step. Only attention reads other rows, and it does not read stale ones.
+A step uses the smallest recording into which it fits. The rows after its tokens compute with stale values of an
+earlier step. Only attention reads other rows, and attention does not read stale rows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from disagg.model.graphs import CAPTURE_MODE, Agreed, cuda, record_each
 from kernels.attention.common import AttentionParams
 
 SEQUENCES = 64
-"""Prompts of a recorded step, at most."""
+"""Most prompts of a recorded step."""
 FIRST_TOKENS, LAST_TOKENS = 256, 2048
-"""Smallest and largest recording. Smaller steps take as long, because they read the same weights; longer ones hide
-their launches."""
+"""Smallest and largest recording, in tokens. Smaller steps would not be faster, because they read the same weights.
+Longer steps need no graph: their kernels take longer to run than to launch."""
 _ALIGNED_TOKENS = 16
 _MOST_PADDING = 1.12
 """Largest ratio of a recording's tokens to those of the smallest step that uses the recording."""
@@ -50,7 +50,7 @@ def piece_sizes(chunk_tokens: int) -> tuple[int, ...]:
 
 @dataclass
 class _AttentionCall:
-    """One attention call between two pieces; all tensors are memory of the graphs."""
+    """One attention call between two pieces. All tensors lie in the graphs' memory pool."""
 
     layer: int
     q: torch.Tensor
@@ -62,7 +62,7 @@ class _AttentionCall:
 
 @dataclass
 class _Recording:
-    """A step of one size: pieces, and the attention call behind each piece but the last."""
+    """A recorded step of one size: its pieces, and the attention calls between them."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -72,7 +72,7 @@ class _Recording:
 
 
 class _NoAttention:
-    """Attention context of a warm-up step, which only loads libraries and compiles kernels for the recording."""
+    """Attention context without attention, for warm-up steps that load libraries and compile kernels."""
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, params: AttentionParams
@@ -189,7 +189,7 @@ class PiecewiseGraphs:
 
 @contextmanager
 def _ended(recorder: _Recorder) -> Iterator[None]:
-    """Begins the first piece, and ends the last one, also when an error ends the recording."""
+    """Begins the first piece, and ends the last piece after the block, even if the block raises."""
     recorder.begin()
     try:
         yield
@@ -217,5 +217,7 @@ class _Memory:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor on the same memory that does not own the memory, so that later pieces can reuse it."""
+    """Returns a tensor with the same memory, but without a reference to it, so that later pieces can reuse the
+    memory.
+    """
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

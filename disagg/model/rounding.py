@@ -1,12 +1,13 @@
 """Compares the log-probabilities of two engines with the difference that rounding explains.
 
-In 16 bits a sum depends on the batch, on the splits of contexts and on the number of ranks. Two correct engines can
-therefore choose different tokens of nearly equal logits. The comparison uses the same prefix for both engines, at
-every position of the judged answer.
+In 16 bits, a sum depends on the batch, on the splits of contexts and on the number of ranks. Two correct engines can
+therefore choose different tokens if logits are nearly equal. The engine that generated an answer is compared with a
+second one, the *judging engine*. At every position of the answer, both compute log-probabilities after the same
+prefix.
 
 The effect of rounding depends on the weights, because errors can grow from layer to layer. The judging engine
-therefore runs a second time with noise of one unit in the last place on each module's output. The root mean square
-of one rounding is a fifth to a third of a unit.
+therefore runs a second time with noise of one unit in the last place on each module's output. This noise is three to
+five times as large as one rounding, whose root mean square is a fifth to a third of a unit.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from torch import nn
 from disagg.core.types import TokenLogprobs
 
 View = tuple[float, ...]
-"""An engine's log-probabilities at one position after a given prefix: of the compared tokens, then of `best`."""
+"""An engine's log-probabilities at one position: those of the compared tokens, then that of `Judge.best`."""
 
 
 class Judge(NamedTuple):
-    """The judging engine's view of an answer, position by position."""
+    """The judging engine's log-probabilities for an answer, position by position."""
 
     best: list[int]
     """The likeliest token of each position."""
     views: list[View]
     noisy: list[View]
-    """Views of the same tokens, computed with noise."""
+    """Log-probabilities of the same tokens, computed with noise."""
 
 
 class Judged(NamedTuple):
@@ -46,10 +47,11 @@ class Judged(NamedTuple):
     difference: float
     """Root mean square over the compared tokens, in nats."""
     gap: float
-    """Nats by which a likelier token beats `token`: the larger of the gaps in the judging and the answering engine.
+    """Nats by which the likeliest token exceeds `token`, in the engine in which this gap is larger.
     """
     explained: float
-    """The part of `difference` that rounding explains. The limit of `gap` is twice as large: two tokens are rounded.
+    """The largest `difference` that rounding explains. For `gap` twice as much is allowed, because it involves two
+    tokens.
     """
 
     @property
@@ -60,7 +62,7 @@ class Judged(NamedTuple):
 
 @contextmanager
 def output_noise(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Adds noise of one unit of `dtype` to the output of each module but the embeddings, inside the block.
+    """Inside the block, adds noise of one unit of `dtype` to the output of each module except the embeddings.
 
     The modules are linear layers, norms, whole attention modules and whole layers. The unit is `finfo.eps` times each
     value. Recorded steps get no noise; see `ModelRunner.eager`.
@@ -104,7 +106,7 @@ def judge_by(
     logits: Callable[[], Iterable[torch.Tensor]],
     compared: Sequence[Sequence[int]],
 ) -> Judge:
-    """Returns the judging engine's view of one answer, without and with noise.
+    """Returns the judging engine's log-probabilities for one answer, computed without and with noise.
 
     `logits()` yields `[vocab]` for each position of the answer, computed by `models` in `dtype`. It is called twice.
     `compared` holds the compared tokens of each position.
@@ -127,7 +129,7 @@ def compared_tokens(reported: TokenLogprobs) -> list[int]:
 
 
 def judge_answer(reported: Sequence[TokenLogprobs], judge: Judge) -> list[Judged]:
-    """Judges every position of an answer; `reported`: log-probabilities of the engine that generated the answer."""
+    """Compares every position of an answer. `reported`: log-probabilities of the engine that generated the answer."""
     noise = [_rms(a, b) for a, b in zip(judge.views, judge.noisy, strict=True)]
     usual = math.sqrt(sum(one * one for one in noise) / len(noise))
     found = []

@@ -76,13 +76,13 @@ class RunnerOptions:
     dtype: torch.dtype
     """Type of weights and hidden states."""
     pool_tokens: int
-    """Slots of the KV pool, trash page included; rounded down to whole pages."""
+    """Slots of the KV pool, including the trash page; rounded down to whole pages."""
     page_size: int
     """Slots of a page."""
     rows: int
-    """Number of requests that can have a row at one time."""
+    """Largest number of requests that can have a block table row at the same time."""
     max_tokens: int
-    """Prompt and answer of one request, at most."""
+    """Most tokens of one request, prompt and answer together."""
     kv_dtype: torch.dtype | None = None
     """Type of the stored KV; None: `dtype`."""
     attention: AttentionName = "auto"
@@ -109,9 +109,10 @@ class ModelRunner:
         collective: Collective,
         device: torch.device | str,
     ) -> None:
-        """Builds and loads the rank's part of the model; every rank of the group must do so, in any order.
+        """Builds and loads the rank's part of the model. Every rank of the group must do this, at about the same
+        time.
 
-        Raises UnsupportedModelError or ConfigError, one line each.
+        Raises UnsupportedModelError or ConfigError, with a message of one line.
         """
         self.device = torch.device(device)
         self.collective = collective
@@ -187,7 +188,7 @@ class ModelRunner:
 
     @property
     def recordable(self) -> bool:
-        """Whether steps can be recorded as CUDA graphs: the host makes no decision within a step."""
+        """Whether steps can be recorded as CUDA graphs, because the host makes no decision within a step."""
         fixed = self.attention_kernels and self.states is None and not self._ropes
         return fixed and self.device.type == "cuda" and self.collective.recordable
 
@@ -207,10 +208,10 @@ class ModelRunner:
         self._record(ChunkGraphs, self._chunk, chunk_sizes(chunk_tokens), limits)
 
     def record_pieces(self, chunk_tokens: int, decodes: int) -> None:
-        """Records steps of up to `chunk_tokens` tokens in pieces if `recordable`; `decodes`: limit of one-token
-        sequences.
+        """Records steps of up to `chunk_tokens` tokens as piecewise graphs, if `recordable`.
 
-        The recordings serve steps that fit no other recording. All ranks of a group record together.
+        A step may have up to `decodes` one-token sequences. These graphs are used for steps that fit no other
+        recording. All ranks of a group record together.
         """
         if self._agreed(self.recordable):
             sizes, sequences = piece_sizes(chunk_tokens), decodes + SEQUENCES
@@ -227,14 +228,14 @@ class ModelRunner:
             self._graphs.record(self._agreed)
 
     def _agreed(self, mine: bool) -> bool:
-        """See `graphs.Agreed`. Whether attention runs in the kernels, for one, can differ between ranks."""
+        """See `graphs.Agreed`. Ranks can differ, for example, in whether the kernels compute attention."""
         refusals = torch.tensor([not mine], dtype=torch.int64, device=self.device)
         self.collective.all_reduce(refusals)
         return not refusals.item()
 
     @contextmanager
     def eager(self) -> Iterator[None]:
-        """Runs every step inside the block without CUDA graphs."""
+        """Inside the block, no step uses CUDA graphs."""
         recorded = self._graphs, self._pieces
         self._graphs = self._pieces = None
         try:
@@ -243,7 +244,7 @@ class ModelRunner:
             self._graphs, self._pieces = recorded
 
     def resize(self, pool_tokens: int) -> None:
-        """Frees the pool and allocates one of `pool_tokens` slots; only before any request has a row."""
+        """Frees the pool and allocates one of `pool_tokens` slots. Call this before any request has a row."""
         unused = self.req_to_token.statistics().used_rows == 0 and self._graphs is None
         assert unused, "a pool is replaced before anything uses it"
         self.pages = whole_pages(pool_tokens, self.page_size)
@@ -261,19 +262,19 @@ class ModelRunner:
         return pool, RowStates(self._config, mover, self.req_to_token, self.spec.state_tokens)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages of the pool, each (source, destination), as if in sequence; before a step's `forward`.
+        """Copies pages of the pool, given as (source, destination), with the result of copying one by one.
 
-        The copies are queued on the current stream without synchronization. Raises ValueError for a number that is no
-        page of the pool.
+        Call this before the step's `forward`. The copies are queued on the current stream without synchronization.
+        Raises ValueError if a number is not a page of the pool.
         """
         copy_in_order(self.pool, self.page_size, copies)
 
     def forward(self, batch: StepBatch, on_layer: LayerHook | None = None) -> torch.Tensor:
         """Runs one step and returns the logits after each sequence's last token, float32 `[sequences, vocab]`.
 
-        `on_layer(layer)` is called after a layer's K and V were written (on a GPU: after the write is queued). The
-        host never synchronizes. The next step overwrites the logits. Raises ValueError for an empty batch, or a slice
-        beyond the block table.
+        `on_layer(layer)` is called after the write of a layer's K and V (on a GPU: after the write is queued). This
+        method does not synchronize. The next step overwrites the logits. Raises ValueError for an empty batch, or a
+        slice beyond the block table.
         """
         if not batch.sequences:
             raise ValueError("a step needs at least one sequence")
@@ -299,9 +300,10 @@ class ModelRunner:
         return torch.stack([logits[index] for index in range(len(batch.sequences))])
 
     def _use_row_wise(self, dtype: torch.dtype) -> None:
-        """Replaces linear layers by kernels with fixed sums, and enables `RowWise` if other operations sum too.
+        """Replaces linear layers by kernels with a fixed summation order; enables `RowWise` if other operations sum.
 
-        `RowWise` costs host time. Models with recurrent layers compute each request alone instead, in fixed chunks.
+        `RowWise` needs host time, so it is not enabled without need. Models with recurrent layers do not use it: they
+        compute each request alone, in fixed chunks.
         """
         require_same_bits(self.device, dtype)
         if recurrent_layers(self.model.config):
@@ -347,14 +349,14 @@ class ModelRunner:
         return self._run(ids, positions, index.last if cache is None else 1, context, cache)
 
     def _decode(self, numbers: torch.Tensor, max_tokens: int) -> torch.Tensor:
-        """Runs a step of one token per request from device tensors alone; see `graphs.Compute`."""
+        """Runs a step of one token per request, with inputs on the device only; see `graphs.Compute`."""
         ids, positions, rows = numbers.view(3, -1)
         slots = self.req_to_token.table[rows, positions].long()
         context = self._kernel_step(one_token_each(rows, positions), slots, max_tokens=max_tokens)
         return self._run(self.sampled.resolve(ids)[None], positions[None], 0, context, None)
 
     def _chunk(self, numbers: torch.Tensor, _: int) -> torch.Tensor:
-        """Runs a step of several tokens per request from device tensors alone; see `graphs.ChunkGraphs`."""
+        """Runs a step of several tokens per request, with inputs on the device only; see `graphs.ChunkGraphs`."""
         of_sequences = numbers[-5 * ChunkGraphs.SEQUENCES :]
         ids, positions, rows = numbers[: -len(of_sequences)].view(3, -1)
         own_rows, firsts, starts, counts, last = of_sequences.view(5, -1)
@@ -379,7 +381,8 @@ class ModelRunner:
         return self._context(make, on_layer)
 
     def _context(self, make: Make, on_layer: LayerHook | None) -> AttentionContext:
-        """Returns a step's attention context, built from `make`'s context of each class of layers."""
+        """Returns a step's attention context, which combines the contexts that `make` creates for each layer
+        class."""
 
         def shared(one: AttentionClass, *rest: Any) -> AttentionContext:
             own = make(one, *rest)
@@ -414,7 +417,8 @@ class ModelRunner:
         return logits
 
     def _probe(self, probe: ShapeProbe) -> RequestCache | None:
-        """Runs one token through this rank's part, with attention that records its calls, and completes `spec`.
+        """Runs one token through this rank's part of the model; `probe` records the attention calls. Completes
+        `spec`.
 
         Returns the recurrent state after the token; None for a model without one.
         """

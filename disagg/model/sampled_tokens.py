@@ -1,8 +1,7 @@
-"""Sampled tokens that stay on the device: a step's output is the input of the next step, which is launched before the
-host has read the tokens.
+"""Sampled tokens that stay on the device, so that the next step can be launched before the host has read them.
 
-A step refers to a token by a number below 0 in the place of a token id. (vLLM's asynchronous scheduling and
-SGLang's overlap scheduler pass tokens on in the same way.)
+A step's input refers to such a token by a number below 0 instead of a token id. (vLLM's asynchronous scheduling and
+SGLang's overlap scheduler work in the same way.)
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from disagg.core.ports import Collective
 
 
 def token_of(index: int) -> int:
-    """Returns the reference, below 0, to token `index` of the latest `SampledTokenBuffer.share`."""
+    """Returns the number below 0 that refers to token `index` of the latest `SampledTokenBuffer.share`."""
     return -1 - index
 
 
@@ -21,16 +20,16 @@ class SampledTokenBuffer:
     """Tokens of the latest step of a rank. Owned by the thread that runs steps; never synchronizes."""
 
     def __init__(self, rows: int, collective: Collective, device: torch.device) -> None:
-        """`rows`: tokens of one step at most."""
+        """`rows`: most tokens of one step."""
         self._collective = collective
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # recorded steps read this address
 
     def share(self, tokens: torch.Tensor | None, count: int) -> None:
-        """Replaces the tokens, on all ranks of the group together.
+        """Replaces the tokens. All ranks of the group must call this together.
 
         `tokens`: int64 `[count]` on the device, on rank 0; None on the other ranks. A negative token marks bad
-        logits, and is replaced by 0: its request fails when the host reads the token, but the next step must not
-        fail.
+        logits. It is replaced by 0, so that the next step does not fail; its request fails when the host reads the
+        token.
         """
         own = self._tokens[:count]
         if tokens is None:

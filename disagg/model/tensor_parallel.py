@@ -1,10 +1,10 @@
-"""Tensor parallelism: a rank's slice of every linear layer, by the model's own plan (`base_model_tp_plan`).
+"""Tensor parallelism: reduces every linear layer to a rank's slice, by the model's own plan (`base_model_tp_plan`).
 
-Column-parallel layers keep some output rows (query heads, KV heads, a part of the MLP), row-parallel ones the
-matching input columns, and then sum over the ranks. Idea: Megatron-LM (Shoeybi et al., 2019). Each rank holds and
-computes the whole embedding and output head, and every part whose plan or shape cannot be split exactly. If such a
-part is attention (fused projections, latent attention, norms over all heads), the KV cache and the attention itself
-are still split by heads; see `disagg.model.attention.paged.SharedHeads`.
+A column-parallel layer keeps some output rows (query heads, KV heads, a part of the MLP). The row-parallel layer
+after it keeps the matching input columns, and its results are summed over the ranks (Megatron-LM, Shoeybi et al.,
+2019). Each rank holds and computes the whole embedding and output head, and every part that cannot be split exactly.
+If an attention module cannot be split (fused projections, latent attention, norms over all heads), the KV cache and
+the attention itself are still split by heads; see `disagg.model.attention.paged.SharedHeads`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RowParallelLinear(nn.Linear):
 
     collective: Collective
     product: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Replaces torch's product with the weight, if set."""
+    """If set, computes the product with the weight instead of torch."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the full layer's output, equal on every rank."""
@@ -60,7 +60,7 @@ class RowParallelLinear(nn.Linear):
 def query_spans(spec: ModelSpec, rank: int, size: int) -> tuple[Span, ...]:
     """Returns the query heads of a rank in each class of layers.
 
-    Raises UnsupportedModelError when `size` does not divide them.
+    Raises UnsupportedModelError when the number of query heads is not a multiple of `size`.
     """
     counts = [shape.q_heads for shape in spec.shapes]
     if size < 1 or any(heads % size for heads in counts):
@@ -79,9 +79,10 @@ class Sharding:
     cuts: dict[str, Cut] = field(default_factory=dict)
     """Cuts by parameter name."""
     whole_attention: bool = False
-    """Whether attention layers take and return all heads on every rank."""
+    """Whether the projections of attention are not split, so that attention takes and returns all heads on every
+    rank."""
     whole: dict[str, str] = field(default_factory=dict)
-    """Parts that every rank holds whole, with the reason."""
+    """The parts of the model that are not split, each with the reason."""
 
 
 def shard_model(model: Any, spec: ModelSpec, collective: Collective) -> Sharding:
@@ -95,7 +96,7 @@ def shard_model(model: Any, spec: ModelSpec, collective: Collective) -> Sharding
 
 
 class _UnsplittableError(Exception):
-    """A part must be kept whole; the message has the reason."""
+    """Raised for a part of the model that cannot be split; the message is the reason."""
 
 
 class _Sharder:
@@ -129,7 +130,7 @@ class _Sharder:
         return Sharding(self._cuts, "attention" in whole, whole)
 
     def _planned(self) -> dict[str, dict[str, str]]:
-        """Returns the style of each planned module that exists, by the names of parent and child."""
+        """Returns the plan's style of each existing module, by the name of its parent and its own name."""
         styles = getattr(self._model.config, "base_model_tp_plan", None) or {}
         prefix = self._model.base_model_prefix
         names = [name for name, _ in self._model.named_modules()]
@@ -181,8 +182,8 @@ class _Sharder:
         return self._spec.class_of(self._model.get_submodule(parent).layer_idx) if self._spec.more else 0
 
     def _has(self, parent: str, child: str) -> bool:
-        """Returns whether `parent` has the projection `child`: some layers take K and V from an earlier layer, or V
-        from K.
+        """Returns whether `parent` has the projection `child`. Some layers have none for K and V (taken from an
+        earlier layer) or for V (taken from K).
         """
         return not self._spec.places or getattr(self._model.get_submodule(parent), child, None) is not None
 
@@ -209,8 +210,8 @@ class _Sharder:
     def _rest(
         self, parent: str, plan: dict[str, str], allowed: set[str], head_dims: Container[int] = ()
     ) -> str:
-        """Returns the only row-parallel child of `parent`. Raises unless every other parameter can be split or is per
-        head.
+        """Returns the name of the only row-parallel child of `parent`. Raises unless every other parameter can be
+        split, or has the size of one head.
         """
         rows = [child for child, style in plan.items() if style == "rowwise"]
         for child, style in plan.items():

@@ -1,4 +1,4 @@
-"""One engine that prefills and decodes on the same rank: the reference for the split system's answers."""
+"""The unsplit engine: prefills and decodes on the same ranks. Its answers are the reference for the split system."""
 
 from __future__ import annotations
 
@@ -67,11 +67,11 @@ def generate_unsplit(
 def forced_logits(
     runner: ModelRunner, prompt: Sequence[int], answer: Sequence[int], *, chunk_tokens: int = 512
 ) -> Iterator[torch.Tensor]:
-    """Yields the logits, float32 `[vocab]`, after the prompt and after each token of `answer` but the last.
+    """Yields the logits, float32 `[vocab]`, after the prompt and after each token of `answer` except the last one.
 
     The prompt is computed in chunks of `chunk_tokens`, the answer token by token, without CUDA graphs. Each step
     overwrites the previous logits. All ranks of a group call this function with the same arguments; no other request
-    may use the pool meanwhile.
+    may use the pool at the same time.
     """
     table, tokens = runner.req_to_token, (*prompt, *answer[:-1])
     row = table.alloc()
@@ -122,7 +122,7 @@ class _Engine:
             )
 
     def _admit(self, request: _Request) -> bool:
-        """Reserves a row and all pages that the request can need, so that admission is the only wait."""
+        """Reserves a row and all pages that the request can need, so that it never waits after its admission."""
         total = len(request.prompt) + request.params.max_tokens
         table = self._runner.req_to_token
         room = pages_for(total, self._runner.page_size) <= self._allocator.free_pages

@@ -1,4 +1,4 @@
-"""Draws a `TransferPlan`: source ranks left, destination ranks right, an arrow for each route."""
+"""Draws a `TransferPlan`: source ranks on the left, destination ranks on the right, an arrow for each route."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from disagg.plan.transfer import RouteTotal, TransferPlan, describe_bytes, descr
 
 BAR_WIDTH, BAR_HEIGHT = 3.0, 0.56
 LABEL_X, ARROW_X = 3.6, 6.6
-"""X positions: a route's label is right of its source's bar, and its arrow starts at the label's end."""
+"""X positions of the routes' labels, right of the source bars, and of the arrows' starts, right of the labels."""
 DESTINATION_X = 10.0
 HEIGHT_LIMIT_INCHES = 30.0
 EMPTY_COLOR, TEXT_COLOR = "#f1f3f5", "#343a40"
 
 
 def draw_plan(plan: TransferPlan, path: str | os.PathLike[str]) -> None:
-    """Writes a PNG. Each bar is a rank, its cells are the model's KV heads; coloured cells are the rank's heads.
+    """Writes the plan as a PNG. Each bar is a rank. Its cells are the model's KV heads; the rank's heads are
+    coloured.
 
     Raises `ConfigError` for a layout with several classes of layers.
     """
@@ -50,7 +51,7 @@ def draw_plan(plan: TransferPlan, path: str | os.PathLike[str]) -> None:
 
 
 def _outlets(plan: TransferPlan) -> tuple[list[float], dict[int, float], float]:
-    """Returns the heights of the routes' starts and of the source bars, and the total height.
+    """Returns the vertical positions of the routes' starts, those of the source bars by rank, and the total height.
 
     Each source has one line per route, so labels never overlap.
     """
@@ -73,7 +74,8 @@ def _even(plan: TransferPlan, height: float) -> dict[int, float]:
 
 
 def _inlet(plan: TransferPlan, total: RouteTotal) -> float:
-    """Returns the offset of an arrow's end from the centre of its destination's bar; ends are in source order."""
+    """Returns the vertical offset of an arrow's end from the centre of its destination's bar. Arrows that end at one
+    bar are in the order of their sources."""
     ending = [one for one in plan.routes if one.route.dst_rank == total.route.dst_rank]
     return BAR_HEIGHT * ((ending.index(total) + 0.5) / len(ending) - 0.5)
 
@@ -87,7 +89,7 @@ def _rank_colors(ranks: int) -> list[Any]:
 
 
 def _origin_colors(plan: TransferPlan, shard: Shard, colors: list[Any]) -> dict[int, Any]:
-    """Returns the colour of each head of a destination: that of its source rank, the first if layers are divided."""
+    """Returns the colour of each head of a destination: the colour of the first source rank that sends the head."""
     origin: dict[int, Any] = {}
     for total in plan.routes:
         if total.route.dst_rank == shard.rank:

@@ -1,6 +1,6 @@
 """Memory budget of a group's ranks, from a checkpoint's configuration alone; needs no GPU.
 
-A running rank measures the memory of its steps (`disagg.node.sizing`); this module estimates it.
+A running rank measures the memory that a step needs (`disagg.node.sizing`). This module estimates that memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class PlannedMemory(msgspec.Struct, frozen=True):
     budget: MemoryBudget
     """Budget of the rank with the largest weights."""
     token_bytes: int
-    """KV bytes of one token on that rank."""
+    """KV bytes of one token on the rank with the largest weights."""
     pool_tokens: int
     max_context_tokens: int
 
 
 def model_layouts(config: Config) -> tuple[KVLayout, KVLayout]:
-    """Returns the KV layouts of the configured model on GPUs: of the prefill groups, and of the decode groups.
+    """Returns the KV layouts of the configured model on GPUs, first of the prefill groups, then of the decode groups.
 
     KV crosses the wire in the layout of the decode groups.
     """

@@ -1,6 +1,6 @@
 """Computes the transfer of one prompt between two groups: routes, segments, bytes, messages. No model, no GPU.
 
-The engines use the same functions (`staging.shards`, `routes`, `planner`), so a run does exactly this transfer.
+Running ranks use the same functions (`staging.shards`, `routes`, `planner`), so they perform exactly this transfer.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def compute_plan(request: PlanRequest) -> TransferPlan:
 
 
 def _segments(request: PlanRequest, route: Route, source: Shard, tokens: int) -> tuple[Segment, ...]:
-    """Returns the segments of one chunk of `tokens` on one route; each source cuts its own layers into groups."""
+    """Returns the segments of one chunk of `tokens` tokens on one route. `source` divides its layers into groups."""
     part = source.parts[source.part_of(route.layers)]
     groups = layer_groups(part.layers, request.layer_groups)
     limits = {route.dst_rank: request.max_segment_bytes}

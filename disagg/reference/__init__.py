@@ -1,1 +1,1 @@
-"""Reference answers of unsplit engines, and the verdict of a comparison with them."""
+"""Computes reference answers with single-process (unsplit) engines, and compares answers with them."""

@@ -26,9 +26,9 @@ from disagg.reference.engines import HuggingFace, QuantizedBehindThePrompt, Refe
 
 
 def comparable(config: Config, deterministic: bool | None) -> Config:
-    """Returns `config` with `model.deterministic` resolved, for a run whose tokens are compared.
+    """Returns `config` with `model.deterministic` set, for a run whose tokens are compared.
 
-    None sets it on a GPU and keeps the configured value on a CPU, where float32 is exact and faster without it.
+    None enables it on a GPU, and keeps the configured value on a CPU, where float32 is exact and faster without it.
     Raises `ConfigError` when a configured GPU is missing.
     """
     if deterministic is None:
@@ -39,7 +39,7 @@ def comparable(config: Config, deterministic: bool | None) -> Config:
 
 
 def equal_tokens(config: Config) -> bool:
-    """Returns whether each token must equal that of `reference_answers`; otherwise rounding may explain a difference.
+    """Returns whether all tokens must equal those of `reference_answers`. If not, rounding may explain a difference.
 
     In 16 bits, equality requires `model.deterministic`, one rank on each side as in the reference, and our own engine
     as the reference. `config` is that of a running cluster, with its TP sizes. See `disagg.model.rounding`.
@@ -51,10 +51,10 @@ def equal_tokens(config: Config) -> bool:
 
 
 def tokens_must_be_equal(config: Config, *, same_sizes: bool) -> bool:
-    """Returns whether two systems with the model of `config` round alike; `same_sizes`: their TP sizes are equal.
+    """Returns whether two systems with the model of `config` must have equal tokens.
 
-    In 16 bits, and with quantized KV on a GPU, where a float's last bit can change a quantized value, that requires
-    `model.deterministic` and the same sizes.
+    `same_sizes`: whether their TP sizes are equal. In 16 bits, equal tokens require `model.deterministic` and equal
+    TP sizes. The same holds for quantized KV on a GPU, where the last bit of a float can change a quantized value.
     """
     _, device, dtype = _resolved(config)
     rounds = dtype != torch.float32 or (device.type != "cpu" and _kv_dtypes(config, dtype) != [dtype, dtype])
@@ -68,8 +68,8 @@ class Reference:
     name: str
     answers: list[list[int]]
     judges: list[Judge | None]
-    """For each prompt, the reference's judgment of the other answer; None for no answer, an equal one, or one that
-    ends too early."""
+    """For each prompt, the reference engine's `Judge` of the other answer; None for no answer, an equal one, or one
+    that ends too early."""
 
 
 def reference_answers(
@@ -81,9 +81,10 @@ def reference_answers(
 ) -> Reference:
     """Computes the greedy answers of the same model in one process.
 
-    A checkpoint runs in Hugging Face's `generate()`. Random weights and quantized KV, which `generate()` lacks, run
-    in our own engine, unsplit. If only the decode groups quantize, the engine quantizes after the prompt, with a
-    second pool. `advance` is called after each prompt. `others`: answers to judge, with their log-probabilities.
+    A checkpoint is run by Hugging Face's `generate()`. Random weights and quantized KV, which `generate()` does not
+    support, are run by our own engine, unsplit. If only the decode groups quantize, the engine moves the prompt's KV
+    to a second, quantized pool. `advance` is called after each prompt. `others`: answers to compare with the
+    reference, with their log-probabilities.
     """
     source, device, dtype = _resolved(config)
     engine = _make_engine(config, source, device, dtype, sampling)
@@ -103,7 +104,7 @@ def reference_answers(
 def judge_answers(
     config: Config, prompts: Sequence[Sequence[int]], others: Sequence[Sequence[TokenLogprobs]]
 ) -> list[Judge]:
-    """Returns the judgment by the engine of `reference_answers` on each answer of `others` to `prompts`."""
+    """Returns the `Judge` of each answer in `others` to `prompts`, computed by the engine of `reference_answers`."""
     source, device, dtype = _resolved(config)
     longest = SamplingParams(max_tokens=max(map(len, others)))
     engine = _make_engine(config, source, device, dtype, longest)

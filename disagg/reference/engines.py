@@ -26,7 +26,7 @@ class ReferenceEngine(Protocol):
         """Returns the greedy answer, up to the sampling parameters' limit."""
 
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> Iterator[torch.Tensor]:
-        """Yields logits `[vocab]` after the prompt and after each token of `answer` but the last.
+        """Yields logits `[vocab]` after the prompt and after each token of `answer` except the last one.
 
         A tensor is valid until the next one. Steps do not run as CUDA graphs, so `disagg.model.rounding.output_noise`
         affects them.
@@ -120,7 +120,7 @@ class QuantizedBehindThePrompt:
         return self._behind(prompt, answer[:-1])
 
     def _behind(self, prompt: Sequence[int], answer: Sequence[int]) -> Generator[torch.Tensor]:
-        """Yields logits after the prompt and after each token of `answer`, which may grow meanwhile."""
+        """Yields logits after the prompt and after each token of `answer`. The caller may append to `answer`."""
         first, then = self._first, self._then
         total = len(prompt) + self._sampling.max_tokens
         slots = [torch.arange(runner.page_size, runner.page_size + total) for runner in (first, then)]
@@ -149,7 +149,7 @@ def _row(runner: ModelRunner, slots: torch.Tensor) -> int:
 def _computed(
     runner: ModelRunner, row: int, tokens: tuple[int, ...], start: int, chunk_tokens: int
 ) -> torch.Tensor:
-    """Returns the logits after `tokens`, which begin at position `start`."""
+    """Computes `tokens`, which begin at position `start`, and returns the logits after the last one."""
     for first in range(0, len(tokens), chunk_tokens):
         piece = tokens[first : first + chunk_tokens]
         logits = runner.forward(StepBatch((SequenceSlice(row, start + first, piece, start + len(tokens)),)))

@@ -12,7 +12,7 @@ from disagg.model.rounding import Judge, Judged, judge_answer, words, worst_of
 def judged_of(
     tokens: Sequence[int], logprobs: Sequence[TokenLogprobs], right: Sequence[int], judge: Judge | None
 ) -> list[Judged] | None:
-    """Returns None for an answer equal to `right`; otherwise its judged positions, empty without a judge."""
+    """Returns None for an answer equal to `right`; otherwise its compared positions, empty without a `judge`."""
     if list(tokens) == list(right):
         return None
     return [] if judge is None else judge_answer(logprobs, judge)
@@ -24,7 +24,7 @@ def within(judged: Sequence[Judged] | None) -> bool:
 
 
 def verdict(found: Mapping[str, Sequence[Judged] | None], tokens: int, reference: str) -> str:
-    """Returns the verdict in one line of rich markup. `found`: the result of `judged_of` by answer.
+    """Returns the verdict in one line of rich markup. `found`: the result of `judged_of`, by the answer's name.
 
     `tokens` is the total of all answers. Raises `MismatchError` when rounding does not explain a difference.
     """

@@ -1,4 +1,4 @@
-"""Table of the settings that a server chose at its start, with the reasons."""
+"""A table of the settings that a server chose when it started, with the reasons."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disagg.core.types import GroupInfo
 
 
 class ChosenSetting(NamedTuple):
-    """One setting as the server runs with it."""
+    """One setting with the value that the running server uses."""
 
     setting: str
     value: str
@@ -22,9 +22,9 @@ class ChosenSetting(NamedTuple):
 def choices(
     given: Config, running: Config, groups: Sequence[GroupInfo], max_running: int
 ) -> list[ChosenSetting]:
-    """Returns the sizes that decide how fast a server is.
+    """Returns the sizes and limits that determine the server's speed, each with the reason for its value.
 
-    `given` is the configuration as the user wrote it, `running` the one that the groups run with, `max_running` the
+    `given` is the user's configuration, `running` the configuration with which the groups run, and `max_running` the
     resolved `api.max_running`.
     """
     found = [

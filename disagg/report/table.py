@@ -1,4 +1,4 @@
-"""The table of a run's requests: pure functions of the given measurements."""
+"""The table of a run's requests. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 TEXT_LIMIT = 60
-"""Largest number of characters of an answer in its row."""
+"""Most characters of an answer that are shown."""
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,16 +23,16 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     answer_tokens: int
     ttft_s: float
-    """From the request's arrival to its first token."""
+    """Time from the request's arrival to its first token."""
     total_s: float
-    """From the request's arrival to its last token."""
+    """Time from the request's arrival to its last token."""
     nbytes: int
     """KV bytes of the request on the wire."""
     segments: int
     """Number of data messages."""
     control_messages: int
     transfer_s: float
-    """Time with at least one segment being gathered or sent; waits for compute do not count."""
+    """Time during which at least one segment was gathered or sent. Waiting for computation does not count."""
     exact: bool | None
     """Whether the answer's tokens equal the reference's; None without a comparison."""
     text: str
@@ -49,13 +49,13 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Answer tokens after the first, a second; None for an answer of one token."""
+        """Rate of the answer's tokens after the first one, per second; None for an answer of one token."""
         seconds = self.total_s - self.ttft_s
         return (self.answer_tokens - 1) / seconds if self.answer_tokens > 1 and seconds > 0 else None
 
 
 def report_table(reports: Sequence[RequestReport], title: str = "") -> Table:
-    """Returns a table with a row for each request, and a row of sums for several."""
+    """Returns a table with a row for each request; with several requests, also a row of sums."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -113,7 +113,10 @@ def _sums(reports: Sequence[RequestReport]) -> list[str]:
 
 
 def _verdict(reports: Sequence[RequestReport]) -> str:
-    """Returns `NO` if an answer is wrong, `-` if one was not compared, `rounding` if only rounding differs."""
+    """Returns the worst result of all answers.
+
+    `NO`: an answer is wrong. `-`: one was not compared. `rounding`: rounding explains all differences. `yes`: equal.
+    """
     if any(one.exact is False and not one.within_rounding for one in reports):
         return "[bold red]NO[/]"
     if any(one.exact is None for one in reports):

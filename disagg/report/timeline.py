@@ -21,7 +21,7 @@ KIND_COLORS = {
     "land": "#0ca678",
     "decode": "#ae3ec9",
 }
-"""Kinds in the order of a request's life; other kinds are grey, below these."""
+"""Colour by kind of work, in the order of a request's life. Other kinds are grey, in rows below."""
 OTHER_COLOR = "#868e96"
 STRIP_SHARE = 0.22
 """Share of a bar's height for the strip of the request."""
@@ -30,7 +30,7 @@ ROWS_PER_KIND = 3
 
 
 class _Row(NamedTuple):
-    """A row of bars; spans overlap only in the last of `ROWS_PER_KIND`."""
+    """A row of bars. If a kind needs more than `ROWS_PER_KIND` rows, bars overlap in its last row."""
 
     lane: str
     kind: str
@@ -38,7 +38,7 @@ class _Row(NamedTuple):
 
 
 def draw_timeline(spans: Sequence[TimelineSpan], path: str | os.PathLike[str], title: str = "") -> None:
-    """Writes a PNG; time counts from the earliest span, in ms. Raises `ValueError` when there is no span."""
+    """Writes the timeline as a PNG, in ms since the earliest span. Raises `ValueError` when there is no span."""
     if not spans:
         raise ValueError("no span to draw: was the timeline drained twice?")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -60,7 +60,7 @@ def draw_timeline(spans: Sequence[TimelineSpan], path: str | os.PathLike[str], t
 
 
 def rows_of(spans: Iterable[TimelineSpan]) -> list[_Row]:
-    """Returns the rows: lanes by role and rank, kinds in a request's order, overlapping spans below each other."""
+    """Returns the rows, sorted by lane (role and rank), then by kind. Overlapping spans get separate rows."""
     groups: dict[tuple[str, str], list[TimelineSpan]] = {}
     for span in sorted(spans, key=lambda one: one.start_s):
         groups.setdefault((span.lane, span.name), []).append(span)
@@ -85,7 +85,7 @@ def pack(spans: list[TimelineSpan]) -> list[list[TimelineSpan]]:
 
 
 def _lane_order(lane: str) -> tuple[int, str, int]:
-    """Returns a lane's sort key: `prefill r2` before `prefill r10` before `decode r0` before other lanes."""
+    """Returns a lane's sort key, for the order `prefill r2`, `prefill r10`, `decode r0`, other lanes."""
     role, _, rank = lane.rpartition(" r")
     if not rank.isdigit():
         return 2, lane, 0

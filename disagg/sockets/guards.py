@@ -46,13 +46,13 @@ class Guarded(NamedTuple):
 
 SendProbe = Callable[[str, int], ProbeReply]
 Known = Mapping[tuple[str, int], ProbeReply]
-"""By IP address and port."""
+"""Replies by IP address and port, which make a probe unnecessary."""
 
 
 def guarded(found: Iterable[ListeningSocket], send_probe: SendProbe = probe) -> list[Guarded]:
     """Returns the purpose and protection of sockets of this host. `send_probe` connects to each TCP socket.
 
-    Sockets that closed meanwhile are omitted.
+    Sockets that have closed in the meantime are omitted.
     """
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
         explained = list(pool.map(lambda one: _explain(one, send_probe), found))
@@ -60,7 +60,7 @@ def guarded(found: Iterable[ListeningSocket], send_probe: SendProbe = probe) -> 
 
 
 def log_listening(pids: Iterable[int], send_probe: SendProbe = probe) -> None:
-    """Logs one line for each socket; a warning for an unprotected one."""
+    """Logs one line for each socket, as a warning if the socket is unprotected."""
     for one in guarded(listeners(pids), send_probe):
         emit = log.warning if one.protection == NOTHING else log.info
         emit(
@@ -75,10 +75,10 @@ def log_listening(pids: Iterable[int], send_probe: SendProbe = probe) -> None:
 
 
 def log_own_sockets(ranks: Iterable[RankInfo] = (), *, descendants: bool) -> None:
-    """Logs this process' sockets, and with `descendants` its descendants', on a thread.
+    """Starts a thread that logs the sockets of this process and, with `descendants`, of its descendants.
 
-    A thread probes, because the caller may be one of the probed servers. The TLS ports of `ranks` are listed without
-    a probe, which they would refuse and log.
+    The probes run on a thread because the caller may itself run one of the probed servers. The TLS ports of `ranks`
+    are not probed, because the ranks would refuse and log the connection.
     """
 
     def run() -> None:
@@ -112,7 +112,7 @@ def open_to_others(path: Path) -> bool:
 
 
 def _probe_unless(known: Known) -> SendProbe:
-    """Probes the sockets whose reply is not known."""
+    """Returns a function that probes a socket unless its reply is in `known`."""
     return lambda host, port: known.get((host, port)) or probe(host, port)
 
 
@@ -137,7 +137,7 @@ def _unix(one: ListeningSocket) -> tuple[str, str]:
 
 
 def _tcp(one: ListeningSocket, found: ProbeReply) -> tuple[str, str]:
-    """Returns the purpose, and the protection that the server has if the probe was refused."""
+    """Returns a TCP socket's purpose, and the protection that applies if the server has refused the probe."""
     if found.protocol == "grpc":
         return "Ray", "Ray token"
     if found.protocol == "zmq":

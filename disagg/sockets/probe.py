@@ -1,7 +1,7 @@
 """Finds the protocol of a listening TCP socket, and whether the server accepts a client without a key.
 
-The probe observes the server's behaviour, not its configuration. It changes no state: the server refuses each
-probe request, or would answer it for any client.
+The probe observes the server's behaviour, not its configuration. It changes no state of the server: its requests only
+read public information, or are refused.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 ANSWER_S = 2.0
-"""Timeout of a reply: a server on this host answers much sooner."""
+"""Timeout of a reply. A server on this host answers much sooner."""
 GREETING_S = 0.2
-"""Timeout of a greeting: ZMQ and gRPC servers send theirs within a millisecond of the connection."""
+"""Timeout of a greeting. ZMQ and gRPC servers send their greeting within a millisecond after the connection."""
 
 _ZMQ_GREETING = b"\xff" + bytes(7) + b"\x01\x7f" + b"\x03"
-"""ZMTP signature and version. The server replies with its whole greeting, before it knows the client's mechanism."""
+"""ZMTP signature and version. The server replies with its whole greeting before the client names its mechanism."""
 _ZMQ_GREETING_BYTES = 64
 _ZMQ_MECHANISM = slice(12, 32)
 _HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SETTINGS, _HEADERS, _DATA = 4, 1, 0
 _END_STREAM, _END_HEADERS = 1, 4
 _TLS_RECORDS = (b"\x15", b"\x16")
-"""An alert or a handshake."""
+"""First byte of a TLS reply: the type of an alert record or of a handshake record."""
 _RAY_METHODS = (
     "NodeInfoGcsService/CheckAlive",
     "NodeManagerService/GetNodeStats",
@@ -43,7 +43,7 @@ class ProbeReply(NamedTuple):
     protocol: str
     """`http`, `zmq`, `grpc` or `tls`; `unknown`: no reply, or an unknown one; `closed`: no server listens."""
     guarded: bool = False
-    """The server requires a key. For TLS this is assumed."""
+    """Whether the server requires a key. For TLS, this is assumed."""
     mechanism: str = ""
     """ZMQ security mechanism (`CURVE`, `NULL`); empty for other protocols."""
 

@@ -15,10 +15,10 @@ import psutil
 Family = Literal["tcp", "udp", "unix"]
 _TCP_LISTEN, _UDP_BOUND = "0A", "07"
 _UNIX_LISTENS = 0x10000
-"""The kernel's `__SO_ACCEPTCON`."""
+"""Flag of listening unix sockets in /proc/net/unix: the kernel's `__SO_ACCEPTCON`."""
 _UNIX_DATAGRAM = "0002"
 SPAWNED = "spawn_main"
-"""A rank of a benchmark, which `multiprocessing` starts."""
+"""Process kind of a benchmark's rank, which is started by `multiprocessing`."""
 _COMMAND = "disagg"
 """Process kind of every `disagg` command."""
 
@@ -28,12 +28,12 @@ class ListeningSocket(NamedTuple):
 
     pid: int
     process: str
-    """See `process_kind`."""
+    """Kind of the process that holds the socket; see `process_kind`."""
     family: Family
     host: str
     """IP address, or path of a unix socket; `@` starts a name in the abstract namespace."""
     port: int
-    """0 for a unix socket."""
+    """TCP or UDP port; 0 for a unix socket."""
 
     def __str__(self) -> str:
         if self.family == "unix":
@@ -42,7 +42,7 @@ class ListeningSocket(NamedTuple):
 
     @property
     def interface(self) -> str:
-        """Network interface that reaches the socket; `all` for every interface, `none` for a unix socket."""
+        """Network interface through which the socket can be reached: a name, `all`, or `none` for a unix socket."""
         if self.family == "unix":
             return "none"
         address = ipaddress.ip_address(self.host)
@@ -59,7 +59,8 @@ class ListeningSocket(NamedTuple):
 
 
 def listeners(pids: Iterable[int]) -> list[ListeningSocket]:
-    """Returns the processes' listening sockets, once per process that holds one. Skips ended processes."""
+    """Returns the listening sockets of the processes. A socket that several processes share occurs once for each of
+    them. Processes that have ended are skipped."""
     found: list[ListeningSocket] = []
     for pid in pids:
         try:
@@ -130,7 +131,7 @@ def _socket_inodes(pid: int) -> set[str]:
 
 
 def _tables(pid: int) -> Iterator[tuple[str, tuple[Family, str, int]]]:
-    """Yields inode and address of every listening socket in the process's network namespace."""
+    """Yields the inode and the address of every listening socket in the network namespace of process `pid`."""
     families: tuple[tuple[Family, str], ...] = (("tcp", _TCP_LISTEN), ("udp", _UDP_BOUND))
     for family, listens in families:
         for name in (family, f"{family}6"):

@@ -1,1 +1,1 @@
-"""`disagg stats`: the use of a server's memory, as tables and, over time, as a chart."""
+"""`disagg stats`: shows how a server's memory is used, now in tables, or over time in a chart."""

@@ -1,4 +1,5 @@
-"""Draws memory over time: a stack of areas per group, one for each kind, and marks of preemptions and evictions."""
+"""Draws memory over time: for each group, stacked areas by kind of memory, and marks for preemptions and
+evictions."""
 
 from __future__ import annotations
 
@@ -17,14 +18,15 @@ KIND_STYLES: dict[Kind, tuple[str, str]] = {
     "transfer_used": ("staging or ring in use", "#f08c00"),
     "transfer_free": ("staging or ring free", "#ffe8cc"),
 }
-"""Label and colour; stacked in the order of `KINDS`, the first at the bottom."""
+"""Label and colour of each kind. Areas are stacked in the order of `KINDS`, the first one at the bottom."""
 PREEMPTED, EVICTED = ("preempted", "v", "#c2255c"), ("pages evicted", "|", "#5f3dc4")
 LIMIT_IS_FAR = 3.0
-"""A GPU limit above this multiple of the stack is written, not drawn: it would flatten the areas."""
+"""A GPU limit above this multiple of the stack's height is shown as text, because its line would flatten the
+areas."""
 
 
 def draw_memory(groups: Sequence[GroupSeries], path: str | os.PathLike[str], title: str = "") -> None:
-    """Writes a PNG with a chart for each of `groups`. Raises `ValueError` for no group, and `OSError`."""
+    """Writes a PNG with a chart for each of `groups`. Raises `ValueError` if there is no group, and `OSError`."""
     if not groups:
         raise ValueError("no group to draw")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -66,7 +68,7 @@ def _areas(axis: Any, group: GroupSeries) -> None:
 
 
 def _unit(largest_bytes: int) -> tuple[str, int]:
-    """Returns GiB, or MiB where GiB labels would be zeros."""
+    """Returns a unit's name and bytes: GiB, or MiB if values in GiB would be too small."""
     return ("GiB", 1 << 30) if largest_bytes >= (1 << 30) / 10 else ("MiB", 1 << 20)
 
 

@@ -1,6 +1,6 @@
 """Memory by kind, from the groups' status reports. Pure.
 
-All ranks of a group use the same slots of their pools, so the group's token counts divide each rank's pool.
+All ranks of a group use the same slots of their pools, so the group's token counts apply to each rank's pool.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from disagg.core.config.groups import Role
 from disagg.core.status import GroupStatus, RankStatus, ServiceStatus
 
 Kind = Literal["weights", "kv_tokens", "kv_waste", "kv_cached", "kv_free", "transfer_used", "transfer_free"]
-"""`kv_tokens`: slots that hold tokens of requests; `kv_waste`: slots of the same pages that hold none; `kv_cached`:
-pages held by the prefix cache alone. `transfer`: the staging buffer of a prefill rank, the ring of a decode rank."""
+"""`kv_tokens`: slots that hold tokens of requests; `kv_waste`: unused slots in the pages of requests; `kv_cached`:
+pages held by the prefix cache only. `transfer_`: the staging buffer of a prefill rank, the ring of a decode rank."""
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
@@ -24,15 +24,15 @@ class RankMemory(msgspec.Struct, frozen=True):
     """One rank's memory, in bytes."""
 
     name: str
-    """Such as `decode-2 r1`."""
+    """Group and rank, such as `decode-2 r1`."""
     device: str
     kinds: Mapping[Kind, int]
     device_bytes: int
-    """Usable bytes of its GPU; 0 on a CPU."""
+    """Usable bytes of the rank's GPU; 0 on a CPU."""
 
 
 class GroupMemory(msgspec.Struct, frozen=True):
-    """Memory of one group at one time. Tokens are slots: `pool_tokens` is the sum of the four others."""
+    """Memory of one group at one time. Fields in tokens count slots; `pool_tokens` is the sum of the other four."""
 
     name: str
     role: Role
@@ -57,7 +57,7 @@ class GroupMemory(msgspec.Struct, frozen=True):
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """`count` events between the sample at `at_s` and the one before."""
+    """`count` events between the previous sample and the sample at `at_s`."""
 
     at_s: float
     count: int
@@ -72,11 +72,11 @@ class GroupSeries(msgspec.Struct, frozen=True):
     """Seconds since the first sample, by the server's clock."""
     kinds: Mapping[Kind, tuple[int, ...]]
     device_bytes: int
-    """Value of the last sample."""
+    """Usable GPU bytes of all ranks, from the last sample."""
     preempted: tuple[Growth, ...]
-    """Preempted requests."""
+    """Numbers of preempted requests."""
     evicted: tuple[Growth, ...]
-    """Pages evicted from the prefix cache."""
+    """Numbers of pages evicted from the prefix cache."""
 
 
 def memory_now(status: ServiceStatus) -> list[GroupMemory]:
@@ -125,7 +125,8 @@ def _rank_memory(rank: RankStatus, tokens: Mapping[Kind, int], pool_tokens: int)
 
 
 def memory_series(pictures: Sequence[ServiceStatus]) -> list[GroupSeries]:
-    """Returns the series of each group in `pictures` (oldest first), in order of first appearance."""
+    """Returns the series of each group from the samples `pictures`, oldest first. Groups are in order of
+    appearance."""
     moments: dict[str, list[tuple[float, GroupMemory]]] = {}
     for picture in pictures:
         for group in memory_now(picture):
@@ -148,6 +149,7 @@ def _group_series(moments: Sequence[tuple[float, GroupMemory]]) -> GroupSeries:
 
 
 def _growths(times: Sequence[float], totals: Sequence[int]) -> tuple[Growth, ...]:
-    """Returns the increases of a total. A decrease means that the group restarted."""
+    """Returns the increases of a total between samples. A decrease means that the group restarted, and counts as
+    none."""
     grown = [after - before for before, after in pairwise(totals)]
     return tuple(Growth(at_s, by) for at_s, by in zip(times[1:], grown, strict=True) if by > 0)

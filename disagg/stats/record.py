@@ -1,4 +1,4 @@
-"""Records a server's status for a while."""
+"""Records a server's status at intervals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Recording(NamedTuple):
     """The samples of a recording."""
 
     pictures: list[ServiceStatus]
-    """Oldest first."""
+    """The successful samples, oldest first."""
     failed: int
     """Number of failed samples."""
     trouble: str
@@ -34,10 +34,10 @@ def record(
     clock: Clock = time.monotonic,
     wait: Callable[[float], None] = time.sleep,
 ) -> Recording:
-    """Samples at once, then every `interval_s` until `seconds` have passed or Ctrl-C.
+    """Takes a sample at once, then one every `interval_s`, until `seconds` have passed or Ctrl-C.
 
-    `on_sample` receives the elapsed seconds and the error of the sample, or "". Failed samples are skipped; the first
-    one raises as `StatusClient.status`.
+    `on_sample` receives the elapsed seconds and the error of the sample, or "". If the first sample fails, raises the
+    error of `StatusClient.status`; later failed samples are skipped.
     """
     began_s = clock()
     pictures, failed, trouble = [_memory_of(client)], 0, ""
@@ -58,5 +58,5 @@ def record(
 
 
 def _memory_of(client: StatusClient) -> ServiceStatus:
-    """Returns the status without recent answers, which an hour of samples would accumulate."""
+    """Returns a sample without the list of recent answers, which would use much memory over an hour."""
     return replace(client.status(), recent=())

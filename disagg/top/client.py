@@ -1,4 +1,4 @@
-"""Client of a server's status endpoint; errors are one line."""
+"""Client of a server's status endpoint. Error messages have one line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rates of the totals in successive `ServiceStatus` samples. Pure; `api/page.html` computes the same rates.
+"""Rates, computed from the totals in successive `ServiceStatus` samples. Pure; `api/page.html` computes the same.
 
-Groups report, and clients sample, about once a second, so two neighbouring samples may contain no report of a group,
-or two. Rates therefore cover `WINDOW_S`.
+Groups report about once a second, and clients sample about once a second. Between two samples, a group may therefore
+have reported twice or not at all, so rates cover the longer time `WINDOW_S`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import msgspec
 from disagg.core.status import Path, ServiceStatus
 
 WINDOW_S = 5.0
-"""Older samples are dropped when a younger one exists."""
+"""Time that rates cover. Older samples are dropped; the latest of them is kept if it is the only other sample."""
 SAME_START_S = 2.0
-"""Samples whose server starts differ by more, by the servers' clocks, come from two processes."""
+"""If the server's start times in two samples differ by more than this, the samples come from two processes."""
 MOST_LINES = 16
-"""Most flows in one table; more are summed for each pair of groups."""
+"""Most flows in one table. If there are more, flows between the same two groups are summed."""
 
 
 class GroupRate(msgspec.Struct, frozen=True):
@@ -26,19 +26,19 @@ class GroupRate(msgspec.Struct, frozen=True):
     tokens_per_s: float
     cached_tokens_per_s: float
     busy: float
-    """Share of time in steps, 0 to 1."""
+    """Share of time in which the group ran steps, 0 to 1."""
 
 
 class FlowRate(msgspec.Struct, frozen=True):
     """Rate of the KV sent from one rank to another or, summed, from one group to another."""
 
     source: str
-    """`prefill r0`, or `prefill`."""
+    """Rank or group that sends, such as `prefill r0` or `prefill`."""
     target: str
     path: Path
     bytes_per_s: float
     busy: float
-    """Share of time with a transfer in flight, 0 to 1; the busiest flow's when several are summed."""
+    """Share of time with a transfer in flight, 0 to 1. For summed flows, the largest share."""
     bytes_total: int
 
 
@@ -56,7 +56,9 @@ class ServiceRates(msgspec.Struct, frozen=True):
 
 
 def append(pictures: Sequence[ServiceStatus], newest: ServiceStatus) -> list[ServiceStatus]:
-    """Appends `newest` to `pictures`, oldest first; drops samples that are too old or of another process."""
+    """Returns `pictures`, oldest first, with `newest` appended. Drops samples that are too old or from another
+    process.
+    """
     if pictures and restarted(pictures[-1], newest):
         return [newest]
     older = [one for one in pictures if one.uptime_s < newest.uptime_s]
@@ -72,7 +74,7 @@ def restarted(before: ServiceStatus, now: ServiceStatus) -> bool:
 def rates(pictures: Sequence[ServiceStatus]) -> ServiceRates:
     """Returns the rates at the last of `pictures`, a non-empty result of `append`.
 
-    Each total is compared with the oldest sample that has it. A new or decreased total has rate 0.
+    Each total is compared with the oldest sample that contains it. The rate of a new or decreased total is 0.
     """
     now, growth = pictures[-1], _Growth(pictures)
     flows = tuple(
@@ -126,7 +128,7 @@ def group_of(rank: str) -> str:
 
 
 class _Growth:
-    """Growth of the totals at the last sample, in units a second."""
+    """Computes how fast totals grow, in units per second up to the last sample."""
 
     def __init__(self, pictures: Sequence[ServiceStatus]) -> None:
         self._older = [(one.uptime_s, _totals(one)) for one in pictures]

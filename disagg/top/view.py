@@ -1,4 +1,4 @@
-"""The view of a server in rich: totals, groups, flows, the last requests."""
+"""The view of a server, made with rich: totals, groups, flows, the last requests."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from disagg.top.rates import MOST_LINES, FlowRate, GroupRate, ServiceRates, pair
 from disagg.top.words import count_words, part_words, plain, rate_words, time_words
 
 LEAST_REQUESTS, MOST_REQUESTS = 3, 12
-"""Fewest and most rows of the last requests, for any terminal height."""
+"""Fewest and most rows in the table of the last requests. The terminal's height decides between them."""
 WIDE = 110
 """Terminal width at which every column of every table fits."""
 WORDS = frozenset({"group", "state", "from", "to", "path", "request", "ending", "prefill", "decode"})
-"""Columns of text; all others are numbers."""
+"""Names of the columns that contain text; all others contain numbers."""
 
 
 def picture(
@@ -27,7 +27,7 @@ def picture(
 ) -> RenderableType:
     """Returns the view of the last of `pictures`, with rates, in `height` lines if possible.
 
-    `trouble` is the error of a failed newer query, or "".
+    `trouble` is the error if the query after the last sample failed, or "".
     """
     status, growing = pictures[-1], rates(pictures)
     flows = _shown(growing.flows)
@@ -49,7 +49,7 @@ def picture(
 
 
 def _lines(rows: Sequence[object]) -> int:
-    """Returns the lines of a table, title and head included."""
+    """Returns the number of lines of a table, including its title and head."""
     return len(rows) + 4
 
 

@@ -15,7 +15,7 @@ from disagg.top.rates import append
 from disagg.top.view import picture
 
 PLAIN_WIDTH = 140
-"""Width outside of a terminal; every column fits."""
+"""Width of the output if it is not a terminal. Every column fits."""
 
 
 def console() -> Console:
@@ -25,7 +25,7 @@ def console() -> Console:
 
 
 def show_once(client: StatusClient, interval_s: float, on: Console) -> None:
-    """Shows one view, with rates over the next `interval_s`. Raises as `StatusClient.status`."""
+    """Shows one view after `interval_s`, with rates over this time. Raises as `StatusClient.status`."""
     before = client.status()
     time.sleep(interval_s)
     on.print(picture(append([before], client.status()), on.width))
@@ -51,7 +51,7 @@ def watch(client: StatusClient, interval_s: float, on: Console) -> None:
 def looks(
     client: StatusClient, pictures: list[ServiceStatus], wait: Callable[[], None]
 ) -> Iterator[tuple[list[ServiceStatus], str]]:
-    """Yields, after each `wait`, the samples and the error of a failed query, or ""."""
+    """Yields after each `wait` the samples so far, and the error if the query failed, or ""."""
     while True:
         wait()
         trouble = ""

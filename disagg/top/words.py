@@ -31,7 +31,7 @@ def part_words(part: float, whole: float) -> str:
 
 
 def plain(name: str) -> str:
-    """Replaces control characters in `name`, which a terminal would execute."""
+    """Returns `name` without control characters, which a terminal would execute; they are replaced."""
     return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in name)
 
 

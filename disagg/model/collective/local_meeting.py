@@ -18,8 +18,8 @@ _NAME = "meet"
 _HELLO = struct.Struct("=II")
 """First message of a connecting rank: its rank and the size of its group."""
 _WELCOME = struct.Struct("=II")
-"""Message with a descriptor: the rank at the socket's other end (0: the descriptor is the shared memory), and the
-memory's bytes.
+"""Message that carries a file descriptor: the rank at the other end of this socket, or 0 if the descriptor is the
+shared memory; then the size of the shared memory in bytes.
 """
 _CREDENTIALS = struct.Struct("3i")
 """The kernel's `struct ucred`: process, user, group."""

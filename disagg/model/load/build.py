@@ -1,6 +1,6 @@
-"""Builds a rank's model: first empty on the meta device, then cut to the rank's part, then filled in place.
+"""Builds a rank's model: first empty on the meta device, then reduced to the rank's part, then filled in place.
 
-A rank therefore never holds more than its own part and one whole parameter, in host or device memory.
+A rank therefore never needs more memory than for its own part and one whole parameter, on host or device.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def build_model(
 
 
 def weights_bytes(source: ModelSource, spec: ModelSpec, collective: Collective, dtype: torch.dtype) -> int:
-    """Returns the bytes of the rank's part without reading a weight. Tied parameters count once. Raises as
-    `build_model`.
+    """Returns the bytes of the rank's part without reading weights. Tied parameters count once. Raises the same
+    errors as `build_model`.
     """
     with _BUILD_LOCK:
         model = _empty_model(source, spec, dtype)
@@ -102,9 +102,9 @@ def _why_not_built(exc: Exception) -> str:
 
 
 def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Returns full shapes of a checkpoint's tensors: parameters (tied ones once) and buffers that are not computed.
+    """Returns the full shapes of the tensors in a checkpoint: parameters, and buffers that are not computed.
 
-    Tied parameters have the name of the parameter that they are tied to, independent of their order in the model.
+    Tied parameters occur once, under the name of the parameter to which the others are tied, whatever their order.
     """
     stored = model.state_dict(keep_vars=True)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -120,7 +120,7 @@ def _stored_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _materialize(model: Any, device: torch.device) -> None:
-    """Allocates every parameter and buffer; NaN marks elements that are never filled."""
+    """Allocates every parameter and buffer, and fills floats with NaN, to detect elements that are never set."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:
@@ -136,7 +136,7 @@ def _poisoned(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _initialize(model: Any) -> None:
-    """Initializes the tensors that no checkpoint holds: computed buffers, and norms for random weights."""
+    """Initializes the tensors that are not loaded: computed buffers, and norms of models with random weights."""
     owners = dict(_owners(model, model))
     for module in model.modules():
         own = [*module._parameters.values(), *module._buffers.values()]
@@ -151,7 +151,7 @@ def _initialize(model: Any) -> None:
 
 
 def _owners(module: nn.Module, owner: Any) -> Iterator[tuple[nn.Module, Any]]:
-    """Yields each module with its innermost transformers model, which can initialize the module."""
+    """Yields each module with the innermost transformers model that contains it, which can initialize the module."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     yield module, owner
     for child in module.children():

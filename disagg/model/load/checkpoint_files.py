@@ -1,4 +1,4 @@
-"""Reads the files of a checkpoint. A broken file raises one `ConfigError` with the file's name and a remedy.
+"""Reads the files of a checkpoint. For a broken file, raises a `ConfigError` with the file's name and a remedy.
 
 The checks read names, sizes and headers but no weights, so a broken checkpoint is refused before any process starts.
 """
@@ -25,9 +25,10 @@ _REASON_CHARACTERS = 300
 
 @contextmanager
 def reading(path: Path, mend: str = AGAIN, error: type[ConfigError] = ConfigError) -> Iterator[None]:
-    """Within the block, converts errors of libraries and of the system to `error` with `path` and the remedy `mend`.
+    """Converts errors of libraries and of the system inside the block to `error`, with `path` and the remedy `mend`.
 
-    Libraries raise nearly any class for an invalid file. `DisaggError`s pass unchanged.
+    All classes of exceptions are converted, because libraries raise nearly any class for an invalid file. Only
+    `DisaggError`s pass unchanged.
     """
     try:
         yield

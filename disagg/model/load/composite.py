@@ -1,4 +1,4 @@
-"""Multimodal checkpoints: their text part is a complete language model, which is served alone."""
+"""Multimodal checkpoints: only the text part is served, because it is a complete language model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ _PART = "language_model."
 
 
 def text_part(config: Any) -> Any:
-    """Returns the configuration of the text part; `config` itself if no text part can be served alone.
+    """Returns a copy of the text part's configuration; `config` itself if no text part can be served alone.
 
-    The text part is a copy. The whole model's settings for all weights (quantization, the tied head) are copied into
-    it.
+    Settings of the whole model that concern all weights (quantization, tied embeddings) are copied into the result.
     """
     text = config.get_text_config() if not config.is_encoder_decoder else config
     causal, multimodal = AutoModelForCausalLM._model_mapping, AutoModelForMultimodalLM._model_mapping

@@ -1,6 +1,7 @@
 """Hashes of whole weight files, cached by the identity of the file: hashing 100 GB takes about a minute.
 
-A cached hash is valid while a file's size and times are unchanged. Ranks of one host wait for each other's hashes.
+A cached hash is valid while the file's size and times are unchanged. Ranks of one host hash one after the other, so
+that each file is hashed only once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = structlog.get_logger(__name__)
 
 VERSION = 1
 CACHED_BYTES = 64 << 20
-"""Least size of a file whose hash is cached; smaller files take milliseconds."""
+"""Smallest file whose hash is cached. Hashing a smaller file takes milliseconds."""
 MAX_FILES = 4096
 """Most entries in the cache; the oldest are dropped."""
 THREADS = 8
@@ -45,7 +46,7 @@ class _CacheFile(msgspec.Struct, frozen=True):
 def weights_digest(files: Sequence[Path], environment: Mapping[str, str]) -> str:
     """Returns the hex digest over names and contents of the files. Raises `OSError` for a file that is not readable.
 
-    The result does not depend on the cache, whose folder `environment` names.
+    `environment` determines the cache folder. The result does not depend on the cache.
     """
     whole = hashlib.blake2b(digest_size=16)
     large = [file for file in files if file.stat().st_size >= CACHED_BYTES]
@@ -58,7 +59,7 @@ def weights_digest(files: Sequence[Path], environment: Mapping[str, str]) -> str
 
 
 def _digest(file: Path, known: dict[str, _FileEntry]) -> str:
-    """Returns a file's hash; adds a large file's to `known`."""
+    """Returns a file's hash, from `known` if possible. Adds the hash of a large file to `known`."""
     name, before = str(file.resolve()), _identity(file)
     entry = known.get(name)
     if entry is not None and (entry.size_bytes, entry.modified_ns, entry.changed_ns) == before:
@@ -84,7 +85,7 @@ def _identity(file: Path) -> tuple[int, int, int]:
 def _cache(environment: Mapping[str, str]) -> Iterator[dict[str, _FileEntry]]:
     """Yields the cached hashes to the block and stores them after it. One process at a time runs the block.
 
-    Without a usable folder the hashes are computed and not stored.
+    If the folder is not usable, yields no hashes, and stores none.
     """
     with contextlib.ExitStack() as stack:
         path: Path | None = None

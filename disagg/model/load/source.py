@@ -28,14 +28,14 @@ _VOLATILE = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  #
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model's configuration and the source of its weights, which are read only when a runner loads them."""
+    """A model's configuration and the source of its weights. Weights are not read before a runner loads them."""
 
     name: str
     """Directory, or name of the architecture."""
     config: Any
-    """The transformers configuration; not to be changed."""
+    """The transformers configuration. Callers must not change it."""
     identity: str
-    """Hex digest over the configuration and, of random weights, name and seed."""
+    """Hex digest over the configuration and, for random weights, their name and seed."""
     directory: Path | None
     """Directory of the checkpoint and its tokenizer; None for random weights."""
     seed: int
@@ -90,8 +90,8 @@ class ModelSource:
     def weights(self, needed: set[str]) -> WeightSource:
         """Opens the weights; `needed` are the model's parameter names.
 
-        Slices are read straight from safetensors files whose names match. transformers' own loader reads a checkpoint
-        in another format or with older names, which passes the whole model through host memory.
+        From safetensors files whose names match, only the needed slices are read. Checkpoints in another format or
+        with older names are read by transformers' own loader, which loads the whole model into host memory.
         """
         if self.directory is None:
             return RandomWeights(self.seed, self.config.initializer_range)
@@ -110,7 +110,7 @@ class ModelSource:
 def load_pretrained(directory: Path, dtype: torch.dtype | str) -> Any:
     """Loads the whole model by transformers' own loader. Raises ConfigError when that fails or a weight is missing.
 
-    transformers draws a missing weight at random and only warns.
+    transformers itself would replace a missing weight by random numbers, with only a warning.
     """
     with reading(directory):
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -132,7 +132,7 @@ def _read_config(directory: Path) -> Any:
 
 
 def _generation_eos_ids(directory: Path | None) -> tuple[int, ...] | None:
-    """Returns the end tokens of the generation settings: chat models list more of them there than in config.json."""
+    """Returns the end tokens in generation_config.json, where chat models list more of them than in config.json."""
     if directory is None or not (directory / "generation_config.json").is_file():
         return None
     path = directory / "generation_config.json"

@@ -1,7 +1,7 @@
 """Writes small checkpoints with random weights: real architectures, in the usual file formats.
 
-The tokenizer has one token per byte, so any UTF-8 text survives the round trip. Weights are larger than initial
-weights of a training, so that greedy answers vary and the best token wins by a clear margin.
+The tokenizer has one token per byte, so encoding and decoding preserve any UTF-8 text. Weights are larger than usual
+initial weights, so that greedy answers vary, and the best token's logit exceeds the others by a clear margin.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ARCHITECTURES = tuple(_CONFIGS)
 def byte_tokenizer(vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Returns a tokenizer with one token per byte plus `SPECIALS`; ids 0..255 are the bytes themselves.
 
-    Higher ids of a larger vocabulary, which no text encodes to, decode to their numbers: ` 12345`.
+    In a larger vocabulary, no text is encoded to the higher ids. They are decoded to their numbers, such as ` 12345`.
     """
     alphabet = _byte_alphabet()
     vocabulary = {character: byte for byte, character in alphabet.items()}
@@ -72,7 +72,7 @@ class TinySizes:
     head_dim: int = 16
     mlp: int = 384
     sliding_window: int | None = None
-    """In tokens; for mistral and gemma2 only."""
+    """Sliding window in tokens; only for mistral and gemma2."""
     context_tokens: int = 2048
 
 
@@ -81,8 +81,8 @@ def make_tiny_checkpoint(
 ) -> Path:
     """Writes config, safetensors weights (float32) and tokenizer to `directory` and returns `directory`.
 
-    `sizes`: those of `TinySizes` that differ from its defaults. Greedy answers are printable ASCII and end by length
-    only. Raises ConfigError for an unknown architecture, or a sliding window for an architecture without windows.
+    `sizes`: fields of `TinySizes`, to override its defaults. Greedy answers are printable ASCII and end by length
+    only. Raises ConfigError for an unknown architecture, or for a sliding window in an architecture without windows.
     """
     if architecture not in _CONFIGS:
         raise ConfigError(f"no tiny {architecture!r}; choose one of {', '.join(ARCHITECTURES)}")
@@ -146,7 +146,8 @@ def _draw_weights(model: Any, seed: int) -> None:
 
 
 _GAINS = {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 2.0, "v_proj": 2.0, "lm_head": 3.0}
-"""Weight scales relative to 1/sqrt(inputs): they sharpen attention and raise its share, so that answers vary."""
+"""Weight scales, as multiples of 1/sqrt(inputs). They make attention sharper and more influential, so answers
+vary."""
 
 
 def _byte_alphabet() -> dict[int, str]:

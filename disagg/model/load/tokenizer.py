@@ -15,8 +15,8 @@ _MEND = "copy the model's tokenizer files to the folder again"
 def load_tokenizer(source: ModelSource) -> Any:
     """Returns the checkpoint's tokenizer; for random weights, a tokenizer with one token per byte.
 
-    Raises `ConfigError` for a missing or damaged tokenizer. Without a vocabulary, some classes of transformers return
-    an empty tokenizer, which is refused too.
+    Raises `ConfigError` for a missing, damaged or empty tokenizer. Some classes of transformers return an empty
+    tokenizer if the vocabulary is missing.
     """
     directory = source.directory
     if directory is None:

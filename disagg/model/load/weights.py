@@ -29,9 +29,9 @@ class WeightSource(Protocol):
 
 
 class RandomWeights:
-    """Random normal weights, each from its own generator, so that parts of any split come from equal full tensors.
+    """Random normal weights. Each parameter has its own generator, so the full tensor is equal for any TP size.
 
-    The weights are drawn on the target device; a CPU and a GPU draw different numbers from one seed.
+    The weights are drawn on the target device. A CPU and a GPU draw different numbers from the same seed.
     """
 
     def __init__(self, seed: int, std: float) -> None:

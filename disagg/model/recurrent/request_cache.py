@@ -1,6 +1,6 @@
-"""The cache of one request that transformers' models receive; it stores the recurrent state only.
+"""The cache object of one request that is passed to transformers' models. It stores only the recurrent state.
 
-K and V pass through the cache to the paged pool.
+The cache returns K and V unchanged to the model, whose attention writes them to the paged pool.
 """
 
 from __future__ import annotations

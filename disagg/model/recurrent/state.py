@@ -1,10 +1,11 @@
 """Recurrent state (convolutions, state space models, linear attention): one cache for each running request.
 
-transformers stores such a state in its cache, by layer; its size does not grow with the request (`request_cache`).
+transformers stores the state in its cache, by layer (`request_cache`). The size of the state does not depend on the
+length of the request.
 
-A transfer writes the state into the KV pool as `state_tokens` more tokens after the prompt; each rank writes its own
-heads. Planner, ring and copies then move the state like KV. The reading rank needs the whole state and receives
-missing heads from the other ranks of its group.
+For a transfer, the state is written into the KV pool as `state_tokens` additional tokens after the prompt; each rank
+writes its own heads. Planner, ring and copies then move the state like KV. A rank that reads the state needs all of
+it, and gets the missing heads from the other ranks of its group.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ from kernels.attention.common import AttentionParams
 
 
 class PoolLayers:
-    """The context of a step of a hybrid model: delegates attention with the layer's number in the KV pool.
+    """Attention context of a hybrid model: calls another context with the layer's index in the KV pool.
 
-    A module's own layer number is not usable: a block that several layers share has none.
+    The index is derived from the cache's current layer. A module's own layer index is not usable, because a block
+    that several layers share has none.
     """
 
     def __init__(self, own: AttentionContext, cache: RequestCache, layers: tuple[int, ...]) -> None:
@@ -51,7 +53,7 @@ class StateMover:
     def __init__(
         self, sample: RequestCache, pool: MHATokenToKVPool, spec: ModelSpec, collective: Collective
     ) -> None:
-        """`sample`: a state with the shapes of all states, the source of `spec.state_tokens`."""
+        """`sample`: a state whose shapes all states have, and from which `spec.state_tokens` was computed."""
         self._form = sample.form()
         self._pool, self._collective = pool, collective
         layout = spec.layout
@@ -91,7 +93,7 @@ class StateMover:
 
 
 class RowStates:
-    """The recurrent state of the request at each row, after the last step that computed the request.
+    """The recurrent state of the request in each row, after the last step that included the request.
 
     A state is kept until the row's next request begins.
     """
@@ -102,7 +104,8 @@ class RowStates:
 
     @contextmanager
     def of(self, ones: Sequence[SequenceSlice]) -> Iterator[RequestCache]:
-        """Yields the states before the slices, as one batch, to the block; stores the new states after the block."""
+        """Yields the states before the slices to the block, as one batch. Stores the changed states after the
+        block."""
         caches = [self._before(one) for one in ones]
         if len(caches) == 1:
             yield caches[0]
@@ -118,8 +121,8 @@ class RowStates:
                     tensor.copy_(new[index : index + 1])
 
     def _before(self, one: SequenceSlice) -> RequestCache:
-        """Returns the state before a slice: None at position 0, else the row's state, else the one in the request's
-        pages.
+        """Returns the state before a slice: an empty state at position 0, else the row's state. If the row has none,
+        reads the state from the request's pages.
         """
         if one.start == 0:
             self._caches[one.row] = make_cache(self._config)
@@ -143,10 +146,11 @@ class RowStates:
 
 
 def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[int]]:
-    """Groups the sequences that recurrent layers can compute together: all with one token; each other one separately.
+    """Groups the sequences that recurrent layers can compute together.
 
-    `each_alone` separates all sequences, so that sums do not depend on the batch. Raises InvariantError for a single
-    prompt token after others, see `PromptChunks`.
+    All sequences of which the step computes one token, not the first, form one group; every other sequence is a group
+    of its own. `each_alone` separates all sequences, so that sums do not depend on the batch. Raises InvariantError
+    for a chunk of a single prompt token after earlier tokens, which `PromptChunks` never produces.
     """
     single = [i for i, one in enumerate(batch.sequences) if one.start > 0 and len(one.tokens) == 1]
     for one in (batch.sequences[i] for i in single):
@@ -162,10 +166,10 @@ def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[
 
 
 def ignores_state(compute: Callable[[RequestCache, int], object], config: Any) -> bool:
-    """Returns whether a step of several tokens ignores the previous state; prompts then need one step.
+    """Returns whether a step of several tokens ignores the previous state. Each prompt then needs a single step.
 
-    transformers' selective scan (Mamba 1) ignores the state. `compute(cache, tokens)` runs the model on two different
-    states; equal results show that the model ignores the state.
+    This is the case for transformers' selective scan (Mamba 1). `compute(cache, tokens)` runs the model; it is called
+    with two different states, and equal results show that the model ignores the state.
     """
     caches = [make_cache(config), make_cache(config)]
     for number, cache in enumerate(caches):

@@ -1,1 +1,1 @@
-"""From logits to the next token."""
+"""Chooses the next tokens from logits."""

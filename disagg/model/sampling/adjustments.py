@@ -1,4 +1,4 @@
-"""Changes logits before sampling: penalties, biases, and no end token before `min_tokens`.
+"""Changes logits before sampling: applies penalties and biases, and forbids end tokens before `min_tokens`.
 
 `repetition_penalty` equals that of transformers' `RepetitionPenaltyLogitsProcessor`. `presence_penalty` and
 `frequency_penalty` follow OpenAI's documentation (over the answer only). Their order is vLLM's.
@@ -43,7 +43,7 @@ class Adjustments:
     def __init__(
         self, rows: Sequence[SamplingRow], eos_ids: Sequence[int], vocab: int, device: torch.device
     ) -> None:
-        """Counts those tokens of the histories that the device has not counted. Does not synchronize."""
+        """Counts the tokens of the rows' histories that are not counted yet, on the device. Does not synchronize."""
         self._histories = [row.history for row in rows if row.history is not None]
         self._penalties = _penalties(rows, vocab, device)
         self._biases = _biases(rows, vocab, device)
@@ -58,7 +58,7 @@ class Adjustments:
         )
 
     def apply(self, logits: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Returns the changed logits: a copy if any row changes. Rows without these parameters keep their bits.
+        """Returns the changed logits: a copy if any row changes. Rows without such parameters are copied bit for bit.
 
         `logits`: float32 `[n, vocab]`; `positions`: int64 `[n]` on the device, the index of each row's next
         token; None unless `forbids_ending`. Does not synchronize.

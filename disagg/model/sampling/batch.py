@@ -17,8 +17,8 @@ from kernels.sampling.draw import DrawParams, draw, gap_of, likeliest_tokens, sc
 class SamplingBatch:
     """Parameters and positions of a batch's rows on the device, built when the rows change.
 
-    A step without new rows needs `sample` and `advance` only. The batch keeps the rows' histories alive. Owned by the
-    thread that samples.
+    While the rows stay the same, a step only calls `sample` and `advance`. The batch keeps the rows' histories alive.
+    Owned by the thread that samples.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class SamplingBatch:
         self._positions = [position + 1 for position in self._positions]
 
     def check(self) -> None:
-        """Asserts that host and device have the same positions. Synchronizes."""
+        """Raises an error unless the positions on host and device are equal. Synchronizes."""
         assert self._on_device is None or self._on_device.tolist() == self._positions, "device's positions"
         for (_, history), position in zip(self._rows, self._positions, strict=True):
             assert history is None or history.counted == position, "counted tokens"
@@ -94,8 +94,8 @@ class Sampler:
     def step(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
         """Launches the sampling of one token per row of `logits` (float32 `[len(rows), vocab]`, any device).
 
-        The tokens are counted for penalties, so rows must not share a history. Does not synchronize. A later step of
-        the same rows may be launched before the host has read the tokens, with `SamplingRow.ahead_tokens`.
+        The tokens are counted for penalties, so rows must not share a history. Does not synchronize. The next step of
+        the same rows may be launched before the host has read the tokens; `SamplingRow.ahead_tokens` counts these.
         """
         vocab, device = logits.shape[-1], logits.device
         if self.batch is None or not self.batch.fits(rows, vocab, device):

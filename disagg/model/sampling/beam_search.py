@@ -1,8 +1,8 @@
 """Beam search of one request: running beams, finished answers and the end condition. Pure: no tensors.
 
-The tokens equal those of transformers' `generate(num_beams=...)` (`_beam_search`). Of each step's likeliest
-continuations, end tokens among the best `beams` finish an answer; the best `beams` of the others continue. The score
-of an answer is the sum of its log-probabilities, divided by its number of tokens to `length_penalty`.
+The tokens equal those of transformers' `generate(num_beams=...)` (`_beam_search`). In each step, an end token among
+the best `beams` continuations finishes an answer. The best `beams` continuations without end tokens become the new
+beams. An answer's score is the sum of its log-probabilities, divided by `number of tokens ** length_penalty`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Candidate(NamedTuple):
     """A continuation of one beam by one token."""
 
     score: float
-    """Sum of the log-probabilities of its answer."""
+    """Sum of the log-probabilities of all tokens of the continued answer."""
     parent: int
     """Index of the continued beam in the latest result of `advance`."""
     token: int
@@ -31,7 +31,7 @@ class Hypothesis(NamedTuple):
 
 
 def candidates_wanted(sampling: SamplingParams, ending: Collection[int]) -> int:
-    """Returns a number of candidates of which at least `beams` are not end tokens."""
+    """Returns how many candidates a step needs so that at least `beams` of them are not end tokens."""
     return max(2, 1 + len(set(ending))) * sampling.beams
 
 
@@ -54,9 +54,9 @@ class BeamSearch:
         """Whether the search is over."""
 
     def advance(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Takes a step's likeliest continuations and returns the new beams, both likeliest first.
+        """Takes the likeliest continuations of a step and returns the new beams. Both lists are likeliest first.
 
-        Returns no beam when the search is over.
+        The result is empty when the search has ended.
         """
         tokens = len(self._running[0]) + 1
         ends = [c.token in self._ending or tokens >= self._max_tokens for c in candidates]
@@ -71,7 +71,7 @@ class BeamSearch:
         return going
 
     def answers(self) -> list[Hypothesis]:
-        """Returns the best finished answers, best first, up to the requested number; after the end of the search."""
+        """Returns the best finished answers, best first, at most the requested number. Call this after the search."""
         return self._whole[: self._wanted]
 
     @property

@@ -1,12 +1,12 @@
-"""Logarithms of a softmax and likeliest tokens, with bits that depend on one row alone.
+"""Log-softmax and likeliest tokens whose bits depend on one row only, not on the batch.
 
 torch sums floats in an order that depends on the number of rows and on a row's address. Integer sums do not depend on
 order. Each weight `exp(score - highest)` therefore becomes an integer number of units of `2^-44` before any sum.
 Elementwise operations have the same bits everywhere.
 
-A row's sum stays below 2^62 for vocabularies of less than 2^18 tokens; for larger ones units are larger. A weight
-below half a unit (3e-14 of the likeliest token's) counts as 0, and a sum is off by at most half a unit for each
-token: in a vocabulary of 2^17 by 4e-9, where float32 resolves 6e-8.
+A row's sum stays below 2^62 for vocabularies of less than 2^18 tokens; larger vocabularies use larger units. A weight
+below half a unit (3e-14 of the likeliest token's weight) counts as 0. The error of a sum is at most half a unit per
+token: 4e-9 in a vocabulary of 2^17 tokens, less than the resolution of float32 (6e-8).
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ def next_tokens(
 ) -> list[Chosen | RequestError]:
     """Returns one token per row of `logits` (float32 `[len(rows), vocab]`, any device), which stay unchanged.
 
-    A row of bad logits (NaN, or nowhere finite) yields a RequestError and does not affect other rows. Rows may share
-    a history. Waits for the device. `Sampler` keeps parameters on the device between steps, and does not wait.
+    A row of bad logits (with NaN, or without a finite value) yields a RequestError and does not affect other rows.
+    Rows may share a history. Waits for the device; `Sampler` does not, and keeps parameters on the device between
+    steps.
     """
     return SamplingBatch(rows, eos_ids, logits.shape[-1], logits.device).sample(logits).result()
 
@@ -47,7 +48,7 @@ class SampledBeams:
     def __init__(self, logits: torch.Tensor, steps: Sequence[BeamStep], eos_ids: Sequence[int]) -> None:
         """Launches the search in `logits`: float32 `[all beams, vocab]`, unchanged. Does not synchronize.
 
-        Bias and `min_tokens` change log-probabilities, as transformers' processors do.
+        Bias and `min_tokens` are applied to log-probabilities, not logits, like transformers' processors.
         """
         device = logits.device
         self._vocab = logits.shape[-1]

@@ -28,8 +28,8 @@ class TokenHistory:
     def counts(self, answer: Sequence[int], position: int, vocab: int, device: torch.device) -> torch.Tensor:
         """Returns int32 `[vocab]`: counts of the first `position` tokens of the answer.
 
-        The host may lack the last tokens of the answer if the device has already counted them. Does not synchronize.
-        Raises InvariantError for tokens that are neither on the host nor counted.
+        The last of these tokens may be missing in `answer` if the device has already counted them. Does not
+        synchronize. Raises InvariantError for a token that is neither in `answer` nor counted.
         """
         if self._counts is None or self.counted > position:
             self._counts = torch.zeros(vocab, dtype=torch.int32, device=device)
@@ -54,15 +54,15 @@ def history_of(prompt: Sequence[int], params: SamplingParams) -> TokenHistory | 
 
 
 class SamplingRow(NamedTuple):
-    """One request before its next token."""
+    """One request for which the next token is to be sampled."""
 
     params: SamplingParams
     answer: Sequence[int]
-    """Tokens so far, without the prompt, as far as the host has read them."""
+    """Tokens of the answer that the host has read so far, without the prompt."""
     history: TokenHistory | None
     """Result of `history_of`, one for the whole answer."""
     ahead_tokens: int = 0
-    """Tokens behind `answer` that steps in flight sample."""
+    """Number of tokens after `answer` that steps in flight are sampling."""
 
     @property
     def position(self) -> int:

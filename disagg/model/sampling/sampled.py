@@ -1,4 +1,4 @@
-"""The tokens and log-probabilities of a sampled step: on the device at once, on the host when they are read."""
+"""The tokens and log-probabilities of a sampled step: available on the device at once, on the host after a copy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LogprobRows:
 
 
 class SampledTokens:
-    """The next tokens of a batch: the device can use them at once, the host after the device has computed them."""
+    """The next tokens of a batch. Queued device work can use them at once; the host must wait for `result`."""
 
     def __init__(self, tokens: torch.Tensor, logits: torch.Tensor, wanted: LogprobRows | None) -> None:
         """Launches the copies to the host. `logits`: the model's own, float32 `[n, vocab]`, unchanged."""

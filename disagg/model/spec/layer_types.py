@@ -1,4 +1,4 @@
-"""Layers of a model with K and V, and layers with a recurrent state, by the types in the configuration."""
+"""Finds a model's attention layers and recurrent layers by the layer types in its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def layer_config(config: Any, layer: int) -> Any:
 
 
 def setting(config: Any, name: str) -> Any:
-    """Returns a value of the configuration, the largest value if layers differ; None if it is not set."""
+    """Returns the value of a setting; the largest value if layers differ; None if the setting is missing."""
     if not getattr(config, "is_heterogeneous", False):
         return getattr(config, name, None)
     each = (getattr(layer_config(config, layer), name, None) for layer in range(config.num_hidden_layers))

@@ -15,9 +15,9 @@ from disagg.model.spec.shapes import HeadShape, LayerPlace, plan_cache, unknown_
 _STATE_HEADS = 8
 _STATE_HEAD_DIM = 1024
 _NO_LIMIT_TOKENS = 1 << 20
-"""Context of a model without a context length, whose memory does not grow with a request."""
+"""Context length of a model that specifies none and whose memory does not depend on a request's length."""
 _BLOOM_TOKENS = 2048
-"""Context length of BLOOM's training."""
+"""Context length of BLOOM, taken from its training, because its configuration has none."""
 
 
 class ModelSpec(msgspec.Struct, frozen=True):
@@ -27,7 +27,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     """Class name of the model, such as `LlamaForCausalLM`."""
     layout: KVLayout
     q_heads: int
-    """Query heads of the first layer class, see `KVLayout`; `k_dim` and `v_dim` are of the first class too."""
+    """Number of query heads in the first layer class (see `KVLayout`). `k_dim` and `v_dim` are for this class,
+    too."""
     k_dim: int
     """Elements of a K head, 0 without attention; `layout.head_dim` is the larger of `k_dim` and `v_dim`."""
     v_dim: int
@@ -39,7 +40,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     rope_switch_tokens: int = 0
     """Length beyond which requests use another rotary embedding (`longrope`); 0: always the same one."""
     state_tokens: int = 0
-    """Size of a request's recurrent state in tokens of KV; 0 without one. Set only in a runner's spec."""
+    """Size of a request's recurrent state, in units of one token's KV; 0 without a state. Set only in a runner's
+    spec."""
     whole_prompts: bool = False
     """Whether a prompt must be computed in one step. Set only in a runner's spec."""
     more: tuple[HeadShape, ...] = ()
@@ -51,8 +53,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def cache_refused(self) -> str:
         """Why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
 
-        A recurrent state exists only after the whole prompt. In transformers, a sparse layer's choice among tokens
-        with equal scores depends on the prompt's length.
+        It is disabled for recurrent layers, because their state exists only after the whole prompt, and for sparse
+        layers, because in transformers their choice among tokens with equal scores depends on the prompt's length.
         """
         if self.state_tokens or self.whole_prompts:
             return "its recurrent state is not stored per token"
@@ -62,7 +64,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
 
     @property
     def has_attention(self) -> bool:
-        """False for a model with recurrent layers only: its pool holds only states in transfer."""
+        """Whether the model has attention layers. If not, its pool only holds recurrent states during a transfer."""
         return self.k_dim > 0
 
     @property
@@ -137,9 +139,9 @@ def spec_from_config(config: Any, kv_dtype: str) -> ModelSpec:
 
 
 def require_one_rope(spec: ModelSpec, prompt_tokens: int, max_tokens: int) -> None:
-    """Raises PromptTooLongError for a request that would change its rotary embedding within its answer.
+    """Raises PromptTooLongError if a request's answer may cross the length at which the rotary embedding changes.
 
-    The change would require a recomputation of all cached keys.
+    All cached keys would have to be recomputed at this length.
     """
     switch = spec.rope_switch_tokens
     if switch and prompt_tokens <= switch < prompt_tokens + max_tokens - 1:

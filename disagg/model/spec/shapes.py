@@ -1,4 +1,4 @@
-"""Heads of each attention layer, and the layer's place in the KV cache, read from a configuration."""
+"""Reads from a configuration the heads of each attention layer, and the layer's place in the KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from disagg.model.spec.layer_types import attention_layers, layer_config, settin
 _INDEXED = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 """Model types whose indexers store one key per token."""
 DOGE_ELEMENTS = 8
-"""Elements added to each key of Doge for one score, so that heads stay multiples of 16 bytes."""
+"""Elements that Doge's score adds to each key. More than one, so that heads stay multiples of 16 bytes."""
 
 
 class HeadShape(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class LayerPlace(msgspec.Struct, frozen=True):
     shared: bool = False
     """Whether an earlier layer writes the K and V."""
     index: int = -1
-    """Layer of the cache with its index keys; -1 without its own indexer."""
+    """Layer of the cache that holds this layer's index keys; -1 if the layer has no indexer."""
 
 
 class CachePlan(NamedTuple):
