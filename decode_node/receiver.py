@@ -240,8 +240,9 @@ class SegmentReceiver:
             self._transport.discard(item.peer if item else None, arrival)
 
     def _may_notify(self, incoming: IncomingTransfer, src_rank: int) -> bool:
+        # A receive from a fenced peer could stay open for ever: only a fence ends receives whose sender is gone.
         source = incoming.sources.get(src_rank)
-        return source is not None and source.writes
+        return source is not None and source.writes and source.state is not SourceState.LOST
 
     def on_operation(self, operation: Operation) -> None:
         """Handles an operation that has ended: of a segment, a notification, an active message or a probe."""

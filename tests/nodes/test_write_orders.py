@@ -108,6 +108,26 @@ def test_a_writer_that_was_taken_for_dead_cannot_begin_any_more(order: Ordered) 
     assert order.ranks[D].runner.pool.buffer.isnan().all()
 
 
+def test_a_notification_from_before_its_writer_was_lost_is_void(order: Ordered) -> None:
+    """The fence has ended all receives from that peer; nothing would end a later one."""
+    order.reserve()
+    order.compute()
+    while order.devices[P].work:
+        order.devices[P].step()
+    order.work(P)
+    order.wire(P)  # the notification leaves
+    (arrival,) = order.ranks[D].transport.arrivals()
+    order.queues[P, D] = deque([LOST])
+    order.deliver(P, D)
+    agent = order.ranks[D].agent
+    stale = agent.statistics().stale
+    agent.on_arrival(arrival)
+    order.wire(D)
+    assert agent.statistics().stale == stale + 1
+    assert agent.statistics().segments_landed == 0
+    agent.check()
+
+
 def test_a_pool_that_is_offered_again_and_refused_leaves_open_tickets_as_they_are(order: Ordered) -> None:
     """They go on by writes: whoever gives up their pages must still wait for them."""
     order.reserve()
