@@ -70,6 +70,8 @@ class Sender:
         self.events: deque[Event] = deque()
         self.launches = 0
         self.all: list[OutgoingTransfer] = []
+        self.items: list[list[OutgoingSegment]] = []
+        """Segments of each transfer in `all`; a closed transfer has none."""
         transport: Any = SimpleNamespace(register=lambda memory: None, send=self.post)
         control: Any = SimpleNamespace(address="prefill-0", send=self.send)
         self.context = SenderContext(
@@ -118,6 +120,7 @@ class Sender:
             )
         self.tickets.open[ticket.key] = outgoing
         self.all.append(outgoing)
+        self.items.append(list(outgoing.items.values()))
 
     def compute(self, item: OutgoingSegment) -> None:
         if not item.computed:
@@ -156,8 +159,9 @@ class Sender:
 
     def step(self, kind: int, which: int) -> None:
         """One event, of a kind, at one of the transfers and one of its segments."""
-        outgoing = self.all[which % len(self.all)]
-        item = [*outgoing.items.values()][which // len(self.all) % len(outgoing.items)]
+        transfer, number = which % len(self.all), which // len(self.all)
+        outgoing, items = self.all[transfer], self.items[transfer]
+        item = items[number % len(items)]
         happens: list[Callable[[], None]] = [
             lambda: self.compute(item),
             self.run_device,
@@ -195,8 +199,9 @@ def run(events: Sequence[tuple[int, int]]) -> None:
     closed = Counter(r.key for r in sender.reports if isinstance(r, m.RankClosed))
     sent = Counter(r.key for r in sender.reports if isinstance(r, m.RankSent))
     assert closed == Counter(outgoing.key for outgoing in sender.all), "each once"
-    for outgoing in sender.all:
-        states = {item.state for item in outgoing.items.values()}
+    for outgoing, items in zip(sender.all, sender.items, strict=True):
+        assert not outgoing.items, "a closed transfer keeps no segment, and so no mapped pool"
+        states = {item.state for item in items}
         assert states <= {SendState.SENT, SendState.DROPPED}
         assert sent[outgoing.key] <= 1
         if not sent[outgoing.key]:
