@@ -57,7 +57,7 @@ class InprocFabric:
                 self.deliver(message)
 
     def kill(self, name: str) -> None:
-        """Kills a rank: its operations, and those of others with it, end with `PeerLostError`."""
+        """Kills a rank: all operations of the rank, and operations of peers with it, end with `PeerLostError`."""
         with self.lock:
             victim = self.transports.get(name)
             if victim is not None:

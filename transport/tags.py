@@ -64,7 +64,7 @@ def inbox_of(tag: int) -> int:
 
 
 def is_active_message(tag: int) -> bool:
-    """Returns whether `tag` is that of an active message."""
+    """Returns whether `tag` belongs to an active message."""
     return tag >> (WRITER_BITS + SEGMENT_BITS) == _ACTIVE_MESSAGES
 
 
@@ -75,7 +75,7 @@ def probe_tag(number: int) -> int:
 
 
 def is_probe(tag: int) -> bool:
-    """Returns whether `tag` is that of a probe's message."""
+    """Returns whether `tag` belongs to a message of a wire probe."""
     return tag >> (WRITER_BITS + SEGMENT_BITS) == _PROBES
 
 

@@ -52,7 +52,7 @@ class DemoAnswer:
     text: str
     report: SessionReport
     logprobs: list[TokenLogprobs]
-    """One entry per answer token; empty where tokens must be equal."""
+    """One entry per answer token; empty if they are not needed, because tokens must equal the reference's."""
 
 
 def run_demo(config: Config, options: RunOptions) -> None:

@@ -31,7 +31,7 @@ FIRST_TOKENS, LAST_TOKENS = 256, 2048
 Longer steps need no graph: their kernels take longer to run than to launch."""
 _ALIGNED_TOKENS = 16
 _MOST_PADDING = 1.12
-"""Largest ratio of a recording's tokens to those of the smallest step that uses the recording."""
+"""Largest ratio between the tokens of a recording and the tokens of the smallest step that uses it."""
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
 """Computes the logits, float32 `[sequences, vocab]`, of int64 ids `[1, T]`, positions `[1, T]` and indices of last

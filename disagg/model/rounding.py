@@ -23,7 +23,7 @@ from torch import nn
 from disagg.core.types import TokenLogprobs
 
 View = tuple[float, ...]
-"""An engine's log-probabilities at one position: those of the compared tokens, then that of `Judge.best`."""
+"""An engine's log-probabilities at one position: of each compared token, then of `Judge.best`."""
 
 
 class Judge(NamedTuple):

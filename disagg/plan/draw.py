@@ -51,7 +51,7 @@ def draw_plan(plan: TransferPlan, path: str | os.PathLike[str]) -> None:
 
 
 def _outlets(plan: TransferPlan) -> tuple[list[float], dict[int, float], float]:
-    """Returns the vertical positions of the routes' starts, those of the source bars by rank, and the total height.
+    """Returns the vertical positions of the routes' starts and, by rank, of the source bars; and the total height.
 
     Each source has one line per route, so labels never overlap.
     """

@@ -42,7 +42,7 @@ def equal_tokens(config: Config) -> bool:
     """Returns whether all tokens must equal those of `reference_answers`. If not, rounding may explain a difference.
 
     In 16 bits, equality requires `model.deterministic`, one rank on each side as in the reference, and our own engine
-    as the reference. `config` is that of a running cluster, with its TP sizes. See `disagg.model.rounding`.
+    as the reference. `config` must be a running cluster's configuration, with TP sizes. See `disagg.model.rounding`.
     """
     alone = config.prefill.ranks == config.decode.ranks == 1
     source, _, dtype = _resolved(config)

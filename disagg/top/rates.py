@@ -1,4 +1,4 @@
-"""Rates, computed from the totals in successive `ServiceStatus` samples. Pure; `api/page.html` computes the same.
+"""Computes rates from the totals in successive `ServiceStatus` samples. Pure. `api/page.html` does the same.
 
 Groups report about once a second, and clients sample about once a second. Between two samples, a group may therefore
 have reported twice or not at all, so rates cover the longer time `WINDOW_S`.

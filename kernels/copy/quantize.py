@@ -1,7 +1,7 @@
 """Pool to staging or to another pool, quantized on the way: transfers from a float pool to a quantized pool.
 
-The result equals that of `kernels.attention.kv_write` bit for bit: quantized K, quantized V, and their scales
-(`disagg.kv.pool`). At most half of the bytes cross the wire.
+The result has the same bits as the result of `kernels.attention.kv_write`: quantized K, quantized V, and their scales
+(`disagg.kv.pool`). Only about half of the bytes cross the wire.
 """
 
 from __future__ import annotations

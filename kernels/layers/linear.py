@@ -1,6 +1,6 @@
 """A linear layer in which the bits of a row's result do not depend on the other rows, with little host overhead.
 
-A step has hundreds of such layers, and Triton's lookup of a compiled kernel takes longer than many of them
+A step has hundreds of linear layers, and Triton's lookup of a compiled kernel takes longer than many of them
 run. Each `Linear` therefore caches the compiled kernel of each tile, and descriptors in which only an address
 changes.
 

@@ -100,7 +100,7 @@ def matmul_reference(
 ) -> torch.Tensor:
     """`matmul` in plain torch, on any device: each row is a separate product, in separate memory. Slow.
 
-    The bits are those of `torch.mm` with one row, not those of the kernel.
+    The bits are equal to those of `torch.mm` with one row; the kernel's bits may differ.
     """
     _check(left, right, bias)
     batch, m, k = left.shape

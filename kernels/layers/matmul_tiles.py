@@ -1,4 +1,4 @@
-"""Tiles of `kernels.layers.matmul`, and the choice of the fastest for a size.
+"""Tiles of `kernels.layers.matmul`, and the choice of the fastest tile for a product's size.
 
 No choice changes a result's bits; `kernels.layers.matmul.require_same_bits` checks this.
 """

@@ -56,10 +56,10 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight)
 def add_rms_norm(
     x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor, eps: float, how: NormWeight
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `x + y` and its `rms_norm`, with the bits of the two operations; x and y of one shape and type.
+    """Returns `x + y` and the sum's `rms_norm`, with the same bits as two separate operations.
 
-    One launch on CUDA for contiguous rows of up to `MAX_BLOCK` elements, as a hidden state and a layer's output are;
-    two otherwise. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
+    x and y must have the same shape and type. On CUDA: one launch for contiguous rows of up to `MAX_BLOCK` elements
+    (the usual case), otherwise two. Raises ValueError (arguments) and ConfigError (`DISAGG_KERNELS`).
     """
     dim = x.shape[-1]
     alike = x.shape == y.shape and x.dtype == y.dtype and x.is_contiguous() and y.is_contiguous()

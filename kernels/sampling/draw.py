@@ -113,7 +113,7 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Returns int64 `[n]`: a token for each row of `logits` (contiguous float32 `[n, vocab]`); -1 for bad logits.
 
     Logits are bad if a row has NaN or infinity, or only -infinity. On CUDA: one launch on the current
-    stream, no synchronization, and 32 KiB of memory for each row meanwhile. Raises ValueError (arguments) and
+    stream, no synchronization, and 32 KiB of temporary memory for each row. Raises ValueError (arguments) and
     ConfigError (`DISAGG_KERNELS`).
     """
     if backend(logits.device) != "triton":

@@ -50,7 +50,7 @@ def units_reference(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def units_of(logits, highest, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
-    """Returns `units_reference` of a block, for the `highest` and `scale` of its row."""
+    """Computes `units_reference` for a block of one row's logits, with the row's `highest` and `scale`."""
     x = tl.minimum((highest - logits) * scale, _MOST)
     k = (x + 0.5).to(tl.int32)
     f = x - k.to(tl.float32)

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from transport.control.messages import Message
 
 Handler = Callable[[str, Message], None]
-"""Called as `handler(peer, message)` on the channel's own thread. It must not block: the channel processes
-nothing meanwhile. Exceptions are logged and counted, and the channel continues."""
+"""Called as `handler(peer, message)` on the channel's own thread. It must not block, because the channel waits for
+it. Exceptions are logged and counted, and the channel continues."""
 
 PeerLost = Callable[[str], None]
 """Called as `on_peer_lost(peer)` on the channel's own thread: the peer died, restarted, or cannot be reached.

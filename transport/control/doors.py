@@ -1,7 +1,7 @@
 """The listening side of a ZMQ channel: one ROUTER for each valid key generation, all on one port.
 
 A ROUTER takes its CURVE server key at `bind`, and unbinding closes the connections that it accepted. A
-rotation opens a second ROUTER beside the first one (SO_REUSEPORT), and existing connections continue. The
+rotation opens a second ROUTER on the same port (SO_REUSEPORT), and existing connections continue. The
 kernel spreads new connections over both; a peer whose handshake reaches the other generation dials again
 (`transport.control.links`).
 

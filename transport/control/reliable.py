@@ -98,7 +98,7 @@ class _StreamPeer:
     name: str
     stream: int
     since_s: float
-    """Time of the last envelope from the peer, or of the first one to it."""
+    """Time of the last envelope from the peer; before the first one, the time of the first envelope to the peer."""
     next_seq: int = 1
     unacknowledged: deque[tuple[int, bytes]] = field(default_factory=deque)
     unacknowledged_bytes: int = 0

@@ -40,7 +40,7 @@ _WILDCARDS = ("*", "", "::", "[::]")
 ENVELOPE_BYTES = 4096
 """Space for the envelope around the largest message."""
 UNSETTLED_S, SETTLED_S = 0.02, 0.25
-"""Intervals between checks of keys and handshakes: during a handshake, and otherwise."""
+"""Intervals between checks of keys and handshakes: while a handshake is in progress, and at other times."""
 _MAX_SOCKETS = 3 * MAX_PEERS + 64
 """A DEALER and two monitor sockets for each peer, and a few others; ZMQ reserves a pointer for each socket."""
 

@@ -1,7 +1,7 @@
 """The key file: a `KeySet` as JSON, readable by its owner only.
 
-The four keys of the current generation are at the top level, as in files without a rotation, beside `next`
-and `next_from_unix_s`. Changes replace the file atomically.
+The four keys of the current generation are at the top level. During a rotation, the top level also has `next` and
+`next_from_unix_s`. Changes replace the file atomically.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def retire_keys(path: str | Path, now_unix_s: float | None = None) -> KeySet:
 
 
 def _check_mode(path: str | Path, found: os.stat_result) -> None:
-    """Allows access by the owner only; a root-owned file may be group-readable, as a mounted Kubernetes
-    Secret is."""
+    """Raises `ConfigError` unless only the owner has access. A file owned by root may be readable by its group,
+    because mounted Kubernetes Secrets are."""
     shared_by_root = found.st_uid == 0 and os.geteuid() != 0
     if stat.S_IMODE(found.st_mode) & (0o037 if shared_by_root else 0o077):
         raise ConfigError(f"the key file {path} can be read by others: chmod 600 {path}")

@@ -31,7 +31,7 @@ class Address(NamedTuple):
 
 
 def parse_address(peer: str, packed: bytes) -> Address:
-    """Returns the address in `packed`. Raises `TransportError` for other bytes than those of `Address.pack`."""
+    """Returns the address in `packed`. Raises `TransportError` for bytes that `Address.pack` cannot have made."""
     problem = TransportError(
         f"cannot connect to {peer}: {len(packed)} bytes are not the address of a TLS transport"
     )

@@ -74,8 +74,8 @@ class TLSListener:
             return len(self._handshakes)
 
     def close(self, timeout_s: float) -> bool:
-        """Closes the socket and every handshake. Returns whether all threads ended, including those of
-        connections."""
+        """Closes the socket and every handshake. Returns whether all threads have ended within `timeout_s`, including
+        the threads of connections."""
         with self._lock:
             self._closed = True
             for stream in self._handshakes:

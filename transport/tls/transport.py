@@ -35,7 +35,7 @@ from transport.tls.stream import TlsStream
 log = structlog.get_logger(__name__)
 
 FENCE_TIMEOUT_S = 10.0
-"""Longest time until no thread uses the memory of a disconnected peer's operations; later, the fence has failed."""
+"""Time within which all threads must stop using the memory of a disconnected peer's operations."""
 FENCE_WAIT_S = 0.02
 """How long `disconnect` blocks until all threads have left. `progress` then waits for the remaining threads."""
 _MOST_DEFAULT_LANES = 2

@@ -1,4 +1,4 @@
-"""Answers as a client receives them, and their comparison with those of a quiet run. No I/O."""
+"""Collects answers as a client receives them, and compares them with the answers of a quiet run. No I/O."""
 
 from __future__ import annotations
 

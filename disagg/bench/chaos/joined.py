@@ -87,7 +87,7 @@ async def joined_system(config: Config, directory: str) -> AsyncIterator[JoinedS
 
 
 def ray_addresses() -> dict[str, int]:
-    """Returns the process behind each `tcp://HOST:PORT` that a Ray actor of this user listens at."""
+    """Returns the process id of each Ray actor of this user, by the `tcp://HOST:PORT` on which the actor listens."""
     actors = [
         process.pid for process in psutil.process_iter(["cmdline"]) if is_actor(process.info["cmdline"])
     ]

@@ -197,8 +197,7 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
 
 
 def check(runner: ModelRunner, batch: StepBatch) -> None:
-    """Raises `InvariantError` unless the step's logits equal those of its requests computed alone, up to
-    rounding.
+    """Raises `InvariantError` unless, up to rounding, each request has the same logits in the step and alone.
 
     For a deterministic runner they must be equal bit for bit. Otherwise their norms are compared: products of
     another shape use another summation order, and random weights amplify the difference with the layers. bf16

@@ -41,7 +41,7 @@ class PrefillBench:
 def run(bench: PrefillBench, report_progress: Callable[[str], None] = lambda text: None) -> list[Result]:
     """Measures a step of each size in tokens per second and ms, and the host's time for it.
 
-    Raises `InvariantError` for a recorded step whose logits are not those of the launched one, up to rounding.
+    Raises `InvariantError` unless, up to rounding, a recorded step has the same logits as a step without recording.
     """
     report_progress("matrix product")
     ceiling = _product_rate(bench)

@@ -56,7 +56,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def late_s(self) -> float | None:
-        """Delay of the send behind its scheduled time, caused by the client itself."""
+        """Time from the scheduled send to the actual send, a delay of the client itself."""
         return None if self.due_s is None else self.sent_s - self.due_s
 
 

@@ -61,7 +61,7 @@ class RequestOutcome(NamedTuple):
     due_s: float
     """Scheduled send time, in seconds from the start."""
     late_s: float
-    """Delay of the send behind `due_s`."""
+    """Time from the scheduled send to the actual send."""
     status: int
     """HTTP status; 0: the connection broke, or was refused."""
     seconds: float

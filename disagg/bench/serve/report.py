@@ -70,7 +70,7 @@ def lines(report: Report) -> Iterator[str]:
 def report_json(report: Report) -> str:
     """Returns all results as JSON, with the command, the client's machine and the time.
 
-    Times are in seconds; those of requests are rounded to microseconds. Each request is one line.
+    Times are in seconds; times of requests are rounded to microseconds. Each request is one line.
     """
     content = {
         **provenance(),

@@ -33,7 +33,8 @@ _FILES = {
     "stablelm": "stablelm",
     "xglm": "xglm",
 }
-"""Module of this folder by model type. Imported only when such a model is built, because it imports transformers."""
+"""Name of the adapter's module in this folder, by model type. A module is imported only when a model of its type is
+built, because the module imports transformers."""
 
 
 def adapter_of(config: Any) -> Adapter | None:

@@ -1,6 +1,6 @@
 """Merges projections of the same input into one matrix product: queries, keys and values; gate and up of an MLP.
 
-The time of a short step is mostly that of reading weights. One large product reads weights faster than several small
+A short step spends most of its time reading weights. One large product reads weights faster than several small
 ones, and needs one launch. vLLM and SGLang merge the same layers when they load a checkpoint (`QKVParallelLinear`,
 `MergedColumnParallelLinear`). Here, the checkpoint is loaded into the separate layers first; the merged weight then
 replaces their weights.

@@ -1,7 +1,7 @@
 """Changes logits before sampling: applies penalties and biases, and forbids end tokens before `min_tokens`.
 
-`repetition_penalty` equals that of transformers' `RepetitionPenaltyLogitsProcessor`. `presence_penalty` and
-`frequency_penalty` follow OpenAI's documentation (over the answer only). Their order is vLLM's.
+`repetition_penalty` has the same results as transformers' `RepetitionPenaltyLogitsProcessor`. `presence_penalty` and
+`frequency_penalty` follow OpenAI's documentation (they count the answer only). The three are applied in vLLM's order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Adjustments:
         )
 
     def apply(self, logits: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """Returns the changed logits: a copy if any row changes. Rows without such parameters are copied bit for bit.
+        """Returns the changed logits: a copy if any row changes. Unaffected rows keep their bits.
 
         `logits`: float32 `[n, vocab]`; `positions`: int64 `[n]` on the device, the index of each row's next
         token; None unless `forbids_ending`. Does not synchronize.

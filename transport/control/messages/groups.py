@@ -1,4 +1,4 @@
-"""Status of groups, between routers, leaders and ranks; and the directory of a cluster's groups."""
+"""Messages with the status of groups, between routers, leaders and ranks; and messages of a cluster's directory."""
 
 from __future__ import annotations
 

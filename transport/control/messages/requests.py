@@ -24,7 +24,7 @@ class Reserve(Message, frozen=True):
     cache_salt: str = ""
     """Only prompts with the same salt share cached KV."""
     answered: list[Count] = msgspec.field(default_factory=list)
-    """Tokens that a lost group has already generated; a request with such tokens has one sequence. Their KV is
+    """Tokens that a lost group has already generated. If there are any, the request has one sequence. Their KV is
     transferred behind the prompt's."""
     after: RequestKey | None = None
     """The earlier attempt in this group whose row, pages and landed KV this attempt takes over."""
@@ -40,7 +40,7 @@ class Reserved(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """Any node -> router: the request failed on this node. `code` is that of `disagg.core.errors`."""
+    """Any node -> router: the request failed on this node. `code` is an error code of `disagg.core.errors`."""
 
     key: RequestKey
     code: str
