@@ -1,4 +1,4 @@
-"""An eventfd by which any thread ends the wait of its owner thread."""
+"""An eventfd with which any thread wakes the thread that owns it."""
 
 from __future__ import annotations
 

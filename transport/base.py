@@ -196,4 +196,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Fences every peer and frees everything. Pending operations fail. A second call has no effect."""
+        """Fences every peer and frees all resources. Pending operations fail. A second call has no effect."""

@@ -244,7 +244,7 @@ class InprocTransport(Transport):
             self._part(peer, name, PeerLostError(why))
 
     def die(self) -> None:
-        """Leaves the fabric: ends all own operations, and those that peers have with this transport."""
+        """Leaves the fabric: ends all operations of this transport, and all operations of peers with it."""
         self._closed = True
         for peer, name in list(self._peers.items()):
             self._part(peer, name, PeerLostError(f"{self._name} was closed"))

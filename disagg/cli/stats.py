@@ -52,7 +52,7 @@ def stats(
         bool, typer.Option("--json", help="Print one JSON object, with the recording.")
     ] = False,
 ) -> None:
-    """Show the use of a server's memory: weights, KV used, cached, free, staging and rings."""
+    """Show how a server's memory is used: weights; KV used, cached and free; staging and rings."""
     if not 0.1 <= interval_s <= 3600:
         raise ConfigError(f"--interval-s {interval_s:g}: give 0.1 to 3600 seconds")
     if plot is not None:

@@ -83,7 +83,7 @@ def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) 
     claims = _Claims(ranks, token, expected.config.cluster.hang_timeout_s)
     claimed = [claims.claim(group) for group in found]
     adopted = Adopted(claims.owner)
-    # The oldest first: of two groups without a link, the start of the younger one was interrupted.
+    # The oldest group first: if two groups are not linked, the start of the younger one was interrupted.
     for one in sorted(claimed, key=lambda one: one.began_unix_s):
         if why := one.unreadable or _difference(one, expected) or _lacks_link(one, claimed, adopted.groups):
             log.warning("group_not_adopted", group=one.group.name, why=why, consequence="it is ended")
@@ -131,7 +131,7 @@ class _Claims:
         self._ranks, self._hang_timeout_s = ranks, hang_timeout_s
         self.owner = Owner(token, 1)
         """This launch's token, with an epoch that is raised above every epoch found on a rank."""
-        # A living owner sends a pulse within this time, and a dead one's last pulse lapses.
+        # Until then, a living owner has sent a pulse, and the last pulse of a dead owner has lapsed.
         self._until_s = time.monotonic() + hang_timeout_s * (1 + 2 / PER_TIMEOUT)
 
     def claim(self, group: Group) -> _Claimed:

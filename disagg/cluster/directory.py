@@ -24,7 +24,7 @@ ScaleTo = Callable[[Role, int, Callable[[str], None]], None]
 
 
 class Directory:
-    """Server side of the group announcements. Owns its channel. Thread-safe."""
+    """The server that announces groups to routers. Owns its control channel. Thread-safe."""
 
     def __init__(self, control: ControlChannel) -> None:
         self._control = control
@@ -108,7 +108,8 @@ class Directory:
 
     def _send(self, router: str) -> None:
         latest = self._latest
-        if not latest.version:  # an empty list would end groups that the router has, which may be adopted
+        # Nothing announced yet: an empty list would make the router drop groups that are to be adopted.
+        if not latest.version:
             return
         self._routers[router] |= {group.name for group in latest.groups} - set(latest.draining)
         self._control.send(router, latest)
@@ -117,7 +118,7 @@ class Directory:
 def directory_host(address: str, config: ControlConfig) -> str:
     """Returns the host of a directory's `address`, `tcp://HOST:PORT`.
 
-    Raises `ConfigError` for a malformed address, or one whose host cannot reach this process.
+    Raises `ConfigError` for a malformed address, and for a host that could not reach this process in return.
     """
     scheme, _, rest = address.partition("://")
     host, _, port = rest.rpartition(":")

@@ -41,7 +41,7 @@ def processes_of(mark: str, folder: str, command: int) -> list[int]:
                 found.append(int(process.name))
         except OSError:  # ended meanwhile, or another user's
             continue
-    for pid in found:  # grows
+    for pid in found:  # descendants are appended during the iteration
         found += [child for child in children.get(pid, ()) if child not in found and child not in spared]
     return found
 

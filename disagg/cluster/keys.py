@@ -40,7 +40,7 @@ def launch_keys(config: ControlConfig, adopting: Mapping[str, str] | None = None
     if not config.key_file:
         _refuse_beyond_loopback(own_host(config.host))
         if adopting is not None:
-            with contextlib.suppress(ConfigError):  # none, as after a launch that ended by itself
+            with contextlib.suppress(ConfigError):  # there is no file, because the last launch removed it
                 return KeyRing(load_keys(run_file(str(config.directory_port), adopting)))
     return own_keys(config)
 

@@ -181,7 +181,7 @@ class Cluster:
         return make_control(self.config.control, self._keys, self.config.control.router_port)
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
-        """Registers a callback for the control address of every rank that dies."""
+        """Registers a callback that is called with the control address of every rank that dies."""
         self._on_lost.append(callback)
 
     def on_group_lost(self, callback: Callable[[Group], None]) -> None:

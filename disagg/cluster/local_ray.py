@@ -141,8 +141,8 @@ def session_folder() -> Iterator[Path]:
 def ensure_token() -> None:
     """Makes Ray's token file, `~/.ray/auth_token`, readable for this user only.
 
-    Ray itself would make the file readable for all. An existing file of this user is closed to others; a token in the
-    environment needs no file. Raises `ConfigError` when the file cannot be made.
+    Ray itself would make the file readable for all users. If the file exists and belongs to this user, other users
+    lose access. Nothing is done if the environment has a token. Raises `ConfigError` when the file cannot be made.
     """
     if os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
         return

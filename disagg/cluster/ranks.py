@@ -1,4 +1,4 @@
-"""Interface of the processes of a cluster's ranks; `disagg.cluster.ray` implements it with Ray."""
+"""Interface to the processes of a cluster's ranks; `disagg.cluster.ray` implements it with Ray."""
 
 from __future__ import annotations
 

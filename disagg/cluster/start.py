@@ -26,7 +26,7 @@ Progress = Callable[[str], None]
 
 
 def start_groups(ranks: Ranks, groups: Sequence[Group], config: Config, progress: Progress) -> None:
-    """Starts all groups: sets `Group.started` and `Group.info`, and lets the ranks of a group compute together.
+    """Starts all groups, sets `Group.started` and `Group.info`, and joins the ranks of each group for computation.
 
     Raises as `start_ranks` and `group_info`.
     """

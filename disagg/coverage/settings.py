@@ -38,7 +38,7 @@ _QWEN4 = {
     "linear_value_head_dim": 8,
 }
 
-_UNTIED = {"tie_word_embeddings": False}  # these answer with one token only when tied
+_UNTIED = {"tie_word_embeddings": False}  # with tied embeddings, these models repeat one token
 _WINDOWS: dict[str, Any] = {
     "layer_types": ["full_attention", "sliding_attention"] * 2,
     "use_sliding_window": True,
@@ -78,7 +78,7 @@ OWN_SETTINGS: dict[str, dict[str, Any]] = {
     "lfm2_moe": _CONVOLUTIONS,
     "mamba2": {"num_heads": 8},
     "mellum": {"layer_types": _WINDOWS["layer_types"]},
-    "moshi": {"sliding_window": 256},  # its whole context, as by default
+    "moshi": {"sliding_window": 256},  # the whole context, like moshi's default
     "phimoe": {"sliding_window": 256},
     "qwen2": _WINDOWS,
     "qwen3": _WINDOWS,

@@ -35,7 +35,7 @@ _MOST_PADDING = 1.12
 
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionContext], torch.Tensor]
 """Computes the logits, float32 `[sequences, vocab]`, of int64 ids `[1, T]`, positions `[1, T]` and indices of last
-tokens `[sequences]`; launches only."""
+tokens `[sequences]`. Does not synchronize."""
 
 
 def piece_sizes(chunk_tokens: int) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class PiecewiseGraphs:
     def __init__(
         self, compute: Compute, sizes: Sequence[int], sequences: int, vocab_size: int, device: torch.device
     ) -> None:
-        """`sizes`: recorded sizes in tokens, ascending. `sequences`: limit for a step."""
+        """`sizes`: recorded sizes in tokens, ascending. `sequences`: most sequences of a step."""
         self._compute, self._sizes, self._sequences = compute, tuple(sizes), sequences
         self._vocab_size, self._device = vocab_size, device
         self._recordings: dict[int, _Recording] = {}

@@ -293,7 +293,7 @@ class ModelRunner:
             ones = tuple(batch.sequences[index] for index in part)
             hook = (
                 on_layer if number == len(parts) - 1 else None
-            )  # only the last part completes the KV of the step
+            )  # the step's KV of a layer is complete only after the last part
             with self.states.of(ones) as cache:
                 found = self._forward(StepBatch(ones), hook, len(ones), cache)
             logits.update(zip(part, found, strict=True))

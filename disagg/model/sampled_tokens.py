@@ -40,6 +40,6 @@ class SampledTokenBuffer:
             self._collective.all_reduce(own)
 
     def resolve(self, ids: torch.Tensor) -> torch.Tensor:
-        """Returns `ids` (int64, any shape) with each reference replaced by its token. Launches only."""
+        """Returns `ids` (int64, any shape) with each reference replaced by its token. Does not synchronize."""
         index = torch.clamp(token_of(0) - ids, min=0)
         return torch.where(ids < 0, self._tokens[index], ids)

@@ -135,7 +135,7 @@ class _Engine:
 
     def _step(self) -> None:
         slices, chosen, budget = [], [], self._chunks.chunk_tokens
-        must = True  # of the prompts, the first
+        must = True  # until the step has a prompt
         for request in sorted(self._running, key=lambda r: len(r.tokens) - r.computed):  # decodes first
             start, stop = request.computed, len(request.tokens)
             if count := 1 if request.answer else self._chunks.take(start, stop, budget, must=must):

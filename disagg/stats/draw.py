@@ -59,7 +59,7 @@ def _areas(axis: Any, group: GroupSeries) -> None:
         heading += f"   (of {group.device_bytes / unit_bytes:,.0f} {unit} usable)"
     elif group.device_bytes:
         axis.axhline(group.device_bytes / unit_bytes, color="#212529", linewidth=1, linestyle="--")
-    room = 26 if group.preempted else 16 if group.evicted else 6  # for the marks, in points
+    room = 26 if group.preempted else 16 if group.evicted else 6  # space for the marks, in points
     axis.set_title(heading, loc="left", fontsize=10, fontweight="bold", pad=room)
     axis.set_ylabel(unit)
     axis.set_ylim(bottom=0)

@@ -162,8 +162,8 @@ def load_rows(  # type: ignore[no-untyped-def]
     FP8: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Loads `[N, BLOCK]` of one head, with zeros beyond `DIM`. Without a mask where possible: masks cost more
-    than loads."""
+    """Loads `[N, BLOCK]` of one head, with zeros beyond `DIM`. Uses no mask if possible, because masks cost more than
+    loads."""
     element = tl.arange(0, BLOCK)
     place = rows + slot[:, None] * SLOT_STRIDE + element[None, :]
     found = tl.load(place) if DIM == BLOCK else tl.load(place, mask=(element < DIM)[None, :], other=0)

@@ -1,9 +1,9 @@
 """Writes K and V of a step's tokens to their slots of one layer, in one launch; quantizes them for a
 quantized pool.
 
-Each head of a token is quantized on its own. Its scale is its largest magnitude over the largest quantized
-value, rounded up to bfloat16. The quantized value of an element is the element over the scale. int8 is
-rounded to the nearest, ties to even, like fp8.
+Each head of a token is quantized on its own. The scale of a head is the head's largest magnitude divided by the
+largest quantized value, rounded up to bfloat16. An element's quantized value is the element divided by the scale.
+int8 is rounded to the nearest, ties to even, like fp8.
 """
 
 from __future__ import annotations

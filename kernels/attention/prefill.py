@@ -5,8 +5,8 @@ A program computes one KV head and a block of *rows*: query tokens x the query h
 in `q`, so that K and V are read once for all of them. It processes first the tokens that all its rows see,
 then those where some rows are masked; scores stay in registers (FlashAttention 2).
 
-A short prompt after a long cached prefix has too few blocks to fill the device. Their tokens are then split
-over several programs (`kernels.attention.splits`).
+A short prompt after a long cached prefix has too few blocks to fill the device. The tokens that a block sees are then
+split over several programs (`kernels.attention.splits`).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PrefillTile:
 
 @dataclass(frozen=True, slots=True)
 class PackedQueries:
-    """The sequence of each query token of a step; all int32 or int64 `[sequences]`, on the device."""
+    """The query tokens of each sequence of a step. Tensors are int32 or int64 `[sequences]`, on the device."""
 
     rows: torch.Tensor
     """Row of the block table."""
@@ -276,7 +276,7 @@ def _launch(
 
 def _block_v(v_dim: int, *, converted: bool) -> int:
     """Returns the block width of V, at least 64 if V is converted. Triton 3.6 miscompiles the second product
-    on Hopper for narrower converted V: results or addresses are wrong. Padding is zeros."""
+    on Hopper for narrower converted V: results or addresses are wrong. The padding is filled with zeros."""
     return max(64, block_of(v_dim)) if converted else block_of(v_dim)
 
 

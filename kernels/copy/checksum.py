@@ -97,8 +97,9 @@ class Check:
             _check_word("less", self.less)
 
     def sizes(self, planes: int, head_bytes: int) -> tuple[int, int, int]:
-        """Returns the numbers of the first plane, token and unit, for a pool of `planes` per layer; a layer
-        uses two numbers."""
+        """Returns the numbers, in the model's numbering, of the first plane, the first token and the first unit.
+
+        The pool has `planes` planes per layer. Each layer has two plane numbers, even if it has only one plane."""
         units = head_bytes // unit_bytes(head_bytes)
         return 2 * self.origin.layer, self.origin.token, self.origin.head * units
 
@@ -150,8 +151,8 @@ def words_sum(words, rows, word, first_unit, UNIT_BYTES: tl.constexpr):  # type:
     """Returns the sum of a tile of words `[tokens, words]`, int64 scalar; words outside of the tile must be
     0.
 
-    `rows` are the tokens' keys, `word` is each column's number within its row. A word is two units, one, or a
-    part.
+    `rows` are the tokens' keys, `word` is each column's number within its row. A word consists of two units, one
+    unit, or a part of a unit.
     """
     WORD_BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8  # noqa: N806
     if WORD_BYTES > UNIT_BYTES:

@@ -62,7 +62,7 @@ def rows_of(pool: torch.Tensor, layers: Span, heads: Span) -> Rows:
     """Returns the rows of `pool`, contiguous `[layers, planes, slots, heads, head_dim]`; `layers` and `heads`
     are local.
 
-    Raises ValueError for another pool, and for layers and heads outside of the pool.
+    Raises ValueError for a pool of another shape, and for layers and heads outside of the pool.
     """
     offset_bytes = (
         int(pool.storage_offset()) * pool.element_size()

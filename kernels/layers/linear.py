@@ -26,7 +26,8 @@ _ALIGNMENT_BYTES = 16
 _LIBRARY_ALIGNMENT_BYTES = 256
 """The library also selects kernels by alignment, up to this value."""
 _library_agrees: dict[tuple[object, ...], bool] = {}
-"""Whether the library agrees, by device, type, shape and alignment of the weight, and presence of a bias."""
+"""Whether the library's bits equal the kernel's, by device, by type, shape and alignment of the weight, and by
+presence of a bias."""
 
 
 class Linear:

@@ -1,12 +1,11 @@
 """Matrix products in which the bits of a row's result do not depend on the other rows.
 
-`out[b, m, n] = sum over k of left[b, m, k] * right[b, k, n]`, summed in float32 from the first `k` to the
-last, never in parts: the bits depend on that order only. Tiles differ by the number of rows, for speed only.
-Bit-for-bit agreement of tiles is a property of the tensor cores, which `require_same_bits` checks on the
-device.
+`out[b, m, n] = sum over k of left[b, m, k] * right[b, k, n]`, summed in float32 from the first `k` to the last, never
+in parts: the bits depend on that order only. The tile depends on the number of rows, for speed only. Bit-for-bit
+agreement of tiles is a property of the tensor cores, which `require_same_bits` checks on the device.
 
-A library's products use other orders for other numbers of rows (split-K, stream-K). Idea: "Defeating
-Nondeterminism in LLM Inference" (Thinking Machines, 2025), whose products use one tile for all sizes.
+A library's products use other orders for other numbers of rows (split-K, stream-K). The idea is from "Defeating
+Nondeterminism in LLM Inference" (Thinking Machines, 2025), where products use one tile for all sizes.
 """
 
 from __future__ import annotations

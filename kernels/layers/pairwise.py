@@ -1,4 +1,4 @@
-"""Sums of pairs of halves in plain torch, for devices without kernels of this package.
+"""Sums by repeated halving in plain torch, for devices without kernels of this package.
 
 The elements `0 .. 2^i` and `2^i .. 2^(i+1)` are added element by element, from the largest power of two down to 1.
 The bits depend only on the summed elements, not on other rows or on zeros after the last element. Rows of different

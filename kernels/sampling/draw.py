@@ -95,9 +95,11 @@ def gap_of(min_p: float, temperature: float) -> float:
 
 
 def likeliest_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Returns int64 `[n]`: the likeliest token of each row, of equal ones the lowest; -1 for bad logits.
+    """Returns int64 `[n]`: the likeliest token of each row, and the lowest id among equally likely ones; -1 for bad
+    logits.
 
-    `logits`: float32 `[n, vocab]`, contiguous. On CUDA: one launch, which reads them once, without synchronization.
+    `logits`: float32 `[n, vocab]`, contiguous. On CUDA: one launch, which reads the logits once, without
+    synchronization.
     """
     if backend(logits.device) != "triton":
         best = torch.argmax(logits, dim=-1, keepdim=True)  # NaN is above all others

@@ -136,7 +136,7 @@ def _collect(row, vocab, low, high, found, BLOCK: tl.constexpr):  # type: ignore
 def search_keys(keys, masses, target, below_all, low, high):  # type: ignore[no-untyped-def]
     """Returns the smallest key whose mass reaches `target`, and the mass of all smaller keys.
 
-    `keys`: int32 `[n]`, `masses`: int64 `[n]`, 0 for a key that does not count. `below_all`: the mass up to `low` of
+    `keys`: int32 `[n]`, `masses`: int64 `[n]`, 0 for a key that does not count. `below_all`: the mass up to `low`, of
     logits without a key. The result is in `(low, high]`, int64.
     """
     low_mass = below_all

@@ -1,8 +1,8 @@
 """The contract of the control plane: small typed messages between named peers, exactly once and in order.
 
-A peer's name is the address on which its channel listens. A sent message either reaches the peer's handler
-once, in the order of `send`, or `on_peer_lost` is called for that peer. As long as a peer is not forgotten,
-there is no third outcome.
+A peer's name is the address on which its channel listens. A sent message either reaches the peer's handler once, in
+the order of `send`, or `on_peer_lost` is called for that peer. A message is dropped without either only after
+`forget`.
 """
 
 from __future__ import annotations
@@ -119,4 +119,4 @@ class ControlChannel(ABC):
 
     @abstractmethod
     def close(self, linger_s: float = 0.0) -> None:
-        """Stops the thread; no callback runs afterwards. Waits up to `linger_s` for acknowledgements first."""
+        """Waits up to `linger_s` for acknowledgements, then stops the thread. No callback runs afterwards."""

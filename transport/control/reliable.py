@@ -36,7 +36,7 @@ MAX_UNACKNOWLEDGED = 65536
 MAX_UNACKNOWLEDGED_BYTES = 256 << 20
 """Most unacknowledged bytes per peer. A peer that exceeds this limit, or `MAX_UNACKNOWLEDGED`, is lost."""
 MAX_EARLY = 4096
-"""Most messages buffered that arrived out of order; more are dropped and retransmitted later."""
+"""Most out-of-order messages that are buffered. Further ones are dropped, and retransmitted later."""
 MAX_PEERS = 4096
 IDLE_S = 60.0
 """After this silence, an unwatched peer without unacknowledged messages may be dropped to make room for another."""
@@ -88,7 +88,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """Event: the first envelope of a watched peer that names this side's stream, or the first since its loss."""
+    """Event: a watched peer has named this side's stream for the first time, or for the first time since its loss."""
 
     peer: str
 
@@ -208,7 +208,7 @@ class Reliable:
         self._look_in_time(peer)
 
     def tick(self, now_s: float) -> float:
-        """Does the work that is due; returns the latest time of the next call."""
+        """Does the work that is due. Returns the time by which `tick` must be called again."""
         self._pardon(now_s)
         for peer in self._take_looks(now_s):
             owed = peer.watched or bool(peer.unacknowledged)

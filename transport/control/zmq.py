@@ -30,8 +30,7 @@ from transport.keys.ring import AnyKeys, as_ring
 log = structlog.get_logger(__name__)
 
 HIGH_WATER_MARK = 20000
-"""Frames that ZMQ queues for a peer; further frames are dropped there and retransmitted by the reliable
-streams."""
+"""Most frames that ZMQ queues for a peer. Further frames are dropped, and retransmitted by the reliable streams."""
 RECEIVE_BATCH = 512
 MAX_STRAY_PEERS = 64
 """Most connections kept to addresses without an open stream, which only received a reset."""
@@ -42,7 +41,8 @@ ENVELOPE_BYTES = 4096
 UNSETTLED_S, SETTLED_S = 0.02, 0.25
 """Intervals between checks of keys and handshakes: while a handshake is in progress, and at other times."""
 _MAX_SOCKETS = 3 * MAX_PEERS + 64
-"""A DEALER and two monitor sockets for each peer, and a few others; ZMQ reserves a pointer for each socket."""
+"""Limit of ZMQ sockets: a DEALER and two monitor sockets per peer, and a few others. ZMQ allocates a pointer for
+each."""
 
 
 class ZmqControl(ThreadedControl):

@@ -1,9 +1,8 @@
 """Accepts connections and authenticates them by the cluster's keys.
 
-Each handshake has its own thread and deadline, so no handshake delays another. Only a limited number of
-unauthenticated connections is kept: beyond it, the oldest connection of the address with the most is closed.
-A connection from an address that dials faster than `transport.tls.pace` allows is closed before any
-computation.
+Each handshake has its own thread and deadline, so no handshake delays another. The number of unauthenticated
+connections is limited: beyond the limit, the address with the most such connections loses its oldest one. A
+connection from an address that dials faster than `transport.tls.pace` allows is closed before any computation.
 """
 
 from __future__ import annotations

@@ -275,7 +275,8 @@ class TlsTransport(Transport):
         return channel
 
     def _make_room(self, channel: IncomingChannel) -> None:
-        """Ends the oldest channel of a peer with many. Raises `ProtocolError` if the limit stays exceeded.
+        """Ends a peer's oldest channel if the peer has too many channels. Raises `ProtocolError` if the limit stays
+        exceeded.
 
         Call with the lock held.
         """

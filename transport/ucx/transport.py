@@ -1,8 +1,8 @@
 """The data plane over UCX (through `ucxx`): shared memory and CUDA IPC, RDMA, or TCP on a trusted network.
 
-`transport.ucx.options` selects the links. The owner thread drives UCX's worker itself: no progress thread, no
-event loop. A probe takes each arriving message out of UCX's matching queue. Its receive then uses the
-sender's endpoint, so closing that endpoint ends the receive.
+`transport.ucx.options` selects the links. The owner thread drives UCX's worker itself: no progress thread, no event
+loop. A probe takes each arriving message out of UCX's matching queue. The message's receive then uses the sender's
+endpoint, so closing this endpoint ends the receive.
 
 A discard receives into a small buffer: UCX ends the receive as truncated and completes the send (measured for
 eager and rendezvous messages).
@@ -38,7 +38,7 @@ _KEPT = 1024
 
 Small messages reuse their memory, so the cache helps them. Segments do not."""
 _PROGRESS_STEPS = 64
-"""Most progress calls in one `progress`: a steady stream of messages must not block the owner thread."""
+"""Most UCX progress calls in one call of `progress`: a steady stream of messages must not block the owner thread."""
 _MAX_IDLE_WAKEUPS = 100
 _NAP_S = 0.0006
 

@@ -1,4 +1,4 @@
-"""The arithmetic of `disagg bench agreement`: shares and means from answers and logits. Pure but for torch."""
+"""The arithmetic of `disagg bench agreement`: shares and means from answers and logits. Pure functions."""
 
 from __future__ import annotations
 

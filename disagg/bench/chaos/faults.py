@@ -29,7 +29,8 @@ class TargetRank(NamedTuple):
 
 
 class RankProcess(Protocol):
-    """A process of a rank. `psutil.Process` is one: it never signals another process with the same id."""
+    """A process of a rank. `psutil.Process` has these methods, and never signals another process that reuses the
+    id."""
 
     def kill(self) -> None:
         """Sends SIGKILL."""

@@ -37,7 +37,7 @@ class ChaosRequest:
 
 
 def make_requests(count: int, prompts: Lengths, answers: Lengths, seed: int) -> list[ChaosRequest]:
-    """Returns `count` requests with prompt and answer lengths of these distributions."""
+    """Returns `count` requests, with lengths drawn from the distributions `prompts` and `answers`."""
     draw = np.random.default_rng(seed)
     return [
         ChaosRequest(index, prompt, _sampling(index, answers.draw(draw), seed))

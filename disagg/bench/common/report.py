@@ -1,4 +1,5 @@
-"""Reports of benchmarks: a table, a JSON file and a chart. Pure but for the chart's file."""
+"""Reports of benchmarks: a table, a JSON file and a chart. Functions are pure, except the one that writes the
+chart."""
 
 from __future__ import annotations
 

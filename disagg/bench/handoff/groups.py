@@ -1,4 +1,4 @@
-"""A prefill and a decode group of real ranks, one process each, and the router's side of their requests."""
+"""A prefill group and a decode group of real ranks, each rank a process, and a client that acts as their router."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class AttentionBench:
     """Decode cases, as pairs (number of sequences, tokens of each sequence)."""
     prompt_tokens: int = 4096
     question_tokens: int = 64
-    """New tokens of a prompt whose other `prompt_tokens` are in the pool."""
+    """Number of new tokens of a prompt whose first `prompt_tokens` tokens are already in the pool."""
     written_tokens: int = 65536
     kv_heads: int = 8
     group: int = 4

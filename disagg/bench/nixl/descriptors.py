@@ -1,9 +1,9 @@
 """A head slice as NIXL descriptors: address, length and device of each contiguous piece. Integers only.
 
-NIXL moves lists of contiguous pieces, pairwise of equal length. In a pool `[layers, 2, slots, heads,
-head_dim]` a token's slice is contiguous. The next token's slice follows directly only if the slice covers all
-heads of the pool: then a page is one piece, otherwise each token is one. SGLang's NIXL connector creates the
-same pieces; vLLM's needs a page's tokens of one head to be adjacent when the groups' sizes differ.
+NIXL moves a list of contiguous pieces to a list of pieces with the same lengths. In a pool `[layers, 2, slots, heads,
+head_dim]` a token's slice is contiguous. The next token's slice follows directly only if the slice covers all heads
+of the pool: then a page is one piece, otherwise each token is one. SGLang's NIXL connector creates the same pieces;
+vLLM's needs a page's tokens of one head to be adjacent when the groups' sizes differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 from disagg.core.types import Shard
 
 Array = npt.NDArray[np.int64]
-"""int64: slots, units or addresses, whatever the documented shape."""
+"""An int64 array of slots, units or addresses. Docstrings give the shape."""
 Descriptors = npt.NDArray[np.uint64]
 """`[descriptors, 3]`: address, bytes, device."""
 

@@ -97,7 +97,7 @@ class NixlProbe:
 
 
 class NixlRank:
-    """One of the two ranks. The source: `connect`, `fill`, `move`; the destination: `info`, `poison`,
+    """One of the two ranks. The source uses `connect`, `fill` and `move`; the destination uses `info`, `poison` and
     `check`."""
 
     def __init__(self, options: NixlOptions) -> None:

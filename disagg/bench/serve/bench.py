@@ -1,4 +1,4 @@
-"""A run of `disagg bench serve`, from its settings to the report."""
+"""Performs a run of `disagg bench serve`, from its settings to its report."""
 
 from __future__ import annotations
 

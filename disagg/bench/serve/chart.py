@@ -59,7 +59,7 @@ def _runs(axis: Any, rows: Sequence[RequestResult]) -> None:
         stretches["answering"].append((row.index, first_s, row.ended_s))
     height = max(
         0.6, min(4.0, 300 / len(rows))
-    )  # in points: lines of many requests touch, of few remain lines
+    )  # in points: with many requests, the lines touch each other; with few, they stay thin
     for name, lines in stretches.items():
         if lines:
             places, begin_s, end_s = zip(*lines, strict=True)

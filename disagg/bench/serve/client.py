@@ -26,8 +26,8 @@ _ERROR_BYTES = 1 << 16
 class ServeClient:
     """Sends requests to one endpoint, each on its own connection. Use with `async with`.
 
-    Each running request has its own `httpx.AsyncClient`: the cost of a shared pool per request grows with the
-    square of its connections (httpcore 1.0), and a hundred of them delayed the client.
+    Each running request has its own `httpx.AsyncClient`: the cost of a shared pool per request grows with the square
+    of its connections (httpcore 1.0), and a hundred connections delayed the client.
     """
 
     def __init__(self, url: str, api_key: str | None, chat: bool, timeout_s: float, clock: RunClock) -> None:
@@ -57,7 +57,7 @@ class ServeClient:
         try:
             yield http
         finally:
-            # Also after a failure: httpx has closed the connection, and opens a new one.
+            # The client can be reused after a failure, too: httpx has closed the connection, and will open a new one.
             self._free.append(http)
 
     def _connect(self) -> httpx.AsyncClient:

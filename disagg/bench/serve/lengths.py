@@ -12,7 +12,7 @@ from disagg.core.errors import ConfigError
 
 SHAREGPT_LIKE = {"--input-tokens": "lognormal:161,1.4,2048", "--output-tokens": "lognormal:338,1.0,2048"}
 """A synthetic model of conversations: lognormal lengths with the means that Kwon et al., 2023 (the vLLM
-paper, figure 11) give for ShareGPT. The spreads and the limit are chosen here."""
+paper, figure 11) give for ShareGPT. The spreads and the limit are this project's choice."""
 
 UNLIMITED_TOKENS = 1 << 40
 """Larger than any model's context."""

@@ -63,7 +63,7 @@ class Workload:
         return self._build(index, prompt, self.output.draw(random))
 
     def probe(self) -> WorkloadRequest:
-        """Returns a similar request for one token that shares no prefix with the others."""
+        """Returns a request with an answer of one token, whose prompt shares no prefix with the other requests."""
         random = np.random.default_rng([self.seed, _PROBE])
         return self._build(-1, self._units(random, self.input.draw(random)), 1)
 

@@ -31,7 +31,7 @@ class RouterOptions:
 
 @with_options(RouterOptions)
 def router(options: RouterOptions) -> None:
-    """CPU time of one router for each request and token, with simulated groups and thousands of streams."""
+    """Measure one router's CPU time per request and per token, with simulated groups and thousands of streams."""
     from disagg.bench.router.run import RouterBench, run
 
     bench = RouterBench(

@@ -40,7 +40,7 @@ class SwapOptions:
 
 @with_options(SwapOptions)
 def swap(options: SwapOptions) -> None:
-    """A preempted request's pages to pinned host memory and back, as a share of a plain copy."""
+    """Measure swaps of a preempted request's pages to pinned host memory and back, as a share of a plain copy."""
     from disagg.bench.kernels.swap import SwapBench, run
 
     device = device_of(options.device)

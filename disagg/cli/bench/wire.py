@@ -29,7 +29,9 @@ class WireOptions:
 
 @with_options(WireOptions)
 def wire(options: WireOptions) -> None:
-    """The data plane's backends in host memory, between two processes: TLS, UCX, and plain TCP as the ceiling."""
+    """Measure the data plane's backends between two processes, in host memory: TLS, UCX, and plain TCP as the
+    ceiling.
+    """
     from disagg.bench.transfer.wire import WireBench, run
 
     bench = WireBench(

@@ -1,4 +1,4 @@
-"""Adapters for attention modules that do not call transformers' AttentionInterface, or pass it too little.
+"""Adapters for attention modules that do not call transformers' AttentionInterface, or call it without all arguments.
 
 An adapter replaces only the attention's `forward` of one built model. The new `forward` computes queries, keys and
 values with the module's own projections and rotary functions, and attends through the step's context.

@@ -1,4 +1,5 @@
-"""CodeGen: GPT-J with one projection of four parts: queries, values and keys of a quarter of the heads each."""
+"""CodeGen: GPT-J with one projection of four parts. Each part has the queries, values and keys of a quarter of the
+heads."""
 
 from __future__ import annotations
 

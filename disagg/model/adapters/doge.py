@@ -43,7 +43,7 @@ def _forward(
 
 
 def _refused(config: Any) -> str:
-    # transformers routes a token by those beside it in the call.
+    # In transformers, the routing of a token depends on the other tokens of the call.
     return "experts whose routing mixes tokens (is_moe)" if config.is_moe else ""
 
 

@@ -13,7 +13,7 @@ from disagg.model.adapters.base import Adapter, StepInputs
 def _adapt(model: Any, step: StepInputs) -> None:
     for layer, block in enumerate(model.transformer.h):
         block.attn.layer_idx = layer
-        block.attn.bias = None  # frees the unused mask `[context, context]`
+        block.attn.bias = None  # frees an unused mask, `[context, context]`
         block.attn.forward = partial(_forward, block.attn, step)
 
 

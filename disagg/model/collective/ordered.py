@@ -20,8 +20,8 @@ GATHER_BYTES = 512 << 10
 def all_reduce_in_order(group: Any, tensor: torch.Tensor, size: int) -> None:
     """Sums a contiguous `tensor` in place over the `size` ranks of `group`, a backend of `torch.distributed`.
 
-    `rank_sum` defines the order. Like `allreduce`, the operations are queued on the current stream with NCCL, and a
-    CUDA graph can record them. Raises the backend's errors.
+    `rank_sum` defines the order. With NCCL, the operations are queued on the current stream, and CUDA graphs can
+    record them, as with `allreduce`. Raises the backend's errors.
     """
     assert tensor.is_contiguous(), "partial results of a rank are contiguous"
     flat = tensor.view(-1)

@@ -127,7 +127,7 @@ class SharedCollective:
         self._rounds[rank] += tokens
         if tokens:
             return
-        # A rank that closes after it entered this exchange fails the next one.
+        # If a rank closes after it has entered this exchange, the next exchange fails, not this one.
         if self._rounds[rank] < self._round:
             raise ConnectionError(f"rank {rank} is gone")
         self._poll.unregister(self._peers[rank])

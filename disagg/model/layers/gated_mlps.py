@@ -56,7 +56,7 @@ GATED_MLPS: dict[str, _Forward] = by_name(
 
 
 def fuse_gated_mlp(module: Any) -> bool:
-    """Replaces the forward of a registered MLP with a SiLU activation by the kernel; returns whether it did."""
+    """If an MLP is registered and uses SiLU, replaces its forward by one with the kernel. Returns whether it did."""
     forward = GATED_MLPS.get(class_name(module))
     if forward is None or not isinstance(module.act_fn, _SILU):
         return False

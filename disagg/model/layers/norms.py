@@ -111,7 +111,7 @@ class FusedNorm:
 
 
 def fuse_norm(module: Any) -> bool:
-    """Replaces the forward of a registered RMSNorm with a weight by the kernel; returns whether it did."""
+    """If an RMSNorm is registered and has a weight, replaces its forward by the kernel. Returns whether it did."""
     form, weight = NORMS.get(class_name(module)), module._parameters.get("weight")
     if form is None or weight is None or weight.dtype not in DTYPES:
         return False

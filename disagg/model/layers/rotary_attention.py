@@ -201,7 +201,7 @@ OWN_FORWARDS = by_name(
 
 
 def fuse_rotary(module: Any) -> bool:
-    """Replaces the forward of a registered attention module by one with the kernel; returns whether it did."""
+    """If an attention module is registered, replaces its forward by one with the kernel. Returns whether it did."""
     name, own = class_name(module), from_source(module, "apply_rotary_pos_emb")
     form, forward = ROTARY_ATTENTION.get(name), OWN_FORWARDS.get(name)
     if getattr(own, "__module__", None) != type(module).__module__:

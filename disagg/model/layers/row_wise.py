@@ -23,7 +23,7 @@ from disagg.model.layers.row_wise_operations import ON_CPU, REPLACED
 from disagg.model.tensor_parallel import RowParallelLinear
 from kernels.layers.linear import Linear
 
-# Operations that move, select, compare or create values, or sum integers: a token's result is free of rounding that
+# Operations that move, select, compare or create values, or sum integers. In these, no rounding of a token's result
 # depends on other tokens.
 _PASSING_NAMES = """
     alias _to_copy to clone copy_ contiguous detach cat stack concat hstack _unsafe_view view reshape _reshape_alias
@@ -46,7 +46,7 @@ bits."""
 class RowWise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that runs this thread's operations batch-invariantly. One thread may enter it at a time.
 
-    Raises UnsupportedModelError, which names `architecture`, for an operation that no list contains.
+    Raises UnsupportedModelError, which names `architecture`, for an operation that is in neither list.
     """
 
     def __init__(self, architecture: str) -> None:

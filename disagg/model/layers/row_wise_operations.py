@@ -91,7 +91,7 @@ def _grouped_mm(
 
 
 def _sums(x: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
-    """Returns float32 sums over `dims`, which are kept with one element each."""
+    """Returns float32 sums over `dims`. These dimensions are kept, with one element each."""
     wide = _wide(x)
     if not wide.numel():
         return wide.sum(tuple(dims), keepdim=True)

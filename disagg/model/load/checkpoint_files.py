@@ -54,7 +54,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def weight_files(directory: Path) -> list[Path]:
     """Returns the checkpoint's complete weight files, sorted: safetensors if present, else torch's.
 
-    Raises `ConfigError` without weights, for a missing shard of the index, and for a damaged safetensors file.
+    Raises `ConfigError` if there are no weights, a shard of the index is missing, or a safetensors file is damaged.
     """
     _check_index(directory)
     for pattern in ("*.safetensors", "*.bin"):

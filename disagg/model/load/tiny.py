@@ -151,7 +151,7 @@ vary."""
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """Returns GPT-2's printable character for each byte: the byte itself, or a character from 256 on."""
+    """Returns the printable character that GPT-2 uses for each byte: the byte's own character, or one from 256 on."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

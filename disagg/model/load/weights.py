@@ -23,8 +23,8 @@ class WeightSource(Protocol):
     ) -> torch.Tensor | None:
         """Returns the parameter, or its part `cut`, contiguous, as `dtype` on `device`; `shape` is the full shape.
 
-        None keeps the values of the model's own initialization. Raises ConfigError when the source lacks the
-        parameter.
+        A result of None means that the model's own initialization is kept. Raises ConfigError when the source lacks
+        the parameter.
         """
 
 

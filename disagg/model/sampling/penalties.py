@@ -16,7 +16,7 @@ class TokenHistory:
     """int32 counts over the vocabulary, in the layout of `kernels.sampling.penalties`.
 
     The counts take 4 bytes per token of the vocabulary, are allocated at the first use and freed with the request.
-    Owned by the sampling thread. Counts follow from prompt and answer alone, so any group can rebuild them.
+    Owned by the sampling thread. Counts depend only on prompt and answer, so any group can rebuild them.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:

@@ -38,7 +38,7 @@ class ModelSpec(msgspec.Struct, frozen=True):
     eos_ids: tuple[int, ...]
     """Tokens that end an answer."""
     rope_switch_tokens: int = 0
-    """Length beyond which requests use another rotary embedding (`longrope`); 0: always the same one."""
+    """Length beyond which requests use another rotary embedding (`longrope`); 0 if the embedding does not change."""
     state_tokens: int = 0
     """Size of a request's recurrent state, in units of one token's KV; 0 without a state. Set only in a runner's
     spec."""
@@ -156,7 +156,7 @@ def _context_tokens(config: Any) -> int | None:
     """Returns the configured context length; None without one."""
     if config.model_type == "mpt":
         return int(config.max_seq_len)
-    if config.model_type == "bloom":  # the model itself has no limit
+    if config.model_type == "bloom":  # its configuration has no limit
         return int(getattr(config, "seq_length", _BLOOM_TOKENS))
     if config.model_type == "doge":  # beyond this size the model drops keys
         return min(int(config.max_position_embeddings), int(config.keep_window_size))
@@ -193,7 +193,7 @@ def _unsupported(config: Any) -> str | None:
         return "its weights are quantized; use a bf16, fp16 or fp32 checkpoint"
     if getattr(config, "languages", None) and not getattr(config, "default_language", None):
         return "its configuration names no default_language, whose adapters would be used"
-    # "vision" leaves text causal.
+    # With "vision", only image tokens attend to later tokens; text stays causal.
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return "its attention is bidirectional"
     if getattr(config, "num_hidden_layers", None) is None:

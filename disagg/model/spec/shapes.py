@@ -47,7 +47,8 @@ class CachePlan(NamedTuple):
 
 
 def plan_cache(config: Any) -> CachePlan:
-    """Returns the KV cache of a model with attention layers. Classes are in the order of their first layers."""
+    """Returns the cache layers that a model with attention layers needs. Classes are ordered by their first
+    layers."""
     layers = attention_layers(config)
     shapes, sources = [_shape(config, layer) for layer in layers], _sources(config, layers)
     owners: dict[HeadShape, list[int]] = {}
@@ -74,8 +75,8 @@ def unknown_indexers(config: Any) -> bool:
 
 
 def _indexed(config: Any, layers: tuple[int, ...]) -> list[int]:
-    """Returns the attention layers with an indexer, counted among attention layers. Each other layer uses the choice
-    of the previous layer.
+    """Returns the attention layers with an indexer, counted among attention layers. A layer without an indexer uses
+    the choice of the previous layer.
     """
     types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
     kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers

@@ -73,7 +73,6 @@ class Scale(Message, frozen=True):
 
 
 class Scaled(Message, frozen=True):
-    """Directory -> operator: scaling is done, or the reason of its failure. Replies keep the order of the
-    requests."""
+    """Directory -> operator: scaling succeeded, or failed with `error`. Replies are in the order of the requests."""
 
     error: str = ""

@@ -79,13 +79,14 @@ class ProbeRequest(Message, frozen=True):
 
 
 class ProbeAnswer(Message, frozen=True):
-    """Decode rank -> prefill rank: the probe may start, towards a rank on `host` and `device`; or a refusal."""
+    """Decode rank -> prefill rank: the probe may start, or is refused. The receiving rank runs on `host` and
+    `device`."""
 
     number: ProbeNumber
     host: Label
     device: Label
     refused: str = ""
-    """Empty: ring space is reserved. Else a temporary reason to refuse; the sender may repeat the request."""
+    """Temporary reason for a refusal; the sender may repeat the request. Empty if ring space is reserved."""
 
 
 class ProbeEnded(Message, frozen=True):
