@@ -1,4 +1,4 @@
-"""Protocol of a clock; a separate module, because `disagg.core.ports` names torch types."""
+"""Protocol of a clock, for modules that cannot import `disagg.core.ports`, whose signatures use torch types."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class HandshakeError(DisaggError):
 
 
 class MismatchError(DisaggError):
-    """An answer differs from its reference: wrong bytes were transferred or computed on."""
+    """An answer differs from its reference: a transfer or a computation produced wrong bytes."""
 
     code = "mismatch"
 
@@ -112,7 +112,7 @@ class PeerLostError(TransportError):
 
 
 class NotLinkedError(PeerLostError):
-    """The two groups of a request are not linked now: the network between them is cut, or they link again."""
+    """The two groups of a request are not linked: the network between them is cut, or linking is still under way."""
 
     code = "not_linked"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from disagg.core.errors import ConfigError
 
 _BASE_BYTES = 20
-"""Longest base folder in which the paths of Ray's sockets, the longest ones, can be bound."""
+"""Longest path of a base folder: Ray's socket paths, the longest below it, must fit the limit of a unix socket."""
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
@@ -37,7 +37,7 @@ def make_folder(path: Path) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Converts an `OSError` of the block, which writes the file of `flag`, to `ConfigError`."""
+    """Converts an `OSError` of the block to a `ConfigError` that names `flag`; the block writes `path`."""
     try:
         yield
     except OSError as exc:

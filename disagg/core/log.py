@@ -1,7 +1,7 @@
 """Structured logs: `configure` once per process, then `get_logger(__name__).info("event", key=value)`.
 
 All lines go to stderr and leave stdout to the command. Format `plain` is for people, `json` (one object per line) for
-collectors. `disagg.core.log_limits` limits the lines that peers can cause.
+collectors. `disagg.core.log_limits` limits the rate of lines that peers can cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forwards library logs (Python's `logging`) to structlog: one format, and the limits of `log_limits`."""
+"""Forwards library logs (Python's `logging`) to structlog, so they get its format and the limits of `log_limits`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIBRARIES = ("uvicorn.error", "zmq.auth")
 
 
 class _Forward(logging.Handler):
-    """Forwards records; the field `said` has the library's text, by which the lines are limited."""
+    """Forwards records to structlog. The field `said` has the library's text; rate limits count lines per text."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR:

@@ -1,6 +1,8 @@
-"""Rate limits for log lines that peers can cause: a number per minute, event and peer, then one summary line.
+"""Rate limits for log lines that peers can cause.
 
-`LIMITED` lists the limited events: a peer or a client can cause them repeatedly by invalid input. Events of the own
+In each minute an event writes a limited number of lines per peer; one summary line counts the dropped lines.
+
+`LIMITED` lists the limited events: a peer or a client can cause them repeatedly by invalid input. Events of this
 process and its groups, and errors of accepted requests, are never limited.
 """
 
@@ -19,11 +21,11 @@ from disagg.core.errors import InvariantError
 
 WINDOW_S = 60.0
 PER_PEER_LINES = 20
-"""Lines per window of one event and peer."""
+"""Largest number of lines of one event and one peer per window."""
 PER_KIND_LINES = 100
-"""Lines per window of one event over all peers; also bounds memory, because a peer chooses its name."""
+"""Largest number of lines of one event per window, over all peers; also bounds the number of stored peer names."""
 MAX_VALUE_CHARS = 500
-"""Longest value in a limited line; peers choose many values."""
+"""Longest value in a limited line, because peers can choose values of any length."""
 _MAX_NAME_CHARS = 100
 
 LIMITED = {
@@ -54,7 +56,8 @@ LIMITED = {
     ("info", "scale_requested"): "operator",
     ("info", "request"): "client",  # refused requests (4xx) only
 }
-"""Level and event of each limited line -> field that names the peer. A line without the field is not limited."""
+"""Maps the level and event of a limited line to the field that names the peer. Lines without the field are not
+limited."""
 
 Event = MutableMapping[str, Any]
 StartTimer = Callable[[float, Callable[[], None]], None]
@@ -68,7 +71,7 @@ def start_timer(after_s: float, call: Callable[[], None]) -> None:
 
 
 def _warn(event: str, **fields: Any) -> None:
-    """Logs a warning; gets the logger late, because the limits exist before `configure`."""
+    """Logs a warning with a logger created at the call, because `configure` constructs `LogLimits` beforehand."""
     structlog.get_logger(__name__).warning(event, **fields)
 
 
@@ -85,7 +88,7 @@ class _LineCounts:
 
 
 class LogLimits:
-    """A structlog processor, behind `add_log_level`. Thread-safe."""
+    """A structlog processor that must run after `add_log_level`. Thread-safe."""
 
     def __init__(
         self,
@@ -162,7 +165,7 @@ class LogLimits:
         return False
 
     def _plan_flush(self, now_s: float) -> None:
-        """Starts the timer of the summary line: no later line may come that would write it."""
+        """Starts a timer that writes the summary line even if no later line triggers a flush."""
         if not self._timer_runs:
             ends_s = min(window.ends_s for window in self._windows.values() if window.left_out)
             # If no thread can be started, the next limited line tries again; logging must not raise.

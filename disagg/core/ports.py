@@ -27,7 +27,7 @@ class Collective(Protocol):
 
     @property
     def recordable(self) -> bool:
-        """Whether a CUDA graph can record `all_reduce`: the call only queues device work."""
+        """Whether `all_reduce` can be captured in a CUDA graph, because the call only queues device work."""
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Replaces `tensor` by the sum over all ranks, in place; every rank gets the same bits.

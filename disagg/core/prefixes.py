@@ -36,7 +36,8 @@ class PrefixKey:
     def of(cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0) -> PrefixKey:
         """Packs `tokens`. Raises ValueError for a token id beyond 31 bits.
 
-        `switch_tokens`: prompts with more tokens share no KV with shorter ones; 0: no such limit.
+        `switch_tokens`: prompts longer than this share no KV with shorter prompts, because the model switches to
+        other rotary embeddings (`longrope`); 0: the model has no switch.
         """
         if switch_tokens:
             salt = f"{'long' if len(tokens) > switch_tokens else 'short'} {salt}"
@@ -84,11 +85,11 @@ class HeldPrefixes:
 
     def __init__(self) -> None:
         self.version: int | None = None
-        """Version of the latest digest; None before the first."""
+        """Version of the latest digest; None before the first digest."""
         self.unit_tokens, self.switch_tokens = 1, 0
         """Parameters of the block hashes; see `PrefixKey`."""
         self.kind = (1, 0)
-        """Both parameters."""
+        """The pair (`unit_tokens`, `switch_tokens`)."""
         self.held: set[int] = set()
 
     def __len__(self) -> int:
@@ -96,9 +97,10 @@ class HeldPrefixes:
         return len(self.held)
 
     def apply(self, digest: Digest, switch_tokens: int = 0) -> bool:
-        """Applies a digest. Returns False, changing nothing, if an earlier digest is missing: request all of it.
+        """Applies a digest. Returns False, changing nothing, if an earlier digest is missing.
 
-        Raises ValueError, changing nothing, for malformed block hashes.
+        After False the caller requests the full content. Raises ValueError, changing nothing, for malformed block
+        hashes.
         """
         if digest.since not in (None, self.version):
             return False
@@ -113,9 +115,9 @@ class HeldPrefixes:
         return True
 
     def longest_tokens(self, block_hashes: Sequence[int]) -> int:
-        """Returns the tokens of a prompt that the group has cached, a multiple of `unit_tokens`.
+        """Returns how many leading tokens of a prompt the group has cached, a multiple of `unit_tokens`.
 
-        `block_hashes`: `key.block_hashes(unit_tokens)` of the prompt, common to all groups of the same unit.
+        `block_hashes`: `key.block_hashes(unit_tokens)` of the prompt; the same for all groups with equal `kind`.
         """
         return self.unit_tokens * longest_held(block_hashes, self.held)
 
@@ -129,7 +131,7 @@ def longest_held(block_hashes: Sequence[int], held: Container[int]) -> int:
 
 
 def pack_block_hashes(block_hashes: Sequence[int]) -> bytes:
-    """Returns the encoding of `Digest.added`."""
+    """Returns block hashes in the encoding of `Digest.added`."""
     return struct.pack(f"<{len(block_hashes)}Q", *sorted(block_hashes))
 
 

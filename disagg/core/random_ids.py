@@ -1,4 +1,4 @@
-"""Random ids, with one system call for many: on some machines a call takes longer than all other work on an id."""
+"""Random ids, drawn in batches: on some machines a system call takes longer than all other work on an id."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ID_BYTES = 16
 IDS_AT_ONCE = 256
 
 _unused: list[str] = []
-os.register_at_fork(after_in_child=_unused.clear)  # else both processes would use the same ones
+os.register_at_fork(after_in_child=_unused.clear)  # else both processes would use the same ids
 
 
 def random_id() -> str:

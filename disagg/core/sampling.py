@@ -27,7 +27,8 @@ def check_sampling(
 ) -> None:
     """Raises `InvalidRequestError` for the first field out of range; `param` names the field.
 
-    Token ids are compared with the vocabulary if `vocab_tokens`, its size, is given; `eos_ids` are its end tokens.
+    Token ids are compared with the vocabulary if `vocab_tokens`, its size, is given. `eos_ids`: the model's end
+    tokens.
     """
     s = sampling
     rules = (
@@ -105,7 +106,7 @@ def sequences_that_fit(prompt_tokens: int, max_tokens: int, pool_tokens: int, pa
 
 
 def ending_tokens(sampling: SamplingParams, eos_ids: Sequence[int]) -> tuple[int, ...]:
-    """Returns the tokens that end an answer; only the last token of an answer can be one of them."""
+    """Returns the tokens that end an answer: stop tokens and, unless `ignore_eos` is set, the model's end tokens."""
     return sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_ids)
 
 

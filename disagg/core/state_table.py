@@ -1,4 +1,4 @@
-"""State machines that are tables: a (state, event) pair leads to the next state and to actions for the caller.
+"""State machines defined by tables: each (state, event) pair has a next state and actions for the caller.
 
 A machine performs no action by itself, so its decisions need no I/O and its table can be tested completely.
 """
@@ -22,7 +22,7 @@ class Transition(NamedTuple, Generic[StateT, ActionT]):
     state: StateT
     """The next state."""
     actions: tuple[ActionT, ...] = ()
-    """In the order in which the caller performs them."""
+    """Actions in the order in which the caller performs them."""
 
 
 StateTable: TypeAlias = Mapping[tuple[StateT, EventT], Transition[StateT, ActionT]]

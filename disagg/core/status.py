@@ -16,16 +16,16 @@ from disagg.core.config.groups import Role
 MANY = msgspec.Meta(max_length=4096)
 
 Path = Literal["staged", "peer"]
-"""Path of a route's bytes: through staging and ring, or written directly to the peer's pool."""
+"""Data path of a route: `staged` through staging buffer and ring, `peer` written directly to the peer's pool."""
 Ending = Literal["stop", "length", "aborted", "error", ""]
-"""End of an answer; empty while the answer runs."""
+"""Reason why an answer ended; empty while the answer runs."""
 
 
 class RouteStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Traffic of a prefill rank to one decode rank since they were linked."""
 
     target: Label
-    """Name of the decode rank: `decode r0`."""
+    """Name of the decode rank, for example `decode r0`."""
     path: Path
     bytes_total: Count = 0
     segments_total: Count = 0
@@ -37,7 +37,7 @@ class RankStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """Status of one rank. Fields of other roles are 0."""
 
     name: Label
-    """`prefill-2 r1`."""
+    """Names of group and rank, for example `prefill-2 r1`."""
     rank: Count
     device: Label = ""
     weights_bytes: Count = 0
@@ -73,14 +73,15 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     ranks: Annotated[tuple[RankStatus, ...], MANY] = ()
     requests_waiting: Count = 0
     requests_running: Count = 0
-    """Prefill: computing or sending. Decode: receiving or decoding. Colocated: all with memory."""
+    """Prefill: requests that compute or send. Decode: requests that receive or decode. Colocated: requests with
+    pages."""
     requests_closing: Count = 0
     page_size: Count = 0
     pages: Count = 0
     pages_used: Count = 0
-    """Pages of requests."""
+    """Pages held by requests."""
     pages_cached: Count = 0
-    """Pages of the prefix cache only; evicted on demand."""
+    """Pages held only by the prefix cache; evicted on demand."""
     tokens_held: Count = 0
     """Tokens in the used pages; the remaining slots are internal fragmentation."""
     evicted_pages_total: Count = 0
@@ -96,27 +97,27 @@ class GroupStatus(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Timing of one answer, in seconds since its request arrived; 0 for future events."""
+    """Timing of one answer. Times are seconds since the arrival of its request, 0 before the event."""
 
     id: str
     arrived_unix_s: float
     prefill: str = ""
     decode: str = ""
-    """Names of the groups."""
+    """Name of the decode group, as `prefill` is the name of the prefill group."""
     prompt_tokens: int = 0
     tokens: int = 0
     turn_s: float = 0.0
-    """Admission."""
+    """Time of the request's admission."""
     reserved_s: float = 0.0
-    """Reservation of memory in the decode group."""
+    """Time at which the decode group had reserved memory."""
     ttft_s: float = 0.0
     transfer_s: float = 0.0
-    """Duration of the KV transfer, which overlaps the computation."""
+    """Duration (not a time) of the KV transfer, which overlaps the computation."""
     transfer_bytes: int = 0
     ended_s: float = 0.0
     ending: Ending = ""
     error: str = ""
-    """Code of the error."""
+    """Code of the error that ended the answer; empty without an error."""
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -139,7 +140,7 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     refused_total: int
     """Requests answered 429."""
     ttft_p50_s: float = 0.0
-    """Over the answers of the last minute, like the three fields below; 0 without answers."""
+    """Median over the answers of the last minute, as for the three fields below; 0 without answers."""
     ttft_p99_s: float = 0.0
     itl_p50_s: float = 0.0
     itl_p99_s: float = 0.0

@@ -39,7 +39,7 @@ class TimelineSpan(msgspec.Struct, frozen=True):
 
 
 class TimelineStatistics(msgspec.Struct, frozen=True):
-    """Counts since the timeline was made."""
+    """Counts since the construction of the timeline."""
 
     held: int
     """Spans not yet drained."""

@@ -1,4 +1,4 @@
-"""Packed token ids of prompts: checked, hashed, compared and sent as memory instead of single numbers."""
+"""Packed token ids: a prompt is checked, hashed, compared and sent as one buffer, not token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKEN_BYTES = 4
 
 
 def pack_tokens(tokens: Sequence[int]) -> TokenIds:
-    """Returns `tokens` packed, or unchanged if packed. Raises ValueError for other than integers below 2^31."""
+    """Returns `tokens` packed, or `tokens` itself if packed. Raises ValueError unless each token fits int32."""
     if isinstance(tokens, array) and tokens.typecode == "i":
         return tokens
     try:

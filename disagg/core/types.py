@@ -78,7 +78,7 @@ class LayerClass(msgspec.Struct, frozen=True):
     kv_heads: int
     head_dim: int
     has_v: bool = True
-    """False for index keys: one vector per head and token."""
+    """False for the index keys of sparse attention: one key per head and token, no V."""
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -89,7 +89,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     """
 
     layers: int
-    """Layers of the first class, like the fields of heads below; most models have one class."""
+    """Number of layers of the first class, which `kv_heads`, `head_dim` and `has_v` describe too. Most models have
+    one class."""
     kv_heads: int
     head_dim: int
     dtype: str
@@ -108,7 +109,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Layers of each class."""
+        """Range of the layers of each class."""
         ends = tuple(accumulate((one.layers for one in self.more), initial=self.layers))
         return tuple(Span(start, stop) for start, stop in pairwise((0, *ends)))
 
@@ -156,10 +157,10 @@ class Shard(msgspec.Struct, frozen=True):
 
     rank: int
     layers: Span
-    """Layers of the first class, like `heads`; see `KVLayout`."""
+    """Layers of the first class, which `heads` describes too; see `KVLayout`."""
     heads: Span
     more: tuple[Shard, ...] = ()
-    """Part of each further class."""
+    """The rank's layers and heads of each further class."""
 
     @classmethod
     def of_classes(cls, rank: int, layout: KVLayout, heads_of: Callable[[int], Span]) -> Shard:
@@ -170,7 +171,7 @@ class Shard(msgspec.Struct, frozen=True):
 
     @property
     def parts(self) -> tuple[Shard, ...]:
-        """Part of each class, as shards of one class."""
+        """The shard split by class: one shard for each class."""
         return (Shard(self.rank, self.layers, self.heads), *self.more) if self.more else (self,)
 
     def part_of(self, layers: Span) -> int:
@@ -226,7 +227,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @property
     def sequences(self) -> int:
-        """Sequences that one step computes together."""
+        """Number of sequences of the request that one step computes together: beams or answers."""
         return self.beams or self.n
 
 
@@ -292,7 +293,7 @@ class GroupInfo(msgspec.Struct, frozen=True):
     context_tokens: int = 0
     """Longest prompt plus answer that the group accepts. Groups may differ."""
     max_requests: int = 0
-    """Value of `GroupConfig.max_requests`: with all groups that decode, the bound of a router's admission."""
+    """Value of `GroupConfig.max_requests`. A router admits at most the sum over its groups that decode."""
 
     @property
     def leader(self) -> RankInfo:
@@ -311,8 +312,8 @@ class Ticket(msgspec.Struct, frozen=True):
     number: int
     group: str
     tokens: Span
-    """Positions to transfer: the prompt without the decode group's prefix cache hit, then a recurrent state if
-    any."""
+    """Positions to transfer: the prompt after the decode group's prefix cache hit, then those of a recurrent state,
+    if the model has one."""
     row: int = -1
     """Row on every decode rank; also the index of the fence word that a writer's kernel checks."""
     pages: tuple[int, ...] = ()

@@ -9,13 +9,16 @@ from itertools import islice
 from disagg.core.prefixes import Digest, pack_block_hashes
 
 MIN_UNIT_TOKENS = 64
-"""Smallest block; shorter common prefixes do not affect the choice of a group."""
+"""Smallest hashed block; shorter common prefixes do not affect the choice of a group."""
 MAX_BLOCK_HASHES = 1 << 16
-"""Bounds a full digest to 512 KiB."""
+"""Largest number of block hashes of one cache, so that a full digest has at most 512 KiB."""
 
 
 def unit_tokens_for(pages: int, page_size: int) -> int:
-    """Returns the tokens of a hashed block, whole pages, so that `pages` pages have at most `MAX_BLOCK_HASHES`."""
+    """Returns the size of a hashed block in tokens, a multiple of `page_size`.
+
+    The block is large enough that `pages` pages have at most `MAX_BLOCK_HASHES` block hashes.
+    """
     unit_pages = max(1, MIN_UNIT_TOKENS // page_size)
     while pages // unit_pages > MAX_BLOCK_HASHES:
         unit_pages *= 2
@@ -26,7 +29,7 @@ class KVEventLog:
     """Block hashes of the cached prefixes, with the latest changes in order. Not thread-safe."""
 
     def __init__(self, unit_tokens: int, kept: int = MAX_BLOCK_HASHES) -> None:
-        """`kept`: number of stored changes; a digest since an older version has the full content."""
+        """`kept`: number of stored changes. A digest that would need older changes has the full content."""
         self.unit_tokens = unit_tokens
         self.held: set[int] = set()
         self._changes: deque[int] = deque(maxlen=kept)  # added hash, or ~hash of a removed one

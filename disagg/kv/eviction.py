@@ -14,14 +14,14 @@ ORDERS: dict[EvictionName, Callable[[Node], tuple[int, ...]]] = {
     "lfu": lambda node: (node.hits, node.used),
     "fifo": lambda node: (node.born,),
 }
-"""Policy -> order of a node; the lowest is evicted first. The order of a node never decreases."""
+"""Maps each policy to the sort key of a node. The node with the lowest key is evicted first; keys never decrease."""
 
 
 class LeafQueue:
-    """A lazy heap of evictable nodes: O(log n) per push, no cost for the use of a node.
+    """A lazy heap of evictable nodes: O(log n) per push; a prefix cache hit does not touch the heap.
 
-    An entry has the order of its node at the push. Orders only rise, so an outdated entry reaches the top too early
-    and is pushed again with the current order. Entries of nodes that are no leaves any more are dropped at the top.
+    An entry has the sort key that its node had at the push. Keys only rise, so an outdated entry reaches the top too
+    early and is pushed again with the current key. An entry at the top whose node is not evictable is dropped.
     """
 
     def __init__(self, policy: EvictionName) -> None:
@@ -30,13 +30,13 @@ class LeafQueue:
         self._serial = itertools.count()
 
     def push(self, node: Node) -> None:
-        """Adds an evictable node, unless queued."""
+        """Adds an evictable node unless it has an entry already."""
         if not node.queued:
             node.queued = True
             heapq.heappush(self._heap, (self._order(node), next(self._serial), node))
 
     def first(self) -> Node | None:
-        """Returns the node to evict from, None without one. The node stays queued while it is evictable."""
+        """Returns the node to evict from next, or None. The node keeps its entry while it is evictable."""
         while self._heap:
             order, serial, node = self._heap[0]
             if not node.evictable:
@@ -49,7 +49,7 @@ class LeafQueue:
         return None
 
     def sound(self, leaves: list[Node]) -> bool:
-        """Returns whether each of `leaves`, all evictable nodes, has exactly one entry, with no order too high."""
+        """Returns whether each of `leaves`, all evictable nodes, has one entry, with at most the node's sort key."""
         queued = [node for _, _, node in self._heap]
         early = all(order <= self._order(node) for order, _, node in self._heap)
         once = len({id(node) for node in queued}) == len(queued) and all(node.queued for node in queued)

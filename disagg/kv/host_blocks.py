@@ -15,7 +15,7 @@ from disagg.kv.pages import pages_for
 
 @dataclass(frozen=True, slots=True)
 class HostStatistics:
-    """Counts of the allocator at one moment."""
+    """Current counts of the allocator."""
 
     blocks: int
     used_blocks: int
@@ -34,7 +34,10 @@ class HostBlocks:
         self._peak_used_blocks = 0
 
     def alloc(self, pages: int) -> list[int] | None:
-        """Allocates blocks for `pages` pages, owned by the caller until `free`; None, changing nothing, if short."""
+        """Allocates blocks for `pages` pages, owned by the caller until `free`.
+
+        Returns None, changing nothing, if too few blocks are free.
+        """
         need = pages_for(pages, self.block_pages)
         if need > len(self._free):
             return None
@@ -44,14 +47,14 @@ class HostBlocks:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Frees blocks. Raises ValueError, changing nothing, for a free or repeated block."""
+        """Frees blocks. Raises ValueError, changing nothing, if a block is not allocated or is repeated."""
         if not self._used.issuperset(blocks) or len(set(blocks)) != len(blocks):
             raise ValueError(f"blocks {list(blocks)} are not all allocated: freed twice, or repeated")
         self._used.difference_update(blocks)
         self._free.extend(blocks)
 
     def statistics(self) -> HostStatistics:
-        """Counts at this moment."""
+        """Returns the current counts."""
         used = len(self._used)
         return HostStatistics(used + len(self._free), used, self._peak_used_blocks, self.block_pages)
 

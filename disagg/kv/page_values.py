@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 @dataclass(frozen=True)
 class PageStatistics:
-    """Counts of the allocator at one moment."""
+    """Current counts of the allocator."""
 
     pages: int
     """Pages without the trash page."""
@@ -21,7 +21,7 @@ class PageStatistics:
     peak_used_pages: int
     """Largest number of pages ever allocated at once."""
     references: int
-    """References to all pages together; exceeds `used_pages` if pages are shared."""
+    """Total number of references to pages; exceeds `used_pages` if pages are shared."""
 
     @property
     def free_pages(self) -> int:

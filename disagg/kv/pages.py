@@ -36,7 +36,7 @@ def slots_of(pages: Sequence[int], page_size: int, span: Span) -> torch.Tensor:
         )
     if not span:
         return torch.empty(0, dtype=torch.int32)
-    # On the critical path of a prompt three times; each torch call costs 20 us or more, so use few.
+    # Runs three times on the critical path of a prompt; each torch call costs 20 us or more, so use few.
     first = span.start // page_size
     owned = torch.frombuffer(array("i", pages[first : pages_for(span.stop, page_size)]), dtype=torch.int32)
     slots = torch.add(torch.arange(page_size, dtype=torch.int32), owned[:, None], alpha=page_size)
@@ -62,9 +62,8 @@ class TokenToKVPoolAllocator:
         self.unused = FreePages(range(TRASH_PAGE + 1, pages))
         """Pages without a reference."""
         self._readers = [0] * pages
-        self._filled = [
-            0
-        ] * pages  # tokens in each page; an upper bound after a reader of a shared page shrank
+        # Tokens in each page; for a shared page an upper bound, once one of its readers has been truncated.
+        self._filled = [0] * pages
         self._used_tokens = 0
         self._references = 0
         self._peak_used_pages = 0
@@ -97,7 +96,7 @@ class TokenToKVPoolAllocator:
         return pages[len(pages) - need :]
 
     def append_tokens(self, have_tokens: int, want_tokens: int, pages: list[int]) -> list[PageCopy] | None:
-        """Allocates as `alloc_tokens`, but replaces a shared, partly filled last page by a new page (copy on write).
+        """Like `alloc_tokens`, but replaces a shared, partly filled last page by a new page (copy on write).
 
         Returns the copies, at most one, that the caller must launch before the write; None, changing nothing, if
         pages are short.
@@ -111,7 +110,7 @@ class TokenToKVPoolAllocator:
         return copies
 
     def append_one_to_each(self, growing: Sequence[Growing]) -> list[PageCopy] | None:
-        """Grows each of the distinct sequences `growing` by one token, for a decode step.
+        """Grows each sequence of `growing` by one token, for a decode step; the sequences must be distinct.
 
         Returns the copies that the caller must launch before the write; None, changing nothing, if pages are short.
         """
@@ -152,7 +151,7 @@ class TokenToKVPoolAllocator:
             self._fill(pages[-1], want_tokens - (keep - 1) * self.page_size)
 
     def share(self, pages: Sequence[int]) -> None:
-        """Adds a reference to each of `pages`, which its reader frees. Raises ValueError like `free`."""
+        """Adds a reference to each of `pages`; the new reader drops it with `free`. Raises ValueError like `free`."""
         self.require(pages)
         readers = self._readers
         for page in pages:
@@ -162,7 +161,7 @@ class TokenToKVPoolAllocator:
     def free(self, pages: Sequence[int]) -> int:
         """Drops a reference to each of `pages`; returns how many pages became free.
 
-        Raises ValueError, changing nothing, for a free or repeated page.
+        Raises ValueError, changing nothing, if a page is not allocated or is repeated.
         """
         self.require(pages)
         readers, freed = self._readers, list[int]()
@@ -187,13 +186,13 @@ class TokenToKVPoolAllocator:
             raise ValueError(f"repeated page: {list(pages)}")
 
     def statistics(self) -> PageStatistics:
-        """Counts at this moment."""
+        """Returns the current counts."""
         used = self.pages - 1 - len(self.unused)
         peak = self._peak_used_pages
         return PageStatistics(self.pages - 1, used, self.page_size, self._used_tokens, peak, self._references)
 
     def check(self) -> None:
-        """Raises InvariantError, with a dump, unless each page but the trash page is free once or has readers."""
+        """Raises InvariantError, with a dump, unless each page except page 0 is free (listed once) or has readers."""
         free = self.unused.numbers()
         unread = [page for page in range(1, self.pages) if self._readers[page] == 0]
         sound = (
@@ -213,7 +212,7 @@ class TokenToKVPoolAllocator:
             )
 
     def _handed_out(self, pages: Sequence[int]) -> bool:
-        """Returns whether all `pages` are allocated; without a Python loop, because it runs often."""
+        """Returns whether all `pages` are allocated. Avoids a Python loop, because the check runs often."""
         try:
             return min(pages) > TRASH_PAGE and all(map(self._readers.__getitem__, pages))
         except IndexError:  # beyond the last page
@@ -228,9 +227,9 @@ class TokenToKVPoolAllocator:
         return [g for g in growing if g.tokens % size == 0 or readers[g.pages[-1]] > 1]
 
     def _pages_to_go_on(self, needy: Sequence[Growing]) -> int:
-        """Returns the number of pages for one more token of each of `needy`.
+        """Returns how many new pages the sequences `needy` need for one more token each.
 
-        If all readers of a shared last page grow, the last of them keeps the page.
+        If all readers of a shared last page grow, the last reader keeps the page and needs no copy.
         """
         shared: dict[int, int] = {}
         for one in needy:

@@ -29,7 +29,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def whole_pages(pool_tokens: int, page_size: int) -> int:
-    """Returns the pages of `page_size` tokens in a pool of `pool_tokens`. Raises ConfigError for less than two."""
+    """Returns how many pages of `page_size` tokens fit `pool_tokens`. Raises ConfigError for fewer than two pages."""
     if page_size < 1 or pool_tokens // page_size < 2:
         raise ConfigError(
             f"a pool of {pool_tokens} tokens has no room for 2 pages of {page_size} (one is the trash page); "
@@ -42,9 +42,9 @@ class MHATokenToKVPool:
     """K and V of `slots` tokens: `buffer`, contiguous `[layers, 2 (k, v), slots, heads, head_dim]`.
 
     `heads` are the rank's heads. All ranks of a group use the same slot numbers. A quantized pool's `buffer` is
-    uint8 `[layers, 1, slots, heads, quantized_row_bytes(head_dim)]`; `write` and `read` convert. A pool of keys only
-    also has one plane, for `write_keys` and `read_keys`. The memory starts uninitialized: slots must be written
-    before they are read.
+    uint8 `[layers, 1, slots, heads, quantized_row_bytes(head_dim)]`; `write` and `read` convert. A pool that stores
+    only keys also has one plane instead of two, for `write_keys` and `read_keys`. The memory starts uninitialized:
+    slots must be written before they are read.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MHATokenToKVPool:
 
     @property
     def parts(self) -> tuple[MHATokenToKVPool, ...]:
-        """The pool itself: all layers are of one class."""
+        """The pool itself, because all its layers are of one class."""
         return (self,)
 
     @property
@@ -137,22 +137,22 @@ class MHATokenToKVPool:
         return k.to(dtype), dequantize(kv.v[slots], kv.v_scales[slots], self.dtype).to(dtype)
 
     def write_keys(self, layer: int, slots: torch.Tensor, keys: torch.Tensor) -> None:
-        """Stores `keys` `[tokens, heads, head_dim]` at `slots` (int64 `[tokens]`) of a pool of keys only."""
+        """Stores `keys` `[tokens, heads, head_dim]` at `slots` (int64 `[tokens]`) of a pool that has only keys."""
         self.buffer[layer, 0].index_copy_(0, slots, keys.to(self.dtype))
 
     def read_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """Returns copies of the keys at `slots` of a pool of keys only, `[*slots.shape, heads, head_dim]`."""
+        """Returns copies of the keys at `slots` of a pool that has only keys, `[*slots.shape, heads, head_dim]`."""
         return self.buffer[layer, 0, slots]
 
     def poison(self) -> None:
-        """Fills the pool with 0xFF bytes, NaN in every float type, to reveal reads of unwritten slots (tests)."""
+        """Fills the pool with 0xFF bytes, which are NaN in every float type: tests find reads of unwritten slots."""
         self.buffer.view(torch.uint8).fill_(0xFF)
 
 
 class ClassedKVPool:
     """The pool of a model with several classes of layers: one pool per class, all with the same slots.
 
-    `parts` have the order of `KVLayout.classes`, which also numbers the layers.
+    `parts` and the layer numbers follow the order of `KVLayout.classes`.
     """
 
     def __init__(self, parts: Sequence[MHATokenToKVPool]) -> None:

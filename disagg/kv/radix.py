@@ -1,9 +1,9 @@
 """The prefix cache: KV pages of prompt prefixes, found by token ids, shared in place, evicted from the leaves.
 
 A radix tree over whole pages of token ids, as in SGLang's RadixAttention (Zheng et al., 2024); vLLM uses a hash table
-of blocks with chained hashes instead. An edge is a run of pages whose tokens are compared as memory: the cost of a
-match grows with the forks on its path, not with the pages, and hash collisions cannot occur. Block hashes are kept
-only for routers (`disagg.core.prefixes`).
+of blocks with chained hashes instead. An edge is a run of pages whose tokens are compared by one memory comparison.
+The cost of a match therefore grows with the number of forks on its path, not of pages, and hash collisions cannot
+occur. Block hashes are kept only for routers (`disagg.core.prefixes`).
 """
 
 from __future__ import annotations
@@ -29,39 +29,37 @@ class Match(NamedTuple):
     """Node for `lock` and `unlock`."""
     pages: list[int]
     tokens: int
-    """Tokens of the pages, which are full."""
+    """Number of tokens in `pages`; all pages are full."""
     queried_tokens: int
-    """Tokens of the prompt."""
+    """Number of tokens of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class RadixStatistics:
-    """Content of the cache at one moment, and counts since its construction."""
+    """Current content of the cache, and counts since its construction."""
 
     cached_pages: int
     locked_pages: int
     """Cached pages that cannot be evicted now."""
     nodes: int
-    """Nodes without the roots."""
+    """Number of nodes, not counting roots."""
     salts: int
-    """Salts with cached pages, or with a lock."""
+    """Number of salts that have cached pages or locks."""
     hits: int
-    """Counted requests with a hit of at least one page."""
+    """Number of requests passed to `count` that hit at least one page."""
     misses: int
     hit_tokens: int
     queried_tokens: int
-    """Prompt tokens of all counted requests, hits and misses."""
+    """Prompt tokens of all requests passed to `count`, hits and misses."""
     evicted_pages: int
 
 
 class RadixCache:
     """The radix tree, with a page reference for each cached page. Not thread-safe: the group's scheduler owns it.
 
-    Ownership: `insert` takes its own references to added pages, and eviction frees them; the caller keeps the
-    caller's references. `match` takes none. A request that reads matched pages takes its own references
-    (`KVSequence`,
-    or the allocator's `share`) and locks the node, which excludes the pages from eviction. The request unlocks and
-    frees once.
+    Ownership: `insert` adds the cache's own references to new pages, which eviction drops; the caller's references
+    stay with the caller. `match` adds none. A request that reads matched pages adds its own references (`KVSequence`,
+    or the allocator's `share`) and locks the node, so its pages are not evicted. The request unlocks and frees once.
     """
 
     def __init__(
@@ -74,14 +72,14 @@ class RadixCache:
         self._roots: dict[str, Node] = {}
         self._leaves = LeafQueue(policy)
         self.kv_events = KVEventLog(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
-        """KV events for routers; read only for callers."""
+        """KV events for routers; only the cache changes them."""
         self._unit_pages = self.kv_events.unit_tokens // allocator.page_size
         self._clock = self._cached_pages = self._locked_pages = self._nodes = 0
         self._hits = self._misses = self._hit_tokens = self._queried_tokens = self._evicted_pages = 0
 
     @property
     def evictable_pages(self) -> int:
-        """Pages that `evict` can remove; a page becomes free if no request reads it without a lock."""
+        """Number of pages that `evict` can remove. A removed page is free unless a request still references it."""
         return self._cached_pages - self._locked_pages
 
     def match(self, key: PrefixKey, max_tokens: int | None = None) -> Match:
@@ -105,7 +103,7 @@ class RadixCache:
             above = above.parent
 
     def unlock(self, node: Node) -> None:
-        """Reverts one `lock`. Raises ValueError, changing nothing, without a lock."""
+        """Reverts one `lock`. Raises ValueError, changing nothing, if the node is not locked."""
         if not node.locks:
             raise ValueError("this node is not locked: lock it first, unlock it once")
         above: Node | None = node
@@ -130,7 +128,7 @@ class RadixCache:
     def insert(self, key: PrefixKey, pages: Sequence[int]) -> Node:
         """Caches the full pages of a prompt whose KV is in `pages`; returns the node, for `lock`.
 
-        Takes a reference to each added page. Tokens that are cached already keep their cached pages. Raises
+        Adds a reference to each page that enters the cache. Tokens already cached keep their cached pages. Raises
         ValueError, changing nothing, if `pages` do not match the prompt or an added page is not allocated.
         """
         if len(pages) != key.tokens // self._page_size:
@@ -162,7 +160,7 @@ class RadixCache:
         return self.kv_events.digest(since)
 
     def statistics(self) -> RadixStatistics:
-        """Counts at this moment."""
+        """Returns the current counts."""
         return RadixStatistics(
             cached_pages=self._cached_pages,
             locked_pages=self._locked_pages,
@@ -176,11 +174,11 @@ class RadixCache:
         )
 
     def pages(self) -> list[int]:
-        """Returns all cached pages. O(pages): for checks."""
+        """Returns all cached pages. O(pages), so only for checks."""
         return [page for root in self._roots.values() for node in _below(root) for page in node.pages]
 
     def check(self) -> None:
-        """Raises InvariantError unless tree, counters, queue and block hashes agree. O(cached tokens)."""
+        """Raises InvariantError unless tree, counters, eviction queue and block hashes agree. O(cached tokens)."""
         nodes = [node for root in self._roots.values() for node in _below(root)]
         block_hashes = [block_hash for node in nodes for block_hash in node.block_hashes]
         broken = [
@@ -202,7 +200,10 @@ class RadixCache:
             raise InvariantError(f"prefix cache: {', '.join(broken)}; {self.statistics()}; {tree}")
 
     def _walk(self, node: Node, data: bytes, stop: int) -> tuple[Node, list[int]]:
-        """Descends along `data[:stop]`, whole pages, as far as cached; splits the last node at the fork."""
+        """Descends along the cached prefix of `data[:stop]`, whole pages; splits a node that matches only in part.
+
+        Returns the last node and the pages of the path.
+        """
         page_bytes, at = self._page_bytes, 0
         pages: list[int] = []
         self._clock += 1
@@ -253,7 +254,7 @@ class RadixCache:
         return freed
 
     def _loose(self, node: Node) -> None:
-        """Handles a node that lost its last lock or child: queues it for eviction, or drops an unused root."""
+        """Handles the loss of a lock or a child: queues `node` for eviction if evictable, or drops an unused root."""
         if node.evictable:
             self._leaves.push(node)
         elif not (node.parent or node.locks or node.children) and self._roots.get(node.salt) is node:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 class Node:
-    """Pages from the end of `parent` to the next fork. A root has no pages; there is one root per salt.
+    """The pages from the end of `parent` to the next fork. A root has no pages; there is one root per salt.
 
-    A reference to a node means the path from the root to the node's *end*. A split preserves this: the node keeps
-    its end, and a new node takes its start.
+    A reference to a node stands for the path from the root to the node's *end*. A split preserves this meaning: the
+    node keeps its last pages, and a new parent node takes the first ones.
     """
 
     __slots__ = (
@@ -34,23 +34,23 @@ class Node:
         """Tokens of the pages, packed as in `PrefixKey`."""
         self.pages = pages or []
         self.end: int = (parent.end if parent else 0) + len(self.pages)
-        """Pages from the root to the end."""
+        """Number of pages from the root to the end of this node."""
         self.children: dict[bytes, Node] = {}
-        """Children by the tokens of their first page, which are distinct."""
+        """Children by the tokens of their first page; no two children have the same first page."""
         self.block_hashes: list[int] = []
         """Block hashes of the prefixes that end in one of the pages."""
         self.locks = 0
-        """Requests that read the pages; they lock all ancestors too."""
+        """Number of locks, including those of requests that locked a descendant."""
         self.hits = 0
         """Prefix cache hits."""
         self.used = self.born = 0
-        """Last use and insertion, in the cache's count of calls."""
+        """Times of the latest use and of the insertion, on the cache's logical clock."""
         self.queued = False
-        """True while the queue of leaves has an entry."""
+        """Whether the eviction queue has an entry for this node."""
 
     @property
     def start(self) -> int:
-        """Pages from the root to the start."""
+        """Number of pages from the root to the start of this node."""
         return self.end - len(self.pages)
 
     @property

@@ -17,14 +17,14 @@ from disagg.core.types import Span
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """Counts of the table at one moment."""
+    """Current counts of the table."""
 
     rows: int
     """Number of rows."""
     used_rows: int
     """Allocated rows."""
     max_tokens: int
-    """Longest context of a row."""
+    """Number of entries in a row: the longest context."""
 
 
 class ReqToTokenPool:
@@ -68,7 +68,7 @@ class ReqToTokenPool:
         return row
 
     def claim(self, row: int) -> None:
-        """Allocates this row, which the leader of another rank's table chose.
+        """Allocates `row`, which the group's leader chose in its own table.
 
         Raises ValueError if the row is in use or does not exist.
         """
@@ -98,7 +98,7 @@ class ReqToTokenPool:
         target.copy_(values, non_blocking=True)
 
     def set_slots_of(self, places: Sequence[tuple[int, int, torch.Tensor]]) -> None:
-        """Calls `set_slots` for each disjoint `(row, start, slots)` of `places`, in one copy.
+        """Does `set_slots` for each `(row, start, slots)` of `places` with one copy; ranges must be disjoint.
 
         `slots`: integers `[n]` on the CPU, pinned before the copy to a GPU: a copy from pageable memory would block
         the caller until all queued steps are complete.
@@ -135,11 +135,11 @@ class ReqToTokenPool:
         return self.table[row, span.start : span.stop]
 
     def statistics(self) -> RowStatistics:
-        """Counts at this moment."""
+        """Returns the current counts."""
         return RowStatistics(self.rows, self.rows - len(self.unused), self.max_tokens)
 
     def check(self) -> None:
-        """Raises InvariantError, with a dump, unless every row is either free once or in use."""
+        """Raises InvariantError, with a dump, unless every row is either free (listed once) or in use."""
         free = sorted(self.unused)
         expected = [row for row in range(self.rows) if not self._used[row]]
         if free != expected:

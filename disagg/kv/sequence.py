@@ -14,7 +14,7 @@ from disagg.kv.pages import TokenToKVPoolAllocator
 
 
 class KVSequence:
-    """`tokens` tokens in `pages`, with a reference to each page until `free`.
+    """A sequence of `tokens` tokens in `pages`; holds one reference to each page until `free`.
 
     Parallel answers and beams are forks of one prompt. The allocator's `append_one_to_each` grows many sequences at
     once. Not thread-safe, like the allocator.
@@ -52,7 +52,7 @@ class KVSequence:
         self.tokens = tokens
 
     def free(self) -> int:
-        """Frees the sequence; returns how many pages became free. Raises ValueError the second time."""
+        """Frees the sequence; returns how many pages became free. Raises ValueError for a second call."""
         self._require_alive()
         freed = self._allocator.free(self.pages)
         self._ended = True

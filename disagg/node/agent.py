@@ -17,19 +17,22 @@ class Agent(TransferAgent, Protocol):
         """Makes the calling thread the transfer thread."""
 
     def link(self, link: Link) -> None:
-        """Connects to the ranks of the linked group, and sends `Linked` to each that was not linked."""
+        """Connects to the ranks of the linked group; sends `Linked` to each rank that was not connected before."""
 
     def on_linked(self, peer: str, message: m.Linked) -> bool:
-        """Handles a peer that has linked this rank. Returns False if the peer has fenced this rank since."""
+        """Handles the `Linked` of a peer, which has connected to this rank.
+
+        Returns False if the peer has fenced this rank since the peer's previous `Linked`.
+        """
 
     def on_peer_lost(self, peer: str) -> None:
         """Fences the peer and ends all work with it."""
 
     def statistics(self) -> object:
-        """Counts at this moment."""
+        """Returns the current counts."""
 
     def status(self) -> RankStatus:
-        """Returns the rank's status for metrics, with the agent's own faults. Cheap."""
+        """Returns the rank's status for metrics; its fault count has only the agent's faults. Cheap."""
 
     def check(self) -> None:
         """Raises `InvariantError` if the agent is inconsistent."""

@@ -17,7 +17,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Rendezvous(NamedTuple):
-    """Meeting point of a group's ranks, which run on one host."""
+    """Place where the ranks of a group, all on one host, exchange the addresses of their collective."""
 
     directory: str
     """Private folder of rank 0; empty for a group of one rank."""
@@ -54,7 +54,7 @@ def resolve_kv_dtype(config: Config, group: GroupConfig, dtype: torch.dtype) -> 
 
 
 def make_source(config: Config) -> ModelSource:
-    """Returns the source of the model that `config.model` names. Raises `ConfigError` without one."""
+    """Returns the source of the model that `config.model` names. Raises `ConfigError` if no model is named."""
     model = config.model
     if model.path:
         return ModelSource.from_directory(model.path)
@@ -87,7 +87,8 @@ def make_runner(
 ) -> ModelRunner:
     """Returns the rank's model with a KV pool of `initial_pool_tokens` and one trash page.
 
-    Raises `ConfigError` if the transfer would quantize KV and the model has a recurrent state, which moves with KV.
+    Raises `ConfigError` if the transfer would quantize KV and the model has a recurrent state: the state is
+    transferred like KV but cannot be quantized.
     """
     dtype = resolve_dtype(config.model.dtype, source, device)
     context_tokens = source.spec(dtype).context_tokens

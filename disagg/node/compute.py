@@ -1,4 +1,4 @@
-"""The compute thread: runs the model, one planned step after another."""
+"""The compute thread, which runs the model's planned steps one after another."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLL_S = 0.25
 
 
 class StepExecutor:
-    """Runs a plan as a forward pass of this rank's part of the model. Owned by the compute thread."""
+    """Runs a step plan as a forward pass of this rank's part of the model. Owned by the compute thread."""
 
     def __init__(self, runner: ModelRunner, rows: int) -> None:
         self._runner = runner
@@ -46,7 +46,10 @@ class StepExecutor:
         return self._runner.forward(StepBatch(slices), on_layer)
 
     def _update_rows(self, works: Sequence[Work]) -> None:
-        """Writes new pages into the rows, in one copy, and clears the recurrent state of a row's former request."""
+        """Writes the slots of new pages to the request-to-token table, in one copy.
+
+        Also clears the recurrent state that a row's former request left.
+        """
         runner, size = self._runner, self._runner.page_size
         places: list[tuple[int, int, torch.Tensor]] = []
         for work in works:
@@ -67,13 +70,13 @@ class StepExecutor:
 
 
 class PlanQueue:
-    """Plans from the leader, for a rank other than rank 0. The control thread calls `put`."""
+    """Queue of the leader's plans on a rank other than rank 0. The control thread calls `put`."""
 
     def __init__(self) -> None:
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
 
     def put(self, plan: StepPlan) -> None:
-        """Queues the next plan; the control channel keeps the order of plans."""
+        """Queues the next plan. Plans arrive in order, because the control channel preserves order."""
         self._plans.put(plan)
 
     @property
@@ -82,7 +85,7 @@ class PlanQueue:
         return not self._plans.empty()
 
     def wake(self) -> None:
-        """Ends a blocked `next_plan`."""
+        """Makes a blocked `next_plan` return."""
         self._plans.put(None)
 
     def next_plan(self) -> StepPlan | None:
@@ -106,7 +109,7 @@ class ComputeThread:
         device: torch.device,
         watch: StepWatch,
     ) -> None:
-        """`step` may leave a step in flight; `end_steps` ends it. `watch` records when each step begins and ends."""
+        """`step` may return while the step is in flight; `end_steps` completes it. `watch` times each step."""
         self._next_plan, self._step, self._end_steps = next_plan, step, end_steps
         self._broken, self._device = broken, device
         self._watch = watch
@@ -118,7 +121,7 @@ class ComputeThread:
         self._thread.start()
 
     def stop(self, wake: Callable[[], None], timeout_s: float = 30.0) -> None:
-        """Ends the loop after the current step; `wake` ends a blocked `next_plan`. Raises `TimeoutError`."""
+        """Ends the loop after the current step; `wake` makes a blocked `next_plan` return. Raises `TimeoutError`."""
         self._stopping.set()
         wake()
         if self._thread.is_alive():

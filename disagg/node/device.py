@@ -1,4 +1,4 @@
-"""A queue of device work beside the compute stream, for gathers and scatters.
+"""A queue of device work for gathers and scatters, separate from the compute stream.
 
 On a GPU the queue is a CUDA stream. On a CPU each call completes its work, and every event is complete at once.
 """
@@ -16,7 +16,7 @@ DeviceEvent = Any
 
 
 def record_event(device: torch.device) -> DeviceEvent:
-    """Records an event on the calling thread's current stream of `device`, behind all work queued so far."""
+    """Records an event on the calling thread's current stream of `device`, after all work queued so far."""
     if device.type != "cuda":
         return None
     event = cuda.Event()
@@ -49,7 +49,7 @@ class DeviceQueue:
         self._adopted = False
 
     def adopt(self) -> None:
-        """Makes this queue the calling thread's current stream, which makes `use` free of cost there.
+        """Makes this queue the calling thread's current stream, so that `use` need not switch streams.
 
         No other thread may use the queue afterwards.
         """
@@ -58,11 +58,11 @@ class DeviceQueue:
             self._adopted = True
 
     def use(self) -> AbstractContextManager[object]:
-        """Returns a context in which launched work goes to this queue."""
+        """Returns a context manager; kernels and copies launched within it go to this queue."""
         return nullcontext() if self._stream is None or self._adopted else cuda.stream(self._stream)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
-        """Returns a device copy of `host`, in the order of this queue.
+        """Returns a copy of `host` on the device, made in the order of this queue.
 
         The source is pinned first: a copy from pageable memory would block the calling thread until the queue is
         empty. torch keeps the pinned block until the copy is complete.
@@ -73,12 +73,12 @@ class DeviceQueue:
             return host.pin_memory().to(self.device, non_blocking=True)
 
     def after(self, event: DeviceEvent) -> None:
-        """Makes later work of this queue wait, on the device, for `event`."""
+        """Makes later work of this queue wait for `event` on the device, without blocking the host."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def record_event(self) -> DeviceEvent:
-        """Records an event behind all work of this queue."""
+        """Records an event after all work queued so far."""
         if self._stream is None:
             return None
         event = cuda.Event()

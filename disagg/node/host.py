@@ -1,4 +1,4 @@
-"""One rank in its own process, started and stopped in steps by a cluster. The Ray actors are thin shells over it."""
+"""One rank in its own process, started and stopped in steps by a cluster. Ray actors only wrap `RankHost`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ log = structlog.get_logger(__name__)
 
 
 class Started(NamedTuple):
-    """Description of a started rank: model loaded, channels open."""
+    """Description of a rank whose model is loaded and whose channels are open."""
 
     info: RankInfo
     spec: ModelSpec
@@ -75,22 +75,22 @@ class RankRecord(NamedTuple):
     unusable: str
     """Reason why the rank cannot be adopted; empty if it serves."""
     counts: GroupCounts = NO_COUNTS
-    """The former owner's."""
+    """Numbers of groups from the former owner's latest pulse."""
 
 
 class ClaimReply(NamedTuple):
-    """Reply to the claim of a rank."""
+    """Reply of a rank to a launch that claims the rank."""
 
     epoch: int
-    """Epoch of the owner, after the claim."""
+    """Epoch of the rank's owner after the claim."""
     record: RankRecord | None
-    """None: refused, because the owner lives or its epoch is not lower."""
+    """Data for the adoption. None: the claim was refused, because the owner is alive or its epoch is not lower."""
 
 
 def freeze_objects() -> None:
-    """Excludes every living object from garbage collection: a full collection would stop all threads for 0.2 s.
+    """Excludes every current object from garbage collection: a full collection would stop all threads for 0.2 s.
 
-    For processes that run one rank: libraries and the model live until the process ends.
+    For processes that run one rank, where libraries and the model exist until the process ends.
     """
     gc.collect()
     gc.freeze()
@@ -99,7 +99,7 @@ def freeze_objects() -> None:
 class RankHost:
     """Owns one `RankNode`. Call order: `identify`, `rendezvous` (rank 0 only), `start`, `join`, `link`, `stop`.
 
-    `claim`, `park`, `pulse` may run beside each other and beside the others.
+    Threads may call `claim`, `park` and `pulse` at the same time as each other and as any other method.
     """
 
     node_class: ClassVar[type[RankNode[Any, Any, Any]]]
@@ -127,7 +127,7 @@ class RankHost:
         self._collective: Collective | None = None
         self._meeting_folder = ""
         self._over, self._broken = False, ""
-        self._changed = threading.Condition()  # for the two above, and the owner
+        self._changed = threading.Condition()  # for the two fields above and the owner
         self._ownership = Ownership(owner, config.cluster.hang_timeout_s, clock)
         self._group: GroupInfo | None = None
         self._started: Started | None = None
@@ -144,23 +144,26 @@ class RankHost:
         return group
 
     def identify(self) -> ProcessIdentity:
-        """Returns the identity of this process, which ends with its parent from now on."""
+        """Returns the identity of this process, and makes the process end when its parent ends."""
         die_with_parent()
         return ProcessIdentity.own()
 
     def pulse(self, token: str = "", counts: GroupCounts = NO_COUNTS) -> bool:
-        """Returns at once, which proves that the interpreter runs; False if the caller is not the owner."""
+        """Records a pulse of the owner; returns False if the caller is not the owner.
+
+        Returns at once: the reply proves to the caller that this interpreter runs.
+        """
         return self._ownership.pulse(token, counts)
 
     def claim(self, claimant: Owner) -> ClaimReply:
-        """Makes `claimant` the owner if the present one is dead; the reply then has the data for an adoption."""
+        """Makes `claimant` the owner if the current owner is dead; the reply then has the data for an adoption."""
         with self._changed:
             granted = self._ownership.claim(claimant)
             self._changed.notify_all()  # the `park` call of a former owner
         return ClaimReply(self._ownership.epoch, self._record() if granted else None)
 
     def rendezvous(self, backend: str) -> Rendezvous:
-        """Returns the meeting point of the group's ranks: a private folder that `start` or `stop` removes."""
+        """Returns the rendezvous of the group's ranks: a private folder that `start` or `stop` removes."""
         if self.group_config.ranks > 1:
             self._meeting_folder = str(private_folder("ranks"))
         return Rendezvous(self._meeting_folder, backend)
@@ -232,7 +235,7 @@ class RankHost:
         self._keys.replace(keys)
 
     def peer_lost(self, address: str) -> None:
-        """Ends all work with a dead peer; the cluster may detect a death before the control channel does."""
+        """Ends all work with a dead peer. The cluster calls this, because it may detect the death first."""
         self._linked = tuple(
             group for group in self._linked if all(rank.control_address != address for rank in group.ranks)
         )
@@ -251,16 +254,17 @@ class RankHost:
         self._running().check()
 
     def park(self, token: str = "") -> str:
-        """Blocks until the rank stops (returns ""), its group fails (returns the reason), or has another owner.
+        """Blocks until the rank stops, its group fails, or another launch owns the rank.
 
-        The caller thus detects the end of a rank without polling. The reply to a former owner is `DISOWNED`.
+        Returns "" after a stop, the reason of a failure, or `DISOWNED` to a former owner. The caller detects the end
+        of a rank without polling.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._over or not self._ownership.is_owner(token))
             return self._broken if self._ownership.is_owner(token) else DISOWNED
 
     def stop(self, drain_timeout_s: float) -> None:
-        """Ends requests, threads and connections. Idempotent; no effect before `start`."""
+        """Ends requests, threads and connections. Idempotent; does nothing before `start`."""
         self._group = None
         if self.node is not None:
             self.node.stop(drain_timeout_s)
@@ -296,7 +300,7 @@ class RankHost:
         self._ownership.wait_abandoned(timeout_s)
         log.error("abandoned", group=self._name, rank=self._rank, adopt_timeout_s=timeout_s)
         try:
-            release()  # the resources of all ranks; ends their processes, this one too
+            release()  # frees the resources of all ranks and ends their processes, this process included
         finally:
             os._exit(1)  # Ray may be unreachable
 

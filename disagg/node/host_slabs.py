@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 SLAB_BYTES = 64 << 20
-"""Unit of pinning, on first use: pinning all 4 GiB at once would delay the first preemption by 1 to 2 s."""
+"""Size of a slab. Pinning all 4 GiB at once would delay the first preemption by 1 to 2 s."""
 
 
 class HostSlabs:
-    """Memory of `blocks` blocks of `block_bytes` bytes. Used by one thread at a time. Memory is never freed."""
+    """Memory of `blocks` blocks of `block_bytes` bytes each, kept until the process ends. Not thread-safe."""
 
     def __init__(self, blocks: int, block_bytes: int, *, pinned: bool) -> None:
         """`pinned`: page-locked memory, for copies from and to a GPU."""
@@ -25,7 +25,8 @@ class HostSlabs:
         return sorted(self._slabs)
 
     def block(self, number: int) -> torch.Tensor:
-        """Returns a block's memory, uint8 `[block_bytes]`. Raises `RuntimeError` if the host has no more memory."""
+        """Returns the memory of block `number`, uint8 `[block_bytes]`. Raises `RuntimeError` if the host is out of
+        memory."""
         slab, place = divmod(number, self._slab_blocks)
         if slab not in self._slabs:
             blocks = min(self._slab_blocks, self.blocks - slab * self._slab_blocks)

@@ -1,7 +1,8 @@
 """Sends the KV events of a group's prefix cache to routers: the whole content once, then changes.
 
-router -- Watch (prefixes) --> leader    with every `Watch`; `all` if the router lacks a digest
-router <- CacheDigest -- leader          with a report of rank 0, if anything changed; or after a step of many changes
+router -- Watch (prefixes) --> leader    repeated; `prefixes` is `all` if the router has missed a digest
+router <- CacheDigest -- leader          with a report of rank 0 if the cache changed, or after a step if a router
+                                         lacks `PUBLISH_AT_EVENTS` events
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from disagg.kv.event_log import KVEventLog
 from transport.control import messages as m
 
 PUBLISH_AT_EVENTS = 32
-"""Events that are published after a step: with blocks of 64 tokens, those of a prompt of 2,048 tokens."""
+"""Number of events that are published right after a step: those of a prompt of 2,048 tokens, with 64-token blocks."""
 
 
 class KVEventPublisher:
-    """Versions of the KV events that each router has. Not thread-safe: the leader's lock guards it."""
+    """Sends each router the KV events that it lacks. Not thread-safe: the leader's lock guards it."""
 
     def __init__(self, send: Callable[[str, m.Message], None]) -> None:
         self._send = send
@@ -24,7 +25,7 @@ class KVEventPublisher:
         """Latest version sent to each router; None before the first digest."""
 
     def watch(self, router: str, message: m.Watch) -> None:
-        """Adds, resets or removes a router, as its `Watch` requests."""
+        """Adds, resets or removes a router, as its `Watch` message requests."""
         if message.prefixes == "none" or not message.interval_s:
             self._sent.pop(router, None)
         elif message.prefixes == "all" or router not in self._sent:
@@ -33,7 +34,7 @@ class KVEventPublisher:
     def publish(
         self, kv_events: KVEventLog, watchers: Container[str], group: str, switch_tokens: int, at_least: int
     ) -> None:
-        """Sends events to new watchers and to those with `at_least` unsent events; drops former watchers."""
+        """Sends events to each watcher that is new or lacks at least `at_least` events; drops former watchers."""
         for router, since in list(self._sent.items()):
             if router not in watchers:
                 del self._sent[router]

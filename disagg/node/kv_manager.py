@@ -2,12 +2,12 @@
 
 All ranks of a group use the same row and page numbers, so only the leader has a KV manager.
 
-References to a request's pages, their owner, and the code that frees them:
+References to a request's pages, by their interval, with their owner and the call that drops them:
 
-    [reserve, release)      the block table references each of its pages, cached ones too; `release` frees, or
-                            `vacate`, after which `refill` allocates new pages
-    [fork, release)         each fork references the same pages: several sequences of one request
-    [keep, evicted)         the prefix cache references each full page that it adds; eviction frees
+    [reserve, release)      the block table references each of its pages, including cached ones; `release` drops the
+                            references, or `vacate`, after which `refill` allocates new pages
+    [fork, release)         each fork of a request references the shared pages; `release` of the fork drops them
+    [keep, evicted)         the prefix cache references each full page that it adds; eviction drops the reference
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Layout(NamedTuple):
     pages: int
     """Number of distinct pages."""
     sequences: tuple[tuple[int, tuple[int, ...]], ...]
-    """For each sequence: its tokens, and the indices of its pages in order of first use.
+    """For each sequence: its number of tokens, and an index for each of its pages.
 
-    Forks begin with the same pages; the first of them introduces the indices.
+    Equal indices mean the same page. Indices count up from 0 in order of first use.
     """
 
 
@@ -64,7 +64,7 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class KVManagerStatistics:
-    """Counts of the KV manager at one moment."""
+    """Current counts of the KV manager."""
 
     rows: int
     free_rows: int
@@ -132,8 +132,8 @@ class KVManager:
     ) -> BlockTable | None:
         """Allocates a row and pages for `tokens` tokens; None, changing nothing, if rows or pages are short.
 
-        With `prompt` the block table begins with the longest cached prefix, at most all but the prompt's last token.
-        `spare_pages` pages must remain free.
+        With `prompt` the block table begins with the longest cached prefix, which never includes the prompt's last
+        token. `spare_pages` pages must remain free.
         """
         if not self._free_rows:
             return None
@@ -160,9 +160,10 @@ class KVManager:
     def pass_on(
         self, block_table: BlockTable, kept_tokens: int, tokens: int, spare_pages: int = 0
     ) -> BlockTable | None:
-        """Returns a block table for `tokens` tokens with the row and the first `kept_tokens` of a closed request's.
+        """Resizes the block table of a closed request to `tokens` tokens for another request, and returns it.
 
-        `kept_tokens` fill whole pages. Frees the other pages; frees all, and returns None, if pages are short.
+        Keeps the row and the pages of the first `kept_tokens` tokens, which fill whole pages, and frees the other
+        pages. If pages are short, releases the block table and returns None.
         """
         self.shrink(block_table, kept_tokens)
         need = pages_for(tokens, self.page_size) - len(block_table.pages)
@@ -182,7 +183,7 @@ class KVManager:
         return self.cache.evict(short) == short
 
     def keep(self, block_table: BlockTable, prompt: PrefixKey) -> None:
-        """Caches the full pages of `prompt`, whose KV is computed: requests with the same prefix may read them."""
+        """Adds the full pages of `prompt` to the prefix cache. Their KV must have been computed."""
         if self.cache is None:
             return
         pages = block_table.pages[: prompt.tokens // self.page_size]
@@ -192,7 +193,7 @@ class KVManager:
             self.cache.unlock(before)
 
     def fork(self, block_table: BlockTable) -> BlockTable | None:
-        """Allocates a row for a fork of the sequence, which shares its pages; None if no row is free."""
+        """Returns a fork of the sequence with its own row and the same pages; None if no row is free."""
         if not self._free_rows:
             return None
         twin = BlockTable(self._free_rows.pop(), block_table.sequence.fork())
@@ -200,7 +201,7 @@ class KVManager:
         return twin
 
     def refork(self, block_table: BlockTable, other: BlockTable) -> None:
-        """Frees the pages of `block_table` and makes it a fork of `other`. The row stays."""
+        """Frees the pages of `block_table` and makes it a fork of `other`. `block_table` keeps its row."""
         self.vacate(block_table)
         block_table.sequence.free()
         block_table.sequence = other.sequence.fork()
@@ -215,7 +216,7 @@ class KVManager:
     def grow(self, block_tables: Sequence[BlockTable]) -> list[PageCopy] | None:
         """Appends a slot for one token to each of `block_tables`; None, changing nothing, if pages are short.
 
-        Returns the page copies that must precede the write: a shared page that is not full is copied on write.
+        Returns the page copies to launch before the tokens are written: a shared, partly filled page is copied first.
         """
         sequences = [block_table.sequence for block_table in block_tables]
         copies = self.allocator.append_one_to_each(sequences)
@@ -224,16 +225,16 @@ class KVManager:
         return copies
 
     def shrink(self, block_table: BlockTable, tokens: int) -> None:
-        """Truncates the sequence to `tokens` tokens and frees the pages behind them."""
+        """Truncates the sequence to `tokens` tokens and frees the later pages."""
         block_table.sequence.truncate(tokens)
 
     def vacate(self, block_table: BlockTable) -> None:
-        """Frees the pages and keeps the row; `refill` allocates new pages."""
+        """Frees the pages but keeps the row; `refill` allocates new pages later."""
         self.shrink(block_table, 0)
         self._forget(block_table)
 
     def layout(self, block_tables: Sequence[BlockTable], tokens: Sequence[int]) -> Layout:
-        """Returns the page sharing of the first `tokens[i]` tokens of each block table; for `refill`."""
+        """Returns which pages the block tables share in their first `tokens[i]` tokens, as input of `refill`."""
         numbers: dict[int, int] = {}
         sequences = []
         for block_table, count in zip(block_tables, tokens, strict=True):
@@ -242,9 +243,9 @@ class KVManager:
         return Layout(len(numbers), tuple(sequences))
 
     def refill(self, block_tables: Sequence[BlockTable], layout: Layout) -> list[int] | None:
-        """Allocates pages, shared as in `layout`, for vacated block tables; returns them by index in `layout`.
+        """Allocates pages for vacated block tables, shared as in `layout`.
 
-        None, changing nothing, if pages are short.
+        Returns the page of each index of `layout`; None, changing nothing, if pages are short.
         """
         if not self._make_room(layout.pages):
             return None
@@ -253,7 +254,7 @@ class KVManager:
             shared = [pages[number] for number in numbers if number < len(pages)]
             block_table.sequence.free()
             block_table.sequence = KVSequence(self.allocator, shared)
-            if tokens < block_table.tokens:  # the last page is shared and not full
+            if tokens < block_table.tokens:  # the last page is shared and partly filled
                 block_table.sequence.truncate(tokens)
             else:
                 block_table.sequence.append(tokens - block_table.tokens)
@@ -275,14 +276,14 @@ class KVManager:
         block_table.node, block_table.cached_tokens = None, 0
 
     def statistics(self) -> KVManagerStatistics:
-        """Counts at this moment."""
+        """Returns the current counts."""
         cache = self.cache.statistics() if self.cache is not None else None
         return KVManagerStatistics(self._rows, len(self._free_rows), self.allocator.statistics(), cache)
 
     def check(self, requests: Sequence[Sequence[BlockTable]]) -> None:
-        """Raises `InvariantError` unless `requests` own all rows and pages in use: none lost, none owned twice.
+        """Raises `InvariantError` unless each row and page in use belongs to exactly one of `requests`.
 
-        `requests`: the block tables of each request. Different requests share cached pages only.
+        `requests`: the block tables of each request. Only cached pages may belong to several requests.
         """
         self.allocator.check()
         cached: list[int] = []

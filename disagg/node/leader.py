@@ -3,7 +3,7 @@
 A leader connects rank 0's scheduler to the control channel. Messages arrive on the control thread (and from rank 0's
 transfer thread); steps run on the compute thread. One lock guards the scheduler and is never held while the model
 runs. No operation under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted. The transfer
-thread never waits for the lock, under which whole plans are encoded: it posts its messages.
+thread itself never waits for the lock, because a plan is encoded under it; it hands messages over with `post`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Leader(ABC):
         self._reports = Reports(send, clock)
         self._kv_event_publisher = KVEventPublisher(send)
         self._step_tokens: dict[str, list[m.Tokens]] | None = None
-        """By router: the tokens of the step that is being committed; None between steps."""
+        """Tokens of the step that is being committed, by router; None between steps."""
         self.broken: str = ""
         """Reason why the group cannot serve requests any more; empty while the group works."""
         self.on_broken: Callable[[str], None] = lambda reason: None
@@ -76,7 +76,7 @@ class Leader(ABC):
 
     @property
     def changed(self) -> threading.Condition:
-        """The leader's lock, notified at each change that may give the next step work or end a wait."""
+        """The leader's lock and condition, notified at each change that may add work or end a wait."""
         return self._changed
 
     @property
@@ -92,7 +92,7 @@ class Leader(ABC):
     # --- for the rank that hosts it
 
     def join(self, group: GroupInfo) -> None:
-        """Sets the complete group."""
+        """Sets the description of the group, after all its ranks have started."""
         self._group = group
 
     def handle(self, peer: str, message: m.Message) -> None:
@@ -110,9 +110,10 @@ class Leader(ABC):
             self._changed.notify_all()
 
     def post(self, peer: str, message: m.Message) -> bool:
-        """Handles a message, behind earlier ones, unless another thread has the lock; never blocks.
+        """Queues a message, and handles all queued messages if the lock is free; never blocks.
 
-        Returns False in that case: `handle_posted` must follow, on a thread that may wait.
+        Returns False if another thread has the lock. The caller must then arrange a call of `handle_posted` on a
+        thread that may wait for the lock.
         """
         self._posted.append((peer, message))
         if not self._changed.acquire(blocking=False):
@@ -124,13 +125,13 @@ class Leader(ABC):
         return True
 
     def handle_posted(self) -> None:
-        """Handles the messages given to `post`, in order; then raises the errors of failed handlers, all bugs."""
+        """Handles the messages queued by `post`, in order; then raises the errors of failed handlers (bugs)."""
         errors: list[Exception] = []
         with self._changed:
             while self._posted:
                 try:
                     self.handle(*self._posted.popleft())
-                except Exception as error:  # noqa: BLE001 - raised again when no message waits behind it
+                except Exception as error:  # noqa: BLE001 - raised again after the last message
                     errors.append(error)
         if errors:
             raise ExceptionGroup("handlers of posted messages failed", errors)
@@ -154,7 +155,7 @@ class Leader(ABC):
     def next_plan(self) -> StepPlan | None:
         """Returns the next plan, already sent to the other ranks; None after `IDLE_S` without work.
 
-        None at once if there is nothing to plan before a step in flight is committed.
+        Returns None at once if the next plan depends on a step in flight that must be committed first.
         """
         with self._changed:
             self.expire()
@@ -169,7 +170,7 @@ class Leader(ABC):
             return plan
 
     def wake(self) -> None:
-        """Ends a blocked `next_plan`."""
+        """Makes a blocked `next_plan` return."""
         with self._changed:
             self._changed.notify_all()
 
@@ -184,7 +185,7 @@ class Leader(ABC):
             return self._status()
 
     def check(self) -> None:
-        """Raises `InvariantError` if rows or pages are lost or owned twice."""
+        """Raises `InvariantError` if the scheduler is inconsistent, for example if pages are lost or owned twice."""
         with self._changed:
             self._scheduler.check()
 
@@ -197,7 +198,7 @@ class Leader(ABC):
 
     @abstractmethod
     def link(self, other: GroupInfo) -> None:
-        """Links this group with `other`: requests may pass between them."""
+        """Links this group with `other`, so that requests can move from one group to the other."""
 
     @abstractmethod
     def statistics(self) -> object:
@@ -227,7 +228,7 @@ class Leader(ABC):
 
     @abstractmethod
     def _close(self, key: RequestKey, reason: str) -> None:
-        """Starts to close a request; no effect on an unknown or closing one."""
+        """Starts to close a request; no effect if the request is unknown or already closing."""
 
     def _on_report(self, status: RankStatus) -> None:
         self._reports.update_rank(status, self._ranks)
@@ -236,7 +237,7 @@ class Leader(ABC):
             self._publish_kv_events()
 
     def _publish_kv_events(self, at_least: int = 1) -> None:
-        """Sends KV events to each watching router that lacks `at_least` events."""
+        """Sends KV events to each watching router that lacks at least `at_least` events."""
         kv_events = self._kv_events()
         if kv_events is not None:
             assert self._group is not None, "a leader is used after join"
@@ -248,7 +249,8 @@ class Leader(ABC):
     def _prefix(self, prompt: TokenIds, salt: str) -> PrefixKey:
         """Returns the prefix cache's key of a prompt.
 
-        If the rotary embeddings depend on the length, so does KV: long prompts share no pages with short ones.
+        For models with other rotary embeddings for long prompts, long and short prompts have different keys: their KV
+        differs.
         """
         return PrefixKey.of(prompt, salt, self._spec.rope_switch_tokens)
 
@@ -265,12 +267,14 @@ class Leader(ABC):
             request.release_requested = True
             self._close(message.key, message.reason)
         if self.broken or message.key not in self._scheduler.requests:
-            self._send(
-                router, m.Released(message.key)
-            )  # the end of the processes frees a broken group's memory
+            # A broken group confirms at once: its memory is freed when its processes end.
+            self._send(router, m.Released(message.key))
 
     def _has_ended(self, router: str, message: m.Reserve) -> bool:
-        """Sends the end of an answer so far that is complete: the lost group could not send it any more."""
+        """Returns whether the answer so far of a recovered request is complete, and sends its end to the router.
+
+        The lost group sent the last token but not the end of the answer.
+        """
         if not message.answered:
             return False
         finish = finish_reason(message.answered, message.sampling, self._spec.eos_ids)
@@ -283,9 +287,10 @@ class Leader(ABC):
             self._send(request.router, m.Released(request.key))
 
     def _send(self, router: str, message: m.Message) -> None:
-        """Sends to a router or another leader. A message that is too large fails its request instead.
+        """Sends a message to a router or another leader. A message that is too large fails its request instead.
 
-        Tokens of a step wait for the step's other tokens to the same router, or for the next message to it.
+        During a step's commit, tokens to the same router are collected and sent together at the end of the commit, or
+        before the next other message to that router.
         """
         if self._step_tokens is not None:
             if isinstance(message, m.Tokens):
@@ -302,7 +307,7 @@ class Leader(ABC):
 
     @contextmanager
     def _one_message_each(self) -> Iterator[None]:
-        """Sends the tokens of the block in one message to each router: encoded once, with one wake-up."""
+        """Collects the tokens sent within the block and sends them in one message per router, to save wake-ups."""
         self._step_tokens = {}
         try:
             yield
@@ -322,7 +327,7 @@ class Leader(ABC):
             self._send_now(router, one)
 
     def _to_ranks(self, message: m.Message) -> None:
-        """Sends to all ranks of the group. A message that is too large goes to no rank and fails its request."""
+        """Sends a message to all ranks of the group. A too large message is not sent and fails its request."""
         try:
             self._to_others(message)
         except ProtocolError as error:

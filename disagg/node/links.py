@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Link:
-    """One prefill group linked with one decode group, after the handshake."""
+    """The link between one prefill group and one decode group, after the handshake."""
 
     prefill: GroupInfo
     decode: GroupInfo
@@ -92,7 +92,7 @@ def make_link(prefill: GroupInfo, decode: GroupInfo) -> Link:
 def segment_limits(link: Link, src_rank: int, wanted_bytes: int, staging_bytes: int) -> dict[int, int]:
     """Returns the largest segment to each destination of `src_rank`, in bytes, by decode rank.
 
-    The limit is `wanted_bytes`, but at least one token of one layer and at most the ring and the staging buffer.
+    The limit is `wanted_bytes`, clamped between one token of one layer and the smaller of ring and staging buffer.
     Raises `ConfigError` if one token of one layer does not fit the staging buffer.
     """
     limits: dict[int, int] = {}
@@ -119,7 +119,8 @@ def _whole(nbytes: int) -> int:
 def fence(transport: Transport, peer: str) -> None:
     """Disconnects a lost peer. The caller may then free all memory that no pending operation of the transport uses.
 
-    A fence that cannot be proven ends the rank: the transport's next `progress` raises, on the transfer thread.
+    If the transport cannot prove that the peer is cut off, its next `progress` raises on the transfer thread, which
+    ends the rank.
     """
     try:
         transport.disconnect(peer)

@@ -1,18 +1,19 @@
-"""Repair of links between living ranks: both sides fence the old data connection and link again.
+"""Repair of links between live ranks: both sides fence the old data connection and link again.
 
-The control channel can lose a peer that lives: then both sides fence at the loss, and link when the channel meets the
-peer again. Or the data connection breaks while the control channel works. Then one round mends it:
+There are two cases. If the control channel loses a live peer, both sides fence at the loss, and link again when the
+control channel reconnects. If only the data connection breaks, one *round* of messages repairs it:
 
     the rank that detects the loss      fences the peer, sends `LinkBroken`
     the other rank                      fences the first, sends `LinkBroken(answer)`, links again, sends `Linked`
     the first rank, on the answer       links again, sends `Linked`
 
-So neither rank connects before both have fenced, and no fence ends a new connection. Two crossing requests answer
-each other. A rank sends active messages to a peer only after the `Linked` of the peer's latest link
-(`transport.active_messages`), so none reaches a rank that has not linked yet.
+Neither rank connects before both have fenced, so no fence can end a new connection. If both ranks send `LinkBroken`
+at once, each message also serves as the answer to the other. A rank sends active messages to a peer only after the
+`Linked` of the peer's latest link (`transport.active_messages`), so no rank receives one before it has linked.
 
-A control channel that loses and meets a peer within a round can leave one side linked before the other's fence. That
-side receives a second `Linked`, and starts another round. So does a rank that cannot connect, after a pause.
+If the control channel loses a peer and reconnects within a round, one side can link before the other side fences.
+The linked side then receives a second `Linked` and starts another round. A rank that cannot connect also starts
+another round, after a pause.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from transport.control import messages as m
 log = structlog.get_logger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
-"""Pause between two rounds with one peer; doubles while connections keep breaking."""
+"""First and longest pause between two rounds with one peer; the pause doubles while connections keep breaking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,58 +54,59 @@ class Mending:
         linked: Callable[[str, m.Linked], bool],
         clock: Clock,
     ) -> None:
-        """`fence` ends all work with a peer and disconnects; `send` is the control channel's.
+        """`fence` ends all work with a peer and disconnects; `send` sends over the control channel.
 
-        `link` links again; it returns False when that failed.
-        `linked` opens the way to a peer that has linked; it returns False when the peer has fenced this rank since.
+        `link` links this rank with a group again, and returns False on failure. `linked` handles a peer's `Linked`;
+        see `Agent.on_linked`.
         """
         self._silences, self._lane, self._clock = silences, lane, clock
         self._fence, self._send, self._link, self._linked = fence, send, link, linked
         self._requested: set[str] = set()
-        """Peers that are fenced here and have not responded."""
+        """Peers that this rank has fenced, and whose answer to `LinkBroken` is outstanding."""
         self._pauses: dict[str, _Pause] = {}
         self._unlinked: set[str] = set()
-        """Peers whose group this rank could not link again: a round follows the pause."""
+        """Peers whose group this rank failed to link again; a round starts after the pause."""
         self.rounds = 0
         """Rounds that this rank started."""
 
     def on_connection_lost(self, peer: str) -> None:
-        """Starts a round, unless one is running or the pause after the last one is not over."""
+        """Starts a round, unless a round is running or the pause after the last round is not over."""
         if self._silences.is_linked(peer) and not self._pausing(peer):
             self._begin(peer)
 
     def look(self) -> None:
-        """Starts the rounds that follow a failed link, when due. Call it regularly."""
+        """Starts the rounds that are due after failed links. The transfer thread calls this method regularly."""
         for peer in [one for one in self._unlinked if not self._pausing(one)]:
             self.on_connection_lost(peer)
             self._unlinked.discard(peer)
 
     def on_fenced(self, peer: str) -> None:
-        """Starts a round with a peer of a linked group that this rank has fenced outside of a round."""
+        """Starts a round with a peer that this rank has fenced outside of a round."""
         self._begin(peer)
 
     def on_link_broken(self, peer: str, message: m.LinkBroken) -> None:
-        """Fences the peer, which has fenced this rank, unless that is done; then links again."""
+        """Handles `LinkBroken`: the peer has fenced this rank. Fences the peer unless already fenced; links again."""
         if peer in self._requested:
             self._requested.discard(peer)
             self._link_again(peer)
-        elif not message.answer:  # else the control channel lost and met the peer since the request
+        elif not message.answer:  # an unexpected answer: the control channel lost the peer since the request
             connected = self._silences.is_linked(peer) and self._silences.mark_silent(peer)
             self._drop(peer)
             self._send(peer, m.LinkBroken(answer=True))
-            if connected:  # a silent peer is linked when the control channel meets it
+            if connected:  # a silent peer is linked again when the control channel reconnects
                 self._link_again(peer)
 
     def on_linked(self, peer: str, message: m.Linked) -> None:
-        """Opens the way to a peer that has linked. In a round the message is older than the peer's fence.
+        """Handles `Linked`: the peer has connected to this rank.
 
-        Starts a round when the peer has fenced this rank after this rank linked it.
+        Ignores the message while an answer of the peer is outstanding, because the peer sent it before its fence.
+        Starts a round if the peer has fenced this rank since the peer's previous `Linked`.
         """
         if peer not in self._requested and not self._linked(peer, message) and self._silences.is_linked(peer):
             self._begin(peer)
 
     def on_silent(self, peer: str) -> None:
-        """Fences a peer of a linked group that the control channel lost. Ends a round with it."""
+        """Fences a peer of a linked group that the control channel has lost; ends a running round with the peer."""
         self._requested.discard(peer)
         self._unlinked.discard(peer)
         if self._silences.mark_silent(peer):
@@ -112,7 +114,7 @@ class Mending:
         self._fence(peer)
 
     def on_met(self, peer: str) -> None:
-        """Links again with a silent peer that is back."""
+        """Links again with a silent peer whose control channel has reconnected."""
         self._link_again(peer)
 
     def dead(self, peer: str) -> None:
@@ -139,7 +141,7 @@ class Mending:
         self._fence(peer)
 
     def _pause(self, peer: str) -> float:
-        """Delays the next round with the peer; returns the delay."""
+        """Sets the pause before the next round with the peer; returns its length."""
         now_s, last = self._clock(), self._pauses.get(peer)
         soon = last is not None and now_s < last.until_s + LONGEST_PAUSE_S
         length_s = min(2 * last.length_s, LONGEST_PAUSE_S) if last is not None and soon else FIRST_PAUSE_S

@@ -1,7 +1,7 @@
-"""Ownership of a rank that outlives its launch: one launch at a time supervises it, or it ends.
+"""Ownership of a rank that can outlive its `disagg launch`: one launch at a time owns the rank.
 
-An owner proves its life with pulses. When they stop, another launch may claim the rank with a higher epoch. The old
-owner's pulses are refused from then on, so a launch that was paused detects the loss.
+The owner sends pulses. When the pulses stop, another launch may claim the rank with a higher epoch; without any owner
+the rank ends. A former owner's pulses are refused, so a launch that was only paused detects that it lost the rank.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from disagg.core.config.read import Role
 from disagg.core.ports import Clock
 
 TICKS = 10
-"""Silent parts of a time limit that make it complete. A pause of this process counts as one part."""
+"""Number of equal parts of a time limit, which is over after as many silent parts in a row. A pause of this process,
+however long, counts as one part."""
 DISOWNED = "another launch has adopted the group"
-"""Result of the `park` call of a launch that is not the owner any more."""
+"""Reply to the `park` call of a launch that is no longer the owner."""
 
 
 class Owner(NamedTuple):
     """A launch as the owner of groups."""
 
     token: str
-    """Random; empty for a command whose groups end with it."""
+    """Random name of the launch; empty for a command whose groups end with the command."""
     epoch: int
-    """Rises with each launch that adopts groups."""
+    """Number that increases with each launch that adopts the groups."""
 
 
 class GroupCounts(NamedTuple):
-    """Numbers of groups that an operator has set. Ranks keep them for the launch that adopts their group."""
+    """Numbers of groups per role that an operator has set. Ranks keep them for a launch that adopts their group."""
 
     changes: int
-    """Rises with each change: the highest is the latest."""
+    """Number of changes so far; the highest one marks the latest counts."""
     groups: Mapping[Role, int]
 
 
 NO_COUNTS = GroupCounts(0, {})
-"""No number was set: the configured ones count."""
+"""Counts when an operator has set no number: the configured numbers apply."""
 NO_OWNER = Owner("", 0)
 """Owner of ranks that end with the process that started them."""
 
@@ -53,7 +54,7 @@ class Ownership:
         self._pulse_s = clock()
         self._pulsed = threading.Event()
         self.counts = NO_COUNTS
-        """Of the owner's latest pulse."""
+        """Numbers of groups from the owner's latest pulse."""
 
     @property
     def epoch(self) -> int:
@@ -61,11 +62,11 @@ class Ownership:
         return self._owner.epoch
 
     def is_owner(self, token: str) -> bool:
-        """Returns whether `token` is the owner's."""
+        """Returns whether `token` is the token of the owner."""
         return self._owner.token == token
 
     def pulse(self, token: str, counts: GroupCounts = NO_COUNTS) -> bool:
-        """Records a pulse of the owner. Returns False, without effect, when `token` is not the owner's."""
+        """Records a pulse. Returns False, without effect, if `token` is not the token of the owner."""
         with self._lock:
             if not self.is_owner(token):
                 return False
@@ -87,7 +88,7 @@ class Ownership:
             return True
 
     def wait_abandoned(self, timeout_s: float) -> None:
-        """Blocks until no pulse has come for `timeout_s`."""
+        """Blocks until no pulse has arrived for `timeout_s`."""
         silent = 0
         while silent < TICKS:
             self._pulsed.clear()

@@ -1,10 +1,10 @@
 """Scheduler output: the content of one step of a group.
 
-The leader decides and sends the same `StepPlan` to every rank. A plan names each page once, with the first work that
-needs the page; afterwards the row in the request-to-token table has it. The row of a fork starts as a copy.
+The leader sends the same `StepPlan` to every rank. A page of a request is named once, in the first work item that
+needs the page; ranks keep it in the request's row of the request-to-token table. The row of a fork starts as a copy.
 
-A plan may be made while the step before it still runs. Tokens that this step samples are then unknown, and the plan
-refers to them by its work items (`disagg.model.sampled_tokens.token_of`).
+A plan may be made while the previous step still runs. The tokens that the previous step samples are then unknown, and
+the new plan refers to them by the work items of the previous plan (`disagg.model.sampled_tokens.token_of`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int
     """Length of the request's whole prompt, without an answer so far."""
     pages: list[int] = []
-    """Pages of the request that the ranks do not have yet. The first work names all, cached ones too."""
+    """Pages of the request that no earlier work named. The first work names all pages, including cached ones."""
     first_page: int = 0
     """Index of the first of `pages` among the request's pages."""
     like: int = -1
-    """Row whose first `first_page` pages are copied, after the plan's own pages are written; -1: none."""
+    """For a fork: row from which the slots of the first `first_page` pages are copied, after all `pages` of the plan
+    have been written; -1: none."""
     last: bool = False
-    """The last chunk of a prompt, and of an answer so far behind it."""
+    """Whether this is the last chunk of a prompt (or of a prompt and its answer so far, in a recomputation)."""
 
     @property
     def span(self) -> Span:
@@ -44,7 +45,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
 class Swap(msgspec.Struct, frozen=True, array_like=True):
     """A copy of a request's pages to host memory (`out`) or back; each rank copies its own heads.
 
-    Ranks copy beside their steps and report the end to the leader (`transport.control.messages.Swapped`).
+    Ranks copy while steps run, and report the end to the leader (`transport.control.messages.Swapped`).
     """
 
     key: RequestKey
@@ -61,11 +62,11 @@ class StepPlan(msgspec.Struct, frozen=True):
     step: int
     work: list[Work]
     swaps: list[Swap] = []
-    """Swaps that start after the steps before this one; this step does not use their pages."""
+    """Swaps that start after the previous step; this step does not use their pages."""
     copies: list[PageCopy] = []
     """Page copies that precede the step, launched together: no page is both source and destination."""
     shared: bool = False
-    """The next plan may refer to the tokens that this step samples: every rank gets them."""
+    """Whether every rank receives the tokens that this step samples, because the next plan may refer to them."""
 
     def encode(self) -> bytes:
         """Returns the encoding for `transport.control.messages.Plan.body`."""

@@ -1,4 +1,4 @@
-"""Identity of a rank's process, to end the process without Ray."""
+"""Identity of a rank's process, used to end the process without Ray."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ProcessIdentity(NamedTuple):
-    """A process of some host."""
+    """Host, process id and start time: they identify a process uniquely."""
 
     pid: int
     host: str
     """Host name."""
     began_unix_s: float
-    """Start of the process: numbers of processes are used again."""
+    """Start time of the process, because process ids are reused."""
 
     @classmethod
     def own(cls) -> ProcessIdentity:
@@ -40,13 +40,13 @@ class ProcessIdentity(NamedTuple):
             return False
 
     def kill(self) -> None:
-        """Sends SIGKILL, which also ends a stopped process, if the process runs on this host."""
+        """Sends SIGKILL if the process runs on this host; also ends a process stopped by SIGSTOP."""
         if self.runs_here():
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def die_with_parent() -> None:
-    """Makes the kernel end this process when its parent ends. Ray's workers would outlive a killed raylet."""
+    """Makes the kernel end this process with its parent; a Ray worker would otherwise outlive a killed raylet."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 BREAK_WAIT_S = 1.0
-"""Time for a leader to end the requests of a group that hangs."""
+"""Time for a leader to end the requests of a hanging group before the group's processes end."""
 SWITCH_INTERVAL_S = 0.0002
 """Python's switch interval in a rank; the default of 5 ms would delay whole transfers."""
 
@@ -64,7 +64,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     role: ClassVar[str]
     _deferrable: ClassVar[tuple[type[m.Message], ...]] = ()
-    """Messages that do not wake the transfer thread: a later message needs them first."""
+    """Messages that do not wake the transfer thread: a later message that wakes it arrives before they are needed."""
 
     def __init__(
         self,
@@ -89,12 +89,12 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.name = name or self.role
         self.lane = f"{self.name} r{rank}"
         self.transport = transport
-        """Used on the transfer thread; any thread may read its address."""
+        """The transport, used only on the transfer thread, except that any thread may read its address."""
         self.on_broken: Callable[[str], None] = lambda reason: None
-        """Called with the reason, on any thread of the rank, after the rank or its group has failed. Never blocks."""
+        """Callback for a failure of the rank or its group: receives the reason, on any thread; must not block."""
         self._group: GroupInfo | None = None
         self.plans = PlanQueue()
-        """Plans of the leader; unused on rank 0."""
+        """Queue of the leader's plans; unused on rank 0."""
         self.executor = StepExecutor(runner, group_config.max_requests)
         """Runs a plan's forward pass; used on the compute thread."""
         self._memory = {
@@ -111,7 +111,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.agent: AgentT = self._make_agent(transport)
         """Sender or receiver of KV; used on the transfer thread."""
         self.peers = self._make_peers()
-        """Losses and returns of peers."""
+        """Handler of lost and returning peers."""
         self._step_watch = StepWatch(config.cluster.step_floor_s(runner.device.type), clock)
         self._hung = False
         self.transfer_loop = self._make_loop(transport)
@@ -187,7 +187,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.leader is not None:
             self.leader.join(group)
         for peer in group.ranks:
-            if (self.rank == 0) != (peer.rank == 0):  # the leader watches its ranks, each rank its leader
+            if (self.rank == 0) != (peer.rank == 0):  # the leader watches all ranks, each rank watches the leader
                 self.control.watch(peer.control_address)
         self.compute_thread.start()
 
@@ -227,7 +227,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
 
     @property
     def broken(self) -> str:
-        """On rank 0: reason why the group cannot serve any more; empty while the group works."""
+        """On rank 0: reason why the group can no longer serve; empty while the group works."""
         return self.leader.broken if self.leader is not None else ""
 
     def check(self) -> None:
@@ -284,7 +284,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         self.on_message(self.control.address, message)
 
     def to_leader(self, message: m.Message) -> None:
-        """Passes a message to the leader; any thread. Never waits for the lock: a step's plan is encoded under it."""
+        """Passes a message to the leader. Any thread may call it; never waits for the leader's lock."""
         if self.leader is not None:
             if not self.leader.post(self.control.address, message):
                 self.control.call_soon(self.leader.handle_posted)
@@ -398,7 +398,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         return 0
 
     def _end_copies(self) -> None:
-        """Ends the copies of KV within this rank, after the last step."""
+        """Ends copies of KV that this rank makes beside its steps, such as swaps; called after the last step."""
 
 
 def aligned(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Peers of a rank that die, fall silent or return: which work ends, and when groups are linked again."""
+"""Handling of peers that die, become silent or return: ends work with them, and links their groups again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Post(Protocol):
 
 
 class RankPeers:
-    """Handles losses and returns of peers; its methods are thread-safe."""
+    """Handles the loss and the return of peers. Thread-safe."""
 
     def __init__(
         self,
@@ -40,9 +40,9 @@ class RankPeers:
         unled: Callable[[str], None],
         clock: Clock,
     ) -> None:
-        """`link` connects to a group again, on the transfer thread; False if that failed.
+        """`link` connects to a group again, on the transfer thread, and returns False on failure.
 
-        `unled` handles the loss of a peer on a rank without a leader.
+        `unled` handles the loss of a peer on a rank that has no leader (all ranks except rank 0).
         """
         self._lane, self._control, self._agent, self._leader = lane, control, agent, leader
         self._post, self._unled = post, unled
@@ -57,7 +57,7 @@ class RankPeers:
             linked=agent.on_linked,
             clock=clock,
         )
-        """Links groups again; used on the transfer thread."""
+        """Repairs links; used on the transfer thread."""
 
     def lost(self, peer: str) -> None:
         """Ends all work with a dead peer. Idempotent."""
@@ -67,9 +67,9 @@ class RankPeers:
         self._post(partial(self.mending.dead, peer))
 
     def silent(self, peer: str) -> None:
-        """Ends all work with a silent peer, or with a peer that dropped this rank, as if the peer were dead.
+        """Ends all work with a silent peer, or with a peer that disconnected from this rank, as if it were dead.
 
-        The rank keeps watching peers of linked groups, which may only be cut off; see `met`.
+        A silent peer of a linked group may only be cut off, so the rank keeps watching the peer; see `met`.
         """
         if not self.silences.is_linked(peer):
             self._lose(peer)
@@ -81,13 +81,16 @@ class RankPeers:
         self._control.watch(peer)
 
     def met(self, peer: str) -> None:
-        """Links again with a peer that is back. Both sides have fenced: the control channel ends on both together."""
+        """Links again with a peer whose control channel has reconnected.
+
+        Both sides have fenced by then, because the loss of a control channel ends it on both sides.
+        """
         self._post(partial(self.mending.on_met, peer))
 
     def _repeat_if_linked(self, peer: str) -> None:
-        """Repeats a loss that crossed `RankNode.link`, which may have connected the peer before its work ended.
+        """Handles a loss again if `RankNode.link` ran concurrently and connected the peer before its work ended.
 
-        The control channel may have met the peer again before this call. A round links again in any case.
+        The control channel may have reconnected before this call; a round of repair links again in either case.
         """
         if self.silences.is_linked(peer):
             self.mending.on_fenced(peer)

@@ -1,7 +1,7 @@
-"""A leader's part of the metrics: latest report of each rank, step counts, and the routers that receive reports.
+"""Metrics in a leader: latest report of each rank, step counts, and the routers that receive reports.
 
-router -- Watch --> leader         repeated; a router without one for five intervals is removed, as is one that
-                                   sends an interval of 0
+router -- Watch --> leader         repeated; the leader removes a router that sends none for `FORGET_AFTER`
+                                   intervals, or that sends an interval of 0
 rank   -- RankReport --> leader    every `metrics.interval_s`
 router <- GroupReport -- leader    at once to a new router; then with every report of rank 0
 """
@@ -16,7 +16,7 @@ from disagg.core.status import GroupStatus, RankStatus
 from transport.control import messages as m
 
 FORGET_AFTER = 5
-"""Intervals without a `Watch` until a router is removed."""
+"""Number of intervals without a `Watch` after which a router is removed."""
 
 
 class Reports:
@@ -25,10 +25,10 @@ class Reports:
     def __init__(self, send: Callable[[str, m.Message], None], clock: Clock) -> None:
         self._send, self._clock = send, clock
         self._watchers: dict[str, float] = {}
-        """Expiry of each router, on the clock."""
+        """Time at which each router expires unless it sends another `Watch`."""
         self._ranks: dict[int, RankStatus] = {}
         self._steps_began_s: deque[float] = deque()
-        """Of the steps in flight, oldest first."""
+        """Start times of the steps in flight, oldest first."""
         self._step_ended_s = 0.0
         self.steps = self.tokens = 0
         self.step_s = 0.0
@@ -44,12 +44,14 @@ class Reports:
         return tuple(self._watchers)
 
     def step_begins(self) -> None:
-        """Starts the clock of a step, which may begin before an earlier one has ended."""
+        """Records the start of a step, which may begin before the previous step has ended."""
         self._steps_began_s.append(self._clock())
 
     def step_ended(self, tokens: int) -> float:
-        """Counts the oldest step in flight, which computed `tokens` tokens. Returns its seconds, without those in
-        which an earlier step ran."""
+        """Counts the oldest step in flight, which computed `tokens` tokens, as ended.
+
+        Returns its duration in seconds, without the time in which the previous step was still running.
+        """
         now_s = self._clock()
         seconds = now_s - max(self._steps_began_s.popleft(), self._step_ended_s)
         self._step_ended_s = now_s

@@ -17,7 +17,8 @@ def check_request(
 ) -> None:
     """Raises `InvalidRequestError` or `PromptTooLongError` for a request that a step could not compute.
 
-    The check comes first because a failed step breaks the whole group. `answered`: the answer so far.
+    Requests are checked before admission because a failed step breaks the whole group. `answered`: the answer so far
+    of a recovered request.
     """
     if not prompt:
         raise InvalidRequestError("the prompt has no tokens; it must have 1 or more")

@@ -1,7 +1,8 @@
-"""Base of the leaders that reserve row and pages for requests: a request without room waits here, not in a router.
+"""Base of the leaders that reserve a row and pages for requests, and queue requests for which none are free.
 
-Admission from the queue runs when room may have become free: a request has settled, a copy to host memory has ended,
-a wait has ended early, or a step has ended (before the next step is planned). The leader's lock is held.
+The queue is admitted from whenever rows or pages may have become free: a request has freed its memory, a copy to host
+memory has ended, a queued request has left, or a step has ended (before the next step is planned). The leader's lock
+is held.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from disagg.node.waiting import WaitingQueue, WaitingRequest
 from transport.control import messages as m
 
 QUEUE_FULL_RETRY_S = 0.5
-"""Time after which a router should try a full queue again."""
+"""Time after which a router should retry when the queue is full."""
 FREEING = (m.Release, m.RankClosed, m.Swapped)
-"""Messages that may free room."""
+"""Messages that may free rows or pages."""
 
 
 class ReservingScheduler(LedScheduler, Protocol):
     """Methods of a scheduler that a `ReservingLeader` uses."""
 
     def require_fits(self, prompt_tokens: int, sampling: SamplingParams) -> None:
-        """Raises `InvalidRequestError` or `PromptTooLongError` unless the request fits when it is alone."""
+        """Raises `InvalidRequestError` or `PromptTooLongError` if the request does not fit an empty pool."""
 
 
 class ReservingLeader(Leader):
@@ -47,17 +48,17 @@ class ReservingLeader(Leader):
     ) -> None:
         super().__init__(spec, send, to_self, clock)
         self.waiting = WaitingQueue(max_waiting)
-        """Requests without room, guarded by the lock."""
+        """Queued requests, guarded by the leader's lock."""
 
     def handle(self, peer: str, message: m.Message) -> None:
-        """Handles a message to the leader, then admits waiting requests if the message can have freed room."""
+        """Handles a message to the leader, then admits queued requests if the message may have freed memory."""
         with self._changed:
             super().handle(peer, message)
             if isinstance(message, FREEING):
                 self._admit_waiting()
 
     def on_peer_lost(self, peer: str) -> None:
-        """Also removes the waiting requests of a lost router."""
+        """Extends the base method: removes the queued requests of a lost router too."""
         with self._changed:
             for one in [one for one in self.waiting if one.router == peer]:
                 self.waiting.remove(one.reserve.key)
@@ -65,22 +66,22 @@ class ReservingLeader(Leader):
             self._admit_waiting()
 
     def wait_idle(self, timeout_s: float) -> bool:
-        """Waits until no request is left, neither admitted nor waiting; returns False on timeout."""
+        """Waits until no request is admitted or queued; returns False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.waiting and not self._requests(), timeout_s)
 
     def check(self) -> None:
-        """Also checks the waiting requests."""
+        """Extends the base method: checks the queue too."""
         with self._changed:
             super().check()
             self.waiting.check()
 
     @abstractmethod
     def _start(self, one: WaitingRequest) -> None:
-        """Reserves memory for a request and starts it. Raises `BusyError` without room, or another `DisaggError`."""
+        """Reserves memory for a request and starts it. Raises `DisaggError`; `BusyError` if memory is short."""
 
     def _start_or_wait(self, one: WaitingRequest) -> None:
-        """Admits a request, behind those that wait already."""
+        """Admits a request if no other request is queued and memory is free; otherwise queues or refuses it."""
         message, count = one.reserve, len(self.waiting)
         try:
             self._scheduler.require_fits(len(message.prompt), message.sampling)
@@ -93,7 +94,7 @@ class ReservingLeader(Leader):
             self._refuse(one.router, one.reserve.key, error)
 
     def _wait(self, one: WaitingRequest, error: BusyError) -> None:
-        """Queues a request without room. Refuses with `error` one that does not wait."""
+        """Queues a request. Refuses it with `error` if its wait limit is 0, with `BusyError` if the queue is full."""
         if one.reserve.wait_s == 0:
             self._refuse(one.router, one.reserve.key, error)
         elif self.waiting.full:
@@ -105,7 +106,7 @@ class ReservingLeader(Leader):
             self.waiting.add(one)
 
     def _admit_waiting(self) -> None:
-        """Admits from the head of the queue until the head has no room."""
+        """Admits requests from the head of the queue until memory is too short for the head."""
         while (one := self.waiting.head) is not None:
             try:
                 self._start(one)
@@ -121,14 +122,14 @@ class ReservingLeader(Leader):
         return WaitingRequest(router, message, now_s + message.deadline_s, now_s + wait_s)
 
     def _waits(self, router: str, message: m.Reserve) -> bool:
-        """Returns whether the request waits already, and keeps its position. Refuses that of another router."""
+        """Returns whether the request is queued already; it keeps its position. Refuses it for another router."""
         known = self.waiting.get(message.key)
         if known is not None and known.router != router:
             self._refuse(router, message.key, BusyError(f"request {message.key} is in use by another router"))
         return known is not None
 
     def _release(self, router: str, message: m.Release) -> None:
-        """Also removes a waiting request."""
+        """Extends the base method: removes a queued request too."""
         known = self.waiting.get(message.key)
         if known is not None and known.router == router:
             self.waiting.remove(message.key)
@@ -139,14 +140,17 @@ class ReservingLeader(Leader):
         super()._break(reason)
 
     def expire(self) -> None:
-        """Also ends the waits that are over; then admits, before each step is planned."""
+        """Extends the base method: refuses queued requests past their wait limit, then admits from the queue.
+
+        Runs before each step is planned.
+        """
         super().expire()
         now_s = self._clock()
         self._end_waits(lambda one: self._wait_error(one) if now_s > one.wait_until_s else None)
         self._admit_waiting()
 
     def _end_waits(self, error_of: Callable[[WaitingRequest], DisaggError | None]) -> None:
-        """Refuses each waiting request that `error_of` returns an error for."""
+        """Refuses each queued request for which `error_of` returns an error."""
         for one in list(self.waiting):
             error = error_of(one)
             if error is not None:

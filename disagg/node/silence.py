@@ -1,7 +1,7 @@
-"""Liveness of the peers in linked groups. `disagg.node.mending` changes and acts on it, on the transfer thread.
+"""Records which peers of linked groups are silent. `disagg.node.mending` updates the record and acts on it.
 
-A silent peer may be dead or cut off by the network; the cluster reports a death. Until then the rank keeps watching
-the peer. When no peer of its group is silent any more, the groups are linked again.
+A silent peer may be dead or cut off by the network. The rank keeps watching the peer until the cluster reports its
+death. When no peer of its group is silent, the groups are linked again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Linked:
 
 
 class Silences:
-    """Linked groups and their silent peers. Thread-safe: the control thread reads, and a death can come on any."""
+    """Linked groups and their silent peers. Thread-safe: any thread can report a death."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -52,7 +52,10 @@ class Silences:
             return first
 
     def mark_met(self, peer: str) -> list[GroupInfo]:
-        """Marks `peer` as alive; returns its groups without a silent peer, none if `peer` was not silent."""
+        """Marks `peer` as not silent; returns its groups that now have no silent peer, to link them again.
+
+        Returns no group if `peer` was not silent.
+        """
         with self._lock:
             if peer not in self._silent:
                 return []

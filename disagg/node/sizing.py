@@ -1,7 +1,7 @@
 """Size of a rank's KV pool: `mem_fraction` of the GPU less the measured memory of everything else.
 
-At start the largest steps run on the trash page, as in vLLM (Kwon et al., 2023). Their peak memory is reserved, and
-the pool gets the rest.
+At start the rank runs the largest possible steps on the trash page, as vLLM does (Kwon et al., 2023). Their peak
+memory is reserved, and the pool gets the rest.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from disagg.model.runner import ModelRunner  # imports transformers
 
 WORK_MARGIN = 1.15
-"""Factor on the measured memory of steps, for fragmentation of the allocator."""
+"""Factor on the measured memory of steps, which allows for fragmentation in torch's allocator."""
 LIBRARY_BYTES = (512 << 20, 1536 << 20)
 """Lower and upper bound of the memory of CUDA's context and libraries in one process. CUDA does not attribute memory
 outside torch to one of several processes on a GPU."""
 MAX_POOL_TOKENS = 1 << 24
-"""Largest pool: beyond the capacity of a GPU for real models; bounds the page list of tiny ones."""
+"""Largest pool. No GPU has memory for so many tokens of a real model; the limit bounds the page list of tiny models.
+"""
 SAMPLER_COPIES = 6
 """Peak memory of sampling, in float32 copies of the logits: counts, penalised logits, log-probabilities."""
 
@@ -62,7 +63,7 @@ class MemoryBudget:
 
 
 def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: str) -> MemoryBudget:
-    """Resizes the rank's KV pool to the memory left. Collective over the group's ranks, before any request.
+    """Resizes the rank's KV pool to the remaining memory. Collective over the group's ranks, before any request.
 
     Raises `ConfigError` if the pool is smaller than one request of `max_context_tokens`, or than one page if
     `max_context_tokens` is automatic and the pool bounds the context.
@@ -152,7 +153,7 @@ def pool_bytes(runner: ModelRunner) -> int:
 
 
 def device_limit_bytes(device: torch.device, group: GroupConfig) -> int:
-    """Returns the memory that a rank may use of its GPU: all with `pool_tokens`, else `mem_fraction`; 0 for a CPU."""
+    """Returns the GPU memory that a rank may use: all if `pool_tokens` is set, else `mem_fraction`; 0 on a CPU."""
     total_bytes = memory_bytes(device)
     return total_bytes if group.pool_tokens else int(total_bytes * group.mem_fraction)
 
@@ -180,7 +181,7 @@ def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
 
 
 def _least(tokens: int, collective: Collective, device: torch.device) -> int:
-    """Returns the minimum of `tokens` over the ranks, which all use the same slots."""
+    """Returns the minimum of `tokens` over all ranks, because all ranks use the same slots."""
     each = torch.zeros(collective.size, dtype=torch.int64, device=device)
     each[collective.rank] = tokens
     collective.all_reduce(each)

@@ -1,7 +1,7 @@
-"""Time limit of a step: a kernel that never ends, or a collective that waits for ever, raises no error.
+"""Time limit of a step, because a kernel or a collective that hangs raises no error.
 
-The compute thread marks the step; the transfer thread looks. A pause of the whole process (SIGSTOP, a suspended
-machine) stops both threads, and does not count.
+The compute thread marks begin and end of a step; the transfer thread checks the limit. A pause of the whole process
+(SIGSTOP, a suspended machine) stops both threads and does not count.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from disagg.core.ports import Clock
 FACTOR = 10.0
 """Ratio of the limit to the longest step so far."""
 PAUSE_S = 3.0
-"""A longer gap between two looks counts as a pause of the process."""
+"""A longer gap between two checks counts as a pause of the process."""
 
 
 class StepWatch:
-    """Begin and limit of the running step. `begins` and `ended` cost one reading of the clock each."""
+    """Measures the running step against its limit. `begins` and `ended` read the clock once each."""
 
     def __init__(self, floor_s: float, clock: Clock = time.monotonic) -> None:
         """The limit is `FACTOR` times the longest step so far, and at least `floor_s`."""
@@ -28,7 +28,7 @@ class StepWatch:
         self._longest_s = 0.0
         self._looked_s = clock()
         self._paused_s = 0.0
-        """Pauses during the step that began at `_paused_began_s`."""
+        """Total length of the pauses during the step that began at `_paused_began_s`."""
         self._paused_began_s: float | None = None
 
     @property
@@ -42,7 +42,7 @@ class StepWatch:
         return max(self._floor_s, FACTOR * self._longest_s)
 
     def begins(self) -> None:
-        """Records the begin of a step. The compute thread calls this method before each step."""
+        """Records the start of a step. The compute thread calls this method before each step."""
         self._began_s = self._clock()
 
     def ended(self) -> None:
@@ -61,7 +61,7 @@ class StepWatch:
             self.ended()
 
     def overdue_s(self) -> float:
-        """Returns how long the running step has taken if that is beyond the limit, else 0. For one other thread."""
+        """Returns the duration of the running step if it exceeds the limit, else 0. Only one thread may call it."""
         now_s, began_s = self._clock(), self._began_s
         gap_s, self._looked_s = now_s - self._looked_s, now_s
         if began_s is None:

@@ -1,4 +1,4 @@
-"""Checksums of segments for a transfer agent: one `Summer` for its queue, and host words that receive sums.
+"""Checksums of segments for a transfer agent: host words that receive sums, and the checks that kernels compute.
 
 computed by               input                                       destination of the sum
 prefill rank, gather      the segment's bytes, into staging           the message's trailer
@@ -20,12 +20,15 @@ from transport.tags import pack
 
 _MADE_AT_ONCE = 64
 _SEED = 0x9E3779B97F4A7C15
-"""Odd factor, so tags that differ in their lowest 62 bits have different seeds."""
+"""Factor of the seed. It is odd, so tags that differ in their lowest 62 bits have different seeds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Word:
-    """Host memory for one sum of a kernel, pinned on a GPU. Owned by the caller from `Sums.take` to `Sums.give`."""
+    """Host memory for one sum that a kernel writes; pinned if the device is a GPU.
+
+    The caller owns the word from `Sums.take` to `Sums.give`.
+    """
 
     memory: torch.Tensor
     """int64 `[1]`."""
@@ -34,12 +37,12 @@ class Word:
 
     @property
     def value(self) -> int:
-        """The sum; valid after the kernel's event."""
+        """The sum; valid when the kernel's event is complete."""
         return int(self.array[0])
 
 
 class Sums:
-    """Pool of words, and checks for launches. Owned by the transfer thread.
+    """Pool of words, and factory of the checks passed to kernel launches. Owned by the transfer thread.
 
     The caller of `take` returns the word with `give` once no kernel can write to it.
     """
@@ -49,7 +52,7 @@ class Sums:
         self._summer = Summer(device)
         self._free: list[Word] = []
         self.in_use = 0
-        """Words taken and not yet returned."""
+        """Number of words taken and not yet returned."""
 
     def take(self) -> Word:
         """Returns a free word, for one launch at a time."""
@@ -65,7 +68,7 @@ class Sums:
         self._free.append(word)
 
     def any_check(self, total: torch.Tensor, less: torch.Tensor | None = None) -> Check:
-        """Returns a check for a warm-up launch without a request, which compiles the kernel."""
+        """Returns a check for a warm-up launch, which compiles the kernel and belongs to no request."""
         return Check(self._summer, Origin(0, 0, 0), total, less, _seed(0, 0, 0))
 
     def check(
@@ -80,5 +83,5 @@ class Sums:
 
 
 def _seed(ticket: int, src_rank: int, index: int) -> int:
-    """Returns a seed from 2^62 to 2^63 - 1: one integer width, because Triton compiles each width separately."""
+    """Returns a seed from 2^62 to 2^63 - 1, so all seeds have one width: Triton compiles each width separately."""
     return 1 << 62 | pack(ticket, src_rank, index) * _SEED & (1 << 62) - 1

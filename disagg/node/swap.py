@@ -1,8 +1,8 @@
 """Copies of a rank's KV pages to pinned host memory and back, for preempted requests.
 
 Copies run on a separate thread and stream and block neither the compute thread nor the compute stream. Pages are
-gathered into one contiguous block on the device, and one copy moves the block over PCIe: copies of single pages and
-layers, a few KiB each, would be bound by latency.
+gathered into one contiguous block on the device, and one copy moves the block over PCIe. Separate copies of each page
+and layer, a few KiB each, would be limited by latency.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ BLOCK_BYTES = 4 << 20
 """Size of a block, or one page if larger. PCIe takes 80 to 200 us for a block, ten times the overhead of a copy."""
 AUTOMATIC_BYTES = 4 << 30
 HOST_SHARE = 16
-"""Default limit of a rank: one sixteenth of the host's memory, so eight ranks use half."""
+"""Divisor of the host's memory for a rank's default limit: eight ranks may use half of the memory."""
 
 
 def page_bytes(layout: KVLayout, ranks: int, page_size: int) -> int:
-    """Returns the size of a page on the rank with most heads."""
+    """Returns the size of a page in bytes on the rank with the most heads."""
     return rank_token_bytes(layout, ranks) * page_size
 
 
 def block_pages(layout: KVLayout, ranks: int, page_size: int, pool_pages: int) -> int:
-    """Returns the pages of a block, the same on all ranks; at most an eighth of the pool, to bound waste."""
+    """Returns the number of pages in a block, the same on all ranks.
+
+    At most an eighth of the pool, to bound the waste of a partly used block.
+    """
     return max(1, min(BLOCK_BYTES // page_bytes(layout, ranks, page_size), pool_pages // 8))
 
 
 def swap_bytes(configured: int | None, device: torch.device) -> int:
-    """Returns a rank's host memory for swapped pages: as configured, else by the host's memory."""
+    """Returns a rank's host memory for swapped pages in bytes: `configured`, or a default from the host's memory."""
     if configured is not None:
         return configured
     return min(AUTOMATIC_BYTES, host_memory_bytes() // HOST_SHARE) if device.type == "cuda" else 0
@@ -85,7 +88,7 @@ class Swapper:
         done: Callable[[Swap, float, str], None],
         clock: Clock = time.monotonic,
     ) -> None:
-        """`nbytes`: host memory, rounded down to whole blocks; 0 for none."""
+        """`nbytes`: host memory, rounded down to whole blocks; 0: no swapping."""
         device = pool.device
         self._pool, self._page_size, self._done, self._clock = pool, page_size, done, clock
         self._block_pages = block_pages
@@ -104,7 +107,10 @@ class Swapper:
                 )
 
     def order(self, swap: Swap, after: DeviceEvent) -> None:
-        """Queues a copy behind `after`, an event of the compute stream. Copies run in call order. Never blocks."""
+        """Queues a copy that starts after the event `after` of the compute stream. Never blocks.
+
+        Copies run in the order of these calls.
+        """
         self._thread.submit(self.copy, swap, after)
 
     def copy(self, swap: Swap, after: DeviceEvent) -> None:
@@ -126,7 +132,7 @@ class Swapper:
         self._thread.shutdown()
 
     def _copy_block(self, pages: list[int], block: int, out: bool) -> None:
-        # One staging buffer: the next block's gather waits for this copy, a few microseconds of about 100.
+        # One staging buffer is enough: the next block's gather waits for this copy, a few microseconds of about 100.
         span = Span(0, len(pages) * self._page_size)
         slots = self._queue.upload(slots_of(pages, self._page_size, span))
         nbytes = self._bytes_of(len(pages))

@@ -25,39 +25,40 @@ log = structlog.get_logger(__name__)
 
 IDLE_WAIT_S = 1.0
 PAUSE_S = 5e-6
-"""Pause between polls. Without a real pause the thread would hold the interpreter, and every other thread would wait
-for a full switch interval."""
+"""Pause between polls, in which the thread releases the interpreter lock. Without a pause every other thread would
+wait for a full switch interval."""
 LONGEST_NAP_S = 100e-6
-"""Pause between polls of the device while a step is being launched; shorter waits are polled."""
+"""Pause between polls of the device while a step is being launched. Waits shorter than this are polled."""
 LOOK_S = 0.25
-"""Interval of checks for broken connections and long steps; a check also follows an operation whose connection
-broke."""
+"""Interval of checks for broken connections and long steps. An operation that fails with its connection triggers a
+check at once."""
 SHORTEST_WAIT_S = 10e-3
-"""Shortest wait on the transport, so that a busy agent leaves the interpreter to the step."""
+"""Shortest blocking wait on the transport, so that a busy agent leaves the interpreter to the compute thread."""
 _PR_SET_TIMERSLACK = 29
 Result = TypeVar("Result")
 
 
 class TransferAgent(Protocol):
-    """Receiver of the loop's events. All methods run on the transfer thread."""
+    """Handler of the loop's events. All methods run on the transfer thread."""
 
     def on_operation(self, operation: Operation) -> None:
         """Handles the end of an operation of this rank."""
 
     def on_arrival(self, arrival: Arrival) -> None:
-        """Handles an arrived message; the agent must `receive` or `discard` it exactly once, now or later."""
+        """Handles an arrived message. The agent must `receive` or `discard` it exactly once, immediately or later."""
 
     def poll(self, now_s: float) -> float:
         """Advances work that waits for the device or a timer; returns the seconds until the next call."""
 
 
 class LoopCallbacks(NamedTuple):
-    """Functions that the loop calls on its thread."""
+    """Functions that the loop calls on the transfer thread."""
 
     broken: Callable[[Exception], None] = lambda error: None
-    """Receives the transport's exception, after which no transfer is possible."""
+    """Called with the exception that ended the loop; no transfer is possible afterwards."""
     computing: Callable[[], bool] = lambda: False
-    """While this returns True the thread does not poll: another thread needs the interpreter to launch a step."""
+    """Returns whether a step is being launched. The loop then does not poll, because the launch needs the
+    interpreter."""
     tick: Callable[[], None] = lambda: None
     """Called every `tick_s` seconds of the loop."""
     lost: Callable[[str], None] = lambda peer: None
@@ -70,7 +71,7 @@ _NO_CALLBACKS = LoopCallbacks()
 
 
 class TransferLoop:
-    """The loop of the transfer thread, which it owns. Any thread may `post`; `stop` joins the transfer thread."""
+    """Owns the transfer thread and runs its loop. Any thread may `post`; `stop` joins the transfer thread."""
 
     def __init__(
         self,
@@ -81,9 +82,9 @@ class TransferLoop:
         spin_s: float = 0.0,
         tick_s: float = 0.0,
     ) -> None:
-        """The thread polls for `spin_s` after the last traffic, then sleeps until it is woken.
+        """The thread polls for `spin_s` after the last traffic, then blocks until woken.
 
-        It ticks every `tick_s` seconds (0: never).
+        The thread calls `callbacks.tick` every `tick_s` seconds (0: never).
         """
         self._tick, self._tick_s = callbacks.tick, tick_s
         self._next_tick_s = 0.0 if tick_s > 0 else math.inf
@@ -96,11 +97,11 @@ class TransferLoop:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"transfer-{name}", daemon=True)
         self.faults = 0
-        """Exceptions raised by the agent: bugs, logged with their traceback."""
+        """Number of exceptions raised by the agent: bugs, logged with their traceback."""
 
     @property
     def posted(self) -> int:
-        """Number of posted works that have not begun."""
+        """Number of posted functions that have not started."""
         return len(self._inbox)
 
     @property
@@ -115,14 +116,14 @@ class TransferLoop:
     def post(self, work: Callable[[], None], wake: bool = True) -> None:
         """Queues `work` for the transfer thread, in posting order; never blocks.
 
-        Without `wake` the thread keeps sleeping, and the work may wait for the next post or poll.
+        Without `wake` a blocked thread stays blocked, and the work may wait until the thread next wakes.
         """
         self._inbox.append(work)
         if wake:
             self._transport.wake()
 
     def call(self, work: Callable[[], None], timeout_s: float = 30.0) -> None:
-        """Runs `work` on the transfer thread and waits for its end. Raises `TimeoutError`, or its exception."""
+        """Runs `work` on the transfer thread and waits for its end. Raises `TimeoutError`, or the error of `work`."""
         done = threading.Event()
         failure: list[BaseException] = []
 
@@ -175,7 +176,7 @@ class TransferLoop:
             self._transport.close()
 
     def turn(self) -> bool:
-        """Runs posted work, passes completed operations and arrivals to the agent; returns whether there was any.
+        """Runs posted work and passes completed operations and arrivals to the agent; returns False if idle.
 
         The thread repeats `turn` and `run_timers`; a simulation without the thread calls both.
         """
@@ -200,7 +201,7 @@ class TransferLoop:
         return True
 
     def run_timers(self, now_s: float) -> float:
-        """Does the work that is due; returns the seconds until the agent's next call."""
+        """Polls the agent and makes the timed calls that are due; returns the seconds until the agent's next poll."""
         timeout_s = self._guarded(partial(self._agent.poll, now_s), IDLE_WAIT_S)
         if now_s >= self._next_tick_s:
             self._next_tick_s = now_s + self._tick_s

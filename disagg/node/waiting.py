@@ -1,9 +1,9 @@
-"""The queue of requests that wait for row and pages in a group. Pure: no threads, no clocks, no I/O.
+"""The queue of requests that wait for a row and pages in a group. Pure: no threads, no clocks, no I/O.
 
 Requests of one router are admitted first come, first served; the routers are served round robin, one request each.
-No request overtakes the head of the queue, however small. So the wait of the head is bounded by the requests that are
-admitted already, each of which ends at its deadline at the latest. A large request that smaller ones may overtake
-needs a second rule against starvation, and its wait then depends on later arrivals.
+No request overtakes the head of the queue, however small. The wait of the head is therefore bounded by the deadlines
+of the admitted requests. If small requests could overtake a large one, its wait would depend on later arrivals, and a
+second rule would have to prevent starvation.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from transport.control import messages as m
 
 @dataclass(frozen=True, slots=True)
 class WaitingRequest:
-    """One request without row and pages. Times on the leader's clock."""
+    """One queued request, which has no row and pages yet. Times are on the leader's clock."""
 
     router: str
     """Control address of its router."""
     reserve: m.Reserve
     deadline_s: float
     wait_until_s: float
-    """End of the wait; at most `deadline_s`."""
+    """Time after which the request is refused if still queued; at most `deadline_s`."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingStatistics:
-    """State of the queue."""
+    """Current counts of the queue."""
 
     waiting: int
     routers: int
-    """Routers with a waiting request."""
+    """Number of routers with a waiting request."""
 
 
 class WaitingQueue:
@@ -44,7 +44,7 @@ class WaitingQueue:
     def __init__(self, max_waiting: int) -> None:
         self._max_waiting = max_waiting
         self._queues: OrderedDict[str, OrderedDict[RequestKey, WaitingRequest]] = OrderedDict()
-        """Requests of each router in the order of arrival; the routers in the order in which they are served."""
+        """Requests by router. Routers are in the order of service, the requests of each in the order of arrival."""
         self._routers: dict[RequestKey, str] = {}
 
     def __len__(self) -> int:
@@ -66,7 +66,7 @@ class WaitingQueue:
         return next(iter(self), None)
 
     def get(self, key: RequestKey) -> WaitingRequest | None:
-        """Returns the waiting request; None if it does not wait."""
+        """Returns the queued request with this key; None if there is none."""
         router = self._routers.get(key)
         return self._queues[router][key] if router is not None else None
 
@@ -79,7 +79,7 @@ class WaitingQueue:
         self._queues.setdefault(request.router, OrderedDict())[key] = request
 
     def take(self) -> WaitingRequest | None:
-        """Removes and returns the head. Its router is served next after all other routers."""
+        """Removes and returns the head; its router moves to the end of the round robin order."""
         head = self.head
         if head is not None:
             self._queues.move_to_end(head.router)
@@ -87,7 +87,7 @@ class WaitingQueue:
         return head
 
     def remove(self, key: RequestKey) -> WaitingRequest | None:
-        """Removes a request that is not admitted; the order of the others stays. None if it does not wait."""
+        """Removes and returns the queued request with this key; None if there is none."""
         router = self._routers.pop(key, None)
         if router is None:
             return None
@@ -98,11 +98,11 @@ class WaitingQueue:
         return request
 
     def statistics(self) -> WaitingStatistics:
-        """Returns the counts at this moment."""
+        """Returns the current counts."""
         return WaitingStatistics(len(self), len(self._queues))
 
     def check(self) -> None:
-        """Raises `InvariantError` unless each request waits once, with its router, within the limit."""
+        """Raises `InvariantError` unless each request is queued once, under its router, within the limit."""
         queued = {key: router for router, queue in self._queues.items() for key in queue}
         sound = (
             queued == self._routers

@@ -32,7 +32,8 @@ TOKENS = 8
 def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
     """Runs prompt chunks and a decode batch on the trash page. Collective over the group's ranks.
 
-    Chunks have 1, 2, 4, ... up to `chunk_tokens` tokens, because attention kernels compile per number of queries.
+    Chunks have 1, 2, 4, ... up to `chunk_tokens` tokens, because attention kernels have
+    variants for different numbers of queries.
     The decode batch has `batch` requests of one token.
     """
     tokens = min(chunk_tokens, runner.req_to_token.max_tokens)
@@ -49,8 +50,8 @@ def warm_model(runner: ModelRunner, chunk_tokens: int, batch: int) -> None:
 def warm_page_copies(runner: ModelRunner) -> None:
     """Compiles the page copy kernel, on the trash page, for all alignments of its two page lists.
 
-    `Launcher` specializes on 16-byte alignment of each list. Of n dependent copies, launch i reads elements i and
-    n + i of one upload, so n = 2 and n = 3 cover all four combinations.
+    `Launcher` compiles a variant for each combination of the two lists' 16-byte alignment. Of n dependent copies,
+    launch i reads elements i and n + i of one upload, so n = 2 and n = 3 together cover all four combinations.
     """
     for count in (2, 3):
         runner.copy_pages([(TRASH_PAGE, TRASH_PAGE)] * count)
@@ -58,7 +59,7 @@ def warm_page_copies(runner: ModelRunner) -> None:
 
 
 def warm_sampling(vocab_tokens: int, device: torch.device) -> None:
-    """Compiles the sampling kernels, which depend on the size of the vocabulary, and on no number of rows."""
+    """Compiles the sampling kernels, which depend on the size of the vocabulary but not on the number of rows."""
     params = SamplingParams(temperature=1.0, seed=0, repetition_penalty=2.0)
     logits = torch.zeros(1, vocab_tokens, device=device)
     Sampler(()).step(logits, [SamplingRow(params, (), history_of((0,), params))]).result()
@@ -71,10 +72,11 @@ def warm_copies(
     sums: Sums | None,
     quantized: torch.dtype | None = None,
 ) -> None:
-    """Compiles gather and scatter for every row width of the routes; with `quantized`, the quantizing gather only.
+    """Compiles gather and scatter for each row width of the routes, or only the quantizing gather if `quantized`.
 
-    With `sums` the checksum kernels too. The launches use the trash page's first slot and scratch memory, because the
-    ring may be in use. Each runs with aligned and unaligned slots (16 bytes), which Triton compiles separately.
+    If `sums` is given, the checksum kernels are compiled too. The launches use the trash page and scratch memory,
+    because the ring may be in use. Gather and scatter run with slots aligned and unaligned to 16 bytes, which Triton
+    compiles separately.
     """
     if pool.device.type != "cuda":
         return

@@ -1,4 +1,4 @@
-"""Cache of measured wires (overhead and bandwidth between ranks) in a JSON file of the user."""
+"""Cache of measured wires in a JSON file of the user. A *wire* is the overhead and bandwidth between two ranks."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def cache_path(environment: Mapping[str, str]) -> Path:
 
 
 class WireCache:
-    """The cache file. Concurrent writers may lose a wire, which is then measured again."""
+    """The cache file. If two processes write at once, a wire can be lost, which is then measured again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def load(self) -> dict[str, Wire]:
-        """Returns the wires by key; logs one warning and returns none if the file is unreadable or implausible."""
+        """Returns the wires by key; logs a warning and returns {} if the file is unreadable or implausible."""
         try:
             file = msgspec.json.decode(self._path.read_bytes(), type=_File)
             if file.version != VERSION:

@@ -24,7 +24,7 @@ class ApiConfig(Section, frozen=True):
     """Allow a `host` other than loopback without API keys."""
     max_running: int = 0
     """Largest number of running requests; answers to one prompt that are computed together count as one. 0: the
-    sum of `max_requests` of the groups that decode, also while their number changes."""
+    sum of `max_requests` over the groups that decode, updated when groups join or leave."""
     max_queued: int = 256
     """Queue limit in answers; further requests are rejected at once (429)."""
     max_queue_s: float = 10.0
@@ -36,19 +36,21 @@ class ApiConfig(Section, frozen=True):
     request_timeout_s: float = 120.0
     """Time limit of a request, from its headers to its last token; a client may set a lower one."""
     drain_timeout_s: float = 30.0
-    """Time that running answers have to finish before a stop aborts them."""
+    """Time for running answers to finish at shutdown; later ones are aborted."""
     max_connections: int = 1024
-    """Limit of open connections. A new connection then closes the longest idle one; if none is idle, the reply is
-    503."""
+    """Limit of open connections. At the limit, the server accepts a new connection by closing the one that has been
+    idle longest; if none is idle, the reply is 503."""
     max_connections_per_address: int = 512
     """The same limit per client address (IPv6: /64 network). Behind a proxy all clients have the proxy's address: set
     the limit to `max_connections` there, and limit clients in the proxy."""
     idle_timeout_s: int = 30
     """Time after which a connection without a request is closed."""
     header_timeout_s: float = 10.0
-    """Time limit of a request's head, also of the first one of a connection; then the reply is 408."""
+    """Time limit for receiving a request line and its headers, counted for the first request from the connect.
+    Exceeding it is answered with 408."""
     body_timeout_s: float = 10.0
-    """Time limit of a request's body; then the reply is 408. Received bytes extend it, see `min_body_bytes_per_s`."""
+    """Time limit for receiving a request's body, extended by received bytes (`min_body_bytes_per_s`). Exceeding it is
+    answered with 408."""
     min_body_bytes_per_s: int = 16 * KIB
     """Body bytes that extend `body_timeout_s` by one second, up to `request_timeout_s`."""
     max_body_bytes: int = 4096 * KIB

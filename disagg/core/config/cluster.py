@@ -52,24 +52,25 @@ class ClusterConfig(Section, frozen=True):
     ray: str = "local"
     """`local`: start Ray on this machine; `auto` or `host:port`: use a running cluster."""
     name: str = "disagg"
-    """Name of the groups of `launch` on a running Ray cluster, different for each `launch` there. A new `launch`
-    adopts the groups that a killed one of the same name left."""
+    """Name of the set of groups that `launch` runs on a running Ray cluster; each concurrent `launch` there needs its
+    own. When a `launch` was killed, a new `launch` with the same name adopts the groups."""
     adopt_timeout_s: float = 600.0
-    """How long groups on a running Ray cluster serve without a `launch`, which may adopt them; then they end. More
-    than `hang_timeout_s`, or 0: they end with it."""
+    """How long groups on a running Ray cluster continue to serve after their `launch` was killed. Groups that no new
+    `launch` adopts within this time end. Must exceed `hang_timeout_s`. 0: groups end with their `launch`."""
     restart: bool = True
     """Whether `launch` and `serve` replace a dead group."""
     restart_backoff_s: float = 1.0
     """Pause before a replacement; doubles after each failure, up to a minute."""
     restart_tries: int = 5
-    """Consecutive failed replacements after which the pause between further ones is a minute."""
+    """Number of consecutive failed replacements after which each further try waits a minute."""
     start_timeout_s: float = 900.0
     """Time for all ranks of a group to load the model, warm up and record graphs."""
     hang_timeout_s: float = 15.0
-    """Time without an answer of a rank's process, also a stopped one, after which its group is killed."""
+    """A group is killed when the process of one of its ranks has not responded for this time. A stopped process
+    (SIGSTOP) does not respond."""
     step_timeout_s: float = 0.0
-    """Least limit of one step. A step that takes longer, and ten times longer than the longest step before, breaks
-    its group, which is replaced. 0: 30 s on a GPU, 300 s on a CPU."""
+    """Minimum time limit of one step. A step that exceeds both this limit and ten times the longest earlier step
+    fails its group, which is then replaced. 0: 30 s on a GPU, 300 s on a CPU."""
 
     def __post_init__(self) -> None:
         self._one_of("mode", Mode)
@@ -78,13 +79,13 @@ class ClusterConfig(Section, frozen=True):
         self._at_least(0, "restart_backoff_s", "step_timeout_s", "adopt_timeout_s")
         self._at_least(1, "restart_tries")
         self._positive("start_timeout_s", "hang_timeout_s")
-        # Within hang_timeout_s a living launch may be silent, and no other one can adopt its groups.
+        # A live `launch` may be silent for up to hang_timeout_s, and meanwhile no other can adopt its groups.
         kept = self.adopt_timeout_s == 0 or self.adopt_timeout_s > self.hang_timeout_s
         self._needs(kept, "adopt_timeout_s", f"0, or more than hang_timeout_s ({self.hang_timeout_s:g})")
 
     @property
     def outlives_launch(self) -> bool:
-        """Whether groups of `disagg launch` go on when it is killed. A private Ray ends with its command."""
+        """Whether groups keep running when their `disagg launch` is killed. A private Ray ends with its command."""
         return self.ray != "local" and self.adopt_timeout_s > 0
 
     def step_floor_s(self, device: str) -> float:
@@ -93,22 +94,22 @@ class ClusterConfig(Section, frozen=True):
 
 
 class RouterConfig(Section, frozen=True):
-    """Choice of groups and life of a request."""
+    """How routers choose the groups of a request, how long requests wait, and how lost requests recover."""
 
     policy: PolicyName = "prefix_aware"
-    """Choice of a request's groups among several of a role. prefix_aware: by queued tokens and prefix cache hits, the
-    decode group of a session by its name; least_loaded: by load; round_robin: in turn. Routers receive KV events
-    every `metrics.interval_s`."""
+    """How a router chooses among several groups of a role. prefix_aware: by queued tokens and prefix cache hits, and
+    a decode group by the hash of the session name if the request has one; least_loaded: by load; round_robin: in
+    rotation. Routers receive KV events every `metrics.interval_s`."""
     request_timeout_s: float = 120.0
     reserve_wait_s: float = 2.0
-    """How long a request waits in the queue of a full decode group before it goes to another one. Where one decode
-    group is up, the request waits there until its time limit."""
+    """How long a request waits in the queue of a full decode group before the router tries another group. If only one
+    decode group is up, the request waits there until the request's time limit."""
     max_recoveries: int = 3
     """How often a request whose groups are lost may continue on others, within its time limit. 0: it fails."""
     recoveries_per_s: float = 100.0
-    """Recoveries that a router starts per second, and at once after a quiet second; others wait."""
+    """Rate limit of recoveries per router, with a burst of one second's worth; further recoveries are delayed."""
     group_wait_s: float = 60.0
-    """How long a request waits for a group where no group of a role is up, within its time limit."""
+    """How long a request waits while no group of a required role is up, within the request's time limit."""
 
     def __post_init__(self) -> None:
         self._one_of("policy", PolicyName)

@@ -11,7 +11,7 @@ from disagg.core.config.section import FieldError, Section
 CPU_POOL_TOKENS = 16384
 """Default size of the KV pool on a CPU."""
 CPU_CONTEXT_TOKENS = 4096
-"""Default of the longest prompt plus answer on a CPU."""
+"""Default limit of prompt plus answer on a CPU, in tokens."""
 
 Role = Literal["prefill", "decode", "colocated"]
 """Roles of groups; each has a section of the same name."""
@@ -40,10 +40,11 @@ class GroupConfig(Section, frozen=True):
     """Fraction of a GPU's memory for weights, steps, transfer buffers and KV pool. Ranks on the same GPU share it.
     Unused if `pool_tokens` is set."""
     max_requests: int = 0
-    """Largest number of requests with pages; in a decode group each answer and each beam counts. 0: 256 on a GPU, 32
-    on a CPU."""
+    """Largest number of requests that hold KV pages; in a decode group each answer and each beam counts as a request.
+    0: 256 on a GPU, 32 on a CPU."""
     max_context_tokens: int = 0
-    """Longest prompt plus answer. 0: the model's context (on a CPU at most 4096), or the pool's size if smaller."""
+    """Largest sum of prompt and answer. 0: the model's context (on a CPU at most 4096), or the pool's size if
+    smaller."""
     device: Device = "auto"
     chunk_tokens: int = 0
     """Prompt tokens of one prefill step (chunked prefill). In a decode group: tokens recomputed per step after a
@@ -51,9 +52,9 @@ class GroupConfig(Section, frozen=True):
     graphs: bool = True
     """Record decode steps and short prefill steps as CUDA graphs if the model supports it."""
     prefix_cache: bool = True
-    """Whether to cache KV in unused pages for requests with the same prefix: of prompts in a prefill group, of
-    prompts and answers in decode and colocated groups. A hit saves computation, in a decode group transfer. Not
-    available for models with recurrent layers."""
+    """Whether to keep KV in unused pages for later requests with the same prefix. Prefill groups cache prompts;
+    decode and colocated groups cache prompts and answers. A hit saves computation; in a decode group a hit saves
+    transfer. Not available for models with recurrent layers."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
 
@@ -86,13 +87,13 @@ class GroupConfig(Section, frozen=True):
 
     @property
     def decode_batch(self) -> int:
-        """Largest number of answers in one step, once `sized`; 0 in a role that does not decode."""
+        """Largest number of answers in one step, valid after `sized`; 0 in a role that does not decode."""
         return 0
 
     def sized(self, device: str) -> Self:
         """Returns the section with its automatic sizes chosen for `device`, `cpu` or `cuda`.
 
-        On a GPU `max_context_tokens` may stay 0: each rank knows its model and, once measured, its pool.
+        On a GPU `max_context_tokens` may stay 0: each rank takes the limit from its model and its measured pool.
         """
         gpu = device == "cuda"
         cpu_context_tokens = min(CPU_CONTEXT_TOKENS, self.pool_tokens or CPU_CONTEXT_TOKENS)
@@ -109,8 +110,8 @@ class GroupConfig(Section, frozen=True):
 
     @property
     def initial_pool_tokens(self) -> int:
-        """`pool_tokens` if set; else, on a CPU or before the memory measurement on a GPU, whole pages of at least
-        `CPU_POOL_TOKENS` and one request of the longest context."""
+        """Size of the pool on a CPU, or on a GPU before its memory is measured: `pool_tokens` if set, else the larger
+        of `CPU_POOL_TOKENS` and `max_context_tokens`, rounded up to whole pages."""
         least = max(CPU_POOL_TOKENS, self.max_context_tokens)
         return self.pool_tokens or -(-least // self.page_size) * self.page_size
 
@@ -125,7 +126,7 @@ class BatchingConfig(GroupConfig, frozen=True):
     max_batch: int = 0
     """Largest decode batch; each answer and each beam counts. 0: `max_requests`."""
     max_waiting: int = 1024
-    """Largest number of requests that wait in a group for row and pages, of all routers; others are refused."""
+    """Largest number of requests, over all routers, that wait in a group for a row and pages; more are refused."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -165,7 +166,10 @@ class DecodeConfig(BatchingConfig, frozen=True):
         self._needs(0 <= self.watermark < 1, "watermark", "at least 0 and less than 1")
 
     def steps_ahead(self, device: str) -> int:
-        """Returns how many steps are planned before the outcome of the running one is known, on `cpu` or `cuda`."""
+        """Returns how many steps are planned before the host has read the tokens of the running step.
+
+        `device`: `cpu` or `cuda`.
+        """
         return int(device == "cuda" if self.async_steps is None else self.async_steps)
 
 

@@ -68,7 +68,7 @@ _BYTES = re.compile(r"(\d+)\s*(?:([KMG])(?:i?B)?|B)?", re.IGNORECASE)
 
 
 class Setting(NamedTuple):
-    """One value of one source. `text`: the source has strings only (environment, flags)."""
+    """One value of one source. `text`: whether the source has only strings (environment, flags)."""
 
     section: str
     key: str

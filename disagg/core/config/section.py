@@ -22,7 +22,7 @@ class FieldError(ConfigError):
         self.allowed = allowed
 
     def __reduce__(self) -> tuple[type[FieldError], tuple[str, object, str]]:
-        """Pickles the three arguments: `args` has the message only."""
+        """Pickles the three arguments of the constructor, because `Exception.args` has only the message."""
         return type(self), (self.field, self.value, self.allowed)
 
 

@@ -26,21 +26,22 @@ class TransferConfig(Section, frozen=True):
     layer_groups: int = 4
     """Largest number of layer groups: each is sent while the next one computes."""
     calibrate: Calibrate = "auto"
-    """Whether prefill ranks measure their wires at linking, for the unset ones of `segment_overhead_s`,
-    `wire_bytes_per_s`, `max_segment_bytes`. auto: on a GPU, for pairs of ranks not in the cache
+    """Whether prefill ranks, when groups link, measure `segment_overhead_s`, `wire_bytes_per_s` and
+    `max_segment_bytes` if these are unset. auto: on a GPU, for pairs of ranks not in the cache
     (`disagg.node.wire_cache`); always: at every start, also on a CPU; off: never."""
     segment_overhead_s: float | None = None
-    """Cost of a further segment, used to choose the number of layer groups (`staging.planner.group_count`). None:
-    measured, else 100 us on a GPU (NVLink, with both copies), 0 on a CPU."""
+    """Fixed cost of each segment, used to choose the number of layer groups (`staging.planner.group_count`). None:
+    measured; without a measurement 100 us on a GPU (NVLink, with both copies), 0 on a CPU."""
     wire_bytes_per_s: float = 0.0
-    """Bandwidth between two ranks, also used to choose the number of layer groups. 0: measured, else 350e9 (NVLink
-    4)."""
+    """Bandwidth between two ranks, also used to choose the number of layer groups. 0: measured; without a measurement
+    350e9 (NVLink 4)."""
     lease_timeout_s: float = 30.0
-    """Time limit of a ring lease to be granted and written; then the request fails, and the fenced lease is freed."""
+    """Time limit for granting and writing a ring lease. On a timeout the request fails, and the lease is freed behind
+    a fence."""
     watermark_interval_s: float = 0.25
-    """Interval of repeated watermarks."""
+    """Interval at which a decode rank repeats its latest watermark (the ring position up to which space is free)."""
     max_segment_bytes: int = 0
-    """Largest segment; 0: by the measured wire, at most the default of `segment_limit_bytes`."""
+    """Largest segment; 0: chosen from the measured bandwidth, at most the default of `segment_limit_bytes`."""
     checksum: bool | None = None
     """Whether each segment carries a 64-bit checksum. The decode rank checks the bytes copied from its ring, or its
     pages after direct writes, before the prompt counts as landed. A damaged segment is sent once more; a second
@@ -49,7 +50,7 @@ class TransferConfig(Section, frozen=True):
     spin_s: float = 0.005
     """Time that a rank on a GPU polls after the last traffic before it sleeps; a wake-up takes up to 1 ms."""
     drain_timeout_s: float = 10.0
-    """Time that running transfers have to finish before a shutdown aborts them."""
+    """Time for running transfers to finish at shutdown; later ones are aborted."""
 
     def __post_init__(self) -> None:
         for name in ("ring_bytes", "staging_bytes"):
@@ -90,7 +91,7 @@ class TransferConfig(Section, frozen=True):
         )
 
     def checks(self, transport: str) -> bool:
-        """Returns whether segments carry checksums over the transport of this handshake name."""
+        """Returns whether segments carry checksums over `transport`, a name from the handshake."""
         return transport not in _WITHIN_A_HOST if self.checksum is None else self.checksum
 
     @property
