@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from disagg.node.device import DeviceQueue
+from disagg.node.device import DeviceQueue, wait_for
 
 CLOSED = -1
 
@@ -32,6 +32,4 @@ class FenceWords:
     def _set(self, row: int, value: int) -> None:
         with self._queue.use():
             self.words[row].fill_(value)
-        event = self._queue.record_event()
-        if event is not None:
-            event.synchronize()
+        wait_for(self._queue.record_event())

@@ -28,6 +28,7 @@ from disagg.model.sampling.batch import Sampler
 from disagg.model.sampling.beam_search import BeamSearch, Candidate, candidates_wanted
 from disagg.model.sampling.sampled import Chosen
 from disagg.model.spec.model_spec import ModelSpec
+from disagg.node.device import wait_for
 from disagg.node.group_status import Scheduled
 from disagg.node.kv_event_publisher import PUBLISH_AT_EVENTS
 from disagg.node.leader import Send
@@ -79,7 +80,7 @@ class DecodeLeader(AdmittingLeader):
 
     def commit(self, step: SampledStep) -> None:
         """Ends the oldest step in flight: streams the token of each sequence for which the step sampled one."""
-        step.wait()  # the commit may free pages, which a transfer could write at once
+        wait_for(step.ended)  # the commit may free pages, which a transfer could write at once
         chosen, searched = step.chosen(), step.searched()
         with self._changed, self._one_message_each():
             generated = 0

@@ -36,7 +36,7 @@ class SampledStep:
     """Requests with beams, in the order of `beams`."""
     beams: SampledBeams | None
     ended: DeviceEvent
-    """Event behind the step."""
+    """Event at the end of the step. A step of recomputed chunks alone has no token whose copy marks its end."""
 
     @staticmethod
     def launch(plan: StepPlan, stepped: list[Stepped], logits: torch.Tensor, sampler: Sampler) -> SampledStep:
@@ -58,11 +58,6 @@ class SampledStep:
         found = _launch_beams(logits, beams, sampler.eos_ids)
         ended = record_event(logits.device)
         return SampledStep(plan, stepped, single, tokens, list(beams), found, ended)
-
-    def wait(self) -> None:
-        """Waits for the device: also a step of recomputed chunks, without tokens to read, writes pages until then."""
-        if self.ended is not None:
-            self.ended.synchronize()
 
     def shared_tokens(self) -> torch.Tensor | None:
         """Returns the token of each work item, int64 `[len(plan.work)]` on the device: arbitrary for an item without

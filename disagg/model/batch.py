@@ -30,7 +30,7 @@ class SequenceSlice:
     start: int
     tokens: tuple[int, ...]
     prompt_tokens: int = 0
-    """Length of the request's whole prompt; 0 if it is `stop`. Some rotary embeddings depend on it."""
+    """Length of the request's whole prompt, on which some rotary embeddings depend. 0: the prompt ends at `stop`."""
 
     @property
     def stop(self) -> int:

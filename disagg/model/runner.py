@@ -33,6 +33,7 @@ from disagg.model.batch import (
     require_fits,
     upload,
 )
+from disagg.model.collective.base import all_agree
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -116,6 +117,8 @@ class ModelRunner:
         """
         self.device = torch.device(device)
         self.collective = collective
+        self._agreed = partial(all_agree, collective, self.device)
+        """See `graphs.Agreed`. Ranks can differ, for example, in whether the kernels compute attention."""
         self._options = options
         self.page_size = options.page_size
         self.pages = whole_pages(options.pool_tokens, options.page_size)
@@ -226,12 +229,6 @@ class ModelRunner:
             trash_row = self.req_to_token.trash_row
             self._graphs = kind(compute, sizes, limits, trash_row, self.spec.vocab_size, self.device)
             self._graphs.record(self._agreed)
-
-    def _agreed(self, mine: bool) -> bool:
-        """See `graphs.Agreed`. Ranks can differ, for example, in whether the kernels compute attention."""
-        refusals = torch.tensor([not mine], dtype=torch.int64, device=self.device)
-        self.collective.all_reduce(refusals)
-        return not refusals.item()
 
     @contextmanager
     def eager(self) -> Iterator[None]:

@@ -39,6 +39,12 @@ def is_done(event: DeviceEvent) -> bool:
     return event is None or bool(event.query())
 
 
+def wait_for(event: DeviceEvent) -> None:
+    """Blocks until the work before the event has completed."""
+    if event is not None:
+        event.synchronize()
+
+
 class DeviceQueue:
     """The transfer thread's stream. Owned by that thread."""
 

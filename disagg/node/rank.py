@@ -187,7 +187,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         if self.leader is not None:
             self.leader.join(group)
         for peer in group.ranks:
-            if (self.rank == 0) != (peer.rank == 0):  # the leader watches all ranks, each rank watches the leader
+            # The leader watches all other ranks; each other rank watches the leader.
+            if (self.rank == 0) != (peer.rank == 0):
                 self.control.watch(peer.control_address)
         self.compute_thread.start()
 

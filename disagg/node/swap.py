@@ -21,7 +21,7 @@ from disagg.core.types import KVLayout, Shard, Span
 from disagg.kv.pages import slots_of
 from disagg.kv.pool import KVPool, MHATokenToKVPool
 from disagg.model.spec.model_spec import rank_token_bytes
-from disagg.node.device import DeviceEvent, DeviceQueue
+from disagg.node.device import DeviceEvent, DeviceQueue, wait_for
 from disagg.node.host_slabs import HostSlabs
 from disagg.node.plan import Swap
 from disagg.node.warm import warm_copies
@@ -121,7 +121,7 @@ class Swapper:
             for index, block in enumerate(swap.blocks):
                 first = index * self._block_pages
                 self._copy_block(swap.pages[first : first + self._block_pages], block, swap.out)
-            self._wait()
+            wait_for(self._queue.record_event())
         except Exception as exc:  # any error ends this request only
             log.exception("swap_failed", request=str(swap.key))
             error = f"{type(exc).__name__}: {exc}"
@@ -157,11 +157,6 @@ class Swapper:
 
     def _bytes_of(self, pages: int) -> int:
         return sum(_bytes_of(part, pages * self._page_size) for part in self._pool.parts)
-
-    def _wait(self) -> None:
-        event = self._queue.record_event()
-        if event is not None:
-            event.synchronize()
 
 
 def _bytes_of(pool: MHATokenToKVPool, tokens: int) -> int:

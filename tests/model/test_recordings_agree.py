@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from model_helpers import make_runner
 
 from disagg.model import graphs
-from disagg.model.collective.base import ThreadCollective, run_ranks
+from disagg.model.collective.base import ThreadCollective, all_agree, run_ranks
 from disagg.model.graphs import StepGraphs, record_each
 from disagg.model.piecewise import PiecewiseGraphs
 from disagg.model.runner import ModelRunner
@@ -30,11 +31,7 @@ def test_no_rank_records_what_another_one_cannot(error: Exception, monkeypatch: 
             if (size, collective.rank) == (4, 1):
                 raise error
 
-        def agreed(mine: bool) -> bool:
-            refusals = torch.tensor([not mine], dtype=torch.int64)
-            collective.all_reduce(refusals)
-            return not refusals.item()
-
+        agreed = partial(all_agree, collective, CPU)
         return record_each((2, 4, 8), one, agreed, None, CPU), done
 
     assert run_ranks(2, record) == [(False, [8, 4])] * 2

@@ -71,7 +71,7 @@ class Sender:
         self.launches = 0
         self.all: list[OutgoingTransfer] = []
         self.items: list[list[OutgoingSegment]] = []
-        """Segments of each transfer in `all`; a closed transfer has none."""
+        """The segments of each transfer in `all`, also of a closed one, whose own `items` are gone."""
         transport: Any = SimpleNamespace(register=lambda memory: None, send=self.post)
         control: Any = SimpleNamespace(address="prefill-0", send=self.send)
         self.context = SenderContext(

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 PAUSE_S = 0.25
 """Shortest time without an output that the report lists and the chart marks."""
 BEGINS_WITHIN_S = 1.0
-"""A pause counts for a fault if it begins within this time, because outputs in flight may arrive after the fault."""
+"""A pause counts as caused by a fault if it begins within this time after the fault. Outputs that were already on
+their way can arrive after the fault, so the pause can begin later."""
 EXAMPLES = 5
 """Most requests with differences that are printed."""
 

@@ -1,4 +1,4 @@
-"""The load client: thousands of streams over plain sockets. At its end, each stream's text is checked."""
+"""The load client: thousands of streams over plain sockets. When a stream ends, the client checks its text."""
 
 from __future__ import annotations
 

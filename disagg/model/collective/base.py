@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from disagg.core.errors import PeerLostError
+from disagg.core.ports import Collective
 from kernels.layers.rank_sum import rank_sum
 
 T = TypeVar("T")
@@ -83,6 +84,13 @@ class ThreadCollective:
     def close(self) -> None:
         """Ends the whole group: waiting ranks, and ranks that enter later, raise PeerLostError."""
         self._shared.barrier.abort()
+
+
+def all_agree(collective: Collective, device: torch.device, mine: bool) -> bool:
+    """Returns whether every rank of the group passes True. All ranks call it together. Waits for the device."""
+    refusals = torch.tensor([not mine], dtype=torch.int64, device=device)
+    collective.all_reduce(refusals)
+    return not refusals.item()
 
 
 def run_ranks(size: int, work: Callable[[ThreadCollective], T], timeout_s: float = 60.0) -> list[T]:
