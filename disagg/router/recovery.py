@@ -8,7 +8,7 @@ on one by one; a request without tokens, or a beam search, starts again as a who
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -61,13 +61,18 @@ class Branch:
         doublings = min(self.unlinked - 1, 16)  # a long wait for the link must not overflow
         return min(FIRST_LINK_PAUSE_S * 2.0**doublings, LONGEST_LINK_PAUSE_S)
 
-    def is_same_fault(self, groups: Iterable[str], started_s: float) -> bool:
+    def is_same_fault(self, groups: Iterable[str], started_s: float, silent: Set[str] = frozenset()) -> bool:
         """Returns whether the loss of a session, started at `started_s` with these groups, counts as the latest one.
 
-        Each data connection and each control channel of the groups detects a fault at its own time.
+        Each data connection and each control channel of the groups detects a fault at its own time. `silent`: names
+        of the groups that are lost to the router, but not dead. When both sessions had such a group, the router
+        itself may be cut off, which it detects for one group after the other.
         """
-        overlaps = bool(self.suspects) and not self.suspects[-1].isdisjoint(groups)
-        return overlaps and self._tokens() == self.tokens and started_s <= self.recovered_s + SAME_FAULT_S
+        if not self.suspects or self._tokens() != self.tokens or started_s > self.recovered_s + SAME_FAULT_S:
+            return False
+        latest, groups = self.suspects[-1], frozenset(groups)
+        overlaps = not latest.isdisjoint(groups)
+        return overlaps or not (latest.isdisjoint(silent) or groups.isdisjoint(silent))
 
     def after_loss(self, groups: Iterable[str], now_s: float) -> Branch:
         """Returns the branch after a session with these groups has failed, which counts as a recovery."""

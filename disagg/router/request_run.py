@@ -68,6 +68,8 @@ class RunContext:
     while."""
     dead_groups: Callable[[Iterable[str]], set[str]]
     """Returns those of the named groups that are dead, and not only silent."""
+    silent_groups: Callable[[Iterable[str]], set[str]]
+    """Returns those of the named groups that are silent, and not known as dead."""
     decode_groups: Callable[[], int]
     """Returns the number of usable groups that decode."""
 
@@ -194,7 +196,8 @@ class RequestRun:
         request, context = self.request, self.context
         groups = {session.prefill.name, session.decode.name}
         peer_lost = session.loss in (Loss.PREFILL, Loss.DECODE)
-        if session.unlinked or (peer_lost and branch.is_same_fault(groups, session.started_s)):
+        silent = context.silent_groups(groups.union(*branch.suspects[-1:]))
+        if session.unlinked or (peer_lost and branch.is_same_fault(groups, session.started_s, silent)):
             branch = branch.after_wait(groups if peer_lost else ())
             self._require_recoverable(branch, error)
             context.avoid((load.prefill, load.decode))

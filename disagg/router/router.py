@@ -61,6 +61,7 @@ class Router:
             self._recovered,
             self._shun,
             self._dead_groups,
+            self._silent_groups,
             self._decode_groups,
         )
         self._missing_since_s: dict[str, float] = {}
@@ -284,6 +285,11 @@ class Router:
             for name, engine in engines.items()
             if engine is None or has_rank_in(engine, self._dispatcher.dead) or self.statuses.broken(engine)
         }
+
+    def _silent_groups(self, names: Iterable[str]) -> set[str]:
+        dead = self._dead_groups(names := set(names))
+        engines = [engine for name in names - dead if (engine := self._table.get(name)) is not None]
+        return {engine.group.name for engine in engines if self._table.has_lost_rank(engine)}
 
 
 def _packed(prompt: Sequence[int]) -> TokenIds:

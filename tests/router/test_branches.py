@@ -104,6 +104,24 @@ def test_a_fault_that_is_noticed_again_counts_once() -> None:
     assert not branch.is_same_fault({"prefill", "decode"}, 100.0), "the groups worked behind it"
 
 
+def test_a_router_that_is_cut_off_loses_its_groups_one_by_one_which_counts_once() -> None:
+    """Both sessions have a group that is silent; a dead one is a fault of its own."""
+    branch = branch_of(SamplingParams(), [1]).after_loss({"prefill", "decode"}, 100.0)
+    others = {"prefill-2", "decode-2"}
+    for silent, started_s, same in (
+        ({"decode", "decode-2"}, 100.0 + SAME_FAULT_S, True),
+        ({"prefill", "prefill-2", "decode-2"}, 100.0, True),
+        ({"decode", "decode-2"}, 100.1 + SAME_FAULT_S, False),
+        ({"decode-2"}, 100.0, False),
+        ({"decode"}, 100.0, False),
+        ({"prefill-2", "decode-2"}, 100.0, False),
+        (frozenset(), 100.0, False),
+    ):
+        assert branch.is_same_fault(others, started_s, silent) == same, (silent, started_s)
+    branch.answers[0].tokens.append(2)
+    assert not branch.is_same_fault(others, 100.0, {"decode", "decode-2"}), "the groups worked behind it"
+
+
 def test_the_first_recovery_starts_at_once_and_later_ones_wait() -> None:
     branch = branch_of(SamplingParams())
     pauses_s = []
