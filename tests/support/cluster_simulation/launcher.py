@@ -140,6 +140,6 @@ class Launcher(Process):
             except DisaggError:
                 if not other.leaving and all(process.alive for process in other.ranks):
                     raise
-        if not all(process.alive for process in group.ranks):
+        if group.lost or not all(process.alive for process in group.ranks):
             raise DisaggError(f"{group.name} lost a rank while it was linked")
         group.up = True

@@ -118,9 +118,15 @@ class World:
         return next((process for process in every if process.name == name), None)
 
     def look(self) -> None:
-        """Notes the routers that reach no pair of serving groups that reach each other."""
+        """Notes the routers that reach no pair of serving groups that reach each other.
+
+        A router that is cut off from the directory does not learn of new groups.
+        """
         for router in self.living_routers():
-            reached = [g for g in self.groups if self._serves(g) and self._meet([router.name, g.leader.name])]
+            known = {engine.group.name for engine in router.router.engines}
+            informed = self._meet([router.name, self.directory.name])
+            serving = [g for g in self.groups if self._serves(g) and (informed or g.name in known)]
+            reached = [g for g in serving if self._meet([router.name, g.leader.name])]
             prefills, decodes = ([g for g in reached if g.role == role] for role in ("prefill", "decode"))
             pairs = (
                 [rank.name for rank in (*one.ranks, *other.ranks)] for one in prefills for other in decodes
