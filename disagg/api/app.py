@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -23,18 +24,26 @@ from disagg.api.generation_request import (
     parse_chat,
     parse_completion,
 )
+from disagg.api.group_metrics import GroupCollector
+from disagg.api.metrics import exposition
 from disagg.api.page import page_response
 from disagg.api.responses import EventStream, error_response, whole_reply
 from disagg.api.service import Service
 from disagg.api.tracing import Tracing
+from disagg.api.workers import Share, Siblings, WorkerReport, merged_groups, merged_metrics, merged_status
 from disagg.api.writers import ChatWriter, CompletionWriter, Writer
 from disagg.core.errors import DisaggError
 
 
-def make_app(service: Service, keys: tuple[bytes, ...], tracing: Tracing | None = None) -> ASGIApp:
-    """Returns the API as an ASGI application. The caller closes `tracing`."""
+def make_app(
+    service: Service,
+    keys: tuple[bytes, ...],
+    tracing: Tracing | None = None,
+    siblings: Siblings | None = None,
+) -> ASGIApp:
+    """Returns the API as an ASGI application. The caller closes `tracing`; `siblings`: the server's other workers."""
     app = FastAPI(title="disagg", docs_url=None, redoc_url=None, openapi_url=None)
-    for path, method, handler in _routes(service):
+    for path, method, handler in _routes(service, siblings or Siblings(Share())):
         app.router.add_route(path, handler, methods=[method])
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(DisaggError, _on_error)
@@ -43,8 +52,8 @@ def make_app(service: Service, keys: tuple[bytes, ...], tracing: Tracing | None 
     return Edge(app, service.config, keys, service.metrics, tracing, service.check_capacity)
 
 
-def _routes(service: Service) -> list[tuple[str, str, Any]]:
-    routes = _Routes(service)
+def _routes(service: Service, siblings: Siblings) -> list[tuple[str, str, Any]]:
+    routes = _Routes(service, siblings)
     return [
         ("/", "GET", routes.page),
         ("/v1/completions", "POST", routes.completions),
@@ -63,8 +72,8 @@ def _routes(service: Service) -> list[tuple[str, str, Any]]:
 class _Routes:
     """Handlers of the routes."""
 
-    def __init__(self, service: Service) -> None:
-        self._service, self._model = service, service.model
+    def __init__(self, service: Service, siblings: Siblings) -> None:
+        self._service, self._model, self._siblings = service, service.model, siblings
 
     async def page(self, request: Request) -> Response:
         """Returns the live page."""
@@ -118,12 +127,20 @@ class _Routes:
         return _json({"status": why or "ready"}, 503 if why else 200)
 
     async def metrics(self, request: Request) -> Response:
-        """Returns metrics in Prometheus' text format."""
-        return Response(self._service.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
+        """Returns the metrics of all workers in Prometheus' text format."""
+        reports = await self._reports()
+        families = merged_metrics(reports, labelled=self._siblings.share.workers > 1)
+        groups = GroupCollector(lambda: merged_groups(reports)).collect()
+        return Response(exposition(chain(families, groups)), media_type=CONTENT_TYPE_LATEST)
 
     async def status(self, request: Request) -> Response:
-        """Returns the status of the server and its groups, with the latest answers."""
-        return _json(self._service.status())
+        """Returns the status of all workers and their groups, with the latest answers."""
+        return _json(merged_status(await self._reports()))
+
+    async def _reports(self) -> list[WorkerReport]:
+        """Returns the reports of this worker, then of the others."""
+        others = await self._siblings.reports()
+        return [self._service.report(), *others]
 
     async def _answer(
         self, request: Request, generation: GenerationRequest, writer_class: type[Writer]

@@ -1,6 +1,6 @@
 """The groups' part of `/metrics`: built at each scrape from their latest statuses, so removed groups disappear.
 
-Several routers report the same groups: take the `max` of each series over the routers before a sum.
+Several servers report the same groups: take the `max` of each series over the servers before a sum.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily
+from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from disagg.router.answers import SessionReport
@@ -109,6 +109,18 @@ class Metrics:
         )
         return sum(sample.value for sample in wanted)
 
-    def exposition(self) -> bytes:
-        """Returns the metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+
+class _Families(CollectorRegistry):
+    """Given families, as a registry."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Returns the families in Prometheus' text format."""
+    return generate_latest(_Families(families))

@@ -36,12 +36,21 @@ class RollingQuantiles:
 
     def quantiles(self, shares: Sequence[float]) -> list[float]:
         """Returns the quantiles `shares` of the last minute's values, in seconds; 0 without values."""
+        return quantiles(self.counts(), shares)
+
+    def counts(self) -> Counter[int]:
+        """Returns the number of the last minute's values in each bucket."""
         oldest = int(self._clock()) - SPAN_S
         counts: Counter[int] = Counter()
         for second, found in self._seconds:
             if second > oldest:
                 counts.update(found)
-        return [_quantile(counts, share) for share in shares]
+        return counts
+
+
+def quantiles(counts: Counter[int], shares: Sequence[float]) -> list[float]:
+    """Returns the quantiles `shares` of the values in buckets, in seconds; 0 without values."""
+    return [_quantile(counts, share) for share in shares]
 
 
 def _quantile(counts: Counter[int], share: float) -> float:

@@ -25,10 +25,11 @@ LAST_BYTES_S = 5
 """Time to send finished responses before their connections are closed."""
 
 
-def bind(config: ApiConfig) -> socket.socket:
+def bind(config: ApiConfig, *, shared: bool = False) -> socket.socket:
     """Returns a bound socket that does not listen yet: the kernel refuses clients until the engine is up.
 
-    Raises `ConfigError` when the address cannot be used. The caller closes it, or gives it to `serve`.
+    `shared`: other processes bind the port, too. Raises `ConfigError` when the address cannot be used. The caller
+    closes it, or gives it to `serve`.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -40,6 +41,8 @@ def bind(config: ApiConfig) -> socket.socket:
         raise ConfigError(f"api.host = {config.host!r} is not an address of this machine: {exc}") from exc
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as exc:
         listener.close()

@@ -17,13 +17,13 @@ from disagg.api.answers import Answers, Sink
 from disagg.api.errors import ApiError, bad, retry_after
 from disagg.api.exchange import Exchange
 from disagg.api.generation_request import EngineRequest, GenerationRequest
-from disagg.api.group_metrics import GroupCollector
 from disagg.api.metrics import Metrics, RecoveryCollector
 from disagg.api.model import ServedModel
 from disagg.api.pace import Pace
 from disagg.api.quantiles import RollingQuantiles
 from disagg.api.recent import Recent, Track
 from disagg.api.tracing import RequestTrace
+from disagg.api.workers import MetricReport, Share, WorkerReport
 from disagg.core.config.read import ApiConfig
 from disagg.core.errors import AbortedError, DisaggError
 from disagg.core.status import GroupStatus, ServiceStatus
@@ -62,12 +62,16 @@ class Generator(Protocol):
 class Service:
     """Interface of the engine for the routes. Used on one event loop."""
 
-    def __init__(self, generator: Generator, model: ServedModel, config: ApiConfig) -> None:
+    def __init__(
+        self, generator: Generator, model: ServedModel, config: ApiConfig, share: Share | None = None
+    ) -> None:
+        """`config`: limits of all workers of the server. `share`: this worker's part; None: the only worker."""
+        self._share = share or Share()
+        config = self._share.limits(config)
         self.model, self.config, self.metrics = model, config, Metrics()
         self._generator = generator
         pace = Pace(config.max_running, config.max_queue_s, config.max_slowdown)
         self._admission = Admission(config.max_running, config.max_queued, self.metrics, pace)
-        self.metrics.registry.register(GroupCollector(generator.groups))
         self.metrics.registry.register(RecoveryCollector(generator.recoveries))
         self._recent, self._ttft, self._itl = Recent(), RollingQuantiles(), RollingQuantiles()
         self._began_s = time.monotonic()
@@ -82,12 +86,18 @@ class Service:
 
         A limit of absent groups stays: without a group of each role the server refuses requests anyway.
         """
-        max_running = self.config.running_limit(groups) or self._admission.max_running
+        max_running = self._running_limit(groups) or self._admission.max_running
         context_tokens = min((group.context_tokens for group in groups), default=self.model.context_tokens)
         if (max_running, context_tokens) != (self._admission.max_running, self.model.context_tokens):
             log.info("limits", max_running=max_running, context_tokens=context_tokens)
             self._admission.resize(max_running)
             self.model.context_tokens = context_tokens
+
+    def _running_limit(self, groups: Sequence[GroupInfo]) -> int:
+        if self.config.max_running:
+            return self.config.max_running
+        total = self.config.running_limit(groups)
+        return max(1, self._share.of(total)) if total else 0
 
     def why_not_ready(self) -> str | None:
         """Returns why requests are refused now; None if they are served."""
@@ -132,6 +142,16 @@ class Service:
             groups=self._generator.groups(),
             draining=self._generator.draining(),
             recent=self._recent.statuses(),
+        )
+
+    def report(self) -> WorkerReport:
+        """Returns status and metrics of this worker for the others."""
+        return WorkerReport(
+            self._share.worker,
+            self.status(),
+            self._ttft.counts(),
+            self._itl.counts(),
+            [MetricReport.of(family) for family in self.metrics.registry.collect()],
         )
 
     def check_capacity(self) -> None:

@@ -27,6 +27,11 @@ class ServeOptions:
     port: Annotated[
         int | None, typer.Option("--port", help="Port; 0 takes a free one [8000]."), Sets(("api.port",))
     ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", metavar="N", help="Router processes that share the port [1]."),
+        Sets(("api.workers",)),
+    ] = None
     api_key_file: Annotated[
         str | None,
         typer.Option(

@@ -121,7 +121,7 @@ class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Status of one router with its groups: the reply of `GET /status`."""
+    """Status of one server with its groups: the reply of `GET /status`."""
 
     model: str
     version: str
@@ -151,3 +151,5 @@ class ServiceStatus(msgspec.Struct, frozen=True, omit_defaults=True):
     """How often a request lost a group and continued on others."""
     recent: tuple[RecentAnswer, ...] = ()
     """Latest answers, newest first, including running ones."""
+    workers: int = 1
+    """Router processes that the status covers."""

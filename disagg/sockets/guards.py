@@ -26,6 +26,8 @@ NOTHING = "nothing"
 NO_DATA = "carries no data"
 RANKS = ("ray::PrefillActor", "ray::DecodeActor", "ray::ColocatedActor", SPAWNED)
 _RAY = ("gcs_server", "raylet", "monitor.py", "dashboard.py", "log_monitor.py")
+WORKERS_FOLDER = "disagg-workers-"
+"""Prefix of the private folder with the unix sockets of `disagg serve --workers`."""
 _OTHERS_ENTER = stat.S_IXGRP | stat.S_IXOTH
 _CONNECTIONS = 8
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -130,6 +132,8 @@ def _explain(one: ListeningSocket, send_probe: SendProbe) -> Guarded | None:
 
 def _unix(one: ListeningSocket) -> tuple[str, str]:
     purpose = "Ray" if one.process in _RAY else "unknown"
+    if Path(one.host).parent.name.startswith(WORKERS_FOLDER):
+        purpose = "status of router workers"
     if one.host.startswith("@"):  # no file, so no permissions
         # UCX treats every datagram as a wake-up and drops it (`ADAPTIVE_PROGRESS` in `transport/ucx/options.py`).
         return ("wake-ups (UCX)", NO_DATA) if one.process in RANKS else (purpose, NOTHING)

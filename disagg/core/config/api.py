@@ -15,6 +15,9 @@ class ApiConfig(Section, frozen=True):
     """Address to listen on. 0.0.0.0 accepts other machines and needs API keys."""
     port: int = 8000
     """0 takes a free port, which is logged."""
+    workers: int = 1
+    """Number of router processes that share the port. Each has an equal share of `max_running`, `max_queued`,
+    `max_connections` and `max_connections_per_address`."""
     model_name: str | None = None
     """Name of the model for clients; None: name of the checkpoint folder or of the architecture."""
     key_file: str | None = None
@@ -75,6 +78,7 @@ class ApiConfig(Section, frozen=True):
         self._needs(self.model_name != "", "model_name", "a name, or left out")
         self._at_least(
             1,
+            "workers",
             "max_connections",
             "max_connections_per_address",
             "min_body_bytes_per_s",
@@ -85,6 +89,10 @@ class ApiConfig(Section, frozen=True):
             "max_body_bytes",
         )
         self._at_least(0, "max_running", "max_queued", "drain_timeout_s")
+        for limit in ("max_running", "max_connections", "max_connections_per_address"):
+            value = getattr(self, limit)
+            shared = value >= self.workers or (limit == "max_running" and value == 0)
+            self._needs(shared, limit, f"at least api.workers ({self.workers}), which share it")
         self._at_least(1024, "max_header_bytes")
         self._positive("request_timeout_s", "max_queue_s", "header_timeout_s", "body_timeout_s")
         self._needs(self.max_slowdown == 0 or self.max_slowdown >= 1, "max_slowdown", "0, or from 1")

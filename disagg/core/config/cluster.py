@@ -16,7 +16,7 @@ class ControlConfig(Section, frozen=True):
     host: str = "127.0.0.1"
     """Address to listen on and to announce; `auto`: the address of each process's host."""
     router_port: int = 0
-    """Port of a router; 0 takes a free one, as ranks always do."""
+    """Port of a router; 0 takes a free one, as ranks always do. Worker n (`api.workers`) adds n."""
     directory_port: int = 5570
     """Port of the directory of groups in `disagg launch`; 0 takes a free one."""
     key_file: str | None = None

@@ -1,0 +1,137 @@
+"""Serves the HTTP API with a router of joined groups: the common part of a single server and of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+import torch
+import uvloop
+
+from disagg.api.app import make_app
+from disagg.api.keys import VARIABLE, load_api_keys
+from disagg.api.model import ServedModel
+from disagg.api.server import serve
+from disagg.api.service import Service
+from disagg.api.tracing import Tracing
+from disagg.api.workers import Siblings
+from disagg.commands.local import limit_tokens
+from disagg.core.collection import collect_requests_only
+from disagg.core.config.read import ApiConfig, Config
+from disagg.core.errors import ConfigError
+from disagg.core.types import PROTOCOL_VERSION, GroupInfo
+from disagg.model.load.tokenizer import load_tokenizer
+from disagg.node.assemble import make_source
+from disagg.router.follow import joined
+from disagg.router.response_dispatcher import ResponseDispatcher
+from disagg.router.router import Router
+from disagg.router.status import watching
+from transport.control.zmq import make_control
+from transport.hosts import is_loopback
+from transport.keys.ring import KeyRing
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class ServerParts:
+    """What a server consists of. The creator closes `model` and `tracing`; `serve_router` closes `listener`."""
+
+    config: Config
+    model: ServedModel
+    keys: tuple[bytes, ...]
+    tracing: Tracing | None
+    listener: socket.socket
+    siblings: Siblings
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Requests to stop: the first drains, the second aborts running requests."""
+
+    drain: asyncio.Event = field(default_factory=asyncio.Event)
+    now: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def request(self) -> None:
+        """Requests a drain, or an abort if a drain was requested before."""
+        (self.now if self.drain.is_set() else self.drain).set()
+
+
+def api_keys(config: ApiConfig) -> tuple[bytes, ...]:
+    """Returns the API keys. Raises `ConfigError` if there is no key and other machines can reach the address."""
+    keys = load_api_keys(config.key_file, os.environ)
+    if not keys and not is_loopback(config.host):
+        if not config.allow_no_key:
+            raise ConfigError(
+                f"api.host = {config.host!r} lets other machines connect, and there is no API key: give "
+                f"--api-key-file or {VARIABLE}, or serve without keys with --set api.allow_no_key=true"
+            )
+        log.warning(
+            "no_api_key", host=config.host, means="every client that reaches this address may use the model"
+        )
+    return keys
+
+
+def run_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Runs `main` on a new event loop."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+def served_model(config: Config) -> ServedModel:
+    """Returns name, tokenizer and limits of the configured model. The caller closes it."""
+    source = make_source(config)
+    name = config.api.model_name or (source.directory.resolve().name if source.directory else source.name)
+    return ServedModel(
+        name,
+        load_tokenizer(source),
+        context_tokens=limit_tokens(config, source),
+        vocab_tokens=source.spec(torch.float32).vocab_size,
+    )
+
+
+@asynccontextmanager
+async def joined_router(config: Config, keys: KeyRing, directory: str) -> AsyncIterator[Router]:
+    """Yields a router with a control channel of its own, which follows the groups of `directory`."""
+    source = make_source(config)
+    fingerprint = await asyncio.to_thread(lambda: source.fingerprint)  # may read all weights
+
+    def usable(group: GroupInfo) -> bool:
+        ours = group.fingerprint == fingerprint and group.protocol_version == PROTOCOL_VERSION
+        if not ours:
+            log.error("group_not_usable", group=group.name, why="another model or release than this router's")
+        return ours
+
+    dispatcher = ResponseDispatcher(
+        make_control(config.control, keys, config.control.router_port), asyncio.get_running_loop()
+    )
+    dispatcher.start()
+    try:
+        router = Router(dispatcher, config=config.router)
+        async with joined(dispatcher, router, directory, usable):
+            yield router
+    finally:
+        dispatcher.close()
+
+
+async def serve_router(
+    made: AbstractAsyncContextManager[Router],
+    parts: ServerParts,
+    stop: Stop,
+    on_listening: Callable[[str], None],
+) -> None:
+    """Serves with the router `made` until `stop`. `on_listening` receives the URL."""
+    config, siblings = parts.config, parts.siblings
+    async with made as router, watching(router.statuses, config.metrics.interval_s):
+        service = Service(router, parts.model, config.api, siblings.share)
+        router.on_groups_changed(service.follow_groups)
+        collect_requests_only()
+        app = make_app(service, parts.keys, parts.tracing, siblings)
+        async with siblings.listening(service.report):
+            await serve(app, service, parts.listener, stop.drain, stop.now, on_listening)

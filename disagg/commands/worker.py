@@ -1,0 +1,119 @@
+"""One worker of `disagg serve --workers`: a router with a control channel and a listening socket of its own.
+
+The parent starts the worker with this module, which therefore imports little: a signal during the imports of torch
+and transformers would print a traceback.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from disagg.core.config.read import Config
+from disagg.core.errors import DisaggError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractAsyncContextManager
+
+    from disagg.commands.router_server import ServerParts
+    from disagg.router.router import Router
+
+Order = Literal["drain", "abort"]
+"""From the parent to a worker. The end of the parent's pipe is the order to drain, too."""
+News = str | DisaggError
+"""From a worker to the parent: the URL at which the worker listens, or the error that ends the worker."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """Arguments of a worker process."""
+
+    config: Config
+    """The server's configuration, with the port that the parent reserves."""
+    directory: str
+    """Control address of the directory of groups."""
+    folder: Path
+    """Private folder for the unix sockets of the workers."""
+    worker: int
+
+
+def run_worker(pipe: Connection, settings: WorkerSettings) -> None:
+    """Serves until an order or SIGTERM."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # a terminal sends SIGINT to the parent too, which sends an order
+    try:
+        _run(pipe, settings)
+    except DisaggError as error:
+        pipe.send(error)
+
+
+def _run(pipe: Connection, settings: WorkerSettings) -> None:
+    import os
+    import sys
+
+    import structlog
+
+    from disagg.api.server import bind
+    from disagg.api.tracing import traced
+    from disagg.api.workers import Share, Siblings
+    from disagg.cluster.keys import join_keys
+    from disagg.commands.router_server import ServerParts, api_keys, joined_router, run_loop, served_model
+    from disagg.core.log import configure
+    from disagg.node.rank import SWITCH_INTERVAL_S
+
+    config = _with_own_port(settings)
+    configure(config.log)
+    structlog.contextvars.bind_contextvars(worker=settings.worker)
+    control_keys = join_keys(config.control, settings.directory, os.environ)
+    siblings = Siblings(Share(settings.worker, config.api.workers), settings.folder)
+    with traced(config.metrics) as tracing, bind(config.api, shared=True) as listener:
+        model = served_model(config)
+        sys.setswitchinterval(SWITCH_INTERVAL_S)  # the tokenizer's thread shares the GIL
+        try:
+            parts = ServerParts(config, model, api_keys(config.api), tracing, listener, siblings)
+            made = joined_router(config, control_keys, settings.directory)
+            run_loop(_serve(pipe, made, parts))
+        finally:
+            model.close()
+
+
+def _with_own_port(settings: WorkerSettings) -> Config:
+    """Returns the configuration with the worker's own port of the control channel, if the port is fixed."""
+    config = settings.config
+    if not config.control.router_port:
+        return config
+    port = config.control.router_port + settings.worker
+    return msgspec.structs.replace(config, control=msgspec.structs.replace(config.control, router_port=port))
+
+
+async def _serve(pipe: Connection, made: AbstractAsyncContextManager[Router], parts: ServerParts) -> None:
+    import asyncio
+
+    from disagg.commands.router_server import Stop, serve_router
+    from disagg.sockets.guards import log_own_sockets
+
+    loop, stop = asyncio.get_running_loop(), Stop()
+
+    def on_order() -> None:
+        try:
+            order: Order = pipe.recv()
+        except (EOFError, OSError):  # the parent was killed
+            loop.remove_reader(pipe.fileno())
+            order = "drain"
+        stop.drain.set()
+        if order == "abort":
+            stop.now.set()
+
+    def on_listening(url: str) -> None:
+        pipe.send(url)
+        log_own_sockets(descendants=False)
+
+    loop.add_signal_handler(signal.SIGTERM, stop.drain.set)
+    loop.add_reader(pipe.fileno(), on_order)
+    await serve_router(made, parts, stop, on_listening)
