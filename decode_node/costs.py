@@ -13,7 +13,7 @@ COMPUTE_TOKENS_PER_S = 8e3
 STEPS_PER_S = 50.0
 """Before a measurement: steps with one token of each request."""
 SWAP_OVERHEAD_S = 2e-3
-"""Fixed cost of a swap: two orders to the ranks and their answers, with steps in between that leave the request out.
+"""Fixed cost of a swap: two orders to the ranks, their replies, and the steps in between, which omit the request.
 A short request is recomputed faster, beside the others' next tokens."""
 SHARE = 0.2
 """Weight of the newest measurement in an estimate: one unusual step does not change the choice."""

@@ -54,7 +54,7 @@ class SourceState(enum.Enum):
 
     SENDING = "sending"
     STOPPING = "stopping"
-    """`StopSending` is sent; the answer has not come."""
+    """`StopSending` is sent; `SenderEnded` has not come."""
     ENDED = "ended"
     """The rank sends nothing more, and has listed the segments that it sent."""
     LOST = "lost"

@@ -15,7 +15,7 @@ class BusyTime:
     _under_way: int = 0
     _since_s: float = 0.0
     _ended_s: float = 0.0
-    """Total up to the last time that no operation was under way."""
+    """Total until the latest moment at which no operation was under way."""
 
     def begin(self, now_s: float) -> None:
         """Counts the start of an operation."""

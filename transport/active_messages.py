@@ -151,7 +151,9 @@ class ActiveMessages:
         held = self._held.setdefault(peer, _Held())
         if held.nbytes + len(body) > MAX_HELD_BYTES:
             self.dropped += 1
-            log.warning("active_message_dropped", peer=peer, error=f"{held.nbytes} bytes wait for its link")
+            log.warning(
+                "active_message_dropped", peer=peer, error=f"{held.nbytes} bytes are held until it links"
+            )
             return
         held.messages.append((message, body))
         held.nbytes += len(body)

@@ -8,7 +8,7 @@ from disagg.core.types import TokenLogprobs
 
 
 class Speller:
-    """Text and bytes of one token at a time."""
+    """Returns the text and the bytes of single tokens."""
 
     def __init__(self, model: ServedModel) -> None:
         self._model = model

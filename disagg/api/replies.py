@@ -92,7 +92,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class ReplyEnvelope(msgspec.Struct, frozen=True):
-    """The envelope of all of them. Chunks have `usage` only on request; it is null in all but one."""
+    """Common fields of all replies. Chunks have `usage` only on request; it is null in all chunks but one."""
 
     id: str
     object: str

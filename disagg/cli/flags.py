@@ -56,7 +56,7 @@ ComparedDeterministicFlag = Annotated[
     ),
     Sets(("model.deterministic",)),
 ]
-"""For commands that compare tokens. `disagg.reference.answers.comparable` resolves None."""
+"""`--deterministic` for commands that compare tokens. `disagg.reference.answers.comparable` resolves None."""
 DeviceFlag = Annotated[
     str | None,
     typer.Option("--device", help="auto, cpu or cuda, for all groups."),
@@ -136,14 +136,16 @@ class TransferFlags:
     ] = None
     ring_bytes: Annotated[
         str | None,
-        typer.Option("--ring-bytes", metavar="SIZE", help="Receive ring of a decode rank [by its memory]."),
+        typer.Option(
+            "--ring-bytes", metavar="SIZE", help="Receive ring of a decode rank [derived from its memory]."
+        ),
         Sets(("transfer.ring_bytes",), "split"),
     ] = None
     transport: Annotated[
         Literal["auto", "ucx"] | None,
         typer.Option(
             "--transport",
-            help="ucx: always through staging and ring, even where peers can open each other's pools [auto].",
+            help="ucx: always use staging and ring, even if peers can open each other's pools [auto].",
         ),
         Sets(("transport.peer_memory",), "split", lambda name: name == "auto"),
     ] = None
@@ -158,7 +160,7 @@ class ClusterFlags:
     ranks: RankFlags
     colocated: Annotated[
         bool,
-        typer.Option("--colocated", help="Groups that prefill and decode, instead of groups for each."),
+        typer.Option("--colocated", help="Use groups that prefill and decode, instead of separate groups."),
         Sets(("cluster.mode",), convert=lambda on: "colocated" if on else None),
     ] = False
     tp: Annotated[
@@ -175,7 +177,7 @@ class ClusterFlags:
     ray: Annotated[
         str | None,
         typer.Option(
-            "--ray", metavar="ADDRESS", help="A running Ray cluster: auto or HOST:PORT [a private one]."
+            "--ray", metavar="ADDRESS", help="Use a running Ray cluster: auto or HOST:PORT [a private one]."
         ),
         Sets(("cluster.ray",)),
     ] = None

@@ -24,7 +24,10 @@ class ScaleOptions:
 
     counts: Annotated[
         list[str],
-        typer.Argument(metavar="ROLE=COUNT...", help="prefill=2, decode=1, or both; or colocated=2."),
+        typer.Argument(
+            metavar="ROLE=COUNT...",
+            help="Number of groups by role: prefill=2, decode=1, or both; or colocated=2.",
+        ),
     ]
     join: JoinFlag = None
     source: ConfigFlags
@@ -47,7 +50,7 @@ def scale(options: ScaleOptions) -> None:
     counts = _counts(options.counts)
     if options.join is None:
         raise ConfigError(
-            "--join tcp://HOST:PORT is missing: which cluster? `disagg launch` prints its address"
+            "--join tcp://HOST:PORT is missing: `disagg launch` prints the address of its cluster"
         )
     from disagg.commands.scale import run_scale
 

@@ -62,7 +62,10 @@ class SamplingFlags:
 
     temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy.")] = 0.0
     top_k: Annotated[int, typer.Option("--top-k", help="Sample from the k likeliest tokens; 0 is off.")] = 0
-    top_p: Annotated[float, typer.Option("--top-p", help="Sample from the likeliest tokens of mass p.")] = 1.0
+    top_p: Annotated[
+        float,
+        typer.Option("--top-p", help="Sample from the likeliest tokens whose probabilities add up to p."),
+    ] = 1.0
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None
     stop: Annotated[
         list[str] | None, typer.Option("--stop", help="Text that ends an answer; repeatable.")
@@ -126,6 +129,4 @@ def _runner() -> ModuleType:
     except ModuleNotFoundError as exc:
         if exc.name != "disagg.commands.demo":
             raise
-        raise DisaggError(
-            "this installation has no module disagg.commands.demo: install disagg anew"
-        ) from exc
+        raise DisaggError("this installation has no module disagg.commands.demo: reinstall disagg") from exc

@@ -25,7 +25,7 @@ class ServeOptions:
         Sets(("api.host",)),
     ] = None
     port: Annotated[
-        int | None, typer.Option("--port", help="Port; 0 takes a free one [8000]."), Sets(("api.port",))
+        int | None, typer.Option("--port", help="Port; 0 selects a free one [8000]."), Sets(("api.port",))
     ] = None
     workers: Annotated[
         int | None,
@@ -43,7 +43,9 @@ class ServeOptions:
     ] = None
     model_name: Annotated[
         str | None,
-        typer.Option("--model-name", metavar="NAME", help="The model's name in the API [its folder]."),
+        typer.Option(
+            "--model-name", metavar="NAME", help="The model's name in the API [the name of its folder]."
+        ),
         Sets(("api.model_name",)),
     ] = None
     join: JoinFlag = None

@@ -92,7 +92,9 @@ class PlanOptions:
             help="With a model: show the KV cache that fits GPUs of this size.",
         ),
     ] = 0.0
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE.png", help="Also draw the plan.")] = None
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE.png", help="Also draw the plan to this file.")
+    ] = None
 
 
 @with_options(PlanOptions)
@@ -173,7 +175,8 @@ def _model_layouts(options: PlanOptions) -> tuple[KVLayout, KVLayout]:
 
 def keys(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="The key file; without an option it must not exist.")
+        Path,
+        typer.Argument(metavar="FILE", help="The key file. Unless an option is given, it must not exist."),
     ],
     rotate: Annotated[
         bool, typer.Option("--rotate", help="Add fresh keys; the old ones stay valid.")
@@ -183,7 +186,7 @@ def keys(
         float | None,
         typer.Option(
             "--grace-s",
-            help="Seconds until the fresh generation is used; by then every process must have the file "
+            help="Seconds until the fresh keys are used. By then, every process must have the file "
             f"[{GRACE_S:g}].",
         ),
     ] = None,

@@ -71,7 +71,7 @@ class ColocatedStatistics:
     """Counts of the scheduler at one moment."""
 
     reserved: int
-    """Requests without `Prefill` yet."""
+    """Requests whose `Prefill` has not come."""
     prefilling: int
     decoding: int
     closing: int
@@ -174,7 +174,7 @@ class ColocatedScheduler:
             self._settle(request)
 
     def close(self, request: ColocatedRequest) -> None:
-        """Closes a request, at the end of a step that computes the request. Idempotent."""
+        """Closes a request: at once, or at the end of the step that computes it. Idempotent."""
         request.closing = True
         self._settle(request)
 

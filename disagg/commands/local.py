@@ -122,15 +122,16 @@ def _check_cpus(placement: Placement, found: RayResources) -> None:
 
 
 def place(config: Config, gpus: int) -> Placement:
-    """Returns the placement of all groups on `gpus` GPUs. Raises `ConfigError` when one needs a GPU and one a CPU."""
+    """Returns the placement of all groups on `gpus` GPUs. Raises `ConfigError` if one kind of group needs a GPU and
+    the other one a CPU."""
     if config.cluster.mode == "colocated":
         group = config.colocated
         return place_colocated(gpus, group.tp, group.device, group.groups)
     devices = {config.prefill.device, config.decode.device}
     if devices == {"cpu", "cuda"}:
         raise ConfigError(
-            f"prefill.device = {config.prefill.device} and decode.device = {config.decode.device}: both groups run "
-            f"on the same kind of device; set both to one, or one to auto"
+            f"prefill.device = {config.prefill.device} and decode.device = {config.decode.device}: both groups must "
+            f"run on the same kind of device; set both to the same value, or one of them to auto"
         )
     device = (devices - {"auto"} or {"auto"}).pop()
     return choose_placement(

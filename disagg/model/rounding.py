@@ -157,5 +157,5 @@ def words(judged: Judged) -> str:
     return (
         f"token {judged.position + 1} is {judged.token}{'' if same else f', not {judged.best}'}: "
         f"log-probabilities of the likeliest tokens differ by {judged.difference:.2g} (rounding explains "
-        f"{judged.explained:.2g}), those of the two by {judged.gap:.2g} ({2 * judged.explained:.2g})"
+        f"{judged.explained:.2g}); the token is {judged.gap:.2g} below the likeliest one ({2 * judged.explained:.2g})"
     )

@@ -64,7 +64,7 @@ class DeviceQueue:
             self._adopted = True
 
     def use(self) -> AbstractContextManager[object]:
-        """Returns a context manager; kernels and copies launched within it go to this queue."""
+        """Returns a context manager, within which kernels and copies are launched on this queue."""
         return nullcontext() if self._stream is None or self._adopted else cuda.stream(self._stream)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:

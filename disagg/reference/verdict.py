@@ -1,4 +1,4 @@
-"""The verdict on answers compared with a reference: equal, different by rounding, or wrong."""
+"""Classifies answers by a comparison with a reference: equal, different by rounding, or wrong."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def verdict(found: Mapping[str, Sequence[Judged] | None], tokens: int, reference
     worst, widest = worst_of(judged), max(judged, key=lambda one: one.gap)
     return (
         f"[green]{len(differ)} of {len(found)} answers differ from {reference}, only where rounding decides[/green]: "
-        f"{others} of their {len(judged)} tokens are not its likeliest behind the same prefix; log-probabilities "
-        f"differ by {worst.difference:.2g} at most (rounding explains {worst.explained:.2g}), those of the two "
-        f"tokens by {widest.gap:.2g} ({2 * widest.explained:.2g})"
+        f"{others} of their {len(judged)} tokens are not its likeliest after the same prefix; log-probabilities "
+        f"differ by at most {worst.difference:.2g} (rounding explains {worst.explained:.2g}); a chosen token is at "
+        f"most {widest.gap:.2g} below the likeliest one ({2 * widest.explained:.2g})"
     )

@@ -40,7 +40,7 @@ class _Row(NamedTuple):
 def draw_timeline(spans: Sequence[TimelineSpan], path: str | os.PathLike[str], title: str = "") -> None:
     """Writes the timeline as a PNG, in ms since the earliest span. Raises `ValueError` when there is no span."""
     if not spans:
-        raise ValueError("no span to draw: was the timeline drained twice?")
+        raise ValueError("no span to draw: draining a timeline removes its spans")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,1 +1,1 @@
-"""The router: choice of a pair of groups, and one session per request."""
+"""The router: chooses a prefill and a decode group for each request, and runs the request's sessions on them."""

@@ -21,22 +21,22 @@ class Output(msgspec.Struct, frozen=True):
     text: str
     finish: str | None
     logprobs: tuple[TokenLogprobs, ...] = ()
-    """One per token if `SamplingParams.logprobs` is set, else none."""
+    """Log-probabilities of each token if `SamplingParams.logprobs` is set, else empty."""
     answer: int = 0
     """Number of the answer within the request."""
 
 
 Emit = Callable[[Output], None]
-"""Receives the outputs of a request, those of each answer in order. Called on the event loop; must not block."""
+"""Callback for a request's outputs; those of one answer arrive in order. Runs on the event loop; must not block."""
 
 
 @dataclass(slots=True)
 class SessionReport:
-    """Measurements of a request, filled while it runs. Times in seconds since its first session began."""
+    """Measurements of a request, updated while it runs. Times are in seconds since its first session began."""
 
     prefill: str = ""
     decode: str = ""
-    """Names of the groups that were chosen last."""
+    """Names of the groups of the latest session."""
     prompt_tokens: int = 0
     reserved_s: float = 0.0
     ttft_s: float = 0.0
@@ -46,18 +46,18 @@ class SessionReport:
     messages: int = 0
     transfer_s: float = 0.0
     transferred_s: float = 0.0
-    """Arrival of the prefill leader's report that the last segment has left."""
+    """When the prefill leader reported that the last segment was sent."""
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each answer."""
     recoveries: list[str] = field(default_factory=list)
-    """The cause of each recovery; see `disagg.router.recovery.Cause`."""
+    """The cause of each recovery: a value of `disagg.router.session_events.Loss`."""
     sessions: int = 0
-    """Sessions of the request, and those whose groups all confirmed that they freed it."""
+    """Number of sessions of the request; `released_sessions` counts those whose groups all confirmed the release."""
     released_sessions: int = 0
 
     @property
     def released(self) -> bool:
-        """Whether all groups confirmed that they freed the request."""
+        """Whether every group of every session confirmed that it freed the request."""
         return self.sessions == self.released_sessions > 0
 
     @property
@@ -73,20 +73,20 @@ class SessionReport:
 
 @dataclass(slots=True)
 class Answer:
-    """One answer. It outlives a session that loses its groups."""
+    """One answer to a request. When a session loses its groups, the next session continues the same answer."""
 
     number: int
     """Number of the answer within the request."""
     stream: TextStream | None
     tokens: list[int] = field(default_factory=list)
     early: dict[int, m.Tokens] = field(default_factory=dict)
-    """Messages ahead of an earlier token: prefill and decode group send independently. By index."""
+    """Messages that arrived before an earlier token, by index: prefill and decode group send independently."""
     over: bool = False
 
     def add(self, message: m.Tokens) -> Iterable[tuple[Output, bool]]:
-        """Adds `message`; yields the outputs that are now complete up to their first token.
+        """Adds `message`; yields the outputs whose preceding tokens have all arrived.
 
-        The flag of each output says whether a stop string ended the answer before its end by the decode group.
+        The flag of each output is True if a stop string ended the answer before the decode group did.
         """
         self.early.setdefault(message.index, message)
         while not self.over and (tokens := self.early.pop(len(self.tokens), None)) is not None:
@@ -108,7 +108,8 @@ class Answer:
 
 
 def new_answers(sampling: SamplingParams, decode: Decode | None) -> list[Answer]:
-    """Returns the answers of a request, without tokens. `decode` converts tokens to text; None: no text."""
+    """Returns the answers of a request, without tokens. Without `decode`, which converts tokens to text, outputs have
+    no text."""
     return [
         Answer(number, TextStream(decode, sampling.stop, sampling.min_tokens) if decode else None)
         for number in range(sampling.n)

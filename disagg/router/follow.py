@@ -2,7 +2,7 @@
 
 router -- Join --> directory       repeated every second while the directory is lost
 router <- Groups -- directory      at once, and on every change
-router -- Using --> directory      groups that the router uses; a draining group stops when no router uses it
+router -- Using --> directory      groups that the router uses; a draining group stops once no router uses it
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Follower:
         self._draining: dict[str, asyncio.Task[None]] = {}
 
     def apply(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
-        """Adopts the complete list of groups: drains those in `draining`, removes missing ones, which are dead.
+        """Adopts the complete list of groups: drains those in `draining`, and removes groups not in the list as dead.
 
-        A group that drained for a dead directory is used again, unless its successor drains the group too.
+        A group that was draining but is not in `draining` is used again: the directory that drained it has died.
         """
         listed = {group.name: group for group in groups}
         for engine in self._router.engines:
@@ -140,6 +140,7 @@ class _Joined:
                 log.warning("unexpected_message", kind=type(message).__name__, peer=self._directory)
 
     def _report_use(self) -> None:
-        """Sends the groups in use with the latest version; the directory ignores reports of older versions."""
+        """Sends the names of the groups in use, with the version of the latest list; the directory ignores reports of
+        older versions."""
         if self._version is not None and not self._closed:
             self._dispatcher.send(self._directory, m.Using(self._version, self._follower.using()))

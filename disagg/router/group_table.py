@@ -1,6 +1,4 @@
-"""A router's groups with their load, and which of them take requests: looked up for each request, computed for each
-change.
-"""
+"""A router's groups with their load. The lists of usable groups are cached until a change."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from disagg.router.status import GroupStatuses
 
 
 class SequenceLimit(NamedTuple):
-    """What bounds the answers that a group computes together."""
+    """Limits of a group on the sequences that it computes together."""
 
     max_sequences: int
     pool_tokens: int
@@ -24,20 +22,20 @@ class SequenceLimit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _GroupView:
-    """The groups by role, as of `version`."""
+    """The groups by role, computed when the change counts were `version`."""
 
     version: tuple[int, int, int]
     of: dict[str, list[RoutedGroup]] = field(default_factory=dict)
     usable: dict[str, list[RoutedGroup]] = field(default_factory=dict)
     limits: dict[str, set[SequenceLimit]] = field(default_factory=dict)
-    """Of the groups that are not lost."""
+    """Limits of the groups that are not lost, by role."""
 
 
 class GroupTable:
     """Groups by name. Used on the router's event loop.
 
-    Whether a group is lost depends on the dispatcher's lost peers and on the group's reports; both count their
-    changes, as this class does for its own. A view is computed again when a count differs.
+    Whether a group is lost depends on the dispatcher's lost peers and on the group's reports. The dispatcher, the
+    reports and this table each count their changes; the cached view is computed again when a count differs.
     """
 
     def __init__(self, dispatcher: ResponseDispatcher, by_prefixes: Callable[[], bool]) -> None:
@@ -79,7 +77,7 @@ class GroupTable:
         self._changes += 1
 
     def of(self, role: str) -> Sequence[RoutedGroup]:
-        """Returns the groups of a role, lost and draining ones included; their `lost` is up to date."""
+        """Returns the groups of a role, including lost and draining ones, with an up-to-date `lost`."""
         return self._current().of.get(role, ())
 
     def usable(self, role: str) -> Sequence[RoutedGroup]:
@@ -87,11 +85,11 @@ class GroupTable:
         return self._current().usable.get(role, ())
 
     def limits(self, role: str) -> Collection[SequenceLimit]:
-        """Returns the different limits of the groups of a role, draining ones included and lost ones not."""
+        """Returns the distinct limits of a role's groups, including draining groups but not lost ones."""
         return self._current().limits.get(role, ())
 
     def living(self) -> list[RoutedGroup]:
-        """Returns the groups of which no rank is lost, whatever they report."""
+        """Returns the groups without a lost rank, including groups that report themselves broken."""
         return [engine for engine in self._engines.values() if not self.has_lost_rank(engine)]
 
     def has_lost_rank(self, engine: RoutedGroup) -> bool:
@@ -99,7 +97,8 @@ class GroupTable:
         return has_rank_in(engine, self._dispatcher.lost)
 
     def compares(self, engine: RoutedGroup) -> bool:
-        """Returns whether the policy compares cached prefixes of this group: several groups, prefix-aware policy."""
+        """Returns whether the policy compares cached prefixes of this group: a prefix-aware policy, and other
+        groups."""
         return self._by_prefixes() and len(self.of(engine.group.role)) > 1
 
     def hash_kinds(self) -> set[tuple[int, int]]:

@@ -27,8 +27,8 @@ class RoutedGroup:
     requests: int = 0
     """This router's running requests in the group; in a decode group, their sequences."""
     tokens: int = 0
-    """Prompt tokens of those requests without prefix cache hits. In a prefill group only uncomputed prompts count, so
-    the number approximates the queue."""
+    """Prompt tokens of those requests, minus prefix cache hits. A prefill group counts only prompts not computed yet,
+    so the number approximates its queue."""
     served: int = 0
     """Requests ever sent to the group."""
     lost: bool = False
@@ -45,31 +45,31 @@ class RoutedGroup:
 
 @dataclass(slots=True)
 class SessionLoad:
-    """The share of one session in the counts of its groups."""
+    """What one session adds to the load counts of its groups."""
 
     prefill: RoutedGroup
     decode: RoutedGroup
-    """The same group as `prefill` where it is colocated."""
+    """The same group as `prefill` if colocated."""
     sequences: int
     """Sequences of the request; each one is part of a decode group's steps."""
     tokens: dict[RoutedGroup, int]
     """Prompt tokens that each group has to compute or receive."""
 
     def begin(self) -> None:
-        """Adds the request to both groups."""
+        """Adds the request to both groups' counts."""
         for engine, tokens in self.tokens.items():
             engine.requests += self._requests(engine)
             engine.served += 1
             engine.tokens += tokens
 
     def prompt_computed(self) -> None:
-        """Takes the prompt out of a prefill group's queue; a colocated group goes on with the request."""
+        """Subtracts the prompt from a prefill group's tokens; a colocated group keeps it until the request ends."""
         if self.prefill is not self.decode:
             self.prefill.tokens -= self.tokens[self.prefill]
             self.tokens[self.prefill] = 0
 
     def end(self) -> None:
-        """Takes the request out of both groups."""
+        """Subtracts the request from both groups' counts."""
         for engine, tokens in self.tokens.items():
             engine.requests -= self._requests(engine)
             engine.tokens -= tokens
@@ -90,10 +90,11 @@ class RoutingRequest:
     """Block hashes of the prompt, by `unit_tokens` and `switch_tokens` of the groups; see `HeldPrefixes`."""
 
     def missing_tokens(self, engine: RoutedGroup) -> int:
-        """Returns the prompt tokens without the group's prefix cache hit; at least 1, the last token."""
+        """Returns the prompt tokens minus the group's prefix cache hit; at least 1: the last token is always
+        computed."""
         held = engine.held
         block_hashes = self.block_hashes.get(held.kind)
-        if not block_hashes or block_hashes[0] not in held.held:  # most groups, of many
+        if not block_hashes or block_hashes[0] not in held.held:  # true for most groups of a large cluster
             return self.tokens
         return max(1, self.tokens - held.longest_tokens(block_hashes))
 
@@ -103,12 +104,12 @@ Policy = Callable[[Sequence[RoutedGroup], RoutingRequest], RoutedGroup]
 
 
 def least_loaded(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:
-    """Returns the group with the fewest queued prompt tokens, then the fewest requests, then the first one."""
+    """Returns the group with the fewest queued prompt tokens; ties: the fewest requests, then the first group."""
     return min(_usable(engines), key=lambda engine: (engine.tokens, engine.requests))
 
 
 def round_robin(engines: Sequence[RoutedGroup], request: RoutingRequest) -> RoutedGroup:
-    """Returns the group with the fewest requests ever sent, then the first one."""
+    """Returns the group to which the fewest requests were ever sent; of several such groups, the first."""
     return min(_usable(engines), key=lambda engine: engine.served)
 
 

@@ -14,15 +14,15 @@ from transport.control import messages as m
 from transport.control.base import ControlChannel
 
 Receiver = Callable[[str, m.Message | PeerLostError], None]
-"""Called on the loop with a peer and its message; an error in place of the message reports the loss of the peer."""
+"""Called on the loop with a peer's address and its message, or with an error when the peer is lost."""
 ResponseInbox = asyncio.Queue["tuple[str, m.Message | PeerLostError]"]
-"""What a `Receiver` would be called with."""
+"""Queue of the arguments of `Receiver` calls."""
 Listener = Callable[[m.Message | PeerLostError], None]
-"""Called on the loop with a peer's messages outside of requests, and with an error for its loss."""
+"""Called on the loop with a peer's messages that belong to no request, or with an error when the peer is lost."""
 
 
 class ResponseDispatcher:
-    """Dispatches messages on one event loop; the channel's thread passes them over."""
+    """Dispatches messages on one event loop; the channel's thread hands received messages to the loop."""
 
     def __init__(self, control: ControlChannel, loop: asyncio.AbstractEventLoop) -> None:
         self._control, self._loop = control, loop
@@ -50,7 +50,7 @@ class ResponseDispatcher:
         self._control.start(self._from_channel, self._silent_from_channel, self._met_from_channel)
 
     def watch(self, peer: str) -> None:
-        """Starts to monitor `peer`: its death, silence and return are detected without traffic."""
+        """Starts to monitor `peer`: its death, silence and return are detected even without traffic."""
         self._watched.add(peer)
         self._control.watch(peer)
 
@@ -60,7 +60,7 @@ class ResponseDispatcher:
         self._control.forget(peer)
 
     def listen(self, peer: str, listener: Listener) -> None:
-        """Sets the listener of `peer` for messages outside of requests."""
+        """Sets the listener for messages of `peer` that belong to no request."""
         self.listeners[peer] = listener
 
     def ignore(self, peer: str) -> None:
@@ -75,7 +75,7 @@ class ResponseDispatcher:
         self.dead.difference_update(peers)
 
     def send(self, peer: str, message: m.Message) -> None:
-        """Queues a message. All messages of an iteration of the loop wake the channel's thread once."""
+        """Queues a message. The channel's thread is woken once for all messages of one event loop iteration."""
         if not self._corked:
             self._corked = True
             self._control.cork()
@@ -104,7 +104,7 @@ class ResponseDispatcher:
 
     @contextmanager
     def open(self, key: RequestKey) -> Iterator[ResponseInbox]:
-        """Opens an inbox for what a receiver of `key` would get within the block. Raises `RequestInUseError`."""
+        """Within the block, an inbox queues messages of `key` and losses of peers. Raises `RequestInUseError`."""
         inbox: ResponseInbox = asyncio.Queue()
         with self.receiving(key, lambda peer, message: inbox.put_nowait((peer, message))):
             yield inbox
@@ -131,14 +131,14 @@ class ResponseDispatcher:
             self._loop.call_soon_threadsafe(self._take_arrived)
 
     def _take_arrived(self) -> None:
-        self._woken = False  # before the events are counted: a later one wakes the loop again
+        self._woken = False  # before the events are counted, so that a later event wakes the loop again
         left = len(self._arrived)
         try:
             while left:
                 left -= 1
                 self._arrived.popleft()()
         finally:
-            if left:  # an event failed: the loop reports its error, and the rest follows
+            if left:  # an event raised: the loop reports the error, and the other events follow
                 self._loop.call_soon(self._take_arrived)
 
     def _deliver(self, peer: str, message: m.Message) -> None:
@@ -168,7 +168,7 @@ class ResponseDispatcher:
         self._lose(peer)
 
     def _silent(self, peer: str) -> None:
-        """Treats a silent peer as dead until it returns; the network may only be interrupted."""
+        """Treats a silent peer as dead until it returns: its network may only be interrupted."""
         self._lose(peer)
         if peer in self._watched:
             self._control.watch(peer)

@@ -1,4 +1,4 @@
-"""The router: its groups, the choice of a pair for each session of a request, and counts of recoveries."""
+"""The router: the table of groups, the choice of a pair for each session, and the counts of recoveries."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Router:
         config: RouterConfig = DEFAULTS,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`clock` runs as the event loop's; it may be finer than the `time()` of that loop."""
+        """`clock` has the event loop's rate and epoch, but may have a finer resolution."""
         self._dispatcher, self.choose = dispatcher, POLICIES[config.policy]
         self._clock = clock
         budget = RecoveryBudget(config.recoveries_per_s, clock)
@@ -158,13 +158,13 @@ class Router:
         return missing
 
     def refused_roles(self) -> list[str]:
-        """Returns the roles that have had no usable group for `router.group_wait_s`: requests would wait in vain."""
+        """Returns the roles without a usable group for at least `router.group_wait_s`: their requests are refused."""
         missing, now_s = self.missing(), self._clock()
         longest_s = self._context.options.group_wait_s
         return [role for role in missing if now_s - self._missing_since_s[role] >= longest_s]
 
     def _routing_request(self, prompt: TokenIds, cache_salt: str, session: str) -> RoutingRequest:
-        """Returns the request's properties for the policy; hashes the prompt only if a compared group caches
+        """Returns the request's properties for the policy; hashes the prompt only if the policy compares cached
         prefixes."""
         block_hashes = {
             (unit, switch): PrefixKey.of(prompt, cache_salt, switch).block_hashes(unit)
@@ -177,7 +177,7 @@ class Router:
         return len(self._table.usable(self._roles[-1]))
 
     def _pair(self, request: RoutingRequest, keep: str, full: Set[str]) -> Pair:
-        """Returns the prefill and the decode group, the same one if colocated.
+        """Returns the prefill and the decode group; the same group twice if colocated.
 
         `keep`: name of the decode group to choose if it has a usable pair. `full`: names of decode groups to avoid if
         another one has a usable pair. Raises `BusyError` if no group is usable.
@@ -204,15 +204,15 @@ class Router:
     def _met(
         self, groups: Sequence[RoutedGroup], meets: Callable[[RoutedGroup], bool]
     ) -> Sequence[RoutedGroup]:
-        """Returns the groups that meet others; all of them while no pair is avoided."""
+        """Returns the groups for which `meets` is true; all groups, without calls, while no pair is avoided."""
         return [one for one in groups if meets(one)] if self._shunned else groups
 
     def _meet(self, prefill: RoutedGroup, decode: RoutedGroup) -> bool:
-        """Returns whether the pair is not avoided."""
+        """Returns whether the pair may be chosen: it is not avoided after a failed transfer."""
         return _names(prefill, decode) not in self._shunned
 
     def _shun(self, pair: Pair) -> None:
-        """Avoids a pair after a failed transfer: each group may work, the network between them may not."""
+        """Avoids a pair for a while after a failed transfer, as the network between its groups may be down."""
         self._shunned[_names(*pair)] = self._clock() + SHUNNED_S
 
     def _drop_old_shunned(self) -> None:
@@ -255,8 +255,8 @@ class Router:
         """Emits the answers to a request, and returns when both groups have released it. A cancellation aborts the
         request in both groups.
 
-        A request that loses a group, or whose KV arrives damaged twice, goes on with other groups behind its last
-        token: see `disagg.router.recovery`.
+        A request that loses a group, or whose KV arrives damaged twice, continues after its last token on other
+        groups; see `disagg.router.recovery`.
 
         Raises `InvalidRequestError`, `RequestInUseError`, `BusyError`, `PromptTooLongError`, `RequestTimeoutError`,
         `PeerLostError`, or another `DisaggError`.

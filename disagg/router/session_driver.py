@@ -36,12 +36,12 @@ _OVER = (SessionPhase.ANSWERED, SessionPhase.ENDED)
 
 
 class SessionDriver:
-    """Runs one session on the router's event loop: `run` it once to its end, then `release` it."""
+    """Runs one session on the router's event loop. Call `run` once, then `release`."""
 
     def __init__(
         self, dispatcher: ResponseDispatcher, session: Session, load: SessionLoad, clock: Clock, emit: Emit
     ) -> None:
-        """Receives the messages of the session from now on. Raises `RequestInUseError`."""
+        """Registers for the session's messages at once. Raises `RequestInUseError`."""
         self.session = session
         self._dispatcher, self._load, self._clock, self._emit = dispatcher, load, clock, emit
         self._opened = ExitStack()
@@ -74,7 +74,7 @@ class SessionDriver:
             self._load.end()
 
     async def release(self) -> None:
-        """Frees the request in every group that has it, also under cancellation; waits for the confirmations."""
+        """Frees the request in every group that has it, and waits for the confirmations, even if cancelled."""
         releasing = asyncio.ensure_future(self._release())
         await to_its_end(releasing)
         releasing.result()
@@ -149,7 +149,7 @@ class SessionDriver:
 
 
 async def to_its_end(task: asyncio.Task[None]) -> None:
-    """Waits until `task` is done, also under repeated cancellation; raises the last cancellation after it."""
+    """Waits until `task` is done, even if cancelled repeatedly; then raises the last cancellation."""
     cancelled = None
     while not task.done():
         try:

@@ -32,7 +32,7 @@ class SessionPhase(Enum):
 
 
 class SessionTrigger(Enum):
-    """Meaning of an event for a session: one column of `TRANSITIONS`."""
+    """Kind of an event that a session handles: one column of `TRANSITIONS`."""
 
     START = "start"
     DEADLINE = "deadline"
@@ -44,11 +44,11 @@ class SessionTrigger(Enum):
     TRANSFERRED = "transferred"
     FAILED = "failed"
     PREFILL_LOST = "prefill lost"
-    """The prefill group's leader is lost, and is not the decode group's."""
+    """The leader of a prefill group that is not colocated is lost."""
     DECODE_LOST = "decode lost"
     RELEASED = "released"
     OTHER = "other"
-    """A message without meaning for a session, or the loss of a leader that has nothing of the request."""
+    """An unexpected message, or the loss of a leader that does not have the request."""
     ALL_ANSWERED = "all answered"
     ALL_RELEASED = "all released"
 
@@ -61,19 +61,19 @@ class SendMessage(msgspec.Struct, frozen=True):
 
 
 class EmitOutput(msgspec.Struct, frozen=True):
-    """Give `output` to the client."""
+    """Pass `output` to the client."""
 
     output: Output
 
 
 class RaiseError(msgspec.Struct, frozen=True):
-    """Raise `error` to the client, once the request is released."""
+    """Raise `error` to the client after the request is released."""
 
     error: DisaggError
 
 
 class CountPromptComputed(msgspec.Struct, frozen=True):
-    """Take the prompt out of the prefill group's load."""
+    """Subtract the prompt from the prefill group's load."""
 
 
 SessionAction = SendMessage | EmitOutput | RaiseError | CountPromptComputed
@@ -83,10 +83,10 @@ class Loss(Enum):
     """Cause of a session's failure after which another session can continue the request."""
 
     PREFILL = "prefill_lost"
-    """The prefill group, or its connection with the decode group."""
+    """The prefill group, or its connection to the decode group, is lost."""
     DECODE = "decode_lost"
-    """The decode group, or a colocated one."""
+    """The decode group, or a colocated group, is lost."""
     DAMAGE = "damaged_kv"
     """KV arrived damaged twice."""
     TRANSFER = "transfer_failed"
-    """The request's transfer failed, and no group was lost: a late lease, a failed send, a launch that failed."""
+    """The transfer failed without the loss of a group: a late lease, a failed send or a failed kernel launch."""

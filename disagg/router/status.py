@@ -1,5 +1,5 @@
-"""Latest status of each of a router's groups, and the KV events of their caches. The router renews its `Watch`
-periodically; `disagg.node.reports` sends the reports.
+"""Latest status of each of a router's groups, and the KV events of their caches. A router subscribes with `Watch`,
+which it renews periodically; `disagg.node.reports` sends the reports.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GroupStatuses:
         """Changes of what `broken` returns so far, of any group; may count more."""
 
     def renew(self, interval_s: float) -> None:
-        """Sends a `Watch` to each leader, to be renewed in `interval_s`; drops removed groups."""
+        """Sends a `Watch` to each leader, to be renewed after `interval_s`; drops the statuses of removed groups."""
         self._interval_s = interval_s
         engines = {engine.group.leader.control_address: engine for engine in self._engines()}
         for leader in self._statuses.keys() - engines:
@@ -52,21 +52,21 @@ class GroupStatuses:
             self._dispatcher.send(leader, m.Watch(interval_s, "events" if self._compares(engine) else "none"))
 
     def close(self) -> None:
-        """Ends all watches; otherwise the leaders would send reports until they expire."""
+        """Ends all watches; otherwise the leaders would send reports until the watches expire."""
         for leader in list(self._statuses):
             self._dispatcher.send(leader, m.Watch(0.0))
             self._forget(leader)
 
     def latest(self) -> tuple[GroupStatus, ...]:
-        """Returns the status of each living group, prefill groups first, then by name; without ranks before a
-        report."""
+        """Returns the status of each living group, prefill groups first, then by name. The status of a group that has
+        not reported yet has no ranks."""
         engines = sorted(
             self._engines(), key=lambda e: (e.group.role != "prefill", len(e.group.name), e.group.name)
         )
         return tuple(self._of(engine) for engine in engines)
 
     def broken(self, engine: RoutedGroup) -> bool:
-        """Returns whether the group is broken by its latest report, and cannot serve any more."""
+        """Returns whether the group's latest report says that the group is broken and can serve no more."""
         return bool(self._of(engine).broken)
 
     def _of(self, engine: RoutedGroup) -> GroupStatus:

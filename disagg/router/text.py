@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from tokenizers.decoders import DecodeStream
 
 Decode = Callable[[Sequence[int]], str]
-"""All tokens of an answer so far -> their text. The cost per token of a `FastDecode` is constant."""
+"""Converts all tokens of an answer so far to text. With a `FastDecode`, the cost per new token is constant."""
 
 REPLACEMENT = "\ufffd"
 
@@ -49,14 +49,14 @@ class Pieces(Protocol):
         """Adds tokens; returns the text that is final now."""
 
     def rest(self) -> str:
-        """Returns the withheld text, such as half a character, at the end of the answer."""
+        """Returns the text that was withheld, such as half a character; called at the end of the answer."""
 
 
 class _StreamedPieces:
-    """Decodes with `DecodeStream`: the cost of a token is the decoding of the token with its neighbours.
+    """Decodes with `DecodeStream`, which decodes each new token with only a few neighbouring tokens.
 
     `DecodeStream` returns text that ends with a whole character, and cannot be flushed, so this class also keeps the
-    pending tokens. A run of invalid bytes is decoded again for each of its tokens.
+    pending tokens. Each token of a run of invalid bytes decodes the whole run again.
     """
 
     def __init__(self, decode: Decode, tokenizer: Any, special: frozenset[int]) -> None:

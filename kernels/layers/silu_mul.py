@@ -60,8 +60,8 @@ def _check(gate: torch.Tensor, up: torch.Tensor) -> None:
         alike = x.shape == gate.shape and x.dtype == gate.dtype and x.device == gate.device
         if not alike or x.dtype not in DTYPES or not (x.is_contiguous() or _has_regular_rows(x)):
             raise ValueError(
-                f"{name} must be float32, bfloat16 or float16, contiguous or with contiguous rows at one distance, "
-                f"gate and up alike; got {describe(x)}"
+                f"{name} must be float32, bfloat16 or float16, contiguous or with contiguous rows of one stride, "
+                f"and gate and up of one shape and type; got {describe(x)}"
             )
 
 

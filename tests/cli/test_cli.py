@@ -206,7 +206,7 @@ def test_a_missing_dependency_is_not_hidden(
     assert cli.run(["demo"]) == 1
     assert (
         capsys.readouterr().err
-        == "disagg: this installation has no module disagg.commands.demo: install disagg anew\n"
+        == "disagg: this installation has no module disagg.commands.demo: reinstall disagg\n"
     )
 
 

@@ -143,7 +143,7 @@ def test_the_kernels_are_for_models_whose_layers_they_can_do(
     assert make_runner(plain).attention_kernels
     assert not make_runner(alibi).attention_kernels
     with pytest.raises(
-        ConfigError, match=r"model\.attention = triton cannot be for Bloom.*: ALiBi; use auto"
+        ConfigError, match=r"model\.attention = triton cannot be used for Bloom.*: ALiBi; use auto"
     ):
         make_runner(alibi, attention="triton")
 

@@ -200,7 +200,7 @@ class OutgoingChannel(Channel):
     # --- replies
 
     def _read(self, reader: FrameReader) -> bool:
-        """Reads replies. Returns whether they continue in another connection."""
+        """Reads replies. Returns whether further replies come through another connection."""
         while (frame := reader.frame()) is not None:
             with self.state.lock:
                 match frame.kind:

@@ -28,7 +28,7 @@ JOIN_TIMEOUT_S = 20.0
 POLL_S = 0.05
 
 FindPids = Callable[[], dict[str, int]]
-"""Returns the process that listens at each control address, of the ranks on this host."""
+"""Returns the process ids of the ranks on this host, by control address."""
 
 
 class JoinedSystem(RoutedSystem):
@@ -79,7 +79,7 @@ async def joined_system(config: Config, directory: str) -> AsyncIterator[JoinedS
             if not system.ranks():
                 raise ConfigError(
                     f"--join {directory}: none of its ranks is a process of this user on this host, and a fault "
-                    f"needs one: run the command beside the ranks"
+                    f"needs one: run the command on a host of the ranks"
                 )
             yield system
     finally:

@@ -40,7 +40,7 @@ class DecodeBench:
     page_size: int
     repeats: int
     deterministic: bool = False
-    """Also measures the deterministic mode, and prefill steps in both modes."""
+    """Whether to measure the deterministic mode too, and prefill steps in both modes."""
     prefill_tokens: int = 4096
     """Tokens of a prefill step, taken from the prompts of as many requests as needed."""
     max_context_tokens: int = 0
@@ -210,8 +210,8 @@ def check(runner: ModelRunner, batch: StepBatch) -> None:
         error = float((together[number] - alone).norm() / alone.norm())
         if not error <= allowed:
             raise InvariantError(
-                f"request {number} of the batch has other logits than alone: off by {error:.2g} of their norm, "
-                f"rounding explains {allowed:.2g}"
+                f"request {number} of the batch has other logits than alone: they differ by {error:.2g} of their "
+                f"norm, rounding explains {allowed:.2g}"
             )
 
 

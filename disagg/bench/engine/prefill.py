@@ -109,8 +109,8 @@ def _compare(runner: ModelRunner, tokens: int, wanted: torch.Tensor, found: torc
     allowed = rounding(runner.pool.dtype, runner.pool.layers)
     if not error <= allowed:
         raise InvariantError(
-            f"a recorded step of {tokens} tokens has other logits than a launched one: off by {error:.2g} of their "
-            f"norm, rounding explains {allowed:.2g}"
+            f"a recorded step of {tokens} tokens has other logits than a launched one: they differ by {error:.2g} of "
+            f"their norm, rounding explains {allowed:.2g}"
         )
 
 

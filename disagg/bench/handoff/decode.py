@@ -90,7 +90,7 @@ async def _beside(
             running = asyncio.Event()
             decoders.append(group.create_task(client.generate(prompt, sizes.steps, running)))
             await running.wait()
-        pause_s: float | None = None  # a try that begins with a pause has no other turn
+        pause_s: float | None = None  # if a try begins with a pause, the pause lasts until the end of the try
         while not any(task.done() for task in decoders):
             turn = next(turns)
             if turn == "pause":
@@ -120,7 +120,7 @@ def _sort(groups: HandoffGroups, sizes: Sizes, beside: _Beside) -> Sorted:
 def _require_all(found: Sorted) -> Sorted:
     if not all(found):
         raise DisaggError(
-            f"{len(found.quiet)} decode steps had nothing beside them, {len(found.prefill)} a prefill, "
-            f"{len(found.arriving)} an arrival: give more --steps, or fewer --tokens"
+            f"{len(found.quiet)} decode steps ran alone, {len(found.prefill)} during a prefill, "
+            f"{len(found.arriving)} during an arrival, and each kind is needed: give more --steps, or fewer --tokens"
         )
     return found

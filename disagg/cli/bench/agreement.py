@@ -41,8 +41,8 @@ class AgreementOptions:
         float | None,
         typer.Option(
             "--init-gain",
-            help=f"Standard deviation of random weights times the root of the hidden size [{_GAIN}]: a larger gain "
-            "amplifies differences from layer to layer; with a much smaller one answers may repeat a token.",
+            help=f"Standard deviation of random weights times the root of the hidden size [{_GAIN}]. Larger values "
+            "amplify differences from layer to layer; with much smaller values, answers may repeat one token.",
         ),
     ] = None
     dtype: Annotated[
@@ -68,9 +68,9 @@ class AgreementOptions:
 
 @with_options(AgreementOptions)
 def agreement(options: AgreementOptions) -> None:
-    """Length of equal greedy answers with 8-bit KV (int8, fp8), and the savings in pool and on the wire.
+    """Compare greedy answers with 8-bit KV (int8, fp8) and with unquantized KV; show the bytes saved.
 
-    Random weights choose among nearly equal tokens: give --model for results of a trained model.
+    With random weights, the likeliest tokens are nearly equal. Use --model for the results of a trained model.
     """
     gain = _gain(options)
     from disagg.bench.agreement.report import (

@@ -19,7 +19,9 @@ from disagg.cli.bench.swap import swap
 from disagg.cli.bench.transfer import transfer
 from disagg.cli.bench.wire import wire
 
-app = typer.Typer(help="Measure this machine; every figure with its ceiling, every byte checked.")
+app = typer.Typer(
+    help="Run a benchmark on this machine. Results are checked, and figures are shown with their ceilings."
+)
 for _command in (
     kernels,
     collective,

@@ -36,11 +36,13 @@ class FaultFlags:
     ] = "kill"
     roles: Annotated[
         str,
-        typer.Option("--roles", metavar="ROLE,...", help="Only ranks of these groups are hit."),
+        typer.Option(
+            "--roles", metavar="ROLE,...", help="Roles of the groups whose ranks may be killed or stopped."
+        ),
     ] = "prefill,decode,colocated"
     count: Annotated[int, typer.Option("--count", min=0, help="Number of faults.")] = 10
     duration_s: Annotated[
-        float | None, typer.Option("--duration-s", help="No further fault after this time.")
+        float | None, typer.Option("--duration-s", help="Inject no fault after this time.")
     ] = None
     gap_s: Annotated[
         float, typer.Option("--gap-s", help="Mean delay before a fault, once all groups serve.")
@@ -49,12 +51,13 @@ class FaultFlags:
         str, typer.Option("--stop-s", metavar="S,...", help="Durations of a stop, chosen at random.")
     ] = "1,15"
     overlap: Annotated[
-        bool, typer.Option("--overlap", help="Faults do not wait until all groups serve again.")
+        bool, typer.Option("--overlap", help="Inject a fault even if not all groups serve again.")
     ] = False
     recover_s: Annotated[
         float,
         typer.Option(
-            "--recover-s", help="Limit until all groups serve again; then a rank that hangs is killed."
+            "--recover-s",
+            help="Time limit until all groups serve again. A rank that still hangs is then killed.",
         ),
     ] = 120.0
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of faults, prompts and sampling.")] = 0
@@ -87,16 +90,24 @@ class ChaosOptions:
     decode_groups: Annotated[
         int, typer.Option("--decode-groups", min=1, help="Decode groups."), Sets(("decode.groups",))
     ] = 2
-    streams: Annotated[int, typer.Option("--streams", min=1, help="Requests at once.")] = 10
+    streams: Annotated[int, typer.Option("--streams", min=1, help="Number of requests in flight.")] = 10
     requests: Annotated[
-        int, typer.Option("--requests", min=1, help="Different requests, sent again and again.")
+        int,
+        typer.Option("--requests", min=1, help="Number of different requests, which are sent repeatedly."),
     ] = 32
     input_tokens: Annotated[
-        str, typer.Option("--input-tokens", metavar="SPEC", help="As of `disagg bench serve`.")
+        str,
+        typer.Option(
+            "--input-tokens", metavar="SPEC", help="Length of prompts, as for `disagg bench serve`."
+        ),
     ] = "16-256"
     output_tokens: Annotated[
         str,
-        typer.Option("--output-tokens", metavar="SPEC", help="Most tokens of an answer; as --input-tokens."),
+        typer.Option(
+            "--output-tokens",
+            metavar="SPEC",
+            help="Most tokens of an answer, in the notation of --input-tokens.",
+        ),
     ] = "64-256"
     faults: FaultFlags
     join: JoinFlag = None
@@ -105,10 +116,10 @@ class ChaosOptions:
 
 @with_options(ChaosOptions)
 def chaos(options: ChaosOptions) -> None:
-    """Kill and stop ranks under load; compare every answer with that of a quiet run.
+    """Kill and stop ranks under load, and compare every answer with the answer of a run without faults.
 
-    Exit code 1 when an answer failed or differs, or the groups did not recover. The deterministic mode is on, unless
-    --no-deterministic is given: then rounding can change a token.
+    Exit code 1 if an answer failed or differs, or the groups did not recover. The deterministic mode is on. With
+    --no-deterministic, rounding can change tokens.
     """
     schedule = options.faults.schedule()
     config = configuration(options.cluster.source, options)

@@ -15,7 +15,7 @@ from disagg.cli.options import with_options
 class CollectiveOptions:
     """Flags of `disagg bench collective`."""
 
-    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Processes.")] = 2
+    ranks: Annotated[int, typer.Option("--ranks", min=2, help="Number of ranks, each a process.")] = 2
     sizes: Annotated[str, typer.Option("--sizes", help="Bytes of a tensor, comma-separated.")] = (
         "8192,65536,1048576,16777216"
     )
@@ -26,7 +26,7 @@ class CollectiveOptions:
 
 @with_options(CollectiveOptions)
 def collective(options: CollectiveOptions) -> None:
-    """All-reduces of ranks without a GPU each, in shared memory, beside gloo's."""
+    """Measure all-reduces over CPU ranks, in shared memory and with gloo."""
     from disagg.bench.engine.collective import CollectiveBench, run
 
     sizes = parse_numbers("--sizes", options.sizes)

@@ -37,7 +37,7 @@ class CompareFlags:
         Literal["colocated"] | None,
         typer.Option(
             "--compare",
-            help="Start a split system here, then a colocated one with equal ranks; put the same load on both.",
+            help="Start a split system, then a colocated one with as many ranks; run the same load on both.",
         ),
     ] = None
     rates: Annotated[
@@ -50,7 +50,7 @@ class CompareFlags:
         bool,
         typer.Option(
             "--check-equal",
-            help="With --compare: exit code 1 when greedy answers of the systems differ; without --deterministic "
+            help="With --compare: exit code 1 if greedy answers of the systems differ. Without --deterministic, "
             "rounding may explain a difference.",
         ),
     ] = False
@@ -61,7 +61,7 @@ class CompareFlags:
     colocated_tp: Annotated[
         int | None,
         typer.Option(
-            "--colocated-tp", min=1, help="With --compare: ranks of a colocated group [--decode-tp]."
+            "--colocated-tp", min=1, help="With --compare: ranks of a colocated group [as --decode-tp]."
         ),
     ] = None
     device: DeviceFlag = None

@@ -31,7 +31,8 @@ class DecodeOptions:
         ),
     ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="Of weights and KV.")
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option("--dtype", help="Element type of weights and KV."),
     ] = "bfloat16"
     batch: Annotated[int, typer.Option("--batch", min=1, help="Requests in the step.")] = 64
     context_tokens: Annotated[
@@ -41,7 +42,9 @@ class DecodeOptions:
     max_context_tokens: Annotated[
         int,
         typer.Option(
-            "--max-context-tokens", min=0, help="Room of the block table, as in a server [--context-tokens]."
+            "--max-context-tokens",
+            min=0,
+            help="Longest context for which the block table has room, as in a server [--context-tokens].",
         ),
     ] = 0
     page_size: PageSizeFlag = 16
@@ -61,7 +64,8 @@ class DecodeOptions:
 
 @with_options(DecodeOptions)
 def decode(options: DecodeOptions) -> None:
-    """A decode step of a whole model: its read rate of weights and KV, as a share of a plain copy."""
+    """Measure a decode step of a whole model: the rate at which weights and KV are read, as a share of a plain
+    copy."""
     import torch
 
     from disagg.bench.engine.decode import DecodeBench, run

@@ -41,14 +41,14 @@ class HandoffModelFlags:
     kv_dtype: Annotated[
         str,
         typer.Option(
-            "--kv-dtype", help="Element type of the KV, in both groups and between (model.kv_dtype)."
+            "--kv-dtype", help="Element type of the KV in both groups and on the wire (model.kv_dtype)."
         ),
     ] = "auto"
     decode_kv_dtype: Annotated[
         str,
         typer.Option(
             "--decode-kv-dtype",
-            help="Element type of the KV in the decode group, and so on the wire (decode.kv_dtype).",
+            help="Element type of the KV in the decode group and on the wire (decode.kv_dtype).",
         ),
     ] = "model"
     prefill_tp: Annotated[int, typer.Option("--prefill-tp", min=1, help="Ranks of the prefill group.")] = 1
@@ -74,11 +74,15 @@ class HandoffSizeFlags:
     ] = 4
     decoder_tokens: Annotated[
         int | None,
-        typer.Option("--decoder-tokens", min=1, help="Tokens of their prompts [1024; 64 on a CPU]."),
+        typer.Option(
+            "--decoder-tokens", min=1, help="Prompt tokens of the decoding requests [1024; 64 on a CPU]."
+        ),
     ] = None
     steps: Annotated[
         int | None,
-        typer.Option("--steps", min=2, help="Tokens that each of them decodes [512; 256 on a CPU]."),
+        typer.Option(
+            "--steps", min=2, help="Tokens that each decoding request generates [512; 256 on a CPU]."
+        ),
     ] = None
 
 
@@ -96,12 +100,13 @@ class HandoffFlags:
 
 @with_options(HandoffFlags)
 def handoff(options: HandoffFlags) -> None:
-    """A real model, prefilled by one group and decoded by another: cost of the transfer, answers compared.
+    """Measure the transfer's cost with a real model, prefilled by one group and decoded by another; check the
+    answers.
 
     Every byte of the moved KV is compared. With --deterministic, equal ranks on both sides and float32, every token
     must be equal. Otherwise, in 16 bits and with 8-bit KV, rounding must explain the first difference of an answer:
-    the benchmark compares both sides' logits behind the same tokens. With 8-bit KV in the decode group alone, answers
-    are compared in their first token, and the bytes with the quantized KV of the prefill group.
+    the benchmark compares both sides' logits after the same tokens. With 8-bit KV in the decode group only, the first
+    token of each answer is compared, and the moved bytes are compared with the prefill group's KV after quantization.
     """
     from disagg.bench.handoff.run import HandoffBench, HandoffOptions, run
 

@@ -36,7 +36,7 @@ class KernelOptions:
         Literal["copies", "checksum", "quantize", "page_copy", "attention", "sampling"],
         typer.Option(
             "--what",
-            help="checksum: copies with and without; quantize: the gather to 8 bits; page_copy: pages within a pool; "
+            help="checksum: copies with and without it; quantize: gather to 8 bits; page_copy: pages within a pool; "
             "attention: decode, prefill, writes of K and V (needs a GPU); sampling: a step of 256 requests.",
         ),
     ] = "copies"
@@ -66,7 +66,7 @@ class KernelRun:
 
 @with_options(KernelOptions)
 def kernels(options: KernelOptions) -> None:
-    """Gather and scatter as a share of a plain copy on the same device; or other kernels, see --what."""
+    """Measure gather and scatter as a share of a plain copy on the same device, or other kernels (--what)."""
     device = device_of(options.device)
     runs = {"attention": _attention, "sampling": _sampling}
     chosen = runs.get(options.what, _copies)(options, device)

@@ -78,13 +78,15 @@ class PromptFlags:
         typer.Option(
             "--input-tokens",
             metavar="SPEC",
-            help="512, 128-1024, lognormal:MEAN,SIGMA[,MAX], or sharegpt-like: a lognormal model of such prompts.",
+            help="512, 128-1024, lognormal:MEAN,SIGMA[,MAX], or sharegpt-like (a lognormal model of ShareGPT).",
         ),
     ] = "512"
     output_tokens: Annotated[
         str,
         typer.Option(
-            "--output-tokens", metavar="SPEC", help="As --input-tokens; a maximum, exact with --ignore-eos."
+            "--output-tokens",
+            metavar="SPEC",
+            help="Length of answers, in the notation of --input-tokens: a maximum, or exact with --ignore-eos.",
         ),
     ] = "128"
     shared_prefix_tokens: Annotated[

@@ -28,10 +28,13 @@ class MemoryOptions:
     requests: Annotated[int, typer.Option("--requests", min=1, help="Requests that decode together.")] = 256
     input_tokens: Annotated[
         str,
-        typer.Option("--input-tokens", help="Their prompts: 512, 128-1024, lognormal:MEAN,SIGMA,MAX."),
+        typer.Option(
+            "--input-tokens", help="Prompts of these requests: 512, 128-1024, lognormal:MEAN,SIGMA,MAX."
+        ),
     ] = "sharegpt-like"
     output_tokens: Annotated[
-        str, typer.Option("--output-tokens", help="Their answers, in the same notation.")
+        str,
+        typer.Option("--output-tokens", help="Answers of these requests, in the notation of --input-tokens."),
     ] = "sharegpt-like"
     repeats: RepeatsFlag = 9
     output: OutputFlags
@@ -39,7 +42,7 @@ class MemoryOptions:
 
 @with_options(MemoryOptions)
 def memory(options: MemoryOptions) -> None:
-    """The host time of KV bookkeeping, and the share of slots that pages waste. Needs no device."""
+    """Measure the host time of KV management, and the share of slots that pages waste. Needs no device."""
     from disagg.bench.engine.memory import MemoryBench, run
     from disagg.bench.serve.lengths import parse_lengths
 

@@ -43,7 +43,7 @@ class OverloadOptions:
     ]
     seconds: Annotated[float, typer.Option("--seconds", min=1.0, help="Duration of each load.")] = 20.0
     idle_rate: Annotated[
-        float, typer.Option("--idle-rate", min=0.1, help="Requests a second before and after.")
+        float, typer.Option("--idle-rate", min=0.1, help="Requests a second before and after the overload.")
     ] = 3.0
     prompt_tokens: Annotated[int, typer.Option("--input-tokens", min=1, help="Most tokens of a prompt.")] = 64
     answer_tokens: Annotated[int, typer.Option("--output-tokens", min=1, help="Tokens of each answer.")] = 16
@@ -54,9 +54,9 @@ class OverloadOptions:
 
 @with_options(OverloadOptions)
 def overload(options: OverloadOptions) -> None:
-    """Latency of accepted and rejected requests when far more arrive than a server can answer.
+    """Measure the latency of accepted and rejected requests when many more arrive than a server can answer.
 
-    The same run has a light load before and after, for comparison.
+    For comparison, the run has a light load before and after the overload.
     """
     import msgspec
     import uvloop

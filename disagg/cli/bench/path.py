@@ -21,17 +21,22 @@ class PathFlags:
         int, typer.Option("--layer-groups", min=1, help="Most layer groups, as transfer.layer_groups.")
     ] = 4
     ring_bytes: Annotated[
-        str, typer.Option("--ring-bytes", metavar="SIZE", help="Ring of each decode rank [by its memory].")
+        str,
+        typer.Option(
+            "--ring-bytes", metavar="SIZE", help="Ring of each decode rank [derived from its memory]."
+        ),
     ] = "0"
     staging_bytes: Annotated[
         str,
-        typer.Option("--staging-bytes", metavar="SIZE", help="Staging of each prefill rank [by its memory]."),
+        typer.Option(
+            "--staging-bytes", metavar="SIZE", help="Staging of each prefill rank [derived from its memory]."
+        ),
     ] = "0"
     transport: Annotated[
         Literal["auto", "ucx"],
         typer.Option(
             "--transport",
-            help="ucx: always through staging and ring, even where peers can open each other's pools.",
+            help="ucx: always use staging and ring, even if peers can open each other's pools.",
         ),
     ] = "auto"
     checksum: Annotated[

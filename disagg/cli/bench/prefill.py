@@ -32,7 +32,8 @@ class PrefillOptions:
         ),
     ] = None
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option("--dtype", help="Of weights and KV.")
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option("--dtype", help="Element type of weights and KV."),
     ] = "bfloat16"
     tokens: Annotated[str, typer.Option("--tokens", metavar="N,...", help="Tokens of each step.")] = (
         "64,256,512,1024,2048"
@@ -48,7 +49,7 @@ class PrefillOptions:
 
 @with_options(PrefillOptions)
 def prefill(options: PrefillOptions) -> None:
-    """Prefill steps of a whole model, launched kernel by kernel and recorded."""
+    """Measure prefill steps of a whole model, launched kernel by kernel and recorded as CUDA graphs."""
     import torch
 
     from disagg.bench.engine.prefill import PrefillBench, run

@@ -38,14 +38,15 @@ class TargetFlags:
     model: Annotated[
         str,
         typer.Option(
-            "--model", help="[the first model that the server lists]; with --compare a checkpoint's folder."
+            "--model", help="Model [the server's first model]; with --compare, a checkpoint's folder."
         ),
     ] = ""
     api_key_file: ApiKeyFlag = None
     chat: Annotated[
         bool,
         typer.Option(
-            "--chat", help="Text to /chat/completions, one word per input token; else ids to /completions."
+            "--chat",
+            help="Send text to /chat/completions, one word per input token; otherwise ids to /completions.",
         ),
     ] = False
 
@@ -72,10 +73,10 @@ class BenchServeOptions:
 
 @with_options(BenchServeOptions)
 def serve(options: BenchServeOptions) -> int:
-    """Load against any OpenAI-compatible endpoint: latencies, throughput, goodput; every answer checked.
+    """Send load to any OpenAI-compatible endpoint: latencies, throughput, goodput. Every answer is checked.
 
-    One uncounted request comes first. Times are those of the client; answers have temperature 0. --compare starts two
-    systems of this program, one after the other, warms them up, and reports both side by side.
+    The first request is a probe and does not count. Times are measured by the client; answers have temperature 0.
+    --compare starts two systems of this program, one after the other, warms each up, and reports both side by side.
     """
     _check(options)
     from disagg.bench.serve.bench import run

@@ -49,7 +49,7 @@ class PoolFlags:
         int, typer.Option("--decode-page-size", min=1, help="Tokens of a page of the receiver.")
     ] = 16
     in_flight: Annotated[
-        int, typer.Option("--in-flight", min=2, help="Requests in flight at the same time, back to back.")
+        int, typer.Option("--in-flight", min=2, help="Requests in flight in the back-to-back measurement.")
     ] = 8
 
 
@@ -61,10 +61,11 @@ class TransferOptions:
     path: PathFlags
     peer: Annotated[
         Literal["none", "nixl"],
-        typer.Option("--peer", help="nixl: also the same transfer by NIXL descriptors, for comparison."),
+        typer.Option("--peer", help="nixl: also measure the same transfer by NIXL, for comparison."),
     ] = "none"
     nixl_threads: Annotated[
-        int, typer.Option("--nixl-threads", min=0, help="Threads of NIXL that post descriptors.")
+        int,
+        typer.Option("--nixl-threads", min=0, help="Number of threads with which NIXL posts descriptors."),
     ] = 4
     repeats: RepeatsFlag = 9
     device: DeviceFlag = "auto"
@@ -73,7 +74,7 @@ class TransferOptions:
 
 @with_options(TransferOptions)
 def transfer(options: TransferOptions) -> None:
-    """KV pool to KV pool between two groups of ranks, as a share of a plain copy between their devices."""
+    """Measure KV transfers from pool to pool between two groups, as a share of a plain copy between their devices."""
     from disagg.bench.nixl.peer import compare, require
     from disagg.bench.transfer.pools import run
     from disagg.core.types import DTYPE_BYTES

@@ -45,7 +45,7 @@ def use_kernels(
     why = next((one for one in (*whys, *(params.torch_only for params in calls)) if one), "")
     if why and wanted == "triton":
         raise ConfigError(
-            f"model.attention = triton cannot be for {spec.architecture}: {why}; use auto or torch"
+            f"model.attention = triton cannot be used for {spec.architecture}: {why}; use auto or torch"
         )
     return not why
 
@@ -69,7 +69,7 @@ class KernelStep:
     ) -> None:
         """`slots`: the slot of each token's K and V, int64 `[T]`. `writes`: see `PagedStep`.
 
-        `deterministic`, and `max_tokens` of the sequences with one token: see `decode_attention`.
+        For `deterministic`, and for `max_tokens` of one-token sequences, see `decode_attention`.
         """
         self._deterministic, self._writes, self._max_tokens = deterministic, writes, max_tokens
         self._pool, self._table = pool, table.table

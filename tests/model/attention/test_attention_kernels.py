@@ -85,7 +85,7 @@ def test_without_a_gpu_torch_computes_unless_triton_is_selected(checkpoint: Chec
         return
     assert not make_runner(checkpoint("llama")).attention_kernels
     with pytest.raises(
-        ConfigError, match=r"model\.attention = triton cannot be for Llama.*does not run on cpu"
+        ConfigError, match=r"model\.attention = triton cannot be used for Llama.*does not run on cpu"
     ):
         make_runner(checkpoint("llama"), attention="triton")
 
