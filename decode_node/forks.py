@@ -43,7 +43,7 @@ class Forks:
         return unused
 
     def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
-        """Marks a sequence that has its last token. Returns True if none of the request's are left: close it then."""
+        """Marks a sequence that has its last token. Returns whether it was the last one: the request ends then."""
         sequence.ended = request.some_ended = True
         return all(one.ended for one in request.sequences)
 

@@ -239,7 +239,7 @@ class DecodeLeader(AdmittingLeader):
                 sequence.tokens.append(token)
 
     def _sound(self, request: DecodeRequest, first: m.FirstTokens) -> bool:
-        """Returns True for the right number of tokens, all of the vocabulary. Others would break the next step."""
+        """Returns whether the number of tokens is right and all are in the vocabulary: the next step needs both."""
         wanted, scored = len(request.sequences), 0
         if request.search is not None:
             wanted = scored = candidates_wanted(

@@ -114,7 +114,7 @@ class DecodeScheduler:
         return self._admission.max_sequences
 
     def rank_opened(self, request: DecodeRequest, rank: int) -> bool:
-        """Records that a rank can receive. Returns True once, when all ranks can: send the ticket then."""
+        """Records that a rank can receive. Returns True once, when all can; the caller then sends the ticket."""
         known = rank in request.opened_ranks
         request.opened_ranks.add(rank)
         return not known and len(request.opened_ranks) == self._options.ranks
@@ -137,7 +137,7 @@ class DecodeScheduler:
     def commit(self, plan: StepPlan) -> list[DecodeRequest]:
         """Records the end of the oldest step in flight; returns its requests in the plan's order.
 
-        Tokens of closing ones are void.
+        Tokens of closing requests are void.
         """
         requests = list(dict.fromkeys(one.request for one in self._planner.commit(plan)))
         for request in requests:
@@ -151,7 +151,7 @@ class DecodeScheduler:
         self._forks.branch(request, beams)
 
     def end(self, request: DecodeRequest, sequence: Sequence) -> bool:
-        """Marks a sequence that has its last token. Returns True if none of the request's are left: close it then."""
+        """Marks a sequence that has its last token. Returns whether it was the last one: the request ends then."""
         return self._forks.end(request, sequence)
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
@@ -162,7 +162,7 @@ class DecodeScheduler:
     # --- ends
 
     def close(self, request: DecodeRequest) -> bool:
-        """Starts the end of a request. Returns True the first time: send `CloseTransfer` to the ranks then."""
+        """Starts the end of a request. Returns True the first time; the caller then sends `CloseTransfer`."""
         if request.closing:
             return False
         request.closing = True

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from disagg.core.errors import TransportError
 from disagg.core.types import RankInfo, RequestKey, Segment, Span
 from disagg.node.device import DeviceEvent
 from prefill_node.cutter import Cutter
 from prefill_node.direct import NO_LIMIT
+from prefill_node.early import EarlyChunks, ReadyLayers
 from prefill_node.flows import Flows
 from prefill_node.leases import Leases
 from prefill_node.mover import SegmentMover
 from prefill_node.outgoing import OutgoingSegment, OutgoingTransfer
 from prefill_node.peer_pools import PeerPools
 from prefill_node.send_state import SendState
+from prefill_node.step_part import PlannedChunk, StepPart
 from prefill_node.tickets import OutgoingTickets
 from staging.planner import cut_tails
 from staging.trailer import message_bytes
@@ -24,24 +24,6 @@ from staging.trailer import message_bytes
 CHECKED_TAIL_BYTES = 64 << 20
 """Largest segment at the end of a prompt that is written directly with checksums. The decode rank verifies a segment
 when all of it is written, and nothing overlaps the verification of the last one."""
-
-
-class Part(enum.Enum):
-    """Kind of KV that a step sends."""
-
-    CHUNK = "chunk"
-    """The positions that the step computes."""
-    CACHED = "cached"
-    """The positions before a prompt's first chunk, by a prefix cache hit."""
-    STATE = "state"
-    """The recurrent state behind a prompt's last position."""
-
-
-class StepPart(NamedTuple):
-    """One kind of KV of one step: the unit that becomes ready together."""
-
-    step: int
-    part: Part
 
 
 class Chunks:
@@ -61,13 +43,39 @@ class Chunks:
         self._pools, self._mover, self._flows = pools, mover, flows
         self._uncomputed: dict[StepPart, list[OutgoingSegment]] = {}
         """Segments whose layers are not computed."""
+        self.early = EarlyChunks()
+        """Chunks whose tickets have not come."""
 
-    def plan(self, part: StepPart, key: RequestKey, chunk: Span) -> None:
-        """Cuts positions `chunk`, which `part` makes ready; requests leases and prepares direct writes."""
-        outgoing = self._tickets.open.get(key)
-        if outgoing is None or outgoing.stopped:
+    def plan(self, chunk: PlannedChunk) -> None:
+        """Cuts a chunk; requests leases and prepares direct writes. An early chunk waits for its ticket.
+
+        Chunks of an earlier reservation of the request's pages are ignored, as are those of a refused ticket.
+        """
+        outgoing = self._tickets.open.get(chunk.key)
+        if outgoing is None and chunk.early:
+            self.early.add(chunk)
+        elif outgoing is not None and outgoing.reservation == chunk.reservation:
+            self._plan(outgoing, chunk.part, chunk.positions)
+
+    def opened(self, outgoing: OutgoingTransfer) -> None:
+        """Sends what was computed before the ticket opened."""
+        for chunk, ready in self.early.take(outgoing.key, outgoing.reservation):
+            self._plan(outgoing, chunk.part, chunk.positions)
+            for one in ready:
+                self._move(chunk.part, one)
+
+    def drop_early(self, key: RequestKey, reservation: int) -> None:
+        """Drops the chunks of a reservation that has ended."""
+        self.early.take(key, reservation)
+
+    def check(self) -> None:
+        """Raises `InvariantError` if the chunks without a ticket are inconsistent."""
+        self.early.check()
+
+    def _plan(self, outgoing: OutgoingTransfer, part: StepPart, positions: Span) -> None:
+        if outgoing.stopped:
             return
-        tokens = chunk.intersect(outgoing.ticket.tokens)
+        tokens = positions.intersect(outgoing.ticket.tokens)
         segments = self._cut(outgoing, tokens)
         outgoing.planned_to = max(outgoing.planned_to, tokens.stop)
         written: list[tuple[list[OutgoingSegment], RankInfo]] = []
@@ -93,6 +101,12 @@ class Chunks:
 
         `layers` begins with the first layer of a class, and grows from call to call as the layers are computed.
         """
+        ready = ReadyLayers(layers, event)
+        self.early.layers_ready(part, ready)
+        self._move(part, ready)
+
+    def _move(self, part: StepPart, computed: ReadyLayers) -> None:
+        layers, event = computed
         waiting: list[OutgoingSegment] = []
         ready: list[OutgoingSegment] = []
         for item in self._uncomputed.pop(part, []):

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 
 from disagg.core.errors import RequestError
 from disagg.core.sampling import sampling_of
-from disagg.core.types import RequestKey, TokenLogprobs
+from disagg.core.types import RequestKey
 from disagg.model.sampling.next_tokens import BeamStep, likeliest, next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.sampled import Chosen
-from prefill_node.scheduler import PrefillRequest
+from prefill_node.request import First, PrefillRequest
 
 ROWS = 32
 """First tokens sampled in one call. Each needs several copies of a row of logits, for which no memory is reserved,
 and several prompts with many sequences each may end in one step."""
-
-
-class First(NamedTuple):
-    """See `transport.control.messages.FirstTokens`."""
-
-    tokens: list[int]
-    scores: list[float]
-    logprobs: list[TokenLogprobs]
-    """One for each token, where the request has `logprobs`."""
 
 
 def first_tokens(

@@ -9,7 +9,7 @@ import torch
 
 from disagg.core.errors import DisaggError, NotLinkedError, PeerLostError, RequestError, error_from_code
 from disagg.core.ports import Clock
-from disagg.core.types import GroupInfo, RequestKey
+from disagg.core.types import GroupInfo, RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.spec.model_spec import ModelSpec
 from disagg.node.group_status import Scheduled
@@ -18,8 +18,9 @@ from disagg.node.leader import Leader, Send
 from disagg.node.led_scheduler import LedRequest
 from disagg.node.plan import StepPlan
 from disagg.node.request_checks import check_request
-from prefill_node.first_tokens import First, first_tokens
-from prefill_node.scheduler import PrefillRequest, PrefillScheduler, PrefillStatistics
+from prefill_node.first_tokens import first_tokens
+from prefill_node.request import First, PrefillRequest
+from prefill_node.scheduler import PrefillScheduler, PrefillStatistics
 from transport.control import messages as m
 
 log = structlog.get_logger(__name__)
@@ -55,7 +56,8 @@ class PrefillLeader(Leader):
         A decode group that lost the router too stops the transfer.
         """
         assert isinstance(request, PrefillRequest), "requests of this leader"
-        sending = request.computed and not request.closing and request.block_table is not None
+        sending = request.admitted and request.computed and request.block_table is not None
+        sending = sending and not request.closing
         if sending and not request.unwanted:
             request.router_lost = True
         else:
@@ -80,8 +82,10 @@ class PrefillLeader(Leader):
                 chosen = first[request.key]
                 if isinstance(chosen, RequestError):
                     self._fail(request, chosen)
+                elif request.ticket is None:
+                    request.first = chosen
                 else:
-                    self._hand_over(request, chosen)
+                    self._hand_over(request, request.ticket, chosen)
             for request in requests:
                 self._confirm_release(request)
             self._admit()
@@ -108,6 +112,8 @@ class PrefillLeader(Leader):
         match message:
             case m.Prefill():
                 self._submit(peer, message)
+            case m.Reserved():
+                self._reserved(peer, message)
             case m.Release():
                 self._release(peer, message)
             case m.RankSent():
@@ -130,41 +136,69 @@ class PrefillLeader(Leader):
             message.key,
             message.prompt,
             message.sampling,
-            message.ticket,
             router,
             self._clock() + message.deadline_s,
+            self._spec.state_tokens,
             answered=message.answered,
         )
         try:
             if self.broken:
                 raise PeerLostError(self.broken)
-            if message.ticket.group not in self.decode_leaders:
-                raise NotLinkedError(
-                    f"decode group {message.ticket.group!r} is not linked to this prefill group"
-                )
             check_request(message.prompt, message.sampling, self._spec, message.answered)
-            if message.ticket.tokens.stop != request.total_tokens + self._spec.state_tokens:
-                raise RequestError(
-                    f"the ticket of {message.key} ends at {message.ticket.tokens.stop}: a prompt of "
-                    f"{request.total_tokens} tokens needs {self._spec.state_tokens} more for its recurrent state"
-                )
             if self._scheduler.caches_prefixes:
                 request.prefix = self._prefix(message.prompt, message.cache_salt).extended(message.answered)
             self._scheduler.submit(request)
         except DisaggError as error:
             self._refuse(router, message.key, error)
+        else:
+            if message.ticket is not None:
+                self._reserved(router, m.Reserved(message.key, message.ticket))
+
+    def _reserved(self, router: str, message: m.Reserved) -> None:
+        """Takes the ticket of a submitted request, and hands over what was computed before. A repeat changes nothing.
+
+        An unknown request has failed here already.
+        """
+        request, ticket = self._scheduler.requests.get(message.key), message.ticket
+        if request is None or request.router != router or request.closing or request.ticket is not None:
+            return
+        try:
+            self._require_right_ticket(request, ticket)
+            open_now = self._scheduler.give_ticket(request, ticket)
+        except DisaggError as error:
+            self._fail(request, error)
+            return
+        if open_now:
+            self._open(request, ticket)
+        if request.first is not None:
+            self._hand_over(request, ticket, request.first)
+
+    def _require_right_ticket(self, request: PrefillRequest, ticket: Ticket) -> None:
+        if ticket.group not in self.decode_leaders:
+            raise NotLinkedError(f"decode group {ticket.group!r} is not linked to this prefill group")
+        if ticket.tokens.stop != request.end_tokens:
+            raise RequestError(
+                f"the ticket of {request.key} ends at {ticket.tokens.stop}: a prompt of {request.total_tokens} "
+                f"tokens needs {request.state_tokens} more for its recurrent state"
+            )
 
     def _admit(self) -> None:
         for request in self._scheduler.admit():
-            assert request.block_table is not None, "an admitted request holds its memory"
-            self._to_ranks(m.OpenSend(request.key, request.ticket, request.block_table.pages))
+            assert request.ticket is not None, "only requests with a ticket are admitted"
+            self._open(request, request.ticket)
 
-    def _hand_over(self, request: PrefillRequest, first: First) -> None:
+    def _open(self, request: PrefillRequest, ticket: Ticket) -> None:
+        block_table = request.block_table
+        assert block_table is not None, "an admitted request holds its memory"
+        begun = request.planned_tokens > block_table.cached_tokens
+        self._to_ranks(m.OpenSend(request.key, ticket, block_table.pages, request.reservation, begun))
+
+    def _hand_over(self, request: PrefillRequest, ticket: Ticket, first: First) -> None:
         settled = [] if first.scores else first.tokens
         self._send(request.router, m.Prefilled(request.key, settled, first.logprobs))
-        leader = self.decode_leaders.get(request.ticket.group)
+        leader = self.decode_leaders.get(ticket.group)
         if leader is not None:
-            self._send(leader, m.FirstTokens(request.key, request.ticket.number, first.tokens, first.scores))
+            self._send(leader, m.FirstTokens(request.key, ticket.number, first.tokens, first.scores))
 
     def _sent(self, message: m.RankSent) -> None:
         request = self._current(message.key, message.ticket)
@@ -184,6 +218,7 @@ class PrefillLeader(Leader):
     def _close(self, key: RequestKey, reason: str) -> None:
         request = self._scheduler.requests.get(key)
         if request is not None and self._scheduler.close(request):
+            assert request.ticket is not None, "an admitted request has a ticket"
             self._to_ranks(m.CloseTransfer(key, request.ticket.number, reason))
 
     def _closed(self, message: m.RankClosed) -> None:
@@ -194,4 +229,6 @@ class PrefillLeader(Leader):
 
     def _current(self, key: RequestKey, ticket: int) -> PrefillRequest | None:
         request = self._scheduler.requests.get(key)
-        return request if request is not None and request.ticket.number == ticket else None
+        if request is None or request.ticket is None or request.ticket.number != ticket:
+            return None
+        return request

@@ -98,6 +98,8 @@ class OutgoingTransfer:
 
     key: RequestKey
     ticket: Ticket
+    reservation: int
+    """Of the pages at `slots`; see `disagg.node.plan.Work`."""
     link: Link
     slots: torch.Tensor
     """Slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the pool's device."""

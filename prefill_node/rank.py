@@ -7,18 +7,18 @@ from functools import partial
 from typing import ClassVar
 
 from disagg.core.config.read import PrefillConfig
-from disagg.core.types import GroupInfo, RankInfo, RequestKey, Span
+from disagg.core.types import GroupInfo, RankInfo, Span
 from disagg.node.device import record_event
 from disagg.node.kv_manager import KVManager
 from disagg.node.links import Link, make_link
 from disagg.node.plan import StepPlan, Work
 from disagg.node.rank import RankNode
 from prefill_node.calibration import Calibration, Calibrator
-from prefill_node.chunks import Part, StepPart
 from prefill_node.leader import PrefillLeader
 from prefill_node.options import SenderContext, SenderOptions
 from prefill_node.scheduler import PrefillScheduler
 from prefill_node.sender import SegmentSender
+from prefill_node.step_part import Part, PlannedChunk, StepPart
 from transport.base import Transport
 from transport.control import messages as m
 
@@ -29,8 +29,6 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
     """See `disagg.node.rank`."""
 
     role: ClassVar[str] = "prefill"
-    # The ticket's first chunk follows at once; until then the compute thread needs the interpreter to begin the step.
-    _deferrable: ClassVar[tuple[type[m.Message], ...]] = (m.OpenSend,)
 
     def calibrate(self, other: GroupInfo) -> Calibration | None:
         """Measures the wire to a linked decode group; returns None when `transfer.calibrate` is off for this device.
@@ -95,20 +93,29 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
                 return partial(self.agent.on_pool_offer, peer, message)
         return None
 
+    def _is_deferrable(self, message: m.Message) -> bool:
+        # The ticket's first chunk follows at once; until then the compute thread needs the interpreter to begin the
+        # step.
+        return isinstance(message, m.OpenSend) and not message.begun
+
     def step(self, plan: StepPlan) -> None:
         """Computes a plan. Leases are requested before the step, to be granted when the first layers are computed.
 
         Cached positions are sent before their prompt's first chunk. The recurrent state, of a model that caches no
         prefixes, follows the last chunk.
         """
+        for key, reservation in plan.dropped:
+            self.transfer_loop.post(partial(self.agent.drop_early, key, reservation))
+        if not plan.work:
+            return
         self._send_cached(plan)
         state_tokens = self.runner.spec.state_tokens
         ended = [work for work in plan.work if state_tokens and work.last]
         chunk, state = StepPart(plan.step, Part.CHUNK), StepPart(plan.step, Part.STATE)
         for work in plan.work:
-            self._plan_chunk(chunk, work.key, work.span)
+            self._plan_chunk(chunk, work, work.span)
         for work in ended:
-            self._plan_chunk(state, work.key, Span(work.span.stop, work.span.stop + state_tokens))
+            self._plan_chunk(state, work, Span(work.span.stop, work.span.stop + state_tokens))
         parts, ends = self.runner.shard.parts, {group.stop for group in self.agent.groups}
 
         def on_layer(layer: int) -> None:
@@ -132,7 +139,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             return
         part = StepPart(plan.step, Part.CACHED)
         for work in cached:
-            self._plan_chunk(part, work.key, Span(0, work.start))
+            self._plan_chunk(part, work, Span(0, work.start))
         self._layers_ready(part, self._all_layers)
 
     def _store_states(self, ended: Sequence[Work]) -> None:
@@ -140,8 +147,9 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
         for work in ended:
             self.runner.states.store(work.row, work.span.stop)
 
-    def _plan_chunk(self, part: StepPart, key: RequestKey, positions: Span) -> None:
-        self.transfer_loop.post(partial(self.agent.plan_chunk, part, key, positions))
+    def _plan_chunk(self, part: StepPart, work: Work, positions: Span) -> None:
+        chunk = PlannedChunk(part, work.key, work.reservation, positions, work.early)
+        self.transfer_loop.post(partial(self.agent.plan_chunk, chunk))
 
     def _layers_ready(self, part: StepPart, layers: Span) -> None:
         event = record_event(self.runner.device)

@@ -2,68 +2,32 @@
 
 Owners of a request's row and pages (its block table):
 
-    [submit, admit)                     none is reserved
-    [admit, settled)                    the request; pages of a prefix cache hit are shared
+    [submit, reserved)                  none is reserved
+    [reserved, settled)                 the request; pages of a prefix cache hit are shared
     the prompt is computed              the request and the prefix cache, if any; see `disagg.node.kv_manager`
     settled                             `_settle` frees: no step computes the request, and either every rank
                                         reported its segments sent, or every rank closed the transfer
+
+A request with a ticket is admitted in the order of arrival. What its steps leave of the token budget goes to requests
+whose ticket has not come ("early" requests): the router asks the decode group for room and the prefill group for the
+prompt at the same time. Early requests hold memory for one step's budget at most, and only while no request with a
+ticket needs it: `admit` takes it back, and they start again when their ticket comes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Container
+from dataclasses import dataclass
 
 from disagg.core.errors import BusyError, PromptTooLongError
-from disagg.core.prefixes import PrefixKey
-from disagg.core.tokens import TokenIds, tokens_at
-from disagg.core.types import RequestKey, SamplingParams, Ticket
+from disagg.core.tokens import tokens_at
+from disagg.core.types import RequestKey, Ticket
 from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
-from disagg.node.kv_manager import BlockTable, KVManager, KVManagerStatistics
+from disagg.node.kv_manager import KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan, Work
-
-
-@dataclass(slots=True, eq=False)
-class PrefillRequest:
-    """A request on the prefill side."""
-
-    key: RequestKey
-    prompt: TokenIds
-    sampling: SamplingParams
-    ticket: Ticket
-    router: str
-    deadline_s: float
-    """On the leader's clock."""
-    prefix: PrefixKey | None = None
-    """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached."""
-    answered: Sequence[int] = ()
-    """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
-    block_table: BlockTable | None = None
-    admitted: bool = False
-    """The ranks have received `OpenSend`, so its end needs `CloseTransfer`."""
-    planned_tokens: int = 0
-    in_step: bool = False
-    """A running step computes the request: its pages must not be freed."""
-    computed: bool = False
-    closing: bool = False
-    release_requested: bool = False
-    """The router waits for `Released`."""
-    router_lost: bool = False
-    """The router sends no `Release`: the leader closes the request when its KV is sent or no longer wanted."""
-    unwanted: bool = False
-    """The decode group has stopped the transfer."""
-    sent_ranks: set[int] = field(default_factory=set)
-    closed_ranks: set[int] = field(default_factory=set)
-    nbytes: int = 0
-    segments: int = 0
-    messages: int = 0
-    transfer_s: float = 0.0
-
-    @property
-    def total_tokens(self) -> int:
-        """Length of the prompt and of the answer so far."""
-        return len(self.prompt) + len(self.answered)
+from prefill_node.request import PrefillRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +59,16 @@ class PrefillScheduler:
         self._max_tokens = min(max_context_tokens, kv_manager.capacity_tokens)
         self._max_waiting = max_waiting
         self._step = 0
+        self._reservations = itertools.count(1)
+        self._dropped: list[tuple[RequestKey, int]] = []
+        """Ended reservations that had early work, for the next plan."""
         self.requests: dict[RequestKey, PrefillRequest] = {}
 
     def submit(self, request: PrefillRequest) -> None:
         """Queues a request; a repeat changes nothing. Raises `PromptTooLongError`, `BusyError`."""
         known = self.requests.get(request.key)
         if known is not None:
-            if (
-                known.closing
-                or known.ticket.number != request.ticket.number
-                or known.router != request.router
-            ):
+            if known.closing or known.router != request.router:
                 raise BusyError(f"request {request.key} is in use, or still being released from its last use")
             return
         if request.total_tokens > self._max_tokens:
@@ -113,50 +76,63 @@ class PrefillScheduler:
                 f"prompt of {request.total_tokens} tokens does not fit the prefill group, which takes up to "
                 f"{self._max_tokens}: raise prefill.max_context_tokens or prefill.pool_tokens, or shorten it"
             )
-        state_tokens = request.ticket.tokens.stop - request.total_tokens
-        if request.ticket.tokens.stop > self._kv_manager.capacity_tokens:
+        if request.end_tokens > self._kv_manager.capacity_tokens:
             raise PromptTooLongError(
-                f"prompt of {request.total_tokens} tokens, with the {state_tokens} that its recurrent state takes, "
-                f"does not fit the prefill group's pool of {self._kv_manager.capacity_tokens}: raise "
+                f"prompt of {request.total_tokens} tokens, with the {request.state_tokens} that its recurrent state "
+                f"takes, does not fit the prefill group's pool of {self._kv_manager.capacity_tokens}: raise "
                 f"prefill.pool_tokens, or shorten it"
             )
-        waiting = sum(not r.admitted for r in self.requests.values())
-        if waiting >= self._max_waiting:
-            raise BusyError(f"the prefill group has {waiting} requests waiting already", retry_after_s=0.5)
         self.requests[request.key] = request
+
+    def give_ticket(self, request: PrefillRequest, ticket: Ticket) -> bool:
+        """Sets the request's ticket. Returns True if it has its memory already: the ranks need `OpenSend` now.
+
+        Otherwise `admit` admits it. Raises `BusyError` if too many requests with a ticket wait for memory.
+        """
+        if request.block_table is None:
+            waiting = sum(self._waits(other) for other in self.requests.values())
+            if waiting >= self._max_waiting:
+                raise BusyError(
+                    f"the prefill group has {waiting} requests waiting already", retry_after_s=0.5
+                )
+        request.ticket = ticket
+        request.admitted = request.block_table is not None
+        return request.admitted
 
     def admit(self) -> list[PrefillRequest]:
         """Reserves rows and pages for waiting requests, in order; returns the admitted requests."""
         admitted: list[PrefillRequest] = []
         for request in self.requests.values():
-            if request.admitted or request.closing:
+            if not self._waits(request):
                 continue
-            tokens = max(request.total_tokens, request.ticket.tokens.stop)
-            request.block_table = self._kv_manager.reserve(tokens, request.prefix)
-            if request.block_table is None:
+            if not self._reserve(request) and not (self.take_back() and self._reserve(request)):
                 break  # first come, first served: a shorter request does not overtake
-            request.planned_tokens = request.block_table.cached_tokens
             request.admitted = True
             admitted.append(request)
         return admitted
 
+    def take_back(self) -> bool:
+        """Frees the memory of early requests that no step computes; returns whether there were any."""
+        early = [one for one in self.requests.values() if one.is_early and not one.in_step]
+        for request in early:
+            self._free(request)
+            self._drop(request)
+            request.computed, request.first, request.planned_tokens = False, None, 0
+        return bool(early)
+
     def next_step(self) -> StepPlan | None:
-        """Returns the next chunk of each admitted request, oldest first, up to the budget; None without work."""
-        budget = self._chunks.chunk_tokens
+        """Returns the next chunks, up to the budget: of admitted requests, oldest first, then of early ones.
+
+        None without work.
+        """
         work: list[Work] = []
-        for request in self.requests.values():
-            start, stop = request.planned_tokens, request.total_tokens
-            if request.closing or not request.admitted or start == stop:
-                continue
-            take = self._chunks.take_behind(start, len(request.prompt), stop, budget, must=not work)
-            if take == 0:
-                break  # first come, first served: a shorter request does not overtake
-            work.append(self._chunk(request, take))
-            budget -= take
-        if not work:
+        if self._plan([one for one in self.requests.values() if one.admitted], work):
+            self._plan(self._early(), work)
+        if not work and not self._dropped:
             return None
         self._step += 1
-        return StepPlan(self._step, work)
+        dropped, self._dropped = self._dropped, []
+        return StepPlan(self._step, work, dropped=dropped)
 
     @property
     def caches_prefixes(self) -> bool:
@@ -200,7 +176,7 @@ class PrefillScheduler:
             return False
         request.closing = True
         if not request.admitted:
-            del self.requests[request.key]
+            self._settle(request)
         return request.admitted
 
     def rank_closed(self, request: PrefillRequest, rank: int) -> None:
@@ -212,9 +188,11 @@ class PrefillScheduler:
         """Returns the counts at this moment."""
         requests = self.requests.values()
         return PrefillStatistics(
-            waiting=sum(not r.admitted for r in requests),
-            computing=sum(r.admitted and not r.computed and not r.closing for r in requests),
-            sending=sum(r.computed and not r.closing and r.block_table is not None for r in requests),
+            waiting=sum(map(self._waits, requests)),
+            computing=sum(r.is_early or (r.admitted and not r.computed) for r in requests if not r.closing),
+            sending=sum(
+                r.admitted and r.computed and r.block_table is not None for r in requests if not r.closing
+            ),
             closing=sum(r.closing for r in requests),
             memory=self._kv_manager.statistics(),
         )
@@ -223,6 +201,71 @@ class PrefillScheduler:
         """Raises `InvariantError` unless the reserved rows and pages are those of the requests' block tables."""
         self._kv_manager.check([[r.block_table] for r in self.requests.values() if r.block_table is not None])
 
+    def _waits(self, request: PrefillRequest) -> bool:
+        """Returns whether a request with a ticket has no memory."""
+        return request.ticket is not None and not request.admitted and not request.closing
+
+    def _reserve(self, request: PrefillRequest) -> bool:
+        """Reserves row and pages; False, changing nothing, if either is short."""
+        request.block_table = self._kv_manager.reserve(request.end_tokens, request.prefix)
+        if request.block_table is None:
+            return False
+        request.planned_tokens = request.block_table.cached_tokens
+        request.reservation = next(self._reservations)
+        return True
+
+    def _early(self) -> list[PrefillRequest]:
+        """Returns the requests without a ticket that have memory, after reserving it for more of them, in order.
+
+        Their rests fit the budget of one step together. A longer prompt computes much longer than its ticket takes.
+        """
+        unticketed = [one for one in self.requests.values() if one.ticket is None]
+        if not unticketed or any(map(self._waits, self.requests.values())):
+            return [one for one in unticketed if one.block_table is not None]
+        budget = self._chunks.chunk_tokens
+        room = budget - sum(map(_uncached_tokens, unticketed))
+        for request in unticketed:
+            if request.closing or request.block_table is not None or self._rest_tokens(request) > budget:
+                continue
+            if self._rest_tokens(request) > room or not self._reserve(request):
+                break
+            request.rest_tokens = _uncached_tokens(request)
+            if request.rest_tokens > room:  # its cached prefix was evicted
+                self._free(request)
+                break
+            room -= request.rest_tokens
+        return [one for one in unticketed if one.block_table is not None]
+
+    def _rest_tokens(self, request: PrefillRequest) -> int:
+        if request.rest_tokens is None:  # only once: the lookup of a long prompt takes time
+            request.rest_tokens = request.end_tokens - self._kv_manager.cached_tokens(request.prefix)
+        return request.rest_tokens
+
+    def _drop(self, request: PrefillRequest) -> None:
+        """Makes the ranks drop chunks of the reservation for which no ticket came, or only after its end."""
+        if request.began_early:
+            self._dropped.append((request.key, request.reservation))
+            request.began_early = False
+
+    def _free(self, request: PrefillRequest) -> None:
+        assert request.block_table is not None, "the request holds memory"
+        self._kv_manager.release(request.block_table)
+        request.block_table = None
+
+    def _plan(self, requests: list[PrefillRequest], work: list[Work]) -> bool:
+        """Appends the next chunks of `requests` to `work`; returns whether budget may be left."""
+        budget = self._chunks.chunk_tokens - sum(len(one.tokens) for one in work)
+        for request in requests:
+            start, stop = request.planned_tokens, request.total_tokens
+            if request.closing or start == stop:
+                continue
+            take = self._chunks.take_behind(start, len(request.prompt), stop, budget, must=not work)
+            if take == 0:
+                return False  # first come, first served: a shorter request does not overtake
+            work.append(self._chunk(request, take))
+            budget -= take
+        return budget > 0
+
     def _chunk(self, request: PrefillRequest, take: int) -> Work:
         assert request.block_table is not None, (
             "an admitted request that is not computed yet has a block table"
@@ -230,24 +273,32 @@ class PrefillScheduler:
         start = request.planned_tokens
         request.planned_tokens += take
         request.in_step = True
+        request.began_early |= not request.admitted
         return Work(
             request.key,
-            request.ticket.number,
+            request.reservation,
             request.block_table.row,
             start,
             tokens_at(request.prompt, request.answered, start, start + take),
             len(request.prompt),
             request.block_table.pages if start == request.block_table.cached_tokens else [],
             last=request.planned_tokens == request.total_tokens,
+            early=not request.admitted,
         )
 
     def _settle(self, request: PrefillRequest) -> None:
         if request.in_step:
             return
-        closed = request.closing and len(request.closed_ranks) == self._ranks
+        closed = request.closing and (not request.admitted or len(request.closed_ranks) == self._ranks)
         sent = request.computed and len(request.sent_ranks) == self._ranks
         if request.block_table is not None and (closed or sent):
-            self._kv_manager.release(request.block_table)
-            request.block_table = None
+            self._free(request)
         if closed:
+            self._drop(request)
             del self.requests[request.key]
+
+
+def _uncached_tokens(request: PrefillRequest) -> int:
+    """Returns the tokens of a request's memory that no cached prefix provides, 0 without memory."""
+    table = request.block_table
+    return request.end_tokens - table.cached_tokens if table is not None else 0

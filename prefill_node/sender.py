@@ -18,7 +18,7 @@ from disagg.node.device import DeviceEvent, DeviceQueue, device_name
 from disagg.node.links import Link, fence
 from disagg.node.sums import Sums
 from disagg.node.warm import warm_copies
-from prefill_node.chunks import Chunks, StepPart
+from prefill_node.chunks import Chunks
 from prefill_node.cutter import Cutter
 from prefill_node.direct import quantized_dtype
 from prefill_node.exposed import Exposed
@@ -30,6 +30,7 @@ from prefill_node.outgoing import OutgoingSegment, OutgoingTransfer
 from prefill_node.peer_pools import PeerPools
 from prefill_node.probe import Prober
 from prefill_node.staging_space import StagingSpace
+from prefill_node.step_part import PlannedChunk, StepPart
 from prefill_node.tickets import OutgoingTickets
 from transport.active_messages import ActiveMessages
 from transport.base import Arrival, Operation
@@ -93,6 +94,7 @@ class SegmentSender:
         self._chunks = Chunks(
             context.rank, self.cutter, self.tickets, self._leases, self._pools, self._mover, self._flows
         )
+        self.early = self._chunks.early
         self.prober = Prober(
             context.transport,
             self.space.buffer,
@@ -148,7 +150,9 @@ class SegmentSender:
         try:
             slots = slots_of(message.pages, self._page_size, Span(0, ticket.tokens.stop))
             uploaded = self.queue.upload(slots)
-            outgoing = OutgoingTransfer(message.key, ticket, link, uploaded, planned_to=ticket.tokens.start)
+            outgoing = OutgoingTransfer(
+                message.key, ticket, message.reservation, link, uploaded, planned_to=ticket.tokens.start
+            )
             self._pools.aim(outgoing, self.queue)
         except Exception as exc:  # noqa: BLE001 - whatever it is ends this request and no other
             self.tickets.refuse(
@@ -156,11 +160,17 @@ class SegmentSender:
             )
         else:
             self.tickets.open[message.key] = outgoing
+            self._chunks.opened(outgoing)
+            self._mover.pump()
 
-    def plan_chunk(self, part: StepPart, key: RequestKey, chunk: Span) -> None:
-        """Cuts positions `chunk`, which `part` is about to make ready, and requests their leases."""
-        self._chunks.plan(part, key, chunk)
+    def plan_chunk(self, chunk: PlannedChunk) -> None:
+        """Cuts a chunk that is about to be computed, and requests its leases: at once, or when its ticket opens."""
+        self._chunks.plan(chunk)
         self._mover.pump()
+
+    def drop_early(self, key: RequestKey, reservation: int) -> None:
+        """Drops what is left of the chunks that a request had before its ticket: the reservation has ended."""
+        self._chunks.drop_early(key, reservation)
 
     def layers_ready(self, part: StepPart, layers: Span, event: DeviceEvent) -> None:
         """Sends `layers` (global) of `part`, whose KV is written once `event` is done on the device."""
@@ -300,5 +310,6 @@ class SegmentSender:
 
     def check(self) -> None:
         """Raises `InvariantError` unless staging is held by exactly the segments under way and a probe."""
+        self._chunks.check()
         self.space.check(self.tickets.staged(), self.prober.leases)
         self.tickets.check()

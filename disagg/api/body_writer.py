@@ -15,7 +15,7 @@ def body_writer(scope: Scope) -> Callable[[bytes], bool] | None:
     """Returns the function that writes a part of the response's body; None if the server has none.
 
     The function needs a response that was started and has not ended. It returns False, and has written nothing, if
-    the part must be sent with an `await`: the client reads too slowly, or the response is no HTTP/1.1 chunks.
+    the part must be sent with an `await`: the client reads too slowly, or the response has no HTTP/1.1 chunks.
     """
     found: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(EXTENSION)
     return found

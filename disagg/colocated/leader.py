@@ -160,8 +160,8 @@ class ColocatedLeader(ReservingLeader):
 
     def _prefill(self, router: str, message: m.Prefill) -> None:
         """Starts a reserved request, whose prompt came with `Reserve`; ignores an outdated ticket."""
-        request = self._scheduler.requests.get(message.key)
-        if request and request.router == router and request.ticket.number == message.ticket.number:
+        request, ticket = self._scheduler.requests.get(message.key), message.ticket
+        if request and ticket and request.router == router and request.ticket.number == ticket.number:
             request.started = True
 
     def _answer(self, request: ColocatedRequest, chosen: Chosen | RequestError) -> bool:

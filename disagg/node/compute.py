@@ -53,8 +53,8 @@ class StepExecutor:
         runner, size = self._runner, self._runner.page_size
         places: list[tuple[int, int, torch.Tensor]] = []
         for work in works:
-            if self._of_row[work.row] != (work.key, work.ticket):
-                self._of_row[work.row] = (work.key, work.ticket)
+            if self._of_row[work.row] != (work.key, work.reservation):
+                self._of_row[work.row] = (work.key, work.reservation)
                 if runner.states is not None:
                     runner.states.forget(work.row)
             if work.pages:

@@ -157,6 +157,12 @@ class KVManager:
             self.cache.count(hit)
         return block_table
 
+    def cached_tokens(self, prompt: PrefixKey | None) -> int:
+        """Returns the tokens of the cached prefix with which a block table of `prompt` would begin."""
+        if self.cache is None or prompt is None:
+            return 0
+        return self.cache.match(prompt, prompt.tokens - 1).tokens
+
     def pass_on(
         self, block_table: BlockTable, kept_tokens: int, tokens: int, spare_pages: int = 0
     ) -> BlockTable | None:

@@ -19,7 +19,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     """One work item: `tokens` at positions `start ...` of the request at `row`."""
 
     key: RequestKey
-    ticket: int
+    reservation: int
+    """Number of the request's reservation of row and pages: with `key`, it identifies what the row holds."""
     row: int
     start: int
     tokens: list[int]
@@ -35,6 +36,8 @@ class Work(msgspec.Struct, frozen=True, array_like=True):
     have been written; -1: none."""
     last: bool = False
     """Whether this is the last chunk of a prompt (or of a prompt and its answer so far, in a recomputation)."""
+    early: bool = False
+    """Whether a prefill group has no ticket for the request yet."""
 
     @property
     def span(self) -> Span:
@@ -67,6 +70,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Page copies that precede the step, launched together: no page is both source and destination."""
     shared: bool = False
     """Whether every rank receives the tokens that this step samples, because the next plan may refer to them."""
+    dropped: list[tuple[RequestKey, int]] = []
+    """Requests, with their reservations, that had `early` work and have ended."""
 
     def encode(self) -> bytes:
         """Returns the encoding for `transport.control.messages.Plan.body`."""

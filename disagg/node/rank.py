@@ -63,8 +63,6 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
     """Base of the ranks of each role. Call order: constructor, `start`, `join`, `link`, `stop`."""
 
     role: ClassVar[str]
-    _deferrable: ClassVar[tuple[type[m.Message], ...]] = ()
-    """Messages that do not wake the transfer thread: a later message that wakes it arrives before they are needed."""
 
     def __init__(
         self,
@@ -271,7 +269,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         elif isinstance(message, m.Linked):
             self.transfer_loop.post(partial(self.peers.mending.on_linked, peer, message))
         elif handler is not None:
-            self.transfer_loop.post(handler, wake=not isinstance(message, self._deferrable))
+            self.transfer_loop.post(handler, wake=not self._is_deferrable(message))
         elif isinstance(message, m.Plan):
             self.plans.put(StepPlan.decode(message.body))
         elif self.leader is None:
@@ -280,6 +278,10 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.leader.break_group(message.reason)
         else:
             self.leader.handle(peer, message)
+
+    def _is_deferrable(self, message: m.Message) -> bool:
+        """Returns whether a message need not wake the transfer thread: a later one arrives before it is needed."""
+        return False
 
     def _to_self(self, message: m.Message) -> None:
         self.on_message(self.control.address, message)

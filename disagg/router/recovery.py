@@ -1,8 +1,8 @@
-"""Recovery of requests whose groups are lost: the work that is left, and the limits of number and rate.
+"""Recovery of requests whose groups are lost: the answers still to compute, and the limits on count and rate.
 
 A request is cut into attempts, each a `disagg.router.session.Session` under its own epoch. When a session fails with
-a `Loss`, another session goes on with the prompt and the answer so far. Several answers that have tokens already go
-on one by one; a request without tokens, or a beam search, starts again as a whole.
+a `Loss`, another session continues from the prompt and the answer so far. If a request has several answers with
+tokens, each continues in its own session. A request without tokens, or a beam search, starts again as a whole.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from disagg.core.types import SamplingParams
 from disagg.router.answers import Answer
 
 DEADLY = 2
-"""Number of sessions that lose a group at the same token, after which the request counts as the cause."""
+"""After this many sessions of a request have lost a group at the same token, the request counts as the cause."""
 FIRST_LINK_PAUSE_S, LONGEST_LINK_PAUSE_S = 0.05, 2.0
-"""Pause after a session whose groups were not linked; doubles while that goes on."""
+"""First and longest pause after a session whose groups were not linked; it doubles for each such session in a row."""
 SAME_FAULT_S = 5.0
-"""A session that begins within this time of a loss can meet the same fault, which its groups have not detected."""
+"""A session that begins within this time after a loss may fail from the same, still undetected fault."""
 SECOND_PAUSE_S = 1.0
-"""Pause before the second recovery of a request; four times as long before each later one."""
+"""Pause before the second recovery of a request; each later pause is four times as long as the one before."""
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Answers that one session computes, and the recoveries behind them."""
+    """The answers that one session computes, and the history of their recoveries."""
 
     answers: tuple[Answer, ...]
     sampling: SamplingParams
@@ -39,11 +39,11 @@ class Branch:
     recovered_s: float = -math.inf
     """Time of the latest loss that counts as a recovery."""
     suspects: tuple[frozenset[str], ...] = ()
-    """Names of the groups of each session that failed in a row without a new token; a death may show later."""
+    """Groups of each session that failed since the latest new token. Which group died may become known only later."""
     tokens: int = 0
-    """Tokens of the answers at the latest loss."""
+    """Number of tokens of all answers at the latest loss."""
     unlinked: int = 0
-    """Latest sessions in a row that count as no recovery: groups that were not linked, or met the same fault."""
+    """Number of sessions since the latest recovery that failed for unlinked groups or for the same fault."""
 
     @property
     def is_fresh(self) -> bool:
@@ -52,7 +52,7 @@ class Branch:
 
     @property
     def pause_s(self) -> float:
-        """Pause before the next session: none at first, then time for a connection or a group to come back."""
+        """Pause before the next session: 0 for the first recovery, then time for a connection or group to return."""
         return 0.0 if self.recoveries < 2 else SECOND_PAUSE_S * 4.0 ** (self.recoveries - 2)
 
     @property
@@ -61,21 +61,30 @@ class Branch:
         doublings = min(self.unlinked - 1, 16)  # a long wait for the link must not overflow
         return min(FIRST_LINK_PAUSE_S * 2.0**doublings, LONGEST_LINK_PAUSE_S)
 
-    def is_same_fault(self, groups: Iterable[str], started_s: float, silent: Set[str] = frozenset()) -> bool:
+    def is_same_fault(
+        self,
+        groups: Iterable[str],
+        started_s: float,
+        silent: Set[str] = frozenset(),
+        *,
+        decoded: bool = False,
+    ) -> bool:
         """Returns whether the loss of a session, started at `started_s` with these groups, counts as the latest one.
 
         Each data connection and each control channel of the groups detects a fault at its own time. `silent`: names
         of the groups that are lost to the router, but not dead. When both sessions had such a group, the router
-        itself may be cut off, which it detects for one group after the other.
+        itself may be cut off, which it detects for one group after the other. `decoded`: the session's decode group
+        has sent tokens, so its groups and their connection worked. The first token of a session comes from the
+        prefill group alone.
         """
-        if not self.suspects or self._tokens() != self.tokens or started_s > self.recovered_s + SAME_FAULT_S:
+        if not self.suspects or decoded or started_s > self.recovered_s + SAME_FAULT_S:
             return False
         latest, groups = self.suspects[-1], frozenset(groups)
         overlaps = not latest.isdisjoint(groups)
         return overlaps or not (latest.isdisjoint(silent) or groups.isdisjoint(silent))
 
     def after_loss(self, groups: Iterable[str], now_s: float) -> Branch:
-        """Returns the branch after a session with these groups has failed, which counts as a recovery."""
+        """Returns the branch after a session with these groups failed; counts one recovery."""
         return replace(
             self._with_suspects(groups),
             recoveries=self.recoveries + 1,
@@ -84,7 +93,7 @@ class Branch:
         )
 
     def after_wait(self, groups: Iterable[str] = ()) -> Branch:
-        """Returns the branch after a session that counts as no recovery. `groups`: those that the session lost."""
+        """Returns the branch after a failed session that counts as no recovery and lost `groups`."""
         lost = self._with_suspects(groups) if groups else self
         return replace(lost, unlinked=self.unlinked + 1)
 
@@ -99,7 +108,7 @@ class Branch:
     def unfinished(self) -> list[Branch]:
         """Returns the branches that compute the rest: one per answer with tokens, else one for all.
 
-        Clears messages of the failed session that came ahead of a missing token.
+        Clears the `early` messages of the failed session.
         """
         for answer in self.answers:
             answer.early.clear()
@@ -115,16 +124,16 @@ class Branch:
 
 
 def _alone(sampling: SamplingParams, answer: Answer) -> SamplingParams:
-    """Returns the parameters of one of several answers, for a request of its own."""
+    """Returns the parameters that continue one of several answers in a session of its own."""
     return msgspec.structs.replace(sampling_of(sampling, answer.number), n=1)
 
 
 def require_recoverable(
     request_id: str, branch: Branch, dead: Collection[str], max_recoveries: int, error: DisaggError
 ) -> None:
-    """Raises an error of the kind of `error` when a request has been recovered too often, or seems to kill groups.
+    """Raises an error when a request has been recovered too often (of `error`'s class), or seems to kill its groups.
 
-    `dead`: names of dead groups. Groups that only are silent do not count.
+    `dead`: names of dead groups, without groups that are only silent.
     """
     if branch.recoveries > max_recoveries:
         raise error_from_code(
@@ -144,10 +153,10 @@ def require_recoverable(
 
 
 class RecoveryBudget:
-    """Spreads the recoveries of one router over time: a token bucket. A lost group can have hundreds of requests."""
+    """A token bucket that spreads a router's recoveries over time: a lost group can have hundreds of requests."""
 
     def __init__(self, per_s: float, clock: Clock) -> None:
-        """At most `per_s` recoveries start in a second, plus as many at once after a quiet second."""
+        """At most `per_s` recoveries start per second, plus a burst of the same number after an idle second."""
         self._interval_s, self._clock = 1.0 / per_s, clock
         self._next_s = clock() - 1.0
 

@@ -29,7 +29,7 @@ NO_GROUP_PAUSE_S = 0.25
 """Longest pause between two choices of groups while a role has none."""
 
 Pair = tuple[RoutedGroup, RoutedGroup]
-"""The prefill and the decode group of a session, the same one if colocated."""
+"""The prefill and the decode group of a session; the same group twice if colocated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,7 @@ class RunContext:
     recovered: Callable[[Loss], None]
     """Called for each recovery."""
     avoid: Callable[[Pair], None]
-    """Called with the groups of each failed session whose request goes on, so that the pair is avoided for a
-    while."""
+    """Called with the groups of each failed session whose request continues: the pair is avoided for a while."""
     dead_groups: Callable[[Iterable[str]], set[str]]
     """Returns those of the named groups that are dead, and not only silent."""
     silent_groups: Callable[[Iterable[str]], set[str]]
@@ -81,8 +80,8 @@ class RequestRun:
     context: RunContext
     request: RoutedRequest
     choose: Callable[[str, Set[str]], Pair]
-    """Returns a pair for the next session, with the decode group of this name if it is usable, else one whose name is
-    not in the set if one is usable. Raises `BusyError`."""
+    """Returns a pair for the next session. Arguments: the name of the decode group to keep if usable, and the names
+    of decode groups to avoid if another one is usable. Raises `BusyError`."""
     missing_tokens: Callable[[RoutedGroup], int]
     """Returns the prompt tokens that a group has to compute or receive."""
     emit: Emit
@@ -98,7 +97,8 @@ class RequestRun:
                 await asyncio.wait(self._releases)
 
     async def _branch(self, branch: Branch, failed: SessionDriver | None) -> None:
-        """Emits the answers of `branch`. `failed` ran its last session, whose pages the next one may take over."""
+        """Emits the answers of `branch`. `failed`: driver of the branch's last session, whose pages the next session
+        may take over."""
         lost: DisaggError | None = None
         full: frozenset[str] = frozenset()
         pause_s = 0.0
@@ -145,7 +145,7 @@ class RequestRun:
     async def _next_session(
         self, branch: Branch, failed: SessionDriver | None, full: Set[str]
     ) -> tuple[Session, SessionLoad]:
-        """Chooses groups, and waits for them where none is up. Raises `BusyError`."""
+        """Chooses groups for a new session; waits while a role has none. Raises `BusyError`."""
         before = failed.session if failed is not None else None
         pair = await self._pair(before.decode.name if before is not None else "", full)
         after = before.key if before is not None and pair[1].group == before.decode else None
@@ -169,7 +169,8 @@ class RequestRun:
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
 
     async def _pair(self, decode: str, full: Set[str]) -> Pair:
-        """Waits up to `router.group_wait_s` for groups, within the request's time."""
+        """Chooses a pair; waits up to `router.group_wait_s` for usable groups, but not past the request's
+        deadline."""
         clock, options = self.context.clock, self.context.options
         until_s = min(clock() + options.group_wait_s, self.request.deadline_s)
         while True:
@@ -181,7 +182,7 @@ class RequestRun:
             await asyncio.sleep(min(NO_GROUP_PAUSE_S, max(0.0, until_s - clock())))
 
     async def _pause(self, seconds: float, lost: DisaggError | None) -> None:
-        """Waits before the next session. Raises `lost` when that takes the rest of the request's time."""
+        """Waits before the next session. Raises `lost` if the pause reaches the request's deadline."""
         left_s = self.request.deadline_s - self.context.clock()
         if seconds > 0:
             await asyncio.sleep(max(0.0, min(seconds, left_s)))
@@ -191,14 +192,16 @@ class RequestRun:
     def _recover(
         self, branch: Branch, session: Session, load: SessionLoad, error: DisaggError
     ) -> tuple[list[Branch], float]:
-        """Returns the unfinished part of `branch`, and the pause before it. Raises `error`, or why the request is
-        given up."""
+        """Returns the branches that are still to compute, and the pause before they start. Raises `error`, or the
+        reason why the request is given up."""
         request, context = self.request, self.context
         groups = {session.prefill.name, session.decode.name}
         peer_lost = session.loss in (Loss.PREFILL, Loss.DECODE)
         silent = context.silent_groups(groups.union(*branch.suspects[-1:]))
-        if session.unlinked or (peer_lost and branch.is_same_fault(groups, session.started_s, silent)):
-            branch = branch.after_wait(groups if peer_lost else ())
+        same = branch.is_same_fault(groups, session.started_s, silent, decoded=session.decoded)
+        if session.unlinked or (peer_lost and same):
+            # A prefill group that was lost may have died of the prompt, ticket or not.
+            branch = branch.after_wait(groups if peer_lost or session.prompt_lost else ())
             self._require_recoverable(branch, error)
             context.avoid((load.prefill, load.decode))
             pause_s = max(branch.link_pause_s, context.budget.wait_s() if peer_lost else 0.0)
@@ -241,7 +244,8 @@ class RequestRun:
 
 
 def _full_groups(full: frozenset[str], session: Session) -> frozenset[str]:
-    """Returns the decode groups to avoid after `session`: those without room, until every usable one was tried."""
+    """Returns the decode groups to avoid after `session`: the groups that had no room, forgotten once every usable
+    group was tried."""
     if not session.no_room:
         return frozenset()
     name = session.decode.name
@@ -249,7 +253,7 @@ def _full_groups(full: frozenset[str], session: Session) -> frozenset[str]:
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Runs all `works`. The first error ends the others."""
+    """Runs all `works` concurrently. The first error cancels the others."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

@@ -1,9 +1,10 @@
-"""One request, from its prompt to its last token, as a state machine. Start reading the protocol here.
+"""A session, the state machine of one request on its groups, and the protocol between router and leaders.
 
     router                      decode group                         prefill group
       | -- Reserve ------------> | queues it for a row and all pages   |
+      | -- Prefill ------------------------------------------------->  | computes chunk by chunk
       | <- Reserved (ticket) --- |                                     |
-      | -- Prefill (ticket) ---------------------------------------->  | computes chunk by chunk
+      | -- Reserved (ticket) --------------------------------------->  |
       |                          | <== segments, layer by layer ====== | while it computes
       | <- Prefilled (token 0) --------------------------------------- | samples the first token
       |                          | <- FirstTokens -------------------- |
@@ -66,10 +67,10 @@ class Session(SessionHandlers):
 
     def _on_failed(self, peer: str, message: m.Failed) -> list[SessionAction]:
         error, prefill = _error_of(message), self.is_prefill(peer)
-        if prefill and self.decoded:  # its part is over
+        if prefill and self.decoded:  # the prefill group's work is complete
             return self.step(SessionTrigger.OTHER)
         if self.phase is SessionPhase.RESERVING:
-            self.no_room = isinstance(error, BusyError)
+            self.no_room = not prefill and isinstance(error, BusyError)
         if self.phase is not SessionPhase.RELEASING:
             self.note_loss(
                 error, prefill=prefill or message.resumable, resumable=prefill or message.resumable
@@ -109,7 +110,7 @@ _MESSAGES = (_T.RESERVED, _T.PREFILLED, _T.TOKENS, _T.TRANSFERRED, _T.RELEASED, 
 
 
 def _ignoring(phase: SessionPhase) -> dict[SessionTrigger, _Transition]:
-    """Messages of a peer without effect in `phase`, unless the phase's own rows name them."""
+    """Returns the rows that ignore a peer's messages in `phase`; the phase's own rows take precedence."""
     return dict.fromkeys(_MESSAGES, (phase, Session.ignore))
 
 
@@ -122,9 +123,9 @@ TRANSITIONS: Mapping[SessionPhase, Mapping[SessionTrigger, _Transition]] = {
     _P.RESERVING: _ignoring(_P.RESERVING)
     | _ENDINGS
     | {
-        _T.RESERVED: (_P.PREFILLING, Session.send_prefill),
+        _T.RESERVED: (_P.PREFILLING, Session.send_ticket),
         _T.DEADLINE: (_P.FAILED, Session.fail_waiting),
-        # The answer so far has ended: the lost group could not report it any more.
+        # The answer has ended already; only the lost group's report of the end is missing.
         _T.TOKENS: (_P.RESERVING, Session.tokens),
         _T.ALL_ANSWERED: (_P.ANSWERED, Session.ignore),
     },

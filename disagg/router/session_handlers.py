@@ -33,7 +33,7 @@ from transport.control import messages as m
 
 
 class NoReceiverError(Exception):
-    """A message has no living receiver."""
+    """The group that a message is for is lost."""
 
     def __init__(self, peer: str) -> None:
         super().__init__(peer)
@@ -46,43 +46,45 @@ class SessionHandlers(ABC):
 
     prefill: GroupInfo
     decode: GroupInfo
-    """The same group as `prefill` where it is colocated."""
+    """The same group as `prefill` if colocated."""
     key: RequestKey
     prompt: TokenIds
     sampling: SamplingParams
     began_s: float
-    """Start of the request, for the report. On the clock of every event's `now_s`, as `deadline_s`."""
+    """Start of the request, for the report; same clock as `deadline_s` and each event's `now_s`."""
     deadline_s: float
     answers: list[Answer]
-    """Unfinished answers of the request. A session that continues an answer has this one only."""
+    """Unfinished answers of the request. A session that continues one of several answers has only that one."""
     report: SessionReport
     reserve_wait_s: float
-    """How long the request may wait for room in the decode group; infinite: until the deadline."""
+    """Longest wait for room in the decode group; infinite: until the deadline."""
     cache_salt: str
     lost: Set[str]
     """Addresses of leaders that are lost now; the response dispatcher updates the set."""
     after: RequestKey | None = None
-    """The earlier attempt whose row and pages the decode group keeps for this session."""
+    """Key of the failed session whose row and pages the decode group keeps for this session."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders that received the request, and so must release it."""
     unreleased: set[str] = field(default_factory=set)
     """Leaders that have not confirmed the release."""
     loss: Loss | None = None
-    """Set with the error of a request that another session can continue."""
+    """Set if the session failed and another session can continue the request."""
     no_room: bool = False
     """The session failed because the decode group had no room in time; another group may have some."""
     unlinked: bool = False
-    """The session failed because its groups were not linked, or lost each other before the prefill group received the
-    prompt: nothing was computed for it."""
+    """The session failed because its groups were not linked, or because the prefill group was lost before the decode
+    group had room."""
+    prompt_lost: bool = False
+    """The prefill group was lost with the prompt, which it may have begun to compute."""
     resumable: bool = False
-    """The decode group keeps row and pages for a session with this one's key as `after`."""
+    """The decode group keeps this session's row and pages for a session whose `after` is this session's key."""
     started_s: float = 0.0
     """Time of the start of this session."""
-    _prompt_sent: bool = False
-    """The prompt is on its way to the prefill group."""
+    _ticketed: bool = False
+    """The ticket is on its way to the prefill group."""
     _answered: list[int] = field(init=False)
-    """Tokens of the answer at the start of the session."""
+    """Tokens of the answer at the start of the session; empty with several answers."""
     decoded: bool = False
     """The decode group has sent tokens: all KV has landed."""
     now_s: float = 0.0
@@ -101,10 +103,11 @@ class SessionHandlers(ABC):
         if isinstance(error, ChecksumError):
             self.loss = Loss.DAMAGE
         elif isinstance(error, NotLinkedError) or (
-            prefill and isinstance(error, PeerLostError) and not self._prompt_sent
+            prefill and isinstance(error, PeerLostError) and not self._ticketed
         ):
-            # One cut is detected several times: by each data connection, and repeatedly by silence.
+            # One network interruption is detected several times: by each data connection, and repeatedly by silence.
             self.unlinked, self.resumable = True, resumable
+            self.prompt_lost = prefill and self.prefill.leader.control_address in self.involved
         elif isinstance(error, PeerLostError):
             self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
         elif isinstance(error, TransportError):
@@ -114,13 +117,17 @@ class SessionHandlers(ABC):
 
     def is_prefill(self, peer: str) -> bool:
         """Returns whether `peer` leads the prefill group, and not a colocated one."""
-        return peer == self.prefill.leader.control_address != self.decode.leader.control_address
+        return peer == self.prefill.leader.control_address and not self._is_colocated
 
     @abstractmethod
     def step(self, trigger: SessionTrigger, item: Any = None) -> list[SessionAction]:
         """Performs the transition of `trigger`; `item` is the argument of its handler."""
 
     def send_reserve(self, _: None) -> list[SessionAction]:
+        """Asks the decode group for room, and the prefill group for the prompt: it may begin before its ticket comes.
+
+        A colocated group gets the prompt with `Reserve`.
+        """
         self.started_s = self.now_s
         left_s = self.left_s(self.now_s)
         reserve = m.Reserve(
@@ -134,17 +141,29 @@ class SessionHandlers(ABC):
             self.after,
             min(self.reserve_wait_s, left_s),
         )
-        return [self._send(self.decode, reserve)]
+        for group in (self.decode, self.prefill):
+            self._require_receiver(group)  # before the first message
+        actions: list[SessionAction] = [self._send(self.decode, reserve)]
+        if not self._is_colocated:
+            actions.append(self._send(self.prefill, self._prefill(None)))
+        return actions
 
-    def send_prefill(self, ticket: Ticket) -> list[SessionAction]:
+    def send_ticket(self, ticket: Ticket) -> list[SessionAction]:
         self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
+        message = self._prefill(ticket) if self._is_colocated else m.Reserved(self.key, ticket)
+        sent = self._send(self.prefill, message)
+        self._ticketed = True
+        return [sent]
+
+    def _prefill(self, ticket: Ticket | None) -> m.Prefill:
         left_s = self.left_s(self.now_s)
-        prefill = m.Prefill(
+        return m.Prefill(
             self.key, self.prompt, self.sampling, ticket, left_s, self.cache_salt, self._answered
         )
-        sent = self._send(self.prefill, prefill)
-        self._prompt_sent = True
-        return [sent]
+
+    @property
+    def _is_colocated(self) -> bool:
+        return self.prefill.leader.control_address == self.decode.leader.control_address
 
     def first_tokens(self, message: m.Prefilled) -> list[SessionAction]:
         self.report.ttft_s = self.report.ttft_s or self._elapsed_s()
@@ -164,7 +183,8 @@ class SessionHandlers(ABC):
         return self.step(SessionTrigger.ALL_ANSWERED) if over else []
 
     def _ordered(self, message: m.Tokens) -> list[SessionAction]:
-        """Adds `message` to its answer; returns the outputs that are now complete up to their first token."""
+        """Adds `message` to its answer; returns the actions for the outputs whose preceding tokens have all
+        arrived."""
         actions: list[SessionAction] = []
         for output, cut in self.answers[message.answer].add(message):
             leader = self.decode.leader.control_address
@@ -203,7 +223,7 @@ class SessionHandlers(ABC):
         return self.fail(RequestTimeoutError(f"request {self.key} did not end before its deadline"))
 
     def release(self, _: None) -> list[SessionAction]:
-        """Asks every living involved leader to free the request; a lost leader owns nothing any more."""
+        """Asks every involved leader that is not lost to free the request; a lost leader owns nothing any more."""
         self.report.ended_s = self._elapsed_s()
         self.unreleased = self.involved - self.lost
         release = m.Release(self.key, "the session ended")
@@ -224,11 +244,15 @@ class SessionHandlers(ABC):
         return []
 
     def _send(self, group: GroupInfo, message: m.Message) -> SendMessage:
+        self._require_receiver(group)
+        peer = group.leader.control_address
+        self.involved.add(peer)
+        return SendMessage(peer, message)
+
+    def _require_receiver(self, group: GroupInfo) -> None:
         peer = group.leader.control_address
         if peer in self.lost:  # a later Release could not reach it either
             raise NoReceiverError(peer)
-        self.involved.add(peer)
-        return SendMessage(peer, message)
 
     def _lost_error(self, peer: str) -> PeerLostError:
         role = self.prefill.role if peer == self.prefill.leader.control_address else self.decode.role

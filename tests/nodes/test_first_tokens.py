@@ -17,14 +17,14 @@ from decode_node.scheduler_options import SchedulerOptions
 from disagg.core.errors import ProtocolError
 from disagg.core.sampling import sampling_of
 from disagg.core.tokens import pack_tokens
-from disagg.core.types import RequestKey, SamplingParams, Span, Ticket
+from disagg.core.types import RequestKey, SamplingParams
 from disagg.model.chunks import PromptChunks
 from disagg.model.sampling.next_tokens import next_tokens
 from disagg.model.sampling.penalties import SamplingRow, history_of
 from disagg.model.sampling.sampled import Chosen
 from disagg.node.kv_manager import KVManager
-from prefill_node.first_tokens import ROWS, First, first_tokens
-from prefill_node.scheduler import PrefillRequest
+from prefill_node.first_tokens import ROWS, first_tokens
+from prefill_node.request import First, PrefillRequest
 from transport.control import messages as m
 
 KEY = RequestKey("r")
@@ -177,10 +177,8 @@ def test_many_answers_to_many_prompts_are_chosen_in_parts(monkeypatch: pytest.Mo
     sampling = SamplingParams(n=25, temperature=1.5, seed=3, repetition_penalty=1.5)
     requests = {}
     for row in range(3):
-        ticket = Ticket(RequestKey(f"r{row}"), row, "decode", Span(0, 4))
-        requests[row] = PrefillRequest(
-            ticket.key, pack_tokens([row, 7, 8, 9]), sampling, ticket, "router", 0.0
-        )
+        prompt = pack_tokens([row, 7, 8, 9])
+        requests[row] = PrefillRequest(RequestKey(f"r{row}"), prompt, sampling, "router", 0.0)
     found = first_tokens(logits, requests, ())
     assert max(sizes) <= ROWS < sum(sizes) == 75
     for row, request in requests.items():

@@ -6,10 +6,10 @@ import math
 from collections import deque
 
 import pytest
-import torch
 from bit_flips import install
 from local_groups import small_config
-from simulated_groups import LOST, ROUTER, Simulation
+from ordered_simulation import TOKENS, D, Ordered, P
+from simulated_groups import LOST, ROUTER
 
 from decode_node.fences import CLOSED
 from decode_node.receive_state import ReceiveTransferState
@@ -18,65 +18,6 @@ from decode_node.tickets import VERIFIED_WAIT_S
 from disagg.core.errors import TransportError
 from disagg.core.types import RequestKey, SamplingParams
 from transport.control import messages as m
-from transport.peer_memory import MemoryHandle, open_memory
-
-P, D = "prefill-0", "decode-0"
-TOKENS = 40
-
-
-class Ordered(Simulation):
-    """One rank on each side; nothing happens but what the test lets happen."""
-
-    refuses = False
-
-    def deliver(self, source: str, destination: str) -> None:
-        """All that is on its way from one to the other, and what its threads do about it."""
-        while self.queues.get((source, destination)):
-            self._deliver(source, destination)
-        self.work(destination)
-
-    def work(self, name: str) -> None:
-        """The transfer thread of a rank comes to the end of its inbox."""
-        while name in self.ranks and self.ranks[name].transfer_loop.posted:
-            self._inbox(self.ranks[name])
-
-    def wire(self, name: str) -> None:
-        self._wire(self.ranks[name])
-
-    def reserve(self) -> None:
-        """A request has its ticket; the prefill group has not heard of it."""
-        self.router.submit(TOKENS, SamplingParams(max_tokens=1))
-        self.deliver(ROUTER, D)
-        self.deliver(D, ROUTER)
-
-    def compute(self) -> None:
-        """The prefill group hears of the request and computes it; its writes are launched, and none has begun."""
-        self._deliver(ROUTER, P)
-        self.work(P)
-        for _ in range(2):  # it is planned, then it is computed
-            self._compute(self.ranks[P])
-            self.work(P)
-
-    @property
-    def request(self) -> object:
-        return next(iter(self.router.requests.values()))
-
-    def _open_memory(self, handle: MemoryHandle, device: torch.device) -> torch.Tensor:
-        if self.refuses:
-            raise TransportError("it cannot be opened")
-        return open_memory(handle, device)
-
-    def _between_layers(self) -> None: ...
-
-
-@pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> Ordered:
-    config = small_config(1, 1, chunk_tokens=64, layer_groups=1, peer_memory=True)
-    simulation = Ordered(config, 0, monkeypatch)
-    simulation.deliver(D, P)
-    simulation.deliver(P, D)  # both have linked
-    assert simulation.ranks[P].statistics()["transfer"].open_pools == 1
-    return simulation
 
 
 def test_a_ticket_is_stopped_before_its_writer_has_heard_of_it(order: Ordered) -> None:

@@ -83,7 +83,7 @@ def test_two_sessions_that_lose_a_group_at_the_same_token_are_enough() -> None:
 
 
 def test_a_fault_that_is_noticed_again_counts_once() -> None:
-    """Within `SAME_FAULT_S`, by another session with one of the groups, at the same token."""
+    """Within `SAME_FAULT_S`, by another session with one of the groups, which decoded nothing."""
     branch = branch_of(SamplingParams(), [1])
     assert not branch.is_same_fault({"prefill", "decode"}, 0.0), "nothing was lost"
     branch = branch.after_loss({"prefill", "decode"}, 100.0)
@@ -101,7 +101,8 @@ def test_a_fault_that_is_noticed_again_counts_once() -> None:
     with pytest.raises(PeerLostError, match="decode-4 and prefill were lost"):
         require_recoverable("r", died, {"prefill", "decode-4"}, 9, PeerLostError("lost"))
     branch.answers[0].tokens.append(2)
-    assert not branch.is_same_fault({"prefill", "decode"}, 100.0), "the groups worked behind it"
+    assert branch.is_same_fault({"prefill", "decode"}, 100.0), "the prefill group alone chose the first token"
+    assert not branch.is_same_fault({"prefill", "decode"}, 100.0, decoded=True), "the groups worked behind it"
 
 
 def test_a_router_that_is_cut_off_loses_its_groups_one_by_one_which_counts_once() -> None:
@@ -118,8 +119,8 @@ def test_a_router_that_is_cut_off_loses_its_groups_one_by_one_which_counts_once(
         (frozenset(), 100.0, False),
     ):
         assert branch.is_same_fault(others, started_s, silent) == same, (silent, started_s)
-    branch.answers[0].tokens.append(2)
-    assert not branch.is_same_fault(others, 100.0, {"decode", "decode-2"}), "the groups worked behind it"
+    silent = {"decode", "decode-2"}
+    assert not branch.is_same_fault(others, 100.0, silent, decoded=True), "the groups worked behind it"
 
 
 def test_the_first_recovery_starts_at_once_and_later_ones_wait() -> None:

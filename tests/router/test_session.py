@@ -57,7 +57,7 @@ def spell(tokens: list[int]) -> str:
 
 @dataclass
 class Script:
-    """What the leaders of one case send. The decode leader's tokens follow the `Prefill` request."""
+    """What the leaders of one case send. The decode leader's tokens follow the prefill leader's ticket."""
 
     sampling: SamplingParams
     reservations: list[m.Message]
@@ -65,6 +65,8 @@ class Script:
     prefilled: list[m.Message]
     tokens: list[m.Message]
     """In the order of sending."""
+    refused: tuple[m.Message, ...] = ()
+    """What the prefill leader sends before it has the ticket."""
     colocated: bool = False
     answered: tuple[int, ...] = ()
     """The answer so far, of an earlier attempt."""
@@ -82,6 +84,9 @@ SCRIPTS = {
     "no room": Script(ONE, [BUSY], [], []),
     "no room for the rest": Script(ONE, [BUSY], [], [], answered=(0,)),
     "prefill is busy": Script(ONE, [RESERVED], [BUSY], []),
+    "prefill is busy at once": Script(ONE, [RESERVED], [], [], refused=(BUSY,)),
+    "prefill fails at once": Script(ONE, [RESERVED], [], [], refused=(FAILED,)),
+    "both refuse": Script(ONE, [BUSY], [], [], refused=(ABORTED,)),
     "not reserved": Script(ONE, [ABORTED], [], []),
     "prefill fails": Script(ONE, [RESERVED], [FAILED], []),
     "transfer fails": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), FAILED], []),
@@ -137,6 +142,8 @@ class World:
     ended_answers: list[int] = field(default_factory=list)
     computed: int = 0
     lost_at_release: set[str] = field(default_factory=set)
+    full: bool = False
+    """The decode leader has no room."""
     now_s: float = 0.0
 
     @classmethod
@@ -221,18 +228,29 @@ class World:
                     not self.script.answered,
                 )
                 assert message.wait_s == WAIT_S
-                self.queues[peer].append(self.script.reservations.pop(0))
+                reply = self.script.reservations.pop(0)
+                self.queues[peer].append(reply)
+                self.full = reply == BUSY
             case m.Prefill():
-                assert (message.ticket, message.answered) == (RESERVED.ticket, list(self.script.answered))
-                self.queues[peer] += self.script.prefilled
-                if DECODE not in self.lost:
-                    self.queues[DECODE] += self.script.tokens
+                ticket = RESERVED.ticket if self.script.colocated else None
+                assert (message.ticket, message.answered) == (ticket, list(self.script.answered))
+                self.queues[peer] += self.script.refused
+                if ticket is not None:
+                    self.compute(peer)
+            case m.Reserved():
+                assert (peer, message) == (PREFILL, RESERVED)
+                self.compute(peer)
             case m.EndAnswer():
                 self.ended_answers.append(message.answer)
             case m.Release():
                 self.released.append(peer)
                 self.lost_at_release = set(self.lost)
                 self.queues[peer].append(m.Released(KEY))
+
+    def compute(self, peer: str) -> None:
+        self.queues[peer] += self.script.prefilled
+        if DECODE not in self.lost:
+            self.queues[DECODE] += self.script.tokens
 
     def check(self) -> None:
         """Asserts what holds at the end of every order."""
@@ -245,8 +263,9 @@ class World:
         assert set(self.released) <= self.received
         confirmed = not self.session.unreleased
         assert self.session.report.released == confirmed
-        busy = any(isinstance(error, BusyError) for error in self.errors)
-        assert self.session.no_room == (busy and PREFILL not in self.received), "the decode group's room"
+        assert self.session.no_room <= self.full, "the decode group's room"
+        if self.full and not self.script.refused:
+            assert self.session.no_room == any(isinstance(error, BusyError) for error in self.errors)
         assert self.computed <= 1
         answers: dict[int, list[int]] = {0: list(self.script.answered)} if self.script.answered else {}
         over: set[int] = set()
@@ -288,14 +307,15 @@ def test_every_order_of_messages_ends_once_and_releases_every_living_leader(name
     assert count > 10
     assert {SessionPhase.FAILED, SessionPhase.RELEASING, SessionPhase.ENDED} <= seen
     assert {PeerLostError, RequestTimeoutError} <= errors
-    assert (BusyError in errors) == (BUSY in SCRIPTS[name].reservations + SCRIPTS[name].prefilled)
+    script = SCRIPTS[name]
+    assert (BusyError in errors) == (BUSY in [*script.reservations, *script.prefilled, *script.refused])
 
 
 @pytest.mark.parametrize(("wait_s", "sent_s"), [(2.0, 2.0), (1000.0, 90.0), (float("inf"), 90.0)])
 def test_a_reserve_waits_until_the_deadline_at_most(wait_s: float, sent_s: float) -> None:
     session = World.start(SCRIPTS["one answer"]).session
     session.reserve_wait_s = wait_s
-    (action,) = session.on_signal(SessionTrigger.START, 10.0)
+    action, _ = session.on_signal(SessionTrigger.START, 10.0)
     assert isinstance(action, SendMessage)
     assert isinstance(action.message, m.Reserve)
     assert (action.message.wait_s, action.message.deadline_s) == (sent_s, 90.0)
@@ -305,7 +325,7 @@ def test_a_deadline_while_the_request_waits_names_the_full_group() -> None:
     world = run(SCRIPTS["one answer"], START, ("signal", "deadline"))
     assert str(world.errors[0]) == f"request {KEY} reached its deadline in the queue for room in decode"
     world.make(*CLOSE)
-    assert world.released == [DECODE], "the decode leader removes the request from its queue"
+    assert sorted(world.released) == [DECODE, PREFILL], "the decode leader removes the request from its queue"
 
 
 def run(script: Script, *moves: tuple[str, str]) -> World:
@@ -346,11 +366,12 @@ def test_a_transfer_that_ends_during_the_release_is_measured() -> None:
 
 
 def test_a_leader_that_never_received_the_request_is_not_released() -> None:
-    world = run(SCRIPTS["one answer"], START, ("lose", PREFILL), FROM_DECODE)
+    world = run(SCRIPTS["one answer"], ("lose", PREFILL), START)
     assert isinstance(world.errors[0], PeerLostError)
     assert str(world.errors[0]) == f"lost the prefill group's leader at {PREFILL}"
     world.make(*CLOSE)
-    assert world.released == [DECODE]
+    assert world.released == []
+    assert world.session.phase is SessionPhase.ENDED
 
 
 def test_a_stream_goes_on_when_its_prefill_group_is_lost() -> None:
@@ -380,17 +401,20 @@ def test_a_lost_group_leaves_the_request_to_another_session(
 
 
 @pytest.mark.parametrize(
-    "moves", [[START, FROM_DECODE], [START, ("lose", PREFILL), FROM_DECODE]], ids=["reported", "noticed"]
+    ("moves", "prompt_lost"),
+    [([START, FROM_DECODE], True), ([START, ("lose", PREFILL)], True), ([("lose", PREFILL), START], False)],
+    ids=["reported", "noticed", "known"],
 )
-def test_a_prefill_group_lost_before_it_received_the_prompt_costs_no_recovery(
-    moves: list[tuple[str, str]],
+def test_a_prefill_group_lost_before_it_has_the_ticket_costs_no_recovery(
+    moves: list[tuple[str, str]], prompt_lost: bool
 ) -> None:
-    """Nothing was computed: for this session the groups are not linked."""
+    """No KV was sent: for this session the groups are not linked. The prompt may still be what ended the group."""
     lost = m.Failed(KEY, "peer_lost", "lost", retryable=True, resumable=True)
-    script = Script(ONE, [lost] if len(moves) == 2 else [RESERVED], [], [])
+    script = Script(ONE, [lost] if FROM_DECODE in moves else [RESERVED], [], [])
     world = run(script, *moves)
     session = world.session
     assert (session.phase, session.loss, session.unlinked) == (SessionPhase.FAILED, None, True)
+    assert session.prompt_lost == prompt_lost
     assert session.resumable
     assert len(world.errors) == 1
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import httpx
 from fake_generator import FakeGenerator
+from prometheus_client.parser import text_string_to_metric_families
 
 from disagg.api.app import make_app
 from disagg.api.model import SHORT_CHARACTERS, ServedModel
@@ -111,8 +112,17 @@ class ApiServer:
         return self.client.post(path, json=body(path, **fields))
 
     def value(self, metric: str, **labels: str) -> float:
-        """What `/metrics` says of a sample; 0 where there is none."""
+        """A sample of the router's metrics; 0 where there is none."""
         return self.service.metrics.registry.get_sample_value(metric, labels) or 0.0
+
+    def scraped(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """What `/metrics` says: each sample by its name and labels."""
+        families = text_string_to_metric_families(self.client.get("/metrics").text)
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+        }
 
     async def _set(self, attributes: dict[str, Any]) -> None:
         for name, value in attributes.items():

@@ -93,7 +93,12 @@ def test_a_rank_that_dies_leaves_nothing_behind(
             return await asyncio.gather(*asked, return_exceptions=True)
 
         results = poisoned(groups).serve(work)
-        assert all(isinstance(result, PeerLostError) for result in results), results
+        ended = [result.tokens for result in results if not isinstance(result, PeerLostError)]
+        assert len(ended) < len(results), "none of them lost the group"
+        if name.startswith("decode"):
+            assert not ended
+        else:  # all KV of a prompt may have landed, which its answer survives
+            assert all(len(tokens) == 300 for tokens in ended)
         groups.settle(dead=[f"{name[:-2]}-0", f"{name[:-2]}-1"])
     finally:
         groups.stop()

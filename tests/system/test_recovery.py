@@ -103,7 +103,7 @@ class System:
         """Kills the group that `wanted(source, message)` names, `times` times at most."""
 
         def observe(source: str, destination: str, message: m.Message) -> None:
-            if isinstance(message, m.Reserved):
+            if isinstance(message, m.Reserved) and source.startswith("decode"):
                 self.tickets.append(message.ticket)
             name = wanted(source, message) if len(self.killed) < times else None
             if name is not None and f"{name}-0" not in self.killed:

@@ -26,7 +26,8 @@ from disagg.model.sampled_tokens import token_of
 from disagg.model.sampling.beam_search import Candidate
 from disagg.node.kv_manager import KVManager
 from disagg.node.plan import StepPlan, Swap, Work
-from prefill_node.scheduler import PrefillRequest, PrefillScheduler
+from prefill_node.request import PrefillRequest
+from prefill_node.scheduler import PrefillScheduler
 
 RANKS = 2
 STEPS = settings(max_examples=60, stateful_step_count=60, deadline=None)
@@ -50,7 +51,10 @@ class PrefillMachine(RuleBasedStateMachine):
         self.count = 0
         self.plan: StepPlan | None = None
         self.admitted: list[PrefillRequest] = []
-        self.computed: dict[RequestKey, int] = {}
+        self.computed: dict[tuple[RequestKey, int], int] = {}
+        """Of each request's reservation, the end of what was planned."""
+        self.early: set[tuple[RequestKey, int]] = set()
+        """Reservations with work that was planned without a ticket, of which the ranks know."""
         self.wrong: set[RequestKey] = set()
         self.kv: dict[int, tuple[int, ...]] = {}
         """For each slot, the tokens up to the one whose KV stands there; of a `wrong` request none."""
@@ -58,24 +62,49 @@ class PrefillMachine(RuleBasedStateMachine):
     def requests(self) -> list[PrefillRequest]:
         return list(self.scheduler.requests.values())
 
-    @rule(tokens=st.integers(1, 50), common=st.integers(0, 50), wrong=st.booleans())
-    def submit(self, tokens: int, common: int, wrong: bool) -> None:
-        """The first `common` tokens are those of all other prompts. `wrong`: its first token cannot be told."""
+    @rule(tokens=st.integers(1, 50), common=st.integers(0, 50), wrong=st.booleans(), early=st.booleans())
+    def submit(self, tokens: int, common: int, wrong: bool, early: bool) -> None:
+        """The first `common` tokens are those of all other prompts. `wrong`: its first token cannot be told.
+
+        `early`: the ticket comes later.
+        """
         key = key_of(self.count)
         self.count += 1
-        ticket = Ticket(key, self.count, "decode", Span(0, tokens))
         prompt = pack_tokens([t if t < common else t + 100 * self.count for t in range(tokens)])
-        request = PrefillRequest(key, prompt, SamplingParams(), ticket, "router", 0.0)
+        request = PrefillRequest(key, prompt, SamplingParams(), "router", 0.0)
         request.prefix = PrefixKey.of(prompt) if self.scheduler.caches_prefixes else None
         if wrong:
             self.wrong.add(key)
         try:
             self.scheduler.submit(request)
             self.scheduler.submit(request)
+            if not early:
+                self.give_ticket(request)
         except PromptTooLongError:
             assert tokens > 40
+
+    @precondition(
+        lambda self: any(r.ticket is None and not r.closing for r in self.scheduler.requests.values())
+    )
+    @rule(data=st.data())
+    def the_ticket_comes(self, data: st.DataObject) -> None:
+        waiting = [r for r in self.requests() if r.ticket is None and not r.closing]
+        self.give_ticket(data.draw(st.sampled_from(waiting)))
+
+    def give_ticket(self, request: PrefillRequest) -> None:
+        held = request.block_table is not None
+        ticket = Ticket(request.key, 1, "decode", Span(0, len(request.prompt)))
+        try:
+            assert self.scheduler.give_ticket(request, ticket) == held == request.admitted
         except BusyError:
-            assert sum(not r.admitted for r in self.requests()) == 3
+            assert (
+                sum(r.ticket is not None and not r.admitted and not r.closing for r in self.requests()) == 3
+            )
+            assert not held
+            self.scheduler.close(request)
+        else:
+            if held:
+                self.admitted.append(request)
 
     @rule()
     def admit(self) -> None:
@@ -84,28 +113,39 @@ class PrefillMachine(RuleBasedStateMachine):
             others = [r.block_table.row for r in self.requests() if r.block_table and r is not request]
             assert request.block_table.row not in others
             self.admitted.append(request)
+        if any(r.ticket is not None and not r.admitted and not r.closing for r in self.requests()):
+            idle = [r for r in self.requests() if r.is_early and not r.in_step]
+            assert not idle, "the memory of early requests is for those with a ticket"
 
     @precondition(lambda self: self.plan is None)
     @rule()
     def step(self) -> None:
         self.plan = self.scheduler.next_step()
         if self.plan is not None:
-            assert 0 < sum(len(work.tokens) for work in self.plan.work) <= 7
+            assert self.plan.work or self.plan.dropped, "an empty plan"
+            assert sum(len(work.tokens) for work in self.plan.work) <= 7
+            for one in self.plan.dropped:
+                self.early.remove(one)
             for work in self.plan.work:
-                block_table = self.scheduler.requests[work.key].block_table
+                request = self.scheduler.requests[work.key]
+                block_table, key = request.block_table, (work.key, work.reservation)
                 assert block_table is not None
-                first = work.key not in self.computed
-                assert bool(work.pages) == first, "pages travel once"
-                start = self.computed.get(work.key, block_table.cached_tokens)
+                assert bool(work.pages) == (key not in self.computed), (
+                    "pages travel once for each reservation"
+                )
+                start = self.computed.get(key, block_table.cached_tokens)
                 assert work.start == start, "chunks follow each other, and what is cached"
                 self.write(work, block_table.pages)
-                self.computed[work.key] = work.span.stop
+                self.computed[key] = work.span.stop
+                assert work.early == (request.ticket is None)
+                if work.early:
+                    self.early.add(key)
 
     def write(self, work: Work, pages: list[int]) -> None:
         """Reads what is there of the prompt, and writes the chunk behind it."""
         prompt = tuple(self.scheduler.requests[work.key].prompt)
         slots = [page * 4 + offset for page in pages for offset in range(4)]
-        own = self.computed.get(work.key, 0)
+        own = self.computed.get((work.key, work.reservation), 0)
         for position in range(own, work.start):
             assert self.kv[slots[position]] == prompt[: position + 1], (
                 "KV of another prompt is taken for cached"
@@ -119,7 +159,7 @@ class PrefillMachine(RuleBasedStateMachine):
         assert self.plan is not None
         finished = self.scheduler.commit(self.plan, self.wrong)
         assert {request.key for request in finished} <= {work.key for work in self.plan.work}
-        assert all(self.computed[r.key] == len(r.prompt) and not r.closing for r in finished)
+        assert all(self.computed[r.key, r.reservation] == len(r.prompt) and not r.closing for r in finished)
         self.plan = None
 
     @precondition(lambda self: self.admitted)
@@ -151,8 +191,18 @@ class PrefillMachine(RuleBasedStateMachine):
                 assert request.block_table is not None, "a running step reads and writes its pages"
             if request.admitted and not request.closing and len(request.sent_ranks) < RANKS:
                 assert request.block_table is not None, "segments are still gathered from its pages"
-            if request.closing and len(request.closed_ranks) < RANKS and len(request.sent_ranks) < RANKS:
+            if (
+                request.admitted
+                and request.closing
+                and len(request.closed_ranks) < RANKS
+                and len(request.sent_ranks) < RANKS
+            ):
                 assert request.block_table is not None, "a rank may still gather from its pages"
+
+    @invariant()
+    def early_requests_hold_little(self) -> None:
+        held = [r for r in self.requests() if r.ticket is None and r.block_table is not None]
+        assert sum(len(r.prompt) - r.block_table.cached_tokens for r in held if r.block_table) <= 7
 
     def teardown(self) -> None:
         if self.plan is not None:
@@ -164,6 +214,8 @@ class PrefillMachine(RuleBasedStateMachine):
                     self.scheduler.rank_closed(request, rank)
         assert not self.scheduler.requests
         self.scheduler.check()
+        last = self.scheduler.next_step()
+        assert self.early == set(last.dropped if last is not None else ()), "the ranks drop each one, once"
 
 
 class CachingPrefillMachine(PrefillMachine):
@@ -700,9 +752,9 @@ def test_a_prompt_that_must_not_be_cut_is_computed_in_one_step_and_keeps_room_fo
     )
     for number, tokens in enumerate((5, 20, 3)):
         ticket = Ticket(key_of(number), number, "decode", Span(0, tokens + 8))
-        scheduler.submit(
-            PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), ticket, "router", 0.0)
-        )
+        request = PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), "router", 0.0, 8)
+        scheduler.submit(request)
+        scheduler.give_ticket(request, ticket)
     assert [len(request.block_table.pages) for request in scheduler.admit() if request.block_table] == [
         4,
         7,
@@ -722,9 +774,9 @@ def test_fixed_chunks_are_those_of_a_prompt_alone() -> None:
     scheduler = PrefillScheduler(kv_manager, ranks=1, chunks=chunks, max_context_tokens=40, max_waiting=3)
     for number, tokens in enumerate((9, 15, 3)):
         ticket = Ticket(key_of(number), number, "decode", Span(0, tokens))
-        scheduler.submit(
-            PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), ticket, "router", 0.0)
-        )
+        request = PrefillRequest(key_of(number), list(range(tokens)), SamplingParams(), "router", 0.0)
+        scheduler.submit(request)
+        scheduler.give_ticket(request, ticket)
     scheduler.admit()
     steps = []
     while (plan := scheduler.next_step()) is not None:
@@ -742,8 +794,9 @@ def test_a_prompt_is_cached_when_it_is_computed_and_its_logits_are_good(wrong: b
     for number in range(2):
         key, prompt = key_of(number), pack_tokens(range(10))
         ticket = Ticket(key, number, "decode", Span(0, 10))
-        request = PrefillRequest(key, prompt, SamplingParams(), ticket, "router", 0.0, PrefixKey.of(prompt))
+        request = PrefillRequest(key, prompt, SamplingParams(), "router", 0.0, prefix=PrefixKey.of(prompt))
         scheduler.submit(request)
+        scheduler.give_ticket(request, ticket)
         scheduler.admit()
         plan = scheduler.next_step()
         assert plan is not None

@@ -76,6 +76,8 @@ class SimulatedLeader:
         self._control = make_control(config, KeyRing.follow(config.key_file or ""))
         self._shared = shared
         self.streams: dict[RequestKey, SimulatedStream] = {}
+        self._prompts: dict[RequestKey, TokenIds] = {}
+        """Prompts whose tickets have not come."""
         self._watchers: set[str] = set()
         layout = KVLayout(2, 2, 16, "bfloat16")
         rank = RankInfo(0, Shard(0, Span(0, 2), Span(0, 2)), self._control.address, b"", 0, 0, 16, 1 << 24)
@@ -139,7 +141,9 @@ class SimulatedLeader:
             case m.Reserve():
                 self._reserve(peer, message)
             case m.Prefill():
-                self._prefill(peer, message)
+                self._prompts[message.key] = message.prompt
+            case m.Reserved():
+                self._prefill(peer, message.key)
             case m.Release():
                 self._release(peer, message.key)
             case m.Watch():
@@ -155,15 +159,16 @@ class SimulatedLeader:
         ticket = Ticket(message.key, secrets.randbelow(1 << 16), self.info.name, Span(0, tokens), 0, pages)
         self._control.send(router, m.Reserved(message.key, ticket))
 
-    def _prefill(self, router: str, message: m.Prefill) -> None:
-        self._control.send(router, m.Prefilled(message.key, [message.prompt[0]]))
-        self._control.send(router, m.Transferred(message.key, 1 << 20, 2, 4, 0.001))
+    def _prefill(self, router: str, key: RequestKey) -> None:
+        self._control.send(router, m.Prefilled(key, [self._prompts.pop(key)[0]]))
+        self._control.send(router, m.Transferred(key, 1 << 20, 2, 4, 0.001))
         with self._shared.lock:
-            decode = self._shared.decode.get(message.key)
+            decode = self._shared.decode.get(key)
         if decode is not None:
-            decode.begin(message.key)
+            decode.begin(key)
 
     def _release(self, router: str, key: RequestKey) -> None:
+        self._prompts.pop(key, None)
         with self._shared.lock:
             if self.streams.pop(key, None) is not None:
                 del self._shared.decode[key]

@@ -19,10 +19,10 @@ from disagg.core.errors import TransportError
 from disagg.core.timeline import Timeline
 from disagg.core.types import RequestKey, Span
 from disagg.node.device import DeviceEvent, record_event
-from prefill_node.chunks import Part, StepPart
 from prefill_node.flows import SenderStatistics
 from prefill_node.options import SenderContext, SenderOptions
 from prefill_node.sender import SegmentSender
+from prefill_node.step_part import Part, PlannedChunk, StepPart
 from transport.control import messages as m
 
 _SPIN_S = 0.0002
@@ -89,7 +89,8 @@ class PrefillHost(BenchRank):
         """Requests the leases of the next requests."""
         for _ in range(min(count, len(self._waiting))):
             self._steps += 1
-            self._agent.plan_chunk(StepPart(self._steps, Part.CHUNK), self._waiting.popleft(), self._span)
+            part = StepPart(self._steps, Part.CHUNK)
+            self._agent.plan_chunk(PlannedChunk(part, self._waiting.popleft(), 0, self._span))
             self._planned.append(self._steps)
 
     def _compute(self, count: int) -> None:

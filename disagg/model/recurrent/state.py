@@ -53,7 +53,7 @@ class StateMover:
     def __init__(
         self, sample: RequestCache, pool: MHATokenToKVPool, spec: ModelSpec, collective: Collective
     ) -> None:
-        """`sample`: a state whose shapes all states have, and from which `spec.state_tokens` was computed."""
+        """`sample`: an example of a state, with the shapes of all, from which `spec.state_tokens` was computed."""
         self._form = sample.form()
         self._pool, self._collective = pool, collective
         layout = spec.layout
@@ -157,7 +157,7 @@ def recurrent_parts(batch: StepBatch, *, each_alone: bool = False) -> list[list[
         if one.start < one.prompt_tokens:
             raise InvariantError(
                 f"row {one.row}: token {one.start} of a prompt of {one.prompt_tokens} tokens is computed alone, "
-                f"which recurrent layers would take for an answer's"
+                f"so recurrent layers would treat it as a token of an answer"
             )
     if each_alone:
         single = []

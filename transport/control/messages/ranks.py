@@ -15,11 +15,15 @@ class Plan(Message, frozen=True):
 
 
 class OpenSend(Message, frozen=True):
-    """Prefill leader -> its ranks: a request starts; its KV is in `pages` and goes to the ticket's group."""
+    """Prefill leader -> its ranks: a request's KV is in `pages` and goes to the ticket's group."""
 
     key: RequestKey
     ticket: Ticket
     pages: list[Count]
+    reservation: Count = 0
+    """Reservation of `pages`; see `disagg.node.plan.Work`."""
+    begun: bool = False
+    """Whether steps before this message computed KV in `pages`, which is sent too."""
 
 
 class RankSent(Message, frozen=True):

@@ -33,7 +33,10 @@ class Reserve(Message, frozen=True):
 
 
 class Reserved(Message, frozen=True):
-    """Decode leader -> router: the row and the pages are reserved."""
+    """Decode leader -> router: the row and the pages are reserved.
+
+    Router -> prefill leader: the KV of the prompt, which came with `Prefill`, is wanted at this ticket.
+    """
 
     key: RequestKey
     ticket: Ticket
@@ -58,7 +61,8 @@ class Prefill(Message, frozen=True):
     key: RequestKey
     prompt: TokenIds
     sampling: SamplingParams
-    ticket: Ticket
+    ticket: Ticket | None
+    """None: `Reserved` follows with the ticket. A prompt may be computed before, its KV is sent after."""
     deadline_s: Seconds
     cache_salt: str = ""
     """Only prompts with the same salt share cached KV."""

@@ -1,0 +1,62 @@
+"""Chunks that are computed before their ticket has come: where to send their KV is not known yet.
+
+The KV of a request without a ticket stays in its pages, with an event for each layer group. When the ticket opens,
+`prefill_node.chunks` cuts the chunks and sends what is computed; layers of a running step follow as usual.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from disagg.core.errors import InvariantError
+from disagg.core.types import RequestKey, Span
+from disagg.node.device import DeviceEvent
+from prefill_node.step_part import PlannedChunk, StepPart
+
+
+class ReadyLayers(NamedTuple):
+    """Layers (global) whose KV is written once `event` is done on the device."""
+
+    layers: Span
+    event: DeviceEvent
+
+
+class EarlyChunks:
+    """Chunks without a ticket on one prefill rank. Owned by the transfer thread."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[tuple[RequestKey, int], list[PlannedChunk]] = {}
+        """By request and reservation."""
+        self._ready: dict[StepPart, list[ReadyLayers]] = {}
+        """Of each part with such a chunk: what its step has computed so far."""
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def add(self, chunk: PlannedChunk) -> None:
+        """Adds a chunk, before any of its layers is ready."""
+        self._chunks.setdefault((chunk.key, chunk.reservation), []).append(chunk)
+        self._ready.setdefault(chunk.part, [])
+
+    def layers_ready(self, part: StepPart, ready: ReadyLayers) -> None:
+        """Notes computed layers, if `part` has such a chunk."""
+        if part in self._ready:
+            self._ready[part].append(ready)
+
+    def take(self, key: RequestKey, reservation: int) -> list[tuple[PlannedChunk, list[ReadyLayers]]]:
+        """Removes the chunks of a reservation; returns them, in order, with the layers that are ready so far."""
+        chunks = self._chunks.pop((key, reservation), [])
+        taken = [(chunk, list(self._ready[chunk.part])) for chunk in chunks]
+        left = self._parts()
+        for chunk in chunks:
+            if chunk.part not in left:
+                self._ready.pop(chunk.part, None)
+        return taken
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless layers are noted for exactly the parts with such chunks."""
+        if self._parts() != set(self._ready):
+            raise InvariantError(f"layers of {set(self._ready)} are noted, chunks belong to {self._parts()}")
+
+    def _parts(self) -> set[StepPart]:
+        return {chunk.part for chunks in self._chunks.values() for chunk in chunks}

@@ -1,0 +1,84 @@
+"""A request of a prefill group, from its prompt to the end of its transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from disagg.core.prefixes import PrefixKey
+from disagg.core.tokens import TokenIds
+from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
+from disagg.node.kv_manager import BlockTable
+
+
+class First(NamedTuple):
+    """See `transport.control.messages.FirstTokens`."""
+
+    tokens: list[int]
+    scores: list[float]
+    logprobs: list[TokenLogprobs]
+    """One for each token, where the request has `logprobs`."""
+
+
+@dataclass(slots=True, eq=False)
+class PrefillRequest:
+    """A request on the prefill side."""
+
+    key: RequestKey
+    prompt: TokenIds
+    sampling: SamplingParams
+    router: str
+    deadline_s: float
+    """On the leader's clock."""
+    state_tokens: int = 0
+    """Tokens behind the prompt whose slots its recurrent state takes."""
+    prefix: PrefixKey | None = None
+    """Key of prompt and answer so far in the prefix cache; None: all is computed, and not cached."""
+    answered: Sequence[int] = ()
+    """Tokens of the answer so far, computed like the prompt; see `transport.control.messages.Reserve`."""
+    ticket: Ticket | None = None
+    """None until the decode group has reserved room. A short prompt can be computed before."""
+    block_table: BlockTable | None = None
+    reservation: int = 0
+    """Number of the block table: unique for the life of the prefill group."""
+    admitted: bool = False
+    """The ranks have received `OpenSend`, so its end needs `CloseTransfer`."""
+    rest_tokens: int | None = None
+    """Tokens that no cached prefix provided when the request was first considered for an early start."""
+    began_early: bool = False
+    """A step has computed part of the reservation without a ticket."""
+    planned_tokens: int = 0
+    in_step: bool = False
+    """A running step computes the request: its pages must not be freed."""
+    computed: bool = False
+    first: First | None = None
+    """Sampled before the ticket came, and sent when it comes."""
+    closing: bool = False
+    release_requested: bool = False
+    """The router waits for `Released`."""
+    router_lost: bool = False
+    """The router sends no `Release`: the leader closes the request when its KV is sent or no longer wanted."""
+    unwanted: bool = False
+    """The decode group has stopped the transfer."""
+    sent_ranks: set[int] = field(default_factory=set)
+    closed_ranks: set[int] = field(default_factory=set)
+    nbytes: int = 0
+    segments: int = 0
+    messages: int = 0
+    transfer_s: float = 0.0
+
+    @property
+    def total_tokens(self) -> int:
+        """Length of the prompt and of the answer so far."""
+        return len(self.prompt) + len(self.answered)
+
+    @property
+    def end_tokens(self) -> int:
+        """Tokens to reserve: prompt, answer so far, recurrent state."""
+        return self.total_tokens + self.state_tokens
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the request has row and pages, but no ticket."""
+        return self.block_table is not None and not self.admitted

@@ -1,0 +1,38 @@
+"""What a step computes for the transfer: the unit that becomes ready together, and the chunks of requests in it."""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from disagg.core.types import RequestKey, Span
+
+
+class Part(enum.Enum):
+    """Kind of KV that a step sends."""
+
+    CHUNK = "chunk"
+    """The positions that the step computes."""
+    CACHED = "cached"
+    """The positions before a prompt's first chunk, by a prefix cache hit."""
+    STATE = "state"
+    """The recurrent state behind a prompt's last position."""
+
+
+class StepPart(NamedTuple):
+    """One kind of KV of one step: the unit that becomes ready together."""
+
+    step: int
+    part: Part
+
+
+class PlannedChunk(NamedTuple):
+    """Positions of one request that `part` makes ready."""
+
+    part: StepPart
+    key: RequestKey
+    reservation: int
+    """Of the pages that hold the positions; see `disagg.node.plan.Work`."""
+    positions: Span
+    early: bool = False
+    """Whether the request had no ticket when the step was planned."""
