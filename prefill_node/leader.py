@@ -170,7 +170,7 @@ class PrefillLeader(Leader):
             return
         if open_now:
             self._open(request, ticket)
-        if request.first is not None:
+        if request.first is not None and not request.closing:  # `OpenSend` may be too large
             self._hand_over(request, ticket, request.first)
 
     def _require_right_ticket(self, request: PrefillRequest, ticket: Ticket) -> None:

@@ -6,6 +6,7 @@ import pytest
 from ordered_simulation import TOKENS, D, Ordered, P
 from simulated_groups import ROUTER
 
+from disagg.core.errors import ProtocolError
 from disagg.core.types import SamplingParams, Span
 from disagg.node.plan import StepPlan
 from prefill_node.request import PrefillRequest
@@ -158,3 +159,19 @@ def test_a_plan_without_work_is_no_step(order: Ordered) -> None:
     order.work(P)
     assert early_chunks(order) == 0
     assert order.ranks[P].leader.next_plan() is None
+
+
+def test_a_ticket_that_is_too_large_for_a_message_ends_the_request(
+    order: Ordered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first token is not sent behind the failure."""
+    submit(order)
+    order.step()
+    leader = order.ranks[P].leader
+
+    def refuse(message: m.Message) -> None:
+        raise ProtocolError("too large")
+
+    monkeypatch.setattr(leader, "_to_others", refuse)
+    ticket(order)
+    assert [type(message) for message in order.queues[P, ROUTER]] == [m.Failed]
