@@ -1,4 +1,4 @@
-"""Admission control: bounds running and queued answers. Decisions are immediate; only `turn` waits."""
+"""Admission control: limits the running and queued answers. Decisions are immediate; only `turn` waits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Admission:
         pace: Pace | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`pace` may lower the limit."""
+        """`pace` may lower the limit of answers."""
         self._max_running, self._max_queued = max_running, max_queued
         self._pace, self._clock = pace, clock
         self._inside = 0
@@ -52,7 +52,7 @@ class Admission:
         return self._max_running
 
     def resize(self, max_running: int) -> None:
-        """Changes the number of running requests. A lower limit ends none of them."""
+        """Changes the limit of running requests. A lower limit ends no running request."""
         added, self._max_running = max_running - self._max_running, max_running
         self._surplus += max(0, -added)
         for _ in range(added):
@@ -75,7 +75,7 @@ class Admission:
             raise
 
     def enter(self, answers: int) -> None:
-        """Admits `answers` answers, each of which must `leave`. Raises `BusyError`, admitting none, if full."""
+        """Admits `answers` answers; the caller must `leave` for each. Raises `BusyError`, admitting none, if full."""
         self._check(answers)
         self._inside += answers
 
@@ -93,7 +93,7 @@ class Admission:
 
     def _check(self, answers: int) -> None:
         pace = self._pace.limit(self._clock()) if self._pace is not None else None
-        # An empty server admits a request of many answers at any pace; otherwise it would never run.
+        # An idle server admits a request above the limit of answers; otherwise the request would never run.
         limit = self.limit if pace is None else min(self.limit, max(pace, answers))
         if self._inside + answers > limit:
             raise self._busy(limit)
@@ -117,9 +117,11 @@ class Admission:
 
     @asynccontextmanager
     async def turn(self, deadline_s: float, alone: bool = True) -> AsyncIterator[None]:
-        """Waits for a slot to run; `deadline_s` is on `time.monotonic`'s clock. Raises `RequestTimeoutError`.
+        """Within the block, holds a running slot; waits for the slot until `deadline_s`, on `time.monotonic`'s clock,
+        then raises `RequestTimeoutError`.
 
-        `alone`: the only part of its request, which an overload may still reject with `BusyError`.
+        `alone`: whether this is the only part of its request. Only then may an overload still reject it with
+        `BusyError`.
         """
         with self._metrics.queued.track_inprogress():
             await self._acquire(deadline_s, alone)

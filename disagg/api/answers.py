@@ -1,7 +1,7 @@
 """The answers to one HTTP request: passes the outputs of several tasks to one sink.
 
-Each task drives one session of the router and lives until the session has released its memory, also after the client
-has gone. `abort` therefore only cancels the tasks and does not wait.
+Each task runs one request of the router, and ends only when the router has released the request's memory, even if the
+client disconnects earlier. `abort` therefore cancels the tasks without waiting for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Sink(Protocol):
     """Receives the answers to one HTTP request, on the event loop. Its methods do not block."""
 
     def put(self, answer: int, output: Output) -> None:
-        """Takes an output; those of one answer come in order."""
+        """Takes an output. The outputs of one answer arrive in order."""
 
     def end(self, error: Exception | None) -> None:
         """Called once: after the last output of all answers, or with the first error of any answer."""
@@ -34,14 +34,14 @@ class Answers:
         self._ended = False
 
     def start(self, answers: Iterable[int], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work`, which calls `put` or `fail` for `answers`. The caller keeps the task until it is done."""
+        """Runs `work`, which calls `put` or `fail` for `answers`. The caller keeps a reference until it ends."""
         task = asyncio.get_running_loop().create_task(work)
         self._unfinished |= dict.fromkeys(answers, task)
         return task
 
     def put(self, answer: int, output: Output) -> None:
-        """Passes an output on. After the last one of an answer, `abort` no longer cancels its task, which is
-        releasing."""
+        """Passes an output to the sink. After an answer's last output, `abort` does not cancel the answer's task any
+        more: the task is releasing memory."""
         if self._ended:
             return
         self._sink.put(answer, output)
@@ -51,7 +51,7 @@ class Answers:
                 self._end(None)
 
     def fail(self, answers: Iterable[int], error: DisaggError) -> None:
-        """Ends `answers` with an error, which fails the whole request and aborts its other answers."""
+        """Ends `answers` with an error: the whole request fails, and its other answers are aborted."""
         for answer in answers:
             self._unfinished.pop(answer, None)
         self._end(error)

@@ -90,7 +90,7 @@ class _Routes:
         return await self._answer(request, generation, ChatWriter)
 
     async def models(self, request: Request) -> Response:
-        """Returns the list of models, which has one."""
+        """Returns the list of models, which contains only the served model."""
         return _json({"object": "list", "data": [self._card()]})
 
     async def model(self, request: Request) -> Response:
@@ -118,7 +118,7 @@ class _Routes:
         return _json({"prompt": self._model.spell(self._model.check_tokens(body.tokens, "tokens"))})
 
     async def health(self, request: Request) -> Response:
-        """Returns 200 while the process lives."""
+        """Returns 200 whenever the process can answer."""
         return _json({"status": "alive"})
 
     async def ready(self, request: Request) -> Response:

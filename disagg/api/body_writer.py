@@ -1,4 +1,4 @@
-"""An ASGI extension of this server: parts of a response's body are written at once, without an `await`."""
+"""An ASGI extension of this server: writes parts of a response's body immediately, without an `await`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ EXTENSION = "disagg.body_writer"
 
 
 def body_writer(scope: Scope) -> Callable[[bytes], bool] | None:
-    """Returns the function that writes a part of the response's body; None if the server has none.
+    """Returns the function that writes a part of the response's body; None on a server without the extension.
 
-    The function needs a response that was started and has not ended. It returns False, and has written nothing, if
-    the part must be sent with an `await`: the client reads too slowly, or the response has no HTTP/1.1 chunks.
+    The response must have started and not ended. The function writes nothing and returns False if the part must be
+    sent with an `await`: the client reads too slowly, or the response is not chunked HTTP/1.1.
     """
     found: Callable[[bytes], bool] | None = scope.get("extensions", {}).get(EXTENSION)
     return found

@@ -15,13 +15,13 @@ import msgspec
 from disagg.core.errors import InvariantError
 
 SPARE = 64
-"""Connections beyond the limit that are read until their first head: health probes are still answered."""
+"""Connections accepted above the limit, only to read their first head: health probes are still answered."""
 _IPV6_PREFIX = 64
-"""One IPv6 client usually owns a network of this size, so its addresses count as one."""
+"""Prefix length by which IPv6 clients are counted: one client usually owns a whole /64 network."""
 
 
 class Connection(Protocol):
-    """A connection as the table uses it; hashed by identity."""
+    """The interface of a connection that the table needs. Connections are hashed by identity."""
 
     def flushed(self) -> bool:
         """Returns whether the client has taken every byte that was written."""
@@ -31,11 +31,11 @@ class ConnectionDecision(NamedTuple):
     """The decision about a new connection."""
 
     held: bool
-    """False: the connection is not in the table and must be closed at once."""
+    """Whether the connection was entered; if False, the caller closes it at once."""
     evicted: Connection | None = None
     """The connection that was removed from the table to make room; the caller closes it."""
     refused: str = ""
-    """Reason for which requests of the connection are refused (503); empty if they are served."""
+    """Why requests of the connection are refused with a 503; empty if they are served."""
 
 
 class ConnectionStatistics(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class ConnectionTable:
         self._waiting_of: dict[str, OrderedDict[Connection, None]] = {}
 
     def admit(self, connection: Connection, address: str) -> ConnectionDecision:
-        """Enters a new connection, which waits for its first request."""
+        """Enters a new connection as idle, until its first request."""
         waiting, why = self._room(address)
         if not why:
             self._enter(connection, address)
@@ -78,13 +78,13 @@ class ConnectionTable:
         return ConnectionDecision(held=True, evicted=evicted, refused="" if evicted is not None else why)
 
     def begin(self, connection: Connection) -> None:
-        """Marks the connection as busy with a request. No effect on a connection that left the table."""
+        """Marks the connection as busy with a request. No effect on a connection that is not in the table."""
         address = self._open.get(connection)
         if address is not None and connection in self._waiting:
             self._leave_waiting(connection, address)
 
     def wait(self, connection: Connection) -> None:
-        """Marks the connection as idle: its requests have ended. No effect on a connection that left the table."""
+        """Marks the connection as idle: its requests have ended. No effect if it is not in the table."""
         address = self._open.get(connection)
         if address is not None:
             self._waiting[connection] = None
@@ -106,7 +106,8 @@ class ConnectionTable:
         return ConnectionStatistics(len(self._open), len(self._waiting), len(self._counts))
 
     def check(self) -> None:
-        """Raises `InvariantError` unless both orders and the counts agree with the open connections."""
+        """Raises `InvariantError` unless the idle lists and the counts per address agree with the open
+        connections."""
         of_addresses = [(one, address) for address, some in self._waiting_of.items() for one in some]
         fits = (
             set(self._waiting) == {one for one, _ in of_addresses}

@@ -21,9 +21,9 @@ log = structlog.get_logger(__name__)
 
 PHRASES = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 OTHER_FILES = 256
-"""File descriptors for libraries, Ray and control channels."""
+"""File descriptors that libraries, Ray and control channels need besides the HTTP connections."""
 MAX_PIPELINED = 32
-"""Largest number of pipelined requests of one connection, whose heads stay in memory."""
+"""Largest number of pipelined requests of one connection: their heads stay in memory."""
 MIN_SEND_BYTES_PER_S = 1024
 """Lowest rate at which a client must read a full buffer; slower connections are aborted."""
 
@@ -47,7 +47,7 @@ def bounded_http(config: ApiConfig, metrics: Metrics) -> type[asyncio.Protocol]:
 
 
 class _BoundedHttp(HttpToolsProtocol):
-    """See `bounded_http`. Every timer is cancelled in `connection_lost`."""
+    """The protocol that `bounded_http` describes. `connection_lost` cancels every timer."""
 
     api: ClassVar[ApiConfig]
     table: ClassVar[ConnectionTable]
@@ -61,7 +61,7 @@ class _BoundedHttp(HttpToolsProtocol):
     _running: RequestResponseCycle | None = None
     """The current or latest request."""
     _unsent_bytes: int | None = None
-    """Unsent bytes of a stuck connection at the last check; None if not stuck."""
+    """Unsent bytes at the last check; None if the connection was not blocked then."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -89,7 +89,7 @@ class _BoundedHttp(HttpToolsProtocol):
         self._count()
         super().connection_lost(exc)
         if self._running is not None and not self._running.response_complete:
-            # uvicorn notifies only the newest request; the running one may be older.
+            # uvicorn notifies only the newest request of a pipeline; the running request may be an older one.
             self._running.disconnected = True
             self._running.message_event.set()
 
@@ -124,7 +124,7 @@ class _BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head, self._head_bytes = True, 0
-        if self.cycle is not None:  # a refused request has none
+        if self.cycle is not None:  # None for a refused request
             super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -141,11 +141,11 @@ class _BoundedHttp(HttpToolsProtocol):
         super().resume_writing()
 
     def flushed(self) -> bool:
-        """See `connection_table.Connection`."""
+        """Returns whether the client has taken every byte that was written."""
         return self.transport.get_write_buffer_size() == 0
 
     def drop(self) -> None:
-        """Closes a connection without a request in progress, which has left the table."""
+        """Closes a connection that was evicted from the table while it had no request in progress."""
         if self._head_bytes:
             self._refuse(_too_many("the server needed this connection for another client"))
         else:
@@ -167,7 +167,7 @@ class _BoundedHttp(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         if self.transport.is_closing():
             return
-        if self._answered():  # else the answer in progress is on its way
+        if self._answered():  # otherwise bytes of the response in progress may have been written
             self.transport.write(_whole(error))
         self.transport.close()
 

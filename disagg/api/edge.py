@@ -24,12 +24,12 @@ from disagg.core.errors import BusyError
 log = structlog.get_logger(__name__)
 
 OPEN = frozenset({"/", "/health", "/ready", "/metrics"})
-"""Paths that need no API key."""
+"""Paths without an API key."""
 OFTEN = OPEN | {"/status"}
 """Frequently polled paths, logged at level debug."""
 ANSWERING = frozenset({"/v1/completions", "/v1/chat/completions"})
 REFUSALS_S = 1.0
-"""Interval of log lines with the number of rejected requests."""
+"""Shortest interval between two log lines with the number of rejected requests."""
 OUTCOMES = {CLIENT_GONE: "aborted", 408: "timeout", 429: "busy", 503: "unavailable", 504: "timeout"}
 
 
@@ -70,7 +70,7 @@ class Edge:
             self._check_head(scope)
             if scope["path"] not in OPEN:
                 check_key(self._keys, headers.get(b"authorization"))
-            # After the key check: requests without a key must not reveal or affect the load.
+            # After the key check, so that requests without a key neither reveal nor affect the load.
             if scope["path"] in ANSWERING and scope["method"] == "POST":
                 self._check_capacity()
             exchange.timeout_s = timeout_s(headers.get(TIMEOUT.encode()), exchange.timeout_s)
@@ -127,7 +127,7 @@ class Edge:
 
 
 def _client(scope: Scope) -> str:
-    """Returns the client's address, by which log lines are limited."""
+    """Returns the client's address; the rate of log lines is limited for each address."""
     client = scope.get("client")
     return str(client[0]) if client else "unknown"
 
@@ -139,7 +139,7 @@ def _outcome(status: int) -> str:
 
 
 def head_too_large(what: str, limit_bytes: int) -> ApiError:
-    """Returns a 431."""
+    """Returns the 431 error for a part of a request's head that exceeds `limit_bytes`."""
     return ApiError(
         431,
         f"{what} is larger than the limit of {limit_bytes} bytes",

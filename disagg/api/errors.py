@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's shape: `{"error": {message, type, param, code}}`."""
+"""Error responses in OpenAI's format: `{"error": {message, type, param, code}}`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from disagg.core.errors import (
 INVALID = "invalid_request_error"
 SERVER = "server_error"
 CLIENT_GONE = 499
-"""nginx' status for a client that disconnected before its reply; never sent."""
+"""Status for logs and metrics when the client disconnected before its reply, as in nginx; never sent."""
 
 
 class ApiError(Exception):
-    """An error with HTTP status and body fields. `param` names the field at fault."""
+    """An error with its HTTP status and the fields of its body. `param` is the name of the invalid field."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ClientGoneError(Exception):
 
 
 def bad(param: str | None, message: str, code: str | None = None) -> ApiError:
-    """Returns a 400 that names the field."""
+    """Returns a 400 error; `param` is the name of the invalid field."""
     return ApiError(400, message, param=param, code=code)
 
 

@@ -31,9 +31,9 @@ class Exchange:
     timeout_s: float
     arrived_s: float = field(default_factory=time.monotonic)
     key: str = field(default_factory=random_id)
-    """Unique name of the request's sessions and reply, independent of the client."""
+    """Unique name of the request's sessions and reply, not chosen by the client."""
     ended: int = 0
-    """Status for logs and metrics if the sent status does not apply, as for a broken stream; 0: the sent one."""
+    """Status for logs and metrics if it differs from the sent status, as for a broken stream; else 0."""
     session: str = ""
     """The client's name for the conversation; empty without one."""
     trace: RequestTrace | None = None
@@ -60,14 +60,14 @@ def request_id(given: bytes | None) -> str:
 
 
 def session_id(given: bytes | None) -> str:
-    """Returns the client's name for a conversation, the header `SESSION`; empty without one. Raises a 400."""
+    """Returns the client's name for a conversation, from the header `SESSION`; empty without one. Raises a 400."""
     if given is not None and not _ID.fullmatch(given):
         raise bad(SESSION, f"{SESSION} must be 1 to 128 letters, digits or any of . _ : -")
     return given.decode() if given else ""
 
 
 def timeout_s(given: bytes | None, most_s: float) -> float:
-    """Returns the time limit of the header `TIMEOUT`, at most `most_s`. Raises a 400."""
+    """Returns the request's time limit, from the header `TIMEOUT`; at most `most_s`. Raises a 400."""
     if given is None:
         return most_s
     try:
@@ -137,5 +137,5 @@ def _too_large(limit_bytes: int) -> ApiError:
         413,
         f"the body is larger than the limit of {limit_bytes} bytes (api.max_body_bytes)",
         code="body_too_large",
-        headers={"Connection": "close"},  # otherwise the rest of the body would have to be read
+        headers={"Connection": "close"},  # to keep the connection, the rest of the body would have to be read
     )

@@ -18,7 +18,7 @@ class StreamOptions(Body, frozen=True, kw_only=True):
 
 
 class AnswerBody(Body, frozen=True, kw_only=True):
-    """Common fields of completions and chat completions. The last group extends OpenAI's API, as in vLLM."""
+    """Fields of completions and chat completions. The last group of fields extends OpenAI's API, as in vLLM."""
 
     model: str
     max_tokens: int | None = None
@@ -44,7 +44,7 @@ class AnswerBody(Body, frozen=True, kw_only=True):
     repetition_penalty: float = 1.0
     cache_salt: str = ""
     best_of: int | None = None
-    """Answers to generate, of which the `n` best are returned; for a beam search the number of beams."""
+    """Number of answers to generate, of which the best `n` are returned; for a beam search, the number of beams."""
     use_beam_search: bool = False
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
@@ -56,7 +56,7 @@ class CompletionBody(AnswerBody, frozen=True, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     return_tokens_as_token_ids: bool = False
-    """Name tokens of `logprobs` as `token_id:ID`, as in vLLM: different tokens may have the same text."""
+    """Whether `logprobs` names tokens as `token_id:ID`, as in vLLM: different tokens may have the same text."""
 
 
 class ChatBody(AnswerBody, frozen=True, kw_only=True):
@@ -117,7 +117,7 @@ OFF: dict[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-"""Unsupported fields of OpenAI's API, and their accepted values (besides null) without effect."""
+"""Unsupported fields of OpenAI's API. Each is ignored if null or one of the listed values, else refused."""
 
 MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
@@ -127,4 +127,4 @@ MESSAGE_OFF: dict[str, tuple[Any, ...]] = {
     "refusal": ("",),
     "tool_calls": ([],),
 }
-"""The same for messages: clients send replies back unchanged."""
+"""Unsupported fields of messages, and their accepted values: clients send earlier replies back unchanged."""

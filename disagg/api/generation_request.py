@@ -1,4 +1,4 @@
-"""Parses request bodies to `GenerationRequest`s, and splits them into requests to the engine."""
+"""Parses request bodies into `GenerationRequest`s, and splits these into requests to the engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from disagg.core.sampling import check_sampling, sampling_of
 from disagg.core.types import SamplingParams
 
 COMPLETION_TOKENS = 16
-"""OpenAI's default for completions; chat answers may be as long as the context allows."""
+"""OpenAI's default of `max_tokens` for completions; chat answers default to the rest of the context."""
 STOP_CHARACTERS = 256
 SALT_CHARACTERS = 256
 SESSION_CHARACTERS = 256
@@ -62,7 +62,7 @@ class GenerationRequest:
     cache_salt: str = ""
     """Only prompts with equal salts share cached KV."""
     session: str = ""
-    """The client's name of the conversation, which is decoded on one group; empty without one."""
+    """The client's name for the conversation, whose requests use one decode group; empty without one."""
 
     @property
     def made(self) -> int:
@@ -82,8 +82,8 @@ class GenerationRequest:
     def parts(self, most: Callable[[int, int], int]) -> list[EngineRequest]:
         """Returns the requests to the engine.
 
-        `most(prompt_tokens, max_tokens)` is the number of sequences that the engine computes together. Answers that
-        exceed the number are requested one by one, with the same results. Raises a 400 for too many beams.
+        `most(prompt_tokens, max_tokens)` returns how many sequences the engine can compute together. If a prompt has
+        more answers, each is requested separately, with the same results. Raises a 400 for too many beams.
         """
         firsts = range(0, self.answers, self.made)
         parts = zip(firsts, self.prompts, strict=True)
@@ -259,12 +259,12 @@ def _sampling(body: AnswerBody, max_tokens: int, logprobs: int | None, model: Se
     if beams and logprobs is not None:
         raise bad("logprobs", "logprobs is not supported with use_beam_search")
     if made > body.n and logprobs is None:
-        logprobs = 0  # to rank the answers
+        logprobs = 0  # log-probabilities of the chosen tokens, which rank the answers
     temperature = (0.0 if beams else 1.0) if body.temperature is None else body.temperature
     sampling = SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
-        top_k=0 if body.top_k == -1 else body.top_k,  # other servers' value for "off"
+        top_k=0 if body.top_k == -1 else body.top_k,  # -1 means "off" in other servers
         top_p=body.top_p,
         seed=body.seed,
         stop=_stop(body),

@@ -20,13 +20,13 @@ STATES = ("waiting", "running", "closing")
 
 
 class Series(NamedTuple):
-    """One metric family: its name (a counter's without `_total`), and its field of the status."""
+    """A metric family: its name (without `_total` for a counter), and the field of the group status it reports."""
 
     name: str
     field: str
     help: str
     role: Role | None = None
-    """Role of the groups with this family; None: all groups."""
+    """Role of the groups that report the family; None: all groups."""
 
     def family(self, labels: Sequence[str]) -> Family:
         """Returns the family without samples: a counter if the field ends in `_total`, else a gauge."""
@@ -89,7 +89,7 @@ ROUTE = (
 
 
 class GroupCollector(Collector):
-    """Collects the statuses at each scrape. Scrape on the thread that may call `groups`."""
+    """Collects the statuses at each scrape. `collect` calls `groups`, so scrape on a thread that may call it."""
 
     def __init__(self, groups: Callable[[], Sequence[GroupStatus]]) -> None:
         self._groups = groups

@@ -1,4 +1,4 @@
-"""API keys: from a file and the environment, compared in constant time."""
+"""API keys: read from a file and the environment, compared in constant time."""
 
 from __future__ import annotations
 

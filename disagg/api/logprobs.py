@@ -1,4 +1,4 @@
-"""Text of single tokens in replies with log-probabilities."""
+"""The text and bytes of single tokens, for replies with log-probabilities."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Speller:
         return self._model.spell([token])
 
     def chat(self, logprobs: TokenLogprobs) -> r.ChatLogprob:
-        """Returns one token's log-probabilities in the shape of chat replies."""
+        """Returns one token's log-probabilities in the format of chat replies."""
         top = [r.TopLogprob(self.text(token), logprob, self._bytes(token)) for token, logprob in logprobs.top]
         return r.ChatLogprob(self.text(logprobs.token), logprobs.logprob, self._bytes(logprobs.token), top)
 

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a server, in a separate registry: several servers in one process (tests) share no counts."""
+"""Prometheus metrics of one server, in its own registry, so servers in one process (tests) share no counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class RecoveryCollector(Collector):
     """The series `disagg_recoveries_total`, read from a router at each scrape."""
 
     def __init__(self, recoveries: Mapping[str, int]) -> None:
-        """`recoveries`: a router's counts by cause, which it changes."""
+        """`recoveries`: a router's live counts of recoveries by cause."""
         self._recoveries = recoveries
 
     def collect(self) -> Iterator[CounterMetricFamily]:
@@ -36,7 +36,7 @@ class RecoveryCollector(Collector):
 
 
 class Metrics:
-    """Counts and times, in seconds unless the name has another unit. An *answer* is one choice."""
+    """Counts and times of a server; times in seconds unless the name has a unit. An *answer* is one choice."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -95,7 +95,7 @@ class Metrics:
         )
 
     def transferred(self, report: SessionReport) -> None:
-        """Counts a session's KV transfer, if any."""
+        """Counts the KV transfer in `report`, if there was one."""
         if report.segments:
             self.transfer_bytes.inc(report.nbytes)
             self.transfer_seconds.observe(report.transfer_s)

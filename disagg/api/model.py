@@ -19,17 +19,17 @@ from disagg.router.text import REPLACEMENT, decode_with
 
 T = TypeVar("T")
 SHORT_CHARACTERS = 1024
-"""Longest text that is encoded on the event loop, in less than a millisecond: waking a thread costs as much."""
+"""Longest text that is encoded on the event loop. Takes under 1 ms, about as long as waking a thread."""
 SHORT_MESSAGES = 16
 """Most messages of a conversation that is rendered on the event loop."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
 class ServedModel:
-    """A model name with its tokenizer. A thread encodes long texts, because the time grows with the client's text.
+    """A model name with its tokenizer. A separate thread encodes long texts, which would block the event loop.
 
-    The thread uses a copy of the tokenizer, which is not thread-safe. Chat templates come from the checkpoint only,
-    never from a client, and run in transformers' Jinja sandbox.
+    The thread has its own copy of the tokenizer, because tokenizers are not thread-safe. Chat templates come from the
+    checkpoint only, never from a client, and run in transformers' Jinja sandbox.
     """
 
     def __init__(self, name: str, tokenizer: Any, *, context_tokens: int, vocab_tokens: int) -> None:
@@ -72,7 +72,7 @@ class ServedModel:
         return str(self._tokenizer.decode(list(tokens)))
 
     def token_bytes(self, token: int) -> bytes:
-        """Returns the UTF-8 bytes of a token, which may be a part of a character; clients join them."""
+        """Returns the UTF-8 bytes of a token, possibly part of a character; clients join the bytes of tokens."""
         text = self.spell([token])
         if REPLACEMENT not in text:
             return text.encode()
@@ -120,7 +120,7 @@ def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], generation_promp
         )
     except TemplateError as exc:
         raise bad("messages", f"the model's chat template rejects the messages: {exc}") from exc
-    return encode_text(tokenizer, text, False)  # the template has written the special tokens itself
+    return encode_text(tokenizer, text, False)  # the chat template already contains the special tokens
 
 
 @functools.cache

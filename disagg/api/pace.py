@@ -1,13 +1,14 @@
-"""Limit of admitted answers, derived from the recent completion rate. Pure: the caller passes the time.
+"""The limit of admitted answers, derived from the recent completion rate. Pure: the caller passes the time.
 
 Bursts and closed-loop clients, which send one request after another, may fill the queue without an overload. An
 overload begins when a request is refused while clearly more requests arrive than complete. Queueing is then useless:
-queued requests are rejected too. The number of admitted answers is limited, and half of them shall take at most
+queued requests are rejected too. The number of admitted answers is limited so that half of the answers take at most
 `max_slowdown` times their time on an idle server. The limit starts from Little's law. Each fast answer raises the
-limit and each slow one lowers it, which settles at the median. Two windows without excess arrivals end the overload.
+limit and each slow answer lowers it, so it settles where half of the answers are fast. Two windows without excess
+arrivals end the overload.
 
-Without an overload, a queued request should start within `max_queue_s`, estimated from the completions of some
-windows. If arrivals equal completions (a closed loop), admission only keeps the number of admitted answers from
+Without an overload, a queued request should start within `max_queue_s`, estimated from the completions of the latest
+windows. If arrivals equal completions (a closed loop), the limit only keeps the number of admitted answers from
 growing.
 """
 
@@ -17,9 +18,9 @@ from collections import deque
 from dataclasses import dataclass
 
 WINDOW_S = 2.0
-"""Length of a counting window; longer if an answer takes longer on an idle server."""
+"""Shortest length of a counting window; a window is at least as long as an answer on an idle server takes."""
 WINDOWS = 4
-"""Consecutive windows that estimate the queueing time; the first two absorb clients that start together."""
+"""Number of windows that estimate the queueing time; the first two absorb clients that start together."""
 OVERLOAD = 1.5
 """Ratio of arrivals to completions above which arrivals are excessive."""
 CALM = 2
@@ -27,7 +28,7 @@ CALM = 2
 KEPT = 0.9
 """Weight of a running mean's former value when a new value is added."""
 STEP = 0.25
-"""Change of the overload limit per answer: the limit moves by at most a quarter while the admitted answers change."""
+"""Change of the overload limit per answer: while all admitted answers complete, it moves by at most a quarter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class _Window:
 
     @property
     def outrun(self) -> bool:
-        """Whether clearly more requests arrived than completed."""
+        """Whether clearly more requests arrived in the window than completed."""
         return self.arrived > OVERLOAD * self.ended + CALM
 
     def then(self, later: _Window) -> _Window:
@@ -79,7 +80,7 @@ class Pace:
     """Counts arrivals and completions, and limits the admitted answers. All times are on one clock of the caller."""
 
     def __init__(self, max_running: int, max_queue_s: float, max_slowdown: float) -> None:
-        """`max_slowdown` 0 disables the overload limit; `max_queue_s` and the caller's limits remain."""
+        """A `max_slowdown` of 0 disables the overload limit; `max_queue_s` and the caller's limits still apply."""
         self._max_running, self._max_queue_s, self._max_slowdown = max_running, max_queue_s, max_slowdown
         self._since_s: float | None = None
         self._arrived = self._ended = self._answers = self._most = 0
@@ -94,7 +95,7 @@ class Pace:
         """Limit of admitted answers under overload."""
 
     def resize(self, max_running: int) -> None:
-        """Changes the number of running requests."""
+        """Changes the limit of running requests."""
         self._max_running = max_running
 
     @property
@@ -110,7 +111,8 @@ class Pace:
         self._full &= inside >= self._max_running
 
     def refused(self, now_s: float) -> bool:
-        """Records that the latest arrival was refused. True if an overload begins: reject queued requests too."""
+        """Records that the latest arrival was refused. Returns True if an overload begins: reject queued requests
+        too."""
         self._advance(now_s)
         lately = (self._windows[-1] if self._windows else NOTHING).then(self._current(now_s))
         if self.overload or not self._max_slowdown or not lately.outrun:
@@ -124,14 +126,14 @@ class Pace:
     def ended(
         self, tokens: int, first_s: float, seconds: float, inside: int, now_s: float, answers: int = 1
     ) -> None:
-        """Counts a completed request of `tokens` steps, with the first token after `first_s`, all after `seconds`.
+        """Counts a completed request of `tokens` steps: first token after `first_s`, last token after `seconds`.
 
-        `inside`: the larger number of admitted answers at its start and at its end, including its own. `answers`:
-        number of its own answers, if several were computed together.
+        `inside`: number of admitted answers at the request's start or end, whichever is larger, including its own.
+        `answers`: number of the request's own answers, computed together.
         """
         self._advance(now_s)
         self._tokens.add(tokens)
-        # A request that started before the overload ran among too many others: its time does not measure the limit.
+        # The time of a request that started before the overload says nothing about the overload's limit.
         if self._overload_s is None or now_s - seconds >= self._overload_s:
             self._ended += 1
             self._answers += answers
@@ -140,7 +142,7 @@ class Pace:
             if now_s - seconds >= self._overload_s:
                 fast = seconds <= self._max_slowdown * idle_s
                 self._bound = self._bounded(self._bound + (STEP if fast else -STEP))
-        elif inside <= CALM:  # not under overload: refusals take time, so the server is not idle
+        elif inside <= CALM:  # not during an overload: refusals take time, so the server is not idle
             self._first_s.add(first_s)
             if tokens > 1:
                 self._next_s.add((seconds - first_s) / (tokens - 1))
@@ -160,7 +162,7 @@ class Pace:
         return most if self._windows[-2].then(self._windows[-1]).outrun else max(most, self._level)
 
     def idle_s(self, tokens: float) -> float | None:
-        """Returns the time of an answer of `tokens` tokens on an idle server; None before it was measured."""
+        """Returns the time that an answer of `tokens` tokens takes on an idle server; None before measurements."""
         if self._first_s.value is None or (self._next_s.value is None and tokens > 1):
             return None
         return self._first_s.value + (tokens - 1) * (self._next_s.value or 0.0)

@@ -1,4 +1,4 @@
-"""The live page at `/`: one HTML file with style and script, which requests only `/status`."""
+"""The live page at `/`: one HTML file with its style and script. The script requests only `/status`."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from starlette.responses import Response
 
 
 def page_response() -> Response:
-    """Returns the page, which has no data: its script requests them with the user's key."""
+    """Returns the page, which contains no data: its script requests `/status` with the user's key."""
     body, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",
         "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",  # a newer server's page is not shadowed by an older one's
+        "Cache-Control": "no-cache",  # so that browsers do not show the cached page of an older server
     }
     return Response(body, headers=headers, media_type="text/html")
 
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """Returns the file and a content security policy that allows only its own script and style."""
+    """Returns the file and a content security policy (CSP) that allows only the file's own script and style."""
     html = files("disagg.api").joinpath("page.html").read_text(encoding="utf-8")
     rules = {
         "default-src": "'none'",

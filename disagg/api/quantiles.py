@@ -11,11 +11,11 @@ WIDTH = math.log(1.05)
 """Logarithmic width of a bucket; the error of a quantile is at most 2.5 %."""
 SPAN_S = 60
 LEAST_S, MOST_S = 1e-6, 1e5
-"""Range of values, which are clamped to it: at most 520 buckets per second."""
+"""Values are clamped to this range, which bounds a second's `Counter` to 520 buckets."""
 
 
 class RollingQuantiles:
-    """Quantiles of the values of the last minute; adds in O(1). Stores one `Counter` per second. Not thread-safe."""
+    """Quantiles of the values of the last minute, with one `Counter` per second; `add` is O(1). Not thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -14,7 +14,7 @@ KEPT = 64
 
 @dataclass(slots=True, eq=False)
 class Track:
-    """Timing of one answer. Times are `time.monotonic`'s, 0 for future events."""
+    """Timing of one answer, on `time.monotonic`'s clock; 0 for events that have not happened."""
 
     id: str
     arrived_s: float

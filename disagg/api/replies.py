@@ -1,4 +1,4 @@
-"""Reply bodies in OpenAI's shapes, as msgspec structs for fast encoding."""
+"""Reply bodies in OpenAI's format, as msgspec structs for fast encoding."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Tokens of a request; each prompt counts once, whatever `n` is."""
+    """Token counts of a request; each prompt counts once, however many answers it has."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -25,7 +25,7 @@ class TopLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprob(msgspec.Struct, frozen=True):
-    """A token of a chat answer."""
+    """Log-probabilities of one token of a chat answer."""
 
     token: str
     logprob: float
@@ -34,7 +34,7 @@ class ChatLogprob(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    """`choices[].logprobs` of chat."""
+    """`choices[].logprobs` of chat completions."""
 
     content: list[ChatLogprob]
     refusal: None = None
@@ -50,7 +50,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """The whole answer."""
+    """The message of a whole chat answer."""
 
     content: str
     role: str = "assistant"
@@ -58,7 +58,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """New content of an answer."""
+    """The new content in a chunk of a chat answer."""
 
     role: str | None = None
     content: str | None = None
@@ -74,7 +74,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """A piece of a chat answer."""
+    """A chat answer's part in one chunk of a stream."""
 
     index: int
     delta: Delta
@@ -83,7 +83,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """A completion, whole or a piece."""
+    """A whole completion, or its part in one chunk of a stream."""
 
     index: int
     text: str

@@ -1,7 +1,7 @@
-"""HTTP responses: one JSON object, or server-sent events. A client's disconnect aborts its request.
+"""HTTP responses: one JSON object, or server-sent events. If the client disconnects, its request is aborted.
 
-The outputs of a request come on the stack of the router's messages. A stream writes each to its connection at once,
-without waking its task, unless the client reads too slowly.
+The router calls the sink directly from its message handler. A stream writes each output to its connection in this
+call, without waking its task, unless the client reads too slowly.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from disagg.core.errors import DisaggError
 from disagg.router.answers import Output
 
 SEND_GRACE_S = 5.0
-"""Time after its deadline that a stream has to send the rest to a slow client."""
+"""Time after a request's deadline in which its stream may still send the rest to a slow client."""
 EVENTS_AT_ONCE = 32
-"""Most events in one write of a stream's task: between writes, the task waits for a slow client."""
+"""Largest number of events in one write of a stream's task; between writes, the task waits for a slow client."""
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 Start = Callable[[Sink], Answers]
@@ -53,7 +53,7 @@ async def whole_reply(start: Start, writer: Writer, exchange: Exchange, receive:
 
 
 class _AwaitedSink:
-    """A sink with one waiting task."""
+    """A sink that one task waits on."""
 
     def __init__(self) -> None:
         self._over = False
@@ -93,7 +93,7 @@ class _WholeReply(_AwaitedSink):
 
 
 class EventStream(_AwaitedSink, Response):
-    """Streams answers. The status is sent with the first output, so an earlier failure has its own status."""
+    """Streams answers. The HTTP status is sent with the first output, so an earlier failure gets an error status."""
 
     media_type = "text/event-stream"
 
@@ -111,13 +111,13 @@ class EventStream(_AwaitedSink, Response):
     def put(self, answer: int, output: Output) -> None:
         """See `Sink`."""
         data = self._writer.chunk(answer, output)
-        # The last output goes with the end of the stream, in one write.
+        # The last output and the end of the stream are sent in one write.
         if output.finish is not None or self._write is None or self._unsent or not self._write(data):
             self._unsent.append(data)
             self._wake()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises the error that ended the answers before the first output."""
+        """Sends the response. Raises the error that ended the answers if no output preceded it."""
         left_s = max(0.0, self._exchange.deadline_s - time.monotonic())
         try:
             async with _aborted_when_gone(self._answers, receive), asyncio.timeout(left_s + SEND_GRACE_S):
@@ -127,7 +127,7 @@ class EventStream(_AwaitedSink, Response):
                     raise self._error
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await self._send_all(send, body_writer(scope))
-        except (ClientGoneError, TimeoutError):  # gone, or not reading: the connection is closed
+        except (ClientGoneError, TimeoutError):  # disconnected, or not reading: the connection is closed
             self._exchange.ended = CLIENT_GONE
         finally:
             self._answers.abort()
@@ -149,7 +149,7 @@ class EventStream(_AwaitedSink, Response):
         return b"".join(taken)
 
     def _tail(self) -> bytes:
-        """Returns the last events. Raises an error that is no `DisaggError`."""
+        """Returns the last events, or an error event for a `DisaggError`; raises any other error."""
         if self._error is None:
             return b"".join(self._writer.tail())
         if not isinstance(self._error, DisaggError):

@@ -20,16 +20,16 @@ from disagg.core.errors import ConfigError
 log = structlog.get_logger(__name__)
 
 BACKLOG = 4096
-"""Connections that the kernel accepts before the event loop does; `net.core.somaxconn` caps it."""
+"""Connections that the kernel queues until the event loop accepts them; `net.core.somaxconn` limits the number."""
 LAST_BYTES_S = 5
-"""Time to send finished responses before their connections are closed."""
+"""Time after the end of the last answers to send their remaining bytes; then connections are closed."""
 
 
 def bind(config: ApiConfig, *, shared: bool = False) -> socket.socket:
-    """Returns a bound socket that does not listen yet: the kernel refuses clients until the engine is up.
+    """Returns a bound socket that does not listen: the kernel refuses connections until `serve` listens.
 
     `shared`: other processes bind the port, too. Raises `ConfigError` when the address cannot be used. The caller
-    closes it, or gives it to `serve`.
+    closes the socket, or passes it to `serve`.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -108,7 +108,7 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # the caller handles signals: the first one refuses new requests and keeps the socket
+        yield  # the caller handles signals: after the first one, requests are refused on the open socket
 
 
 def _settings(app: ASGIApp, service: Service) -> uvicorn.Config:

@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class Generator(Protocol):
-    """Interface of `disagg.router.router.Router` for the API."""
+    """The methods of `disagg.router.router.Router` that the API uses."""
 
     recoveries: Counter[str]
     """Recoveries of requests since the start, by `disagg.router.session_events.Loss`."""
@@ -44,7 +44,7 @@ class Generator(Protocol):
         """Returns the roles (`prefill`, `decode`; `colocated`) without a living group."""
 
     def refused_roles(self) -> list[str]:
-        """Returns the roles that have had no living group for too long; until then requests wait for one."""
+        """Returns the roles without a living group for too long: requests are then refused instead of queued."""
 
     def max_sequences(self, prompt_tokens: int, max_tokens: int) -> int:
         """Returns how many answers or beams of a request of these lengths are computed together."""
@@ -60,7 +60,7 @@ class Generator(Protocol):
 
 
 class Service:
-    """Interface of the engine for the routes. Used on one event loop."""
+    """Runs generation requests for the routes, and reports the server's status. Used on one event loop."""
 
     def __init__(
         self, generator: Generator, model: ServedModel, config: ApiConfig, share: Share | None = None
@@ -82,9 +82,9 @@ class Service:
         """True during shutdown: new requests are refused, running ones continue."""
 
     def follow_groups(self, groups: Sequence[GroupInfo]) -> None:
-        """Bounds admission and context by the groups that take requests.
+        """Limits admission and context length to what the groups that take requests support.
 
-        A limit of absent groups stays: without a group of each role the server refuses requests anyway.
+        If a role has no group, its former limits stay: the server refuses requests then anyway.
         """
         max_running = self._running_limit(groups) or self._admission.max_running
         context_tokens = min((group.context_tokens for group in groups), default=self.model.context_tokens)
@@ -110,7 +110,7 @@ class Service:
         return self.why_not_ready() if self.stopping or self._generator.refused_roles() else None
 
     def check_ready(self) -> None:
-        """Raises a 503 if requests are refused now. A request waits for a group that is replaced."""
+        """Raises a 503 if requests are refused now. While a group is being replaced, requests wait instead."""
         if why := self._why_refused():
             raise ApiError(503, f"{why}: try again later", code="unavailable", headers=retry_after(1))
 
@@ -155,12 +155,12 @@ class Service:
         )
 
     def check_capacity(self) -> None:
-        """Checks before a body is read: raises a 503 if requests are refused, and `BusyError` if full."""
+        """Called before a body is read. Raises a 503 if requests are refused, `BusyError` if the server is full."""
         self.check_ready()
         self._admission.check_capacity()
 
     def start(self, request: GenerationRequest, exchange: Exchange, sink: Sink) -> Answers:
-        """Starts all answers to the request, with outputs to `sink`. Raises `ApiError`, and `BusyError` if full."""
+        """Starts all answers; `sink` gets the outputs. Raises `ApiError`, or `BusyError` if the server is full."""
         self.check_ready()
         parts = request.parts(self._generator.max_sequences)
         if request.sequences > self._admission.limit:
@@ -182,7 +182,7 @@ class Service:
         return answers
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits for running answers, then aborts the rest; returns whether none was aborted. Set `stopping` first."""
+        """Waits for running answers, then aborts the rest; True if none was aborted. Set `stopping` first."""
         if await self._wait_idle(timeout_s):
             return True
         for answers in set(self._tasks.values()):
@@ -269,7 +269,7 @@ class Service:
         await self._generator.run(routed, emit)
 
     def _meter(self, track: Track, answers: int) -> Callable[[Output], None]:
-        """Returns a callback that counts the outputs of `answers` answers."""
+        """Returns a callback that counts and times the outputs of `answers` answers computed together."""
         last_s: dict[int, float] = {}
         left = answers
 

@@ -4,7 +4,7 @@ request                              the HTTP request; its parent is the client'
   queue | reserve | prefill | decode   consecutive phases of each answer, up to its last one
   transfer                             the transfer of the answer's KV, concurrent with the phases
 
-Spans are created at the end from recorded times, so tracing does not slow a running request.
+The spans of an answer are created at its end from recorded times, so tracing does not slow a running request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from disagg.core.config.read import MetricsConfig
 from disagg.core.errors import ConfigError
 
 TRACES = "/v1/traces"
-"""Path of a collector's endpoint for spans, fixed by OTLP."""
+"""Path of a collector's endpoint for spans, defined by OTLP."""
 
 
 class SpanPhase(NamedTuple):
@@ -57,7 +57,7 @@ class RequestTrace:
         self._tracer, self._span = tracer, span
 
     def answer(self, track: Track) -> None:
-        """Creates the spans of an ended answer, which may end after the request."""
+        """Creates the spans of an ended answer. An answer may end after its request."""
         from opentelemetry import trace
 
         parent = trace.set_span_in_context(self._span)

@@ -21,7 +21,7 @@ _ENCODER = msgspec.json.Encoder()
 
 
 def event(value: object) -> bytes:
-    """Returns the encoding of a server-sent event."""
+    """Returns a server-sent event with `value` as JSON."""
     return b"data: " + _ENCODER.encode(value) + b"\n\n"
 
 
@@ -92,7 +92,7 @@ class Writer(ABC):
     def _template(self, index: int) -> tuple[bytes, bytes]:
         choice = _ENCODER.encode(self._plain(index, "\0"))
         event = self._event([msgspec.Raw(choice)])
-        # Quotation marks within a string are escaped: the choice and its text occur once.
+        # JSON escapes quotation marks within strings, so the choice and its text each occur only once.
         before, _, after = event.partition(choice)
         head, _, tail = choice.partition(_ENCODER.encode("\0"))
         return before + head, tail + after
@@ -120,7 +120,7 @@ class Writer(ABC):
 
     @abstractmethod
     def _plain(self, index: int, text: str) -> object:
-        """Returns the piece of an output with nothing but text, behind the first one."""
+        """Returns the choice of a chunk that has only text: not an answer's first chunk, nor its last."""
 
 
 class ChatWriter(Writer):
