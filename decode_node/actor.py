@@ -15,7 +15,7 @@ with collection_paused():  # as in prefill_node.actor
 # As in prefill_node.actor: no restarts, and `park` in a thread of its own.
 @ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 2})
 class DecodeActor(RankHost):
-    """Ray actor around a `DecodeRank`; see `disagg.node.host`."""
+    """Ray actor that hosts a `DecodeRank`; `disagg.node.host` describes its threads and its owner."""
 
     node_class = DecodeRank
 

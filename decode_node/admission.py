@@ -16,7 +16,7 @@ from disagg.node.kv_manager import BlockTable, KVManager
 from transport.tags import TICKET_NUMBERS
 
 NOTHING = Resumption()
-"""The resumption of a first attempt."""
+"""Resumption of a request without an earlier attempt."""
 
 
 class DecodeAdmission:
@@ -51,8 +51,8 @@ class DecodeAdmission:
     ) -> DecodeRequest:
         """Reserves a row for each sequence, and pages for the KV that will be transferred.
 
-        The pages follow the cached pages of `prefix`. At least one token is transferred. Takes over the block table
-        of `resumption`, also when it raises.
+        The pages follow the cached pages of `prefix`. At least one token is transferred. The new request owns the
+        block table of `resumption` from now on; an exception frees it.
         Raises `InvalidRequestError`, `PromptTooLongError`, `BusyError`.
         """
         answered, begin_tokens = resumption.answered, len(prompt) + len(resumption.answered)

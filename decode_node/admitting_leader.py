@@ -29,7 +29,7 @@ seconds."""
 
 
 class Claim(NamedTuple):
-    """A request that takes over row and pages of an earlier attempt once that attempt is settled."""
+    """An attempt that waits for row and pages of the request's earlier attempt, which is not settled yet."""
 
     old: DecodeRequest
     message: m.Reserve
@@ -68,7 +68,7 @@ class AdmittingLeader(ReservingLeader):
             self._prefill_leaders[other.name] = other.leader.control_address
 
     def on_peer_lost(self, peer: str) -> None:
-        """Also fails requests without a first token when the leader of their prefill group is lost.
+        """Handles a lost peer; loss of a prefill leader fails that group's requests that lack their first token.
 
         A waiting request fails with `NotLinkedError`, which costs no recovery: nothing was computed for the request,
         and one cut of the network can cause many losses.
@@ -104,7 +104,7 @@ class AdmittingLeader(ReservingLeader):
         self._admit_waiting()
 
     def expire(self) -> None:
-        """Also admits attempts whose wait for an earlier attempt's pages is over; they get other pages."""
+        """Ends requests past their deadline. Gives new pages to attempts that waited too long for earlier ones."""
         super().expire()
         now_s = self._clock()
         for claim in [one for one in self._claims.values() if one.until_s < now_s]:
@@ -123,14 +123,14 @@ class AdmittingLeader(ReservingLeader):
         super()._break(reason)
 
     def _confirm_release(self, request: LedRequest) -> None:
-        """Also admits the attempt that takes over from a request which is settled now."""
+        """Confirms the release of a settled request, and admits the attempt that takes over its pages."""
         super()._confirm_release(request)
         assert isinstance(request, DecodeRequest), "requests of this leader"
         if request.key not in self._scheduler.requests and (message := self._drop_claim(request)):
             self._admit(request.router, message, self._scheduler.resumption(request, message.answered))
 
     def _release(self, router: str, message: m.Release) -> None:
-        """Also drops a request that has not taken over from its earlier attempt yet."""
+        """Releases a request; an attempt that waits for earlier pages is dropped."""
         claim = self._claims.get(message.key)
         if claim is not None:
             self._drop_claim(claim.old)

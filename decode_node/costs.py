@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple
 Kind = Literal["recompute", "swap"]
 
 SWAP_BYTES_PER_S = 16e9
-"""Before a measurement: one way over PCIe 4 x16 in large copies, a rule of thumb."""
+"""Assumed rate of a swap until one is measured: large copies over PCIe 4 x16, in one direction."""
 COMPUTE_TOKENS_PER_S = 8e3
-"""Before a measurement: prompt tokens of 8B parameters on one recent GPU (docs/performance.md)."""
+"""Assumed rate of recomputation until one is measured: 8B parameters on a recent GPU (docs/performance.md)."""
 STEPS_PER_S = 50.0
-"""Before a measurement: steps with one token of each request."""
+"""Assumed rate of decode steps (one token of each request) until one is measured."""
 SWAP_OVERHEAD_S = 2e-3
 """Fixed cost of a swap: two orders to the ranks, their replies, and the steps in between, which omit the request.
 A short request is recomputed faster, beside the others' next tokens."""

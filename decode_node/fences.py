@@ -22,11 +22,11 @@ class FenceWords:
             torch.cuda.synchronize(device)
 
     def open(self, row: int, ticket: int) -> None:
-        """Lets the ticket's writers write; returns when the device has the new value."""
+        """Allows writes of the ticket; returns when the device has the new value."""
         self._set(row, ticket)
 
     def close(self, row: int) -> None:
-        """Shuts all writers out; returns when the device has the new value. A write that has begun may go on."""
+        """Disallows all writes; returns when the device has the new value. A write that has begun may go on."""
         self._set(row, CLOSED)
 
     def _set(self, row: int, value: int) -> None:

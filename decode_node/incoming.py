@@ -43,7 +43,7 @@ class IncomingSegment:
     """Whether the first sending was damaged; `state` is then that of the second one."""
     scattered: DeviceEvent = None
     word: Word | None = None
-    """Receives the checksum's difference while SCATTERING; None otherwise."""
+    """Device word for the checksum's difference while SCATTERING; None otherwise."""
     started_s: float = 0.0
     waits_since_s: float | None = None
     """Time of the grant if the lease was not writable at that time; None otherwise."""
@@ -107,13 +107,13 @@ class IncomingTransfer:
     """Slot of each position of `ticket.tokens`, int32 `[len(ticket.tokens)]`, on the pool's device."""
     coverage: Coverage
     sources: dict[int, SourceRank]
-    """By rank."""
+    """Prefill ranks that send to this rank, by rank number."""
     items: dict[tuple[int, int], IncomingSegment] = field(default_factory=dict)
     """Segments with a lease, granted now or before, by (source rank, segment index)."""
     written: WrittenSegments = field(default_factory=WrittenSegments)
     """Segments that writers put straight into the pool."""
     fence_open: bool = False
-    """The row's fence word names this ticket."""
+    """Whether the row's fence word names this ticket."""
     barred_until_s: float = 0.0
     """A lost writer's last launch may run until then; later launches find the fence closed."""
     landed_bytes: int = 0
@@ -162,7 +162,7 @@ class IncomingTransfer:
         }
 
     def add_landed(self, segment: Segment) -> bool:
-        """Adds a landed segment's bytes; returns True when no other is missing."""
+        """Adds a landed segment's bytes; returns True when all segments have landed."""
         self.landed_bytes += segment.nbytes
         self._landed.append(segment)
         self.sources[segment.src_rank].landed_bytes += segment.nbytes

@@ -1,4 +1,4 @@
-"""Segments that come through the ring: received into their leases, scattered into pages, verified and counted."""
+"""Segments of the ring: receives them into their leases, scatters them into pages, verifies and counts them."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class DecodeLeader(AdmittingLeader):
 
     @property
     def max_sequences(self) -> int:
-        """See `DecodeScheduler`."""
+        """Sequences of one request at most."""
         return min(self._scheduler.max_sequences, MAX_SEQUENCES)
 
     def sample(self, plan: StepPlan, logits: torch.Tensor) -> SampledStep:
@@ -186,7 +186,7 @@ class DecodeLeader(AdmittingLeader):
                 log.warning("unexpected_message", kind=type(message).__name__, peer=peer)
 
     def _fail(self, request: LedRequest, error: DisaggError) -> None:
-        """Also keeps its pages out of the prefix cache: their KV may be wrong.
+        """Fails a request and keeps its pages out of the prefix cache, because their KV may be wrong.
 
         After a failed transfer row and pages are held, unless its KV is damaged: the router may continue the request
         here.
@@ -249,7 +249,7 @@ class DecodeLeader(AdmittingLeader):
         return counts == (wanted, scored) and max(first.tokens) < self._spec.vocab_size
 
     def _maybe_start(self, request: DecodeRequest) -> None:
-        """Streams the end of a request whose first tokens already end it, once all its KV is here."""
+        """Ends the streams of first tokens that already end their answer, once all KV of the request has landed."""
         if len(request.landed_ranks) < self._ranks or not request.begun or request.closing:
             return
         if request.search is not None:

@@ -86,9 +86,9 @@ class Preemptor:
                 self._begin_again(request)
 
     def make_room(self, chosen: Sequence[DecodeRequest]) -> list[DecodeRequest]:
-        """Returns the requests of `chosen` that have a slot for their next token; the others wait or are preempted.
+        """Returns the requests of `chosen` that have a slot for their next token. Others wait or are preempted.
 
-        The oldest gets pages first. A waiting request keeps its pages, and goes on when an older one has ended.
+        The oldest request gets pages first. A waiting request keeps its pages until an older request has ended.
         """
         if self.grow(chosen):
             return list(chosen)
@@ -109,7 +109,7 @@ class Preemptor:
         return [request for request in chosen if request in taken]
 
     def swapped(self, request: DecodeRequest, rank: int) -> None:
-        """Records that a rank has ended its copy. After the last rank the source of the copy is freed."""
+        """Records that a rank has copied the request's pages. The last rank's report frees the pages copied from."""
         request.swapped_ranks.add(rank)
         if not request.copying or len(request.swapped_ranks) < self._ranks:
             return
@@ -232,7 +232,7 @@ class Preemptor:
         request.residency, request.again = Residency.RESIDENT, request.left_tokens > 0
 
     def _kind(self, victim: DecodeRequest) -> Kind:
-        """Returns the cheaper way. Tokens that forks share behind the prompt are counted for each."""
+        """Returns the cheaper kind of preemption. Answer tokens that forks share count once for each fork."""
         if victim.again:
             return "recompute"  # most of its pages hold nothing yet
         if self._options.preemption == "auto":

@@ -32,9 +32,9 @@ class LaunchedStep(NamedTuple):
     """A step in flight."""
 
     sampled: SampledStep | None
-    """None on ranks other than 0."""
+    """Tokens of the step; None on ranks other than 0."""
     began_s: float
-    """On the timeline's clock."""
+    """Start of the step, on the timeline's clock."""
 
 
 class DecodeRank(RankNode[DecodeConfig, DecodeLeader, SegmentReceiver]):

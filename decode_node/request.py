@@ -20,13 +20,13 @@ class Residency(enum.Enum):
     """Where the KV of a request is."""
 
     RESIDENT = "resident"
-    """In its pages, or on the way there from the prefill group; or being recomputed."""
+    """The KV is in the request's pages, is being sent to them by the prefill group, or is being recomputed."""
     LEAVING = "leaving"
-    """Still in its pages, which every rank is copying to host memory."""
+    """The KV is in the request's pages, which every rank is copying to host memory."""
     OUT = "out"
-    """In host memory; a request without host blocks has no KV and is recomputed later."""
+    """The KV is in host memory. A request without host blocks has no KV and is recomputed later."""
     RETURNING = "returning"
-    """In host memory; every rank is copying it to new pages."""
+    """The KV is in host memory, from which every rank is copying it to new pages."""
 
 
 def common_pages(one: list[int], other: list[int]) -> int:
@@ -140,7 +140,7 @@ class DecodeRequest:
     router: str
     prefill_group: str
     deadline_s: float
-    """On the leader's clock."""
+    """Time limit of the request, on the leader's clock."""
     sequences: list[Sequence]
     """Sequences that hold pages. One of them has the ticket's row, at first the first one."""
     holds_state: bool
@@ -167,9 +167,9 @@ class DecodeRequest:
     successor: RequestKey | None = None
     """The attempt that takes over row and pages once the request is settled."""
     kept: BlockTable | None = None
-    """Its first block table, between the end of the request and the admission of its successor."""
+    """First block table of the request, from its settlement to the admission of its successor."""
     landed_tokens: dict[int, int] = field(default_factory=dict)
-    """By rank that has closed: the first tokens of the ticket whose KV has landed there."""
+    """Number of the ticket's first tokens whose KV has landed, by rank that has closed."""
     steps: int = 0
     """Number of steps in flight that compute the request; none of its pages may be freed unless 0."""
     closing: bool = False

@@ -31,7 +31,7 @@ class SampledStep:
     single: list[int]
     """Indices of the work items with a token in `tokens`, in its order."""
     tokens: SampledTokens | None
-    """None if no work item has one."""
+    """Single tokens of the step; None if no work item has one."""
     searches: list[DecodeRequest]
     """Requests with beams, in the order of `beams`."""
     beams: SampledBeams | None

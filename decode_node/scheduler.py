@@ -229,7 +229,7 @@ class DecodeScheduler:
 
     @property
     def kv_events(self) -> KVEventLog | None:
-        """See `KVManager`."""
+        """KV events of the prefix cache; see `KVManager`."""
         return self._kv_manager.kv_events
 
     def statistics(self) -> DecodeStatistics:

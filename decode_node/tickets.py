@@ -35,7 +35,7 @@ class IncomingTickets:
         """Without `checksum` no source waits for `TransferVerified`, and none is sent."""
         self._context, self._messages, self._checksum = context, messages, checksum
         self.open: dict[int, IncomingTransfer] = {}
-        """By the ticket's number; kept until the transfer is closed."""
+        """Transfers by the ticket's number, each until it is closed."""
         self.segments_landed = self.bytes_landed = 0
         self.failed = 0
         """Open transfers that have failed."""
@@ -45,7 +45,7 @@ class IncomingTickets:
         """Time at which `send_verified` must be called."""
 
     def opened(self, ticket: Ticket) -> None:
-        """Reports to the leader that segments may come."""
+        """Reports to the leader that this rank can receive the ticket's segments."""
         self._context.to_leader(m.RankOpened(ticket.key, ticket.number, self._context.rank))
 
     def count(self, incoming: IncomingTransfer, segment: Segment) -> None:
@@ -123,7 +123,7 @@ class IncomingTickets:
             self.due_s = self._context.clock() + VERIFIED_WAIT_S
 
     def _send_verified(self, peer: str) -> None:
-        """Lets the source free its pages."""
+        """Reports the verified tickets to one source, which then frees their pages."""
         self._messages.send(peer, m.TransferVerified(self._verified.pop(peer), self._context.rank))
 
     # --- active messages that could not be sent

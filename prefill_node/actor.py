@@ -18,7 +18,7 @@ with collection_paused():  # a rank's process imports torch and transformers her
 # replacement is up. `park` blocks a thread of its own concurrency group, so the other methods can run.
 @ray.remote(max_restarts=0, max_concurrency=1, concurrency_groups={"watch": 2})
 class PrefillActor(RankHost):
-    """See `disagg.node.host`."""
+    """Ray actor that hosts a `PrefillRank`; `disagg.node.host` describes its threads and its owner."""
 
     node_class = PrefillRank
 

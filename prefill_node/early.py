@@ -1,4 +1,4 @@
-"""Chunks that are computed before their ticket has come: where to send their KV is not known yet.
+"""Chunks that are computed before their ticket has come, while the destination of their KV is still unknown.
 
 The KV of a request without a ticket stays in its pages, with an event for each layer group. When the ticket opens,
 `prefill_node.chunks` cuts the chunks and sends what is computed; layers of a running step follow as usual.
@@ -26,9 +26,9 @@ class EarlyChunks:
 
     def __init__(self) -> None:
         self._chunks: dict[tuple[RequestKey, int], list[PlannedChunk]] = {}
-        """By request and reservation."""
+        """Chunks without a ticket, by request and reservation."""
         self._ready: dict[StepPart, list[ReadyLayers]] = {}
-        """Of each part with such a chunk: what its step has computed so far."""
+        """Layers computed so far, by part of a step that has such a chunk."""
 
     def __len__(self) -> int:
         return len(self._chunks)

@@ -21,7 +21,7 @@ class Exposed:
         return bool(self._pending)
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent, now_s: float) -> None:
-        """Watches `event`, behind all earlier ones, for the transfers whose last KV was queued before it."""
+        """Watches `event`, which follows earlier ones, for the transfers whose last KV was queued before."""
         self._pending.extend((event, outgoing) for outgoing in outgoings if outgoing.all_computing)
         self.poll(now_s)
 

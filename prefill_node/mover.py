@@ -58,7 +58,7 @@ class SegmentMover:
         self._space, self._leases, self._tickets = space, leases, tickets
         self._notifications = CompletionNotifications(context.transport)
         self._staged: deque[OutgoingSegment] = deque()
-        """In the order of their staging regions; dropped ones are skipped."""
+        """Segments that wait for staging, in the order of their regions; dropped ones are skipped."""
         self.copying: deque[OutgoingSegment] = deque()
         """Segments whose gather or write is on the device, in the queue's order."""
         self.segments_sent = self.bytes_sent = self.segments_written = self.segments_sent_again = 0

@@ -99,7 +99,7 @@ class OutgoingTransfer:
     key: RequestKey
     ticket: Ticket
     reservation: int
-    """Of the pages at `slots`; see `disagg.node.plan.Work`."""
+    """Number of the reservation of the pages at `slots`; see `disagg.node.plan.Work`."""
     link: Link
     slots: torch.Tensor
     """Slot of each position of the prompt, int32 `[ticket.tokens.stop]`, on the pool's device."""
@@ -108,7 +108,7 @@ class OutgoingTransfer:
     target_slots: torch.Tensor | None = None
     """Slot of each position of the ticket in those pools, int32 `[len(ticket.tokens)]`."""
     items: dict[tuple[int, int], OutgoingSegment] = field(default_factory=dict)
-    """By (destination rank, segment index)."""
+    """Segments by (destination rank, segment index)."""
     planned_to: int = 0
     """Positions below it have been cut into segments."""
     uncomputed: int = 0

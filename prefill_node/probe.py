@@ -46,7 +46,7 @@ class _ProbeSend:
 
     peer: str
     sizes: tuple[int, ...]
-    """In bytes, ascending."""
+    """Message sizes in bytes, ascending."""
     known: Callable[[str, str], Wire | None]
     done: Callable[[Probed], None]
     ends_at_s: float

@@ -26,7 +26,7 @@ MAX_WAITING = 1024
 
 
 class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
-    """See `disagg.node.rank`."""
+    """One prefill rank; `disagg.node.rank` describes its threads."""
 
     role: ClassVar[str] = "prefill"
 

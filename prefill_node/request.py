@@ -13,7 +13,7 @@ from disagg.node.kv_manager import BlockTable
 
 
 class First(NamedTuple):
-    """See `transport.control.messages.FirstTokens`."""
+    """First token of each sequence of a prompt, or first candidates of a beam search."""
 
     tokens: list[int]
     scores: list[float]
@@ -30,7 +30,7 @@ class PrefillRequest:
     sampling: SamplingParams
     router: str
     deadline_s: float
-    """On the leader's clock."""
+    """Time limit of the request, on the leader's clock."""
     state_tokens: int = 0
     """Tokens behind the prompt whose slots its recurrent state takes."""
     prefix: PrefixKey | None = None
@@ -58,7 +58,7 @@ class PrefillRequest:
     release_requested: bool = False
     """The router waits for `Released`."""
     router_lost: bool = False
-    """The router sends no `Release`: the leader closes the request when its KV is sent or no longer wanted."""
+    """The router is lost and sends no `Release`: the leader closes the request when its KV is sent or unwanted."""
     unwanted: bool = False
     """The decode group has stopped the transfer."""
     sent_ranks: set[int] = field(default_factory=set)

@@ -141,7 +141,7 @@ class PrefillScheduler:
 
     @property
     def kv_events(self) -> KVEventLog | None:
-        """See `KVManager`."""
+        """KV events of the prefix cache; see `KVManager`."""
         return self._kv_manager.kv_events
 
     def commit(self, plan: StepPlan, failed: Container[RequestKey] = ()) -> list[PrefillRequest]:
@@ -217,7 +217,8 @@ class PrefillScheduler:
     def _early(self) -> list[PrefillRequest]:
         """Returns the requests without a ticket that have memory, after reserving it for more of them, in order.
 
-        Their rests fit the budget of one step together. A longer prompt computes much longer than its ticket takes.
+        Together, their uncached tokens fit the budget of one step. A longer prompt gains little:
+        its ticket arrives long before its end.
         """
         unticketed = [one for one in self.requests.values() if one.ticket is None]
         if not unticketed or any(map(self._waits, self.requests.values())):
@@ -242,7 +243,7 @@ class PrefillScheduler:
         return request.rest_tokens
 
     def _drop(self, request: PrefillRequest) -> None:
-        """Makes the ranks drop chunks of the reservation for which no ticket came, or only after its end."""
+        """Orders the ranks to drop the reservation's chunks: no ticket came before the reservation ended."""
         if request.began_early:
             self._dropped.append((request.key, request.reservation))
             request.began_early = False

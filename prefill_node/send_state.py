@@ -21,7 +21,7 @@ class SendState(enum.Enum):
     GATHERING = "gathering"
     """The gather into staging is queued on the device."""
     DRAINING = "draining"
-    """As GATHERING, but the transfer was stopped: the segment is dropped when the gather is done."""
+    """The gather is queued on the device, and the transfer was stopped: the end of the gather drops the segment."""
     WRITING = "writing"
     """The kernel that writes the destination's pool is queued on the device."""
     SENDING = "sending"

@@ -55,7 +55,7 @@ class SegmentSender:
         """Stream of the copies."""
         self._sums = Sums(device) if options.checksum else None
         self.links: dict[str, Link] = {}
-        """By decode group."""
+        """Linked decode groups by name."""
         self._stale = 0
         self._active_messages = ActiveMessages(
             context.transport,

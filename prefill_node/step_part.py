@@ -1,4 +1,4 @@
-"""What a step computes for the transfer: the unit that becomes ready together, and the chunks of requests in it."""
+"""Parts of a step whose KV becomes ready together, and the chunks of requests in each part."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PlannedChunk(NamedTuple):
     part: StepPart
     key: RequestKey
     reservation: int
-    """Of the pages that hold the positions; see `disagg.node.plan.Work`."""
+    """Number of the reservation of the pages that hold the positions; see `disagg.node.plan.Work`."""
     positions: Span
     early: bool = False
     """Whether the request had no ticket when the step was planned."""

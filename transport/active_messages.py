@@ -92,9 +92,9 @@ class ActiveMessages:
         self._handlers, self._undelivered = dict(handlers), undelivered
         self._last_number = secrets.randbelow(INBOX_NUMBERS)
         self._inboxes: dict[int, _Inbox] = {}
-        """By number."""
+        """Open inboxes of this rank by number."""
         self._linked: dict[str, _Inbox] = {}
-        """By peer."""
+        """Open inboxes of this rank by peer."""
         self._numbers: dict[str, int] = {}
         """Number of this rank's inbox at each peer that has announced one. A peer may link first."""
         self._held: dict[str, _Held] = {}

@@ -31,7 +31,7 @@ class Directory:
         self._scale: ScaleTo = lambda role, count, done: done("the cluster is still starting: retry later")
         self._changed = threading.Condition()
         self._routers: dict[str, set[str]] = {}
-        """By router address: the names of the groups that it may use."""
+        """Names of the groups that a router may use, by the router's address."""
         self._latest = m.Groups(0, [], [])
 
     @property

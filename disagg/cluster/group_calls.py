@@ -58,7 +58,7 @@ class SentKeys:
     def __init__(self, keys: KeyRing) -> None:
         self._keys = keys
         self._sent: dict[str, KeySet] = {}
-        """By group name: the keys that its ranks received last."""
+        """Keys that a group's ranks received last, by group name."""
 
     def first(self, name: str) -> KeySet:
         """Returns the keys for the start of a group."""

@@ -75,7 +75,7 @@ class NoTransfers:
 
 
 class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
-    """See `disagg.node.rank`. A colocated rank has no links."""
+    """One colocated rank, which has no links; `disagg.node.rank` describes its threads."""
 
     role: ClassVar[str] = "colocated"
 

@@ -39,7 +39,7 @@ class ColocatedRequest:
     sampling: SamplingParams
     router: str
     deadline_s: float
-    """On the leader's clock."""
+    """Time limit of the request, on the leader's clock."""
     block_table: BlockTable | None
     """None once freed."""
     prefix: PrefixKey | None = None

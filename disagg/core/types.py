@@ -268,7 +268,7 @@ class RankInfo(msgspec.Struct, frozen=True):
     swap_blocks: int = 0
     """Blocks of host memory for pages of preempted requests."""
     max_sequences: int = 1
-    """On a leader: largest number of answers or beams of one request."""
+    """Largest number of answers or beams of one request; set on a leader."""
     pool_tokens: int = 0
     """Size of the rank's KV pool in tokens; the same on all ranks of a group."""
 

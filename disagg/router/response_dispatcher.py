@@ -29,7 +29,7 @@ class ResponseDispatcher:
         self.receivers: dict[RequestKey, Receiver] = {}
         """Receivers of open sessions; see `receiving`."""
         self.listeners: dict[str, Listener] = {}
-        """By peer; see `listen`."""
+        """Listeners by peer; see `listen`."""
         self._watched: set[str] = set()
         self.lost: set[str] = set()
         """Peers that are dead or silent."""

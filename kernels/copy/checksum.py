@@ -148,11 +148,10 @@ def unit_keys(unit):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def words_sum(words, rows, word, first_unit, UNIT_BYTES: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
-    """Returns the sum of a tile of words `[tokens, words]`, int64 scalar; words outside of the tile must be
-    0.
+    """Returns the checksum of a tile of words `[tokens, words]`, int64 scalar; masked words must be 0.
 
-    `rows` are the tokens' keys, `word` is each column's number within its row. A word consists of two units, one
-    unit, or a part of a unit.
+    `rows` is the checksum key of each token's row, `word` is each column's index in its row. A word has the size of
+    two units, one unit, or a part of a unit.
     """
     WORD_BYTES: tl.constexpr = words.dtype.primitive_bitwidth // 8  # noqa: N806
     if WORD_BYTES > UNIT_BYTES:

@@ -71,7 +71,7 @@ class KeySet(msgspec.Struct, frozen=True):
         return self.next is not None and now_unix_s >= self.next_from_unix_s
 
     def check(self) -> None:
-        """Raises `ConfigError` unless every generation is sound."""
+        """Raises `ConfigError` unless the keys of each generation are valid pairs."""
         for keys in self.generations(0.0):
             keys.check()
 
