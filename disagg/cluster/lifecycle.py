@@ -29,6 +29,7 @@ from disagg.core.timeline import TimelineSpan
 from disagg.core.types import GroupInfo
 from disagg.node.ownership import DISOWNED, NO_OWNER, GroupCounts, Owner
 from transport.control.base import ControlChannel
+from transport.control.thread import TurnPace
 from transport.control.zmq import make_control
 from transport.keys.ring import AnyKeys, as_ring
 
@@ -178,7 +179,7 @@ class Cluster:
 
     def control(self) -> ControlChannel:
         """Returns a control channel for a router of this cluster. The caller starts and closes it."""
-        return make_control(self.config.control, self._keys, self.config.control.router_port)
+        return make_control(self.config.control, self._keys, self.config.control.router_port, TurnPace())
 
     def on_lost(self, callback: Callable[[str], None]) -> None:
         """Registers a callback that is called with the control address of every rank that dies."""

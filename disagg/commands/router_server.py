@@ -32,6 +32,7 @@ from disagg.router.follow import joined
 from disagg.router.response_dispatcher import ResponseDispatcher
 from disagg.router.router import Router
 from disagg.router.status import watching
+from transport.control.thread import TurnPace
 from transport.control.zmq import make_control
 from transport.hosts import is_loopback
 from transport.keys.ring import KeyRing
@@ -109,7 +110,7 @@ async def joined_router(config: Config, keys: KeyRing, directory: str) -> AsyncI
         return ours
 
     dispatcher = ResponseDispatcher(
-        make_control(config.control, keys, config.control.router_port), asyncio.get_running_loop()
+        make_control(config.control, keys, config.control.router_port, TurnPace()), asyncio.get_running_loop()
     )
     dispatcher.start()
     try:

@@ -124,13 +124,30 @@ def prefix_aware(engines: Sequence[RoutedGroup], request: RoutingRequest) -> Rou
     usable = _usable(engines)
     if request.session and usable[0].group.role == "decode":
         return _of_session(usable, request.session)
-    missing_tokens = request.missing_tokens
-    costs = [engine.tokens + missing_tokens(engine) for engine in usable]
+    costs = _costs(usable, request)
     most = min(costs) + request.tokens // SLACK
-    alike = [engine for engine, cost in zip(usable, costs, strict=True) if cost <= most]
-    fewest = min([engine.requests for engine in alike])
-    alike = [engine for engine in alike if engine.requests == fewest]
-    return min(alike, key=lambda e: (len(e.held.held), e.tokens + missing_tokens(e), e.served))
+    ranks = [
+        (engine.requests, len(engine.held.held), cost, engine.served, number)
+        for number, (engine, cost) in enumerate(zip(usable, costs, strict=True))
+        if cost <= most
+    ]
+    return usable[min(ranks)[-1]]
+
+
+def _costs(engines: Sequence[RoutedGroup], request: RoutingRequest) -> list[int]:
+    """Returns each group's queued tokens plus `request.missing_tokens`, called only for cached prefixes."""
+    firsts = {kind: block_hashes[0] for kind, block_hashes in request.block_hashes.items() if block_hashes}
+    if not firsts:
+        return [engine.tokens + request.tokens for engine in engines]
+    return [
+        engine.tokens
+        + (
+            request.missing_tokens(engine)
+            if firsts.get((held := engine.held).kind) in held.held
+            else request.tokens
+        )
+        for engine in engines
+    ]
 
 
 POLICIES: dict[PolicyName, Policy] = {
@@ -152,7 +169,9 @@ def _of_session(engines: Sequence[RoutedGroup], session: str) -> RoutedGroup:
 
 
 def _usable(engines: Sequence[RoutedGroup]) -> list[RoutedGroup]:
-    usable = [engine for engine in engines if engine.usable]
+    usable = [
+        engine for engine in engines if not (engine.lost or engine.draining)
+    ]  # `usable`, without its call
     if not usable:
         roles = sorted({engine.group.role for engine in engines}) or ["any"]
         raise BusyError(f"no {'/'.join(roles)} group is up", retry_after_s=1.0)

@@ -28,8 +28,9 @@ import msgspec
 from disagg.core.errors import InvariantError
 
 PING, RESET = 1, 2
-ACK_DELAY_S = 0.02
-FIRST_RESEND_S, LAST_RESEND_S = 0.2, 2.0
+ACK_DELAY_S = 0.1
+"""An acknowledgement waits this long for a message that carries it. One envelope acknowledges all until then."""
+FIRST_RESEND_S, LAST_RESEND_S = 0.3, 2.0
 RESEND_WINDOW = 128
 """Most messages retransmitted at once."""
 MAX_UNACKNOWLEDGED = 65536

@@ -23,6 +23,25 @@ _PAUSE_AFTER_BUG_S = 0.1
 Arguments = TypeVarTuple("Arguments")
 
 
+class TurnPace:
+    """Bounds the rate of a thread's turns under load: one turn then handles all frames that have arrived since.
+
+    A burst of up to `burst` turns is never delayed, so a thread with less than a turn per `interval_s` does not wait.
+    For routers, which receive from many groups: a turn with its wake-up of the event loop costs more than a message.
+    """
+
+    def __init__(self, interval_s: float = 0.001, burst: int = 8) -> None:
+        self._interval_s, self._burst = interval_s, burst
+        self._credit, self._counted_s = float(burst), 0.0
+
+    def pause_s(self, now_s: float) -> float:
+        """Counts a turn; returns how long the caller waits before the turn."""
+        earned = (now_s - self._counted_s) / self._interval_s
+        self._credit = min(self._credit + earned, self._burst) - 1.0
+        self._counted_s = now_s
+        return max(0.0, -self._credit * self._interval_s)
+
+
 class ThreadedControl(ControlChannel):
     """A channel with its own thread. Subclasses move frames: `_transmit`, `_frames`, `_wait`, `_wake`."""
 
@@ -32,7 +51,10 @@ class ThreadedControl(ControlChannel):
         options: ReliableOptions,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         clock: Clock = time.monotonic,
+        pace: TurnPace | None = None,
     ) -> None:
+        """`pace`: bounds the rate of the thread's turns; None: no bound."""
+        self._pace = pace
         self.address, self._max_message_bytes, self._clock = address, max_message_bytes, clock
         self._streams = Reliable(address, options)
         self._work: deque[Callable[[float], None]] = deque()
@@ -179,6 +201,8 @@ class ThreadedControl(ControlChannel):
                 if not self._work and not self._calls:
                     self._wait(max(0.0, min(due_s - self._clock(), 1.0)))
                 self._waits = False
+                if self._pace is not None and (pause_s := self._pace.pause_s(self._clock())):
+                    time.sleep(pause_s)
         finally:
             self._released()
 

@@ -22,7 +22,7 @@ from transport.control.doors import Doors
 from transport.control.links import Links
 from transport.control.messages import MAX_MESSAGE_BYTES
 from transport.control.reliable import MAX_PEERS, Envelope, ReliableOptions
-from transport.control.thread import ThreadedControl, encode_envelope
+from transport.control.thread import ThreadedControl, TurnPace, encode_envelope
 from transport.hosts import own_host
 from transport.keys.curve import ControlKeys
 from transport.keys.ring import AnyKeys, as_ring
@@ -60,6 +60,7 @@ class ZmqControl(ThreadedControl):
         keys: AnyKeys,
         options: ReliableOptions | None = None,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        pace: TurnPace | None = None,
     ) -> None:
         if host in _WILDCARDS or _is_any(host):
             raise ConfigError(
@@ -87,7 +88,7 @@ class ZmqControl(ThreadedControl):
         self._alarm = Alarm()
         self._poller = self._make_poller()
         address = f"tcp://{host}:{self._doors.port}"
-        super().__init__(address, options or ReliableOptions(), max_message_bytes)
+        super().__init__(address, options or ReliableOptions(), max_message_bytes, pace=pace)
 
     def statistics(self) -> ControlStatistics:
         return replace(
@@ -205,10 +206,12 @@ def _is_any(host: str) -> bool:
         return False
 
 
-def make_control(config: ControlConfig, keys: AnyKeys, port: int = 0) -> ZmqControl:
+def make_control(
+    config: ControlConfig, keys: AnyKeys, port: int = 0, pace: TurnPace | None = None
+) -> ZmqControl:
     """Creates the configured channel on this host; port 0 selects a free port. Raises `ConfigError` if it
     cannot listen."""
     options = ReliableOptions(peer_timeout_s=config.peer_timeout_s, heartbeat_s=config.heartbeat_s)
     largest = config.max_message_bytes
     host = own_host(config.host)
-    return ZmqControl(host, port, keys=keys, options=options, max_message_bytes=largest)
+    return ZmqControl(host, port, keys=keys, options=options, max_message_bytes=largest, pace=pace)

@@ -240,14 +240,16 @@ def test_one_acknowledgement_for_several_messages_no_later_than_for_the_first() 
 
 def test_an_acknowledgement_restarts_the_clock_of_the_rest() -> None:
     world = pair()
+    began_s = world.now_s
     world.send("a")
-    world.tick(0.15)
+    world.tick(reliable.FIRST_RESEND_S / 2)
     world.send("a")
     world.arrive(0)
-    world.tick(0.03)
+    world.tick(1.1 * reliable.ACK_DELAY_S)
     world.wire = [(to, envelope) for to, envelope in world.wire if to == "a"]
     world.arrive(0)
-    world.tick(0.1)
+    world.tick(reliable.FIRST_RESEND_S / 3)
+    assert world.now_s - began_s > reliable.FIRST_RESEND_S
     assert world.wire == [], "sent again while acknowledgements come in"
     world.settle()
     assert world.ends["b"].got[-1] == world.number

@@ -1,0 +1,36 @@
+"""The rate of a channel's turns: bounded under load, unbounded for bursts and when the load is low."""
+
+from __future__ import annotations
+
+import pytest
+
+from transport.control.thread import TurnPace
+
+INTERVAL_S, BURST = 0.001, 4
+
+
+def test_a_burst_is_not_delayed() -> None:
+    pace = TurnPace(INTERVAL_S, BURST)
+    assert [pace.pause_s(10.0) for _ in range(BURST)] == [0.0] * BURST
+    assert pace.pause_s(10.0) == pytest.approx(INTERVAL_S)
+
+
+def test_less_than_a_turn_per_interval_is_not_delayed() -> None:
+    pace = TurnPace(INTERVAL_S, BURST)
+    assert all(pace.pause_s(number * 1.1 * INTERVAL_S) == 0.0 for number in range(100))
+
+
+def test_under_load_turns_keep_their_distance_and_none_waits_longer() -> None:
+    pace, now_s, turns = TurnPace(INTERVAL_S, BURST), 5.0, 0
+    while now_s < 6.0:
+        pause_s = pace.pause_s(now_s)
+        assert pause_s <= INTERVAL_S + 1e-9
+        now_s += pause_s + INTERVAL_S / 10  # more frames arrive at once
+        turns += 1
+    assert turns == pytest.approx(1.0 / INTERVAL_S, rel=0.01)
+
+
+def test_credit_of_a_pause_is_bounded() -> None:
+    pace = TurnPace(INTERVAL_S, BURST)
+    pace.pause_s(0.0)
+    assert [pace.pause_s(60.0) for _ in range(BURST + 1)][-1] == pytest.approx(INTERVAL_S)
