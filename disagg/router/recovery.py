@@ -40,6 +40,9 @@ class Branch:
     """Time of the latest loss that counts as a recovery."""
     suspects: tuple[frozenset[str], ...] = ()
     """Groups of each session that failed since the latest new token. Which group died may become known only later."""
+    silent: frozenset[str] = frozenset()
+    """Groups of the latest failed session that were silent, and not known as dead, when the session failed. A group
+    that is only cut off can return before the next session fails from the same fault."""
     tokens: int = 0
     """Number of tokens of all answers at the latest loss."""
     unlinked: int = 0
@@ -72,10 +75,10 @@ class Branch:
         """Returns whether the loss of a session, started at `started_s` with these groups, counts as the latest one.
 
         Each data connection and each control channel of the groups detects a fault at its own time. `silent`: names
-        of the groups that are lost to the router, but not dead. When both sessions had such a group, the router
-        itself may be cut off, which it detects for one group after the other. `decoded`: the session's decode group
-        has sent tokens, so its groups and their connection worked. The first token of a session comes from the
-        prefill group alone.
+        of groups that are lost to the router, or were at the latest loss, but are not dead. When both sessions had
+        such a group, the router itself may be cut off, which it detects for one group after the other. `decoded`: the
+        session's decode group has sent tokens, so its groups and their connection worked. The first token of a
+        session comes from the prefill group alone.
         """
         if not self.suspects or decoded or started_s > self.recovered_s + SAME_FAULT_S:
             return False
@@ -83,24 +86,27 @@ class Branch:
         overlaps = not latest.isdisjoint(groups)
         return overlaps or not (latest.isdisjoint(silent) or groups.isdisjoint(silent))
 
-    def after_loss(self, groups: Iterable[str], now_s: float) -> Branch:
-        """Returns the branch after a session with these groups failed; counts one recovery."""
+    def after_loss(self, groups: Iterable[str], now_s: float, silent: Set[str] = frozenset()) -> Branch:
+        """Returns the branch after a session with these groups failed, the `silent` ones without known death.
+
+        Counts one recovery.
+        """
         return replace(
-            self._with_suspects(groups),
+            self._with_suspects(groups, silent),
             recoveries=self.recoveries + 1,
             recovered_s=now_s,
             unlinked=0,
         )
 
-    def after_wait(self, groups: Iterable[str] = ()) -> Branch:
+    def after_wait(self, groups: Iterable[str] = (), silent: Set[str] = frozenset()) -> Branch:
         """Returns the branch after a failed session that counts as no recovery and lost `groups`."""
-        lost = self._with_suspects(groups) if groups else self
+        lost = self._with_suspects(groups, silent) if groups else self
         return replace(lost, unlinked=self.unlinked + 1)
 
-    def _with_suspects(self, groups: Iterable[str]) -> Branch:
-        tokens = self._tokens()
+    def _with_suspects(self, groups: Iterable[str], silent: Set[str]) -> Branch:
+        tokens, latest = self._tokens(), frozenset(groups)
         before = self.suspects if tokens == self.tokens else ()
-        return replace(self, suspects=(*before, frozenset(groups)), tokens=tokens)
+        return replace(self, suspects=(*before, latest), silent=latest & silent, tokens=tokens)
 
     def _tokens(self) -> int:
         return sum(len(answer.tokens) for answer in self.answers)

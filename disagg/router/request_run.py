@@ -164,6 +164,7 @@ class RequestRun:
             request.cache_salt,
             context.dispatcher.lost,
             after,
+            careful=bool(branch.suspects),
         )
         tokens = {engine: self.missing_tokens(engine) for engine in pair}
         return session, SessionLoad(*pair, branch.sampling.sequences, tokens)
@@ -197,11 +198,12 @@ class RequestRun:
         request, context = self.request, self.context
         groups = {session.prefill.name, session.decode.name}
         peer_lost = session.loss in (Loss.PREFILL, Loss.DECODE)
-        silent = context.silent_groups(groups.union(*branch.suspects[-1:]))
-        same = branch.is_same_fault(groups, session.started_s, silent, decoded=session.decoded)
+        silent = context.silent_groups(groups)
+        both = silent | (branch.silent - context.dead_groups(branch.silent))
+        same = branch.is_same_fault(groups, session.started_s, both, decoded=session.decoded)
         if session.unlinked or (peer_lost and same):
             # A prefill group that was lost may have died of the prompt, ticket or not.
-            branch = branch.after_wait(groups if peer_lost or session.prompt_lost else ())
+            branch = branch.after_wait(groups if peer_lost or session.prompt_lost else (), silent)
             self._require_recoverable(branch, error)
             context.avoid((load.prefill, load.decode))
             pause_s = max(branch.link_pause_s, context.budget.wait_s() if peer_lost else 0.0)
@@ -215,7 +217,7 @@ class RequestRun:
                 raise error
             pause_s = error.retry_after_s
         else:
-            branch = branch.after_loss(groups, context.clock())
+            branch = branch.after_loss(groups, context.clock(), silent)
             self._require_recoverable(branch, error)
             context.recovered(session.loss)
             context.avoid((load.prefill, load.decode))

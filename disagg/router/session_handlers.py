@@ -63,6 +63,9 @@ class SessionHandlers(ABC):
     """Addresses of leaders that are lost now; the response dispatcher updates the set."""
     after: RequestKey | None = None
     """Key of the failed session whose row and pages the decode group keeps for this session."""
+    careful: bool = False
+    """Whether the prefill group gets the prompt with the ticket only. After a loss, a session that waits for room is
+    then not suspected when its prefill group dies, and an answer that has ended already needs no prefill group."""
     phase: SessionPhase = SessionPhase.NEW
     involved: set[str] = field(default_factory=set)
     """Leaders that received the request, and so must release it."""
@@ -107,7 +110,10 @@ class SessionHandlers(ABC):
         ):
             # One network interruption is detected several times: by each data connection, and repeatedly by silence.
             self.unlinked, self.resumable = True, resumable
-            self.prompt_lost = prefill and self.prefill.leader.control_address in self.involved
+            # The decode group may report the loss of the prefill group before the router notices it. A prefill group
+            # that refuses the prompt itself is alive.
+            refused = prefill and isinstance(error, NotLinkedError)
+            self.prompt_lost = self.prefill.leader.control_address in self.involved and not refused
         elif isinstance(error, PeerLostError):
             self.loss, self.resumable = Loss.PREFILL if prefill else Loss.DECODE, resumable
         elif isinstance(error, TransportError):
@@ -124,9 +130,9 @@ class SessionHandlers(ABC):
         """Performs the transition of `trigger`; `item` is the argument of its handler."""
 
     def send_reserve(self, _: None) -> list[SessionAction]:
-        """Asks the decode group for room, and the prefill group for the prompt: it may begin before its ticket comes.
+        """Sends `Reserve` to the decode group and, unless `careful`, the prompt to the prefill group.
 
-        A colocated group gets the prompt with `Reserve`.
+        The prefill group may begin before its ticket comes. A colocated group gets the prompt with `Reserve`.
         """
         self.started_s = self.now_s
         left_s = self.left_s(self.now_s)
@@ -144,14 +150,14 @@ class SessionHandlers(ABC):
         for group in (self.decode, self.prefill):
             self._require_receiver(group)  # before the first message
         actions: list[SessionAction] = [self._send(self.decode, reserve)]
-        if not self._is_colocated:
+        if not (self._is_colocated or self.careful):
             actions.append(self._send(self.prefill, self._prefill(None)))
         return actions
 
     def send_ticket(self, ticket: Ticket) -> list[SessionAction]:
         self.report.reserved_s = self.report.reserved_s or self._elapsed_s()
-        message = self._prefill(ticket) if self._is_colocated else m.Reserved(self.key, ticket)
-        sent = self._send(self.prefill, message)
+        has_prompt = self.prefill.leader.control_address in self.involved and not self._is_colocated
+        sent = self._send(self.prefill, m.Reserved(self.key, ticket) if has_prompt else self._prefill(ticket))
         self._ticketed = True
         return [sent]
 

@@ -123,6 +123,15 @@ def test_a_router_that_is_cut_off_loses_its_groups_one_by_one_which_counts_once(
     assert not branch.is_same_fault(others, 100.0, silent, decoded=True), "the groups worked behind it"
 
 
+def test_a_branch_knows_which_groups_of_its_latest_loss_were_silent() -> None:
+    """They may be back when the next session fails of the same fault."""
+    branch = branch_of(SamplingParams(), [1]).after_loss({"prefill", "decode"}, 100.0, {"decode", "other"})
+    assert branch.silent == {"decode"}
+    assert branch.after_wait().silent == {"decode"}
+    assert branch.after_wait({"decode-2"}, {"decode-2"}).silent == {"decode-2"}
+    assert branch.after_loss({"prefill"}, 101.0).silent == frozenset()
+
+
 def test_the_first_recovery_starts_at_once_and_later_ones_wait() -> None:
     branch = branch_of(SamplingParams())
     pauses_s = []

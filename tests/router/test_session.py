@@ -39,6 +39,7 @@ KEY, OLD_KEY = RequestKey("r", 1), RequestKey("r", 0)
 RESERVED = m.Reserved(KEY, Ticket(KEY, 7, "decode", Span(0, 1)))
 BUSY = m.Failed(KEY, "busy", "full", retryable=True, retry_after_s=1.0)
 FAILED = m.Failed(KEY, "checksum", "damaged", retryable=True)
+NOT_LINKED = m.Failed(KEY, "not_linked", "not linked: lost the leader", retryable=True)
 ABORTED = m.Failed(KEY, "aborted", "by an operator", retryable=False)
 TRANSFERRED = m.Transferred(KEY, 8, 1, 1, 0.5)
 DEADLINE_S, WAIT_S = 100.0, 2.0
@@ -70,6 +71,7 @@ class Script:
     colocated: bool = False
     answered: tuple[int, ...] = ()
     """The answer so far, of an earlier attempt."""
+    careful: bool = False
 
 
 def tokens(index: int, *values: int, finish: str | None = None, answer: int = 0) -> m.Tokens:
@@ -118,9 +120,13 @@ SCRIPTS = {
         [tokens(0, 0, 1, 2, finish="length")],
     ),
     "continued": Script(
-        ONE, [RESERVED], [m.Prefilled(KEY, [1])], [tokens(2, 2, finish="length")], answered=(0,)
+        ONE, [RESERVED], [m.Prefilled(KEY, [1])], [tokens(2, 2, finish="length")], answered=(0,), careful=True
     ),
-    "continued, ended": Script(ONE, [tokens(3, finish="length")], [], [], answered=(0, 1, 2)),
+    "continued, ended": Script(
+        ONE, [tokens(3, finish="length")], [], [], refused=(FAILED,), answered=(0, 1, 2), careful=True
+    ),
+    "started again": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), TRANSFERRED], STREAM, careful=True),
+    "started again, refused": Script(ONE, [RESERVED], [], [], refused=(FAILED,), careful=True),
     "colocated": Script(ONE, [RESERVED], [m.Prefilled(KEY, [0]), *STREAM], [], colocated=True),
 }
 
@@ -169,6 +175,7 @@ class World:
             "",
             lost,
             OLD_KEY if script.answered else None,
+            script.careful,
         )
         return cls(copy.deepcopy(script), session, lost=lost)
 
@@ -232,10 +239,11 @@ class World:
                 self.queues[peer].append(reply)
                 self.full = reply == BUSY
             case m.Prefill():
-                ticket = RESERVED.ticket if self.script.colocated else None
+                ticketed = self.script.colocated or self.script.careful
+                ticket = RESERVED.ticket if ticketed else None
                 assert (message.ticket, message.answered) == (ticket, list(self.script.answered))
                 self.queues[peer] += self.script.refused
-                if ticket is not None:
+                if ticketed:
                     self.compute(peer)
             case m.Reserved():
                 assert (peer, message) == (PREFILL, RESERVED)
@@ -417,6 +425,26 @@ def test_a_prefill_group_lost_before_it_has_the_ticket_costs_no_recovery(
     assert session.prompt_lost == prompt_lost
     assert session.resumable
     assert len(world.errors) == 1
+
+
+@pytest.mark.parametrize("careful", [False, True])
+def test_a_lost_prefill_group_is_suspected_only_if_it_had_the_prompt(careful: bool) -> None:
+    """The decode group may report the loss to a waiting request before the router notices it."""
+    world = run(Script(ONE, [NOT_LINKED], [], [], careful=careful), START, FROM_DECODE)
+    assert world.session.unlinked
+    assert world.session.prompt_lost == (not careful)
+
+
+def test_a_prefill_group_that_refuses_for_a_missing_link_is_not_suspected() -> None:
+    world = run(Script(ONE, [RESERVED], [NOT_LINKED], []), START, FROM_DECODE, FROM_PREFILL)
+    assert world.session.unlinked
+    assert not world.session.prompt_lost
+
+
+def test_an_answer_that_has_ended_needs_no_prefill_group() -> None:
+    world = run(SCRIPTS["continued, ended"], START, FROM_DECODE)
+    assert world.session.phase is SessionPhase.ANSWERED
+    assert world.received == {DECODE}
 
 
 @pytest.mark.parametrize("resumable", [False, True])
