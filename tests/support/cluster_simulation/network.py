@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cluster_simulation.processes import Process
@@ -61,6 +61,10 @@ class Network:
     def is_cut(self, source: str, destination: str) -> bool:
         """Whether packets of this direction are lost now."""
         return self._cuts[source, destination] > 0
+
+    def end_losses(self) -> None:
+        """Loses no packet any more. Otherwise a few in a row can end a link, long after the last fault."""
+        self.weather = replace(self.weather, lost=0.0)
 
     def slow(self, source: str, destination: str, delay_s: float) -> None:
         """Delays all packets of this direction by `delay_s` more; 0 ends it."""

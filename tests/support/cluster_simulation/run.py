@@ -94,6 +94,7 @@ async def _main(run: Run, choose: random.Random, policy: ErrorPolicy, first_faul
     await _requests_end(run)
     run.faults.end()
     _check_requests(run, policy)
+    world.network.end_losses()
     await asyncio.sleep(max(0.0, run.faults.last_s - loop.time()) + HEAL_S)
     await _settle(world)
     await _every_pair_works(run)
