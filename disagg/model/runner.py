@@ -16,6 +16,7 @@ import torch
 from disagg.core.config.read import AttentionName
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
+from disagg.kv.mamba_pool import MambaPool
 from disagg.kv.pool import KVPool, MHATokenToKVPool, make_pool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
 from disagg.model.attention.indexed import index_step, wrap_indexers
@@ -51,7 +52,7 @@ from disagg.model.load.build import build_model
 from disagg.model.load.source import ModelSource
 from disagg.model.page_copies import copy_in_order
 from disagg.model.piecewise import SEQUENCES, PiecewiseGraphs, piece_sizes
-from disagg.model.recurrent.request_cache import RequestCache, make_cache
+from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
     RowStates,
@@ -256,7 +257,8 @@ class ModelRunner:
             return pool, None
         assert isinstance(pool, MHATokenToKVPool), "a model with state has one class of layers"
         mover = StateMover(self._sample, pool, self.spec, self.collective)
-        return pool, RowStates(self._config, mover, self.req_to_token, self.spec.state_tokens)
+        states = MambaPool(self._sample.forms(), self.req_to_token.rows, self.device)
+        return pool, RowStates(self._config, mover, states, self.req_to_token, self.spec.state_tokens)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages of the pool, given as (source, destination), with the result of copying one by one.
@@ -318,7 +320,7 @@ class ModelRunner:
             self._row_wise = None
 
     def _forward(
-        self, batch: StepBatch, on_layer: LayerHook | None, rows: int, cache: RequestCache | None
+        self, batch: StepBatch, on_layer: LayerHook | None, rows: int, cache: StateCache | None
     ) -> torch.Tensor:
         index = build_index(
             batch, self.req_to_token, self.attention_kernels, apart=self.deterministic and self.states is None
@@ -395,7 +397,7 @@ class ModelRunner:
         positions: torch.Tensor,
         last: torch.Tensor | int,
         context: AttentionContext,
-        cache: RequestCache | None,
+        cache: StateCache | None,
     ) -> torch.Tensor:
         more: dict[str, Any] = {}
         if cache is not None:
@@ -413,7 +415,7 @@ class ModelRunner:
             logits: torch.Tensor = output.logits.flatten(0, 1).float()
         return logits
 
-    def _probe(self, probe: ShapeProbe) -> RequestCache | None:
+    def _probe(self, probe: ShapeProbe) -> StateCache | None:
         """Runs one token through this rank's part of the model; `probe` records the attention calls. Completes
         `spec`.
 
@@ -447,7 +449,7 @@ class ModelRunner:
                 )
         return cache if recurrent else None
 
-    def _look(self, probe: ShapeProbe, cache: RequestCache | None, tokens: int = 1) -> torch.Tensor:
+    def _look(self, probe: ShapeProbe, cache: StateCache | None, tokens: int = 1) -> torch.Tensor:
         ids = upload([0] * tokens, self.device)[None]
         positions = upload(list(range(tokens)), self.device)[None]
         try:

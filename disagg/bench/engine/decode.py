@@ -1,5 +1,7 @@
 """Measures a decode step of a whole model, relative to the time for reading all weights and all requests' KV once.
 
+Recurrent states count twice, because a step reads and writes them.
+
 With `deterministic`, it also measures the cost of `model.deterministic`: decode and prefill steps in both modes, in
 one run. It then checks that a request's logits have the same bits alone and in the batch.
 """
@@ -8,7 +10,8 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +102,7 @@ def _decode_results(
     bench: DecodeBench, runner: ModelRunner, name: str, seconds: tuple[float, ...], ceiling: Measurement
 ) -> list[Result]:
     weights_bytes, kv_bytes = read_weights_bytes(runner), read_kv_bytes(runner, bench)
+    state_bytes = touched_state_bytes(runner, bench)
     title = f"{name}, batch {bench.batch}, {bench.context_tokens} tokens each"
     labels: dict[str, str | int | float] = {
         "model": bench.model,
@@ -111,15 +115,18 @@ def _decode_results(
         "deterministic": int(runner.deterministic),
         "weights_bytes": weights_bytes,
         "kv_bytes": kv_bytes,
+        "state_bytes": state_bytes,
     }
-    rates = Measurement("reads", "GB/s", tuple((weights_bytes + kv_bytes) / s / 1e9 for s in seconds))
+    nbytes = weights_bytes + kv_bytes + state_bytes
+    rates = Measurement("reads", "GB/s", tuple(nbytes / s / 1e9 for s in seconds))
+    state = f", {state_bytes / 1e9:.2f} GB of recurrent states" if state_bytes else ""
     return [
         Result(
             f"{title}: bytes",
             rates,
             ceiling,
             labels,
-            f"weights ({weights_bytes / 1e9:.2f} GB) and KV ({kv_bytes / 1e9:.2f} GB) over the time of a step; "
+            f"weights ({weights_bytes / 1e9:.2f} GB) and KV ({kv_bytes / 1e9:.2f} GB){state} over a step's time; "
             "the ceiling counts bytes read and written",
         ),
         Result(f"{title}: step", Measurement("step", "ms", tuple(1e3 * s for s in seconds)), None, labels),
@@ -167,7 +174,10 @@ def prefill_step(bench: DecodeBench, batch: StepBatch) -> StepBatch:
 
 
 def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunner, StepBatch]:
-    """Returns a runner whose pool holds noise for every request, in shuffled pages, and the step's batch."""
+    """Returns a runner whose pool holds noise for every request, in shuffled pages, and the step's batch.
+
+    Recurrent states are those after a prompt of two tokens.
+    """
     pages_each = -(-bench.context_tokens // bench.page_size)
     pages = bench.batch * pages_each
     runner = ModelRunner(
@@ -193,6 +203,9 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
         slots = slots_of(own, bench.page_size, Span(0, bench.context_tokens))
         runner.req_to_token.set_slots(row, 0, slots)
         slices.append(SequenceSlice(row, bench.context_tokens - 1, (number % runner.spec.vocab_size,)))
+    if runner.states is not None:
+        prompts = (SequenceSlice(one.row, 0, (number % 256, 7)) for number, one in enumerate(slices))
+        runner.forward(StepBatch(tuple(prompts)))
     return runner, StepBatch(tuple(slices))
 
 
@@ -203,16 +216,29 @@ def check(runner: ModelRunner, batch: StepBatch) -> None:
     another shape use another summation order, and random weights amplify the difference with the layers. bf16
     differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
     """
-    together = runner.forward(batch).clone()
-    allowed = 0.0 if runner.deterministic else rounding(runner.pool.dtype, runner.pool.layers)
+    with same_states(runner):
+        together = runner.forward(batch).clone()
+    layers = runner.model.config.num_hidden_layers
+    allowed = 0.0 if runner.deterministic else rounding(runner.pool.dtype, layers)
     for number in (0, len(batch.sequences) - 1):
-        alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
+        with same_states(runner):
+            alone = runner.forward(StepBatch((batch.sequences[number],)))[0]
         error = float((together[number] - alone).norm() / alone.norm())
         if not error <= allowed:
             raise InvariantError(
                 f"request {number} of the batch has other logits than alone: they differ by {error:.2g} of their "
                 f"norm, rounding explains {allowed:.2g}"
             )
+
+
+@contextmanager
+def same_states(runner: ModelRunner) -> Iterator[None]:
+    """Undoes the changes that the block makes to recurrent states."""
+    buffers = runner.states.pool.buffers if runner.states is not None else []
+    before = [buffer.clone() for buffer in buffers]
+    yield
+    for buffer, old in zip(buffers, before, strict=True):
+        buffer.copy_(old)
 
 
 def read_weights_bytes(runner: ModelRunner) -> int:
@@ -227,3 +253,10 @@ def read_weights_bytes(runner: ModelRunner) -> int:
 def read_kv_bytes(runner: ModelRunner, bench: DecodeBench) -> int:
     """Returns the KV bytes of all requests."""
     return bench.batch * bench.context_tokens * (runner.pool.nbytes // runner.pool.slots)
+
+
+def touched_state_bytes(runner: ModelRunner, bench: DecodeBench) -> int:
+    """Returns the bytes of recurrent states that a step reads and writes, 0 for a model without them."""
+    if runner.states is None:
+        return 0
+    return 2 * bench.batch * runner.states.pool.statistics().slot_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import LlamaConfig, MistralConfig, Qwen3Config
+from transformers import GraniteMoeHybridConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from disagg.core.errors import ConfigError
 
@@ -66,6 +66,26 @@ _MISTRAL = {
     "eos_token_id": 2,
 }
 
+
+def _granite_hybrid(hidden: int, mlp: int, layers: int, attention: range, heads: int) -> dict[str, Any]:
+    """Returns the values of a Granite 4 hybrid without experts: Mamba 2 layers, some replaced by `attention`."""
+    kinds = ["attention" if layer in attention else "mamba" for layer in range(layers)]
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "shared_intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "layer_types": kinds,
+        "mamba_n_heads": heads,
+        "mamba_d_head": 2 * hidden // heads,
+        "mamba_n_groups": 1,
+        "num_local_experts": 0,
+        "num_experts_per_tok": 0,
+        "position_embedding_type": "nope",
+        "tie_word_embeddings": True,
+    }
+
+
 _MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-3.1-8b": (
         LlamaConfig,
@@ -89,8 +109,38 @@ _MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
         {**_QWEN3, **_shape(1024, 3072, 28, 16, 8, 128), "tie_word_embeddings": True},
     ),
     "mistral-7b": (MistralConfig, {**_MISTRAL, **_shape(4096, 14336, 32, 32, 8, 128)}),
+    "granite-4.0-h-micro": (
+        GraniteMoeHybridConfig,
+        {
+            **_granite_hybrid(2048, 8192, 40, range(5, 40, 10), 64),
+            "vocab_size": 100352,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "mamba_d_state": 128,
+            "mamba_chunk_size": 256,
+            "rms_norm_eps": 1e-5,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.015625,
+            "logits_scaling": 8.0,
+            "bos_token_id": 100257,
+            "eos_token_id": 100257,
+        },
+    ),
     "tiny-llama": (LlamaConfig, {**_TINY, "num_key_value_heads": 4}),
     "tiny-qwen3": (Qwen3Config, {**_TINY, "num_key_value_heads": 2}),
+    "tiny-granite-h": (
+        GraniteMoeHybridConfig,
+        {
+            **_TINY,
+            **_granite_hybrid(96, 100, 4, range(1, 4, 2), 12),
+            "num_key_value_heads": 4,
+            "mamba_d_state": 16,
+            "mamba_chunk_size": 16,
+            "max_position_embeddings": 1024,
+        },
+    ),
     "tiny-mistral": (MistralConfig, {**_TINY, "num_key_value_heads": 6, "sliding_window": 32}),
 }
 

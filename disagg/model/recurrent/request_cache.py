@@ -1,28 +1,19 @@
-"""The cache object of one request that is passed to transformers' models. It stores only the recurrent state.
+"""The cache object of a step that is passed to transformers' models. It gives them only the recurrent states.
 
 The cache returns K and V unchanged to the model, whose attention writes them to the paged pool.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from disagg.core.errors import UnsupportedModelError
+from disagg.core.errors import InvariantError, UnsupportedModelError
+from disagg.kv.mamba_pool import StateForm, StatePlace, States
 from disagg.model.spec.layer_types import attention_layers, recurrent_layers
-
-
-class StatePlace(NamedTuple):
-    """Identifies one tensor of a cache."""
-
-    layer: int
-    number: int
-    """Index among the states of the layer."""
-    kind: str
-    """`conv` or `recurrent`."""
 
 
 class _PassedKV(CacheLayerMixin):  # type: ignore[misc]
@@ -58,8 +49,8 @@ class _StateAndPassedKV(LinearAttentionLayer, _PassedKV):  # type: ignore[misc]
         LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
 
 
-class RequestCache(Cache):  # type: ignore[misc]
-    """The recurrent state of one request, in the form of transformers' cache."""
+class StateCache(Cache):  # type: ignore[misc]
+    """The recurrent states of a batch, in the form of transformers' cache."""
 
     def __init__(self, config: Any) -> None:
         attention, recurrent = set(attention_layers(config)), set(recurrent_layers(config))
@@ -82,8 +73,8 @@ class RequestCache(Cache):  # type: ignore[misc]
         self.layer = layer_idx
         return key_states, value_states
 
-    def states(self) -> list[tuple[StatePlace, torch.Tensor]]:
-        """Returns the state's tensors, in a fixed order."""
+    def states(self) -> States:
+        """Returns the states' tensors, `[batch, ...]`, in a fixed order."""
         found = []
         for index, layer in enumerate(self.layers):
             for number in range(getattr(layer, "number_of_states", 0)):
@@ -93,13 +84,13 @@ class RequestCache(Cache):  # type: ignore[misc]
                         found.append((StatePlace(index, number, kind), tensor))
         return found
 
-    def form(self) -> list[tuple[StatePlace, tuple[int, ...], torch.dtype]]:
+    def forms(self) -> list[StateForm]:
         """Returns the shape and dtype of each tensor of `states`."""
-        return [(place, tuple(tensor.shape), tensor.dtype) for place, tensor in self.states()]
+        return [StateForm(place, tuple(one.shape[1:]), one.dtype) for place, one in self.states()]
 
     @property
     def nbytes(self) -> int:
-        """Size of the state."""
+        """Size of the states."""
         return sum(tensor.nbytes for _, tensor in self.states())
 
     def require(self, architecture: str, layers: tuple[int, ...]) -> None:
@@ -110,14 +101,31 @@ class RequestCache(Cache):  # type: ignore[misc]
                 f"{architecture} is not supported: layers {sorted(missing)} store their state outside of the cache"
             )
 
-    def restore(self, place: StatePlace, tensor: torch.Tensor) -> None:
-        """Stores one tensor of another cache's `states`."""
-        layer = self.layers[place.layer]
-        getattr(layer, f"update_{place.kind}_state")(tensor, place.number)
-        layer.has_previous_state[place.number] = True
+    def bind(self, states: States, *, begun: bool) -> None:
+        """Makes `states` the memory of this cache: the model reads them, and writes its new states into them.
+
+        `begun`: whether they are those after earlier tokens; otherwise they are zero.
+        """
+        for place, tensor in states:
+            layer = self.layers[place.layer]
+            getattr(layer, f"{place.kind}_states")[place.number] = tensor
+            getattr(layer, f"is_{place.kind}_states_initialized")[place.number] = True
+            if place.kind == "conv":
+                layer.conv_kernel_size[place.number] = tensor.shape[-1]
+                layer.dtype, layer.device = tensor.dtype, tensor.device
+            layer.has_previous_state[place.number] = begun
+
+    def require_bound(self, states: States) -> None:
+        """Raises InvariantError unless the model has written its states into the memory of `states`."""
+        for (place, bound), (_, now) in zip(states, self.states(), strict=True):
+            if now is not bound:
+                raise InvariantError(
+                    f"layer {place.layer} has changed its shapes: its {place.kind} state is {tuple(now.shape)} now, "
+                    f"outside of the memory of {tuple(bound.shape)} that it was given"
+                )
 
 
-class MiniMaxRequestCache(RequestCache, MiniMaxCache):  # type: ignore[misc]
+class MiniMaxStateCache(StateCache, MiniMaxCache):  # type: ignore[misc]
     """MiniMax requires its own cache class, with other methods for the state of linear attention."""
 
     def __init__(self, config: Any) -> None:
@@ -132,9 +140,10 @@ class MiniMaxRequestCache(RequestCache, MiniMaxCache):  # type: ignore[misc]
 
     def set_linear_cache(self, layer_idx: int, linear_cache: torch.Tensor) -> None:
         """Stores a layer's new state."""
-        self.restore(StatePlace(layer_idx, 0, "recurrent"), linear_cache)
+        self.update_recurrent_state(linear_cache, layer_idx)
+        self.layers[layer_idx].has_previous_state[0] = True
 
 
-def make_cache(config: Any) -> RequestCache:
+def make_cache(config: Any) -> StateCache:
     """Returns an empty cache of the class that the model requires."""
-    return MiniMaxRequestCache(config) if config.model_type == "minimax" else RequestCache(config)
+    return MiniMaxStateCache(config) if config.model_type == "minimax" else StateCache(config)

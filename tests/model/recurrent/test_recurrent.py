@@ -18,7 +18,7 @@ from disagg.core.errors import InvariantError
 from disagg.core.types import SamplingParams, Span
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.collective.base import ThreadCollective, run_ranks
-from disagg.model.recurrent.request_cache import RequestCache
+from disagg.model.recurrent.request_cache import StateCache
 from disagg.model.recurrent.state import recurrent_parts
 from disagg.model.unsplit import generate_unsplit
 
@@ -123,21 +123,25 @@ def test_a_deterministic_answer_has_the_same_bits_whatever_runs_beside_it(name: 
 
 def test_a_layer_that_only_attends_has_no_state_in_the_cache() -> None:
     """So a model that keeps state where its configuration names none fails in its trial step."""
-    cache = RequestCache(GraniteMoeHybridConfig(**RECURRENT, layer_types=["full_attention"] * 4))
+    cache = StateCache(GraniteMoeHybridConfig(**RECURRENT, layer_types=["full_attention"] * 4))
     assert not cache.states()
     for call in (lambda: cache.get_conv_state(0), lambda: cache.update_recurrent_state(torch.ones(1), 0)):
         with pytest.raises((AttributeError, ValueError)):
             call()
 
 
-def test_a_state_of_another_shape_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_outside_of_the_pool_is_refused(tmp_path: Path) -> None:
+    """A model that replaces its state's tensor, for example by one of another shape, would lose the state."""
     runner, row = _runner_with_row(save(HYBRIDS["lfm2"](), tmp_path), None)
     assert runner.states is not None
-    monkeypatch.setattr("disagg.model.recurrent.state.make_cache", RequestCache)
-    with runner.states.of([SequenceSlice(row, 0, (1,))]):
-        pass
+
+    def replace_state(start: int) -> None:
+        with runner.states.of([SequenceSlice(row, start, (1,))]) as cache:
+            layer = next(one for one in cache.layers if getattr(one, "number_of_states", 0))
+            layer.conv_states[0] = torch.ones(1, 2, 3)
+
     with pytest.raises(InvariantError, match="changed its shapes"):
-        runner.states.store(row, 1)
+        replace_state(0)
 
 
 def _runner_with_row(directory: Path, collective: ThreadCollective | None) -> tuple[Any, int]:

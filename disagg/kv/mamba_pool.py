@@ -1,0 +1,139 @@
+"""The recurrent states of one rank: convolution windows, states of state space models, of linear attention.
+
+The size of a state does not depend on the length of its request. All states are therefore allocated once, in a few
+tensors `[places, slots, ...]`, one for each kind, shape and dtype, as in SGLang's `MambaPool`. A *place* is one state
+tensor of one layer. A request's state is the same slot of all tensors.
+
+Steps read and write the pool in place if their slots are consecutive (a single sequence always is). Other batches are
+gathered and scattered, with two launches for each tensor of the pool, however many layers the model has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from disagg.core.errors import InvariantError
+
+
+class StatePlace(NamedTuple):
+    """Identifies one state tensor of a request."""
+
+    layer: int
+    number: int
+    """Index among the states of the layer."""
+    kind: str
+    """`conv` or `recurrent`."""
+
+
+class StateForm(NamedTuple):
+    """Shape of one state tensor."""
+
+    place: StatePlace
+    shape: tuple[int, ...]
+    """Without the dimension of the batch."""
+    dtype: torch.dtype
+
+
+States = list[tuple[StatePlace, torch.Tensor]]
+"""State tensors of one batch, `[batch, *shape]` each."""
+
+
+class MambaPoolStatistics(NamedTuple):
+    """Sizes of a pool."""
+
+    slots: int
+    slot_bytes: int
+    """Bytes of one request's state."""
+    nbytes: int
+    """Bytes of the pool."""
+
+
+class MambaPool:
+    """Recurrent states of `slots` requests. Not thread-safe: owned by the rank's compute thread.
+
+    The memory starts uninitialized: `clear` a slot before its request's first token.
+    """
+
+    def __init__(self, forms: Sequence[StateForm], slots: int, device: torch.device | str = "cpu") -> None:
+        """Allocates the pool. `forms`: the state tensors of a request. Raises ValueError without slots or forms."""
+        if slots < 1 or not forms:
+            raise ValueError(
+                f"a pool of recurrent states needs slots and states, not {slots} and {len(forms)}"
+            )
+        self.slots, self.forms, self.device = slots, tuple(forms), torch.device(device)
+        self.buffers: list[torch.Tensor] = []
+        """Contiguous `[places, slots, *shape]`, one for each kind, shape and dtype."""
+        self._at: list[tuple[int, int]] = []
+        """Of each form: the index of its buffer, and of its place in the buffer."""
+        groups: dict[tuple[str, tuple[int, ...], torch.dtype], list[StateForm]] = {}
+        for form in self.forms:
+            groups.setdefault((form.place.kind, form.shape, form.dtype), []).append(form)
+        numbers = {key: number for number, key in enumerate(groups)}
+        for form in self.forms:
+            key = (form.place.kind, form.shape, form.dtype)
+            self._at.append((numbers[key], groups[key].index(form)))
+        for (_, shape, dtype), members in groups.items():
+            self.buffers.append(torch.empty(len(members), slots, *shape, dtype=dtype, device=self.device))
+
+    def clear(self, slot: int) -> None:
+        """Zeroes a slot."""
+        self._require(slot)
+        for buffer in self.buffers:
+            buffer[:, slot].zero_()
+
+    def states(self, slot: int) -> States:
+        """Returns the state in `slot`: views `[1, *shape]` of the pool."""
+        return self._views(slot, 1)
+
+    @contextmanager
+    def batch(self, slots: Sequence[int]) -> Iterator[States]:
+        """Yields the states of several slots as one batch; changes of these tensors are changes of the pool.
+
+        A batch of other than consecutive slots is a copy, which is written back at the end of the block unless it
+        raises. No slot may occur twice. Queued on the current stream, without synchronization.
+        """
+        if len(set(slots)) != len(slots) or not slots:
+            raise InvariantError(f"a batch of recurrent states needs different slots: {list(slots)}")
+        for slot in slots:
+            self._require(slot)
+        if all(slot == slots[0] + at for at, slot in enumerate(slots)):
+            yield self._views(slots[0], len(slots))
+            return
+        index = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        index = index.to(self.device, non_blocking=True)
+        gathered = [buffer.index_select(1, index) for buffer in self.buffers]
+        yield [
+            (form.place, gathered[buffer][at])
+            for form, (buffer, at) in zip(self.forms, self._at, strict=True)
+        ]
+        for buffer, new in zip(self.buffers, gathered, strict=True):
+            buffer.index_copy_(1, index, new)
+
+    def statistics(self) -> MambaPoolStatistics:
+        """Returns the sizes of the pool."""
+        nbytes = sum(buffer.nbytes for buffer in self.buffers)
+        return MambaPoolStatistics(self.slots, nbytes // self.slots, nbytes)
+
+    def check(self) -> None:
+        """Raises `InvariantError` unless each place has memory of its own, of its shape."""
+        if len(set(self._at)) != len(self.forms):
+            raise InvariantError("recurrent states: two places share memory")
+        for form, (buffer, at) in zip(self.forms, self._at, strict=True):
+            held = self.buffers[buffer]
+            if (*held.shape[2:],) != form.shape or held.dtype != form.dtype or at >= len(held):
+                raise InvariantError(f"recurrent states: {form} lies in {tuple(held.shape)} {held.dtype}")
+
+    def _views(self, start: int, count: int) -> States:
+        self._require(start)
+        return [
+            (form.place, self.buffers[buffer][at, start : start + count])
+            for form, (buffer, at) in zip(self.forms, self._at, strict=True)
+        ]
+
+    def _require(self, slot: int) -> None:
+        if not 0 <= slot < self.slots:
+            raise InvariantError(f"recurrent states: slot {slot} is not one of 0..{self.slots - 1}")
