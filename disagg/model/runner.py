@@ -16,9 +16,10 @@ import torch
 from disagg.core.config.read import AttentionName
 from disagg.core.errors import ConfigError, UnsupportedModelError
 from disagg.core.ports import Collective, LayerHook
-from disagg.kv.mamba_pool import MambaPool
+from disagg.kv.mamba_pool import MambaPool, state_classes
 from disagg.kv.pool import KVPool, MHATokenToKVPool, make_pool, whole_pages
 from disagg.kv.req_to_token import ReqToTokenPool
+from disagg.kv.transfer_pools import TransferPools
 from disagg.model.attention.indexed import index_step, wrap_indexers
 from disagg.model.attention.kernel_step import KernelStep, use_kernels
 from disagg.model.attention.layer_classes import AttentionClass, ClassedStep, Make
@@ -56,7 +57,6 @@ from disagg.model.recurrent.request_cache import StateCache, make_cache
 from disagg.model.recurrent.state import (
     PoolLayers,
     RowStates,
-    StateMover,
     ignores_state,
     recurrent_parts,
 )
@@ -131,6 +131,7 @@ class ModelRunner:
                 f"max_tokens {options.max_tokens} is beyond the model's context of {self.spec.context_tokens} tokens"
             )
         self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
+        """The rank's part of KV and recurrent states; the latter is known after a trial step."""
         self.model, sharding = build_model(source, self.spec, collective, self.device, options.dtype)
         self._whole_attention = sharding.whole_attention
         self.held_whole = set(sharding.whole)
@@ -145,6 +146,7 @@ class ModelRunner:
         self._cache_name = "cache_params" if "cache_params" in forward.parameters else "past_key_values"
         probe = ShapeProbe()
         self._config, self._sample = source.config, self._probe(probe)
+        self.shard = shard_of(self.spec.layout, collective.rank, collective.size)
         self.attention_kernels = self._use_attention_kernels(probe)
         """Whether attention runs in the Triton kernels, not in torch."""
         if self.deterministic:
@@ -153,9 +155,7 @@ class ModelRunner:
             log.info(
                 "small_layers_fused", model=self.spec.architecture, merged=merged, **small_layers.summary()
             )
-        self.req_to_token = ReqToTokenPool(
-            options.rows, options.max_tokens + self.spec.state_tokens, self.device
-        )
+        self.req_to_token = ReqToTokenPool(options.rows, options.max_tokens, self.device)
         self.pool, self.states = self._memory()
         self.sampled = SampledTokenBuffer(options.rows, collective, self.device)
         """Tokens of the previous step, to which a step may refer."""
@@ -255,10 +255,13 @@ class ModelRunner:
         pool = make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
         if self._sample is None:
             return pool, None
-        assert isinstance(pool, MHATokenToKVPool), "a model with state has one class of layers"
-        mover = StateMover(self._sample, pool, self.spec, self.collective)
         states = MambaPool(self._sample.forms(), self.req_to_token.rows, self.device)
-        return pool, RowStates(self._config, mover, states, self.req_to_token, self.spec.state_tokens)
+        return pool, RowStates(self._config, states)
+
+    @property
+    def transfer_pools(self) -> TransferPools:
+        """The memory that transfers read and write."""
+        return TransferPools.of(self.pool, self.states.pool if self.states is not None else None)
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages of the pool, given as (source, destination), with the result of copying one by one.
@@ -442,9 +445,10 @@ class ModelRunner:
                 )
             if cache is not None and recurrent:
                 cache.require(self.spec.architecture, recurrent)
+                layout = msgspec.structs.replace(self.spec.layout, states=state_classes(cache.forms()))
                 self.spec = msgspec.structs.replace(
                     self.spec,
-                    state_tokens=-(-cache.nbytes // self.spec.layout.token_bytes),
+                    layout=layout,
                     whole_prompts=ignores_state(partial(self._look, ShapeProbe()), config),
                 )
         return cache if recurrent else None
