@@ -7,9 +7,11 @@ which pages were evicted; matches, state evictions and slots are predicted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 import pytest
 from counted_machine import CountedMachine, counted, run_steps
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
@@ -23,8 +25,9 @@ from disagg.kv.state_slots import StateSlots
 Prefix = tuple[str, tuple[int, ...]]
 """A salt, and tokens that fill whole pages."""
 PAGES, PAGE, FIRST, SLOTS, MOST_LOCKS, MOST_HELD = 20, 2, 5, 5, 3, 2
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
-SALTS = st.sampled_from(["", "a"])
+TOKENS = st.lists(st.sampled_from([(0, 0), (0, 1)]), max_size=5).map(lambda pages: (*chain(*pages), 1))
+"""Prompts of few different pages, whose last page is not full."""
+SALTS = st.sampled_from(["", "", "", "a"])
 
 
 @dataclass
@@ -95,9 +98,10 @@ class StatesMachine(CountedMachine):
         self.evicted += len(self.states) - len(kept)
         self.states = kept
 
-    @rule(tokens=TOKENS, salt=SALTS)
+    @rule(tokens=TOKENS, salt=SALTS, positions=st.sets(st.integers(0, 4), max_size=3))
     @counted
-    def insert(self, tokens: tuple[int, ...], salt: str) -> None:
+    def insert(self, tokens: tuple[int, ...], salt: str, positions: set[int]) -> None:
+        """Caches a prompt, and states at the ends of the pages `positions`."""
         pages: list[int] = []
         whole = prefixes(salt, tokens, len(tokens))
         short = len(whole) - self.allocator.free_pages
@@ -110,10 +114,27 @@ class StatesMachine(CountedMachine):
         for prefix, page in zip(whole, pages, strict=True):
             self.pages.setdefault(prefix, page)
         self.allocator.free(pages)
+        for position in sorted(positions):
+            if position < len(whole) and len(self.held) < MOST_HELD:
+                before = len(self.held)
+                self.alloc_state()
+                if len(self.held) > before:
+                    self.attach(tokens, whole[position])
 
     @rule(tokens=TOKENS, salt=SALTS, most=st.integers(0, 12), lock=st.booleans())
     @counted
     def match(self, tokens: tuple[int, ...], salt: str, most: int, lock: bool) -> None:
+        self.match_equals_model(tokens, salt, most, lock=lock)
+
+    @precondition(lambda self: self.states)
+    @rule(number=st.integers(0, SLOTS - 1), more=TOKENS, shorter=st.integers(0, 2), lock=st.booleans())
+    @counted
+    def match_a_state(self, number: int, more: tuple[int, ...], shorter: int, lock: bool) -> None:
+        """Prompts that begin with the tokens of a state, with a limit before, at or after the state."""
+        salt, tokens = list(self.states)[number % len(self.states)]
+        self.match_equals_model(tokens + more, salt, len(tokens) + 1 - shorter, lock=lock)
+
+    def match_equals_model(self, tokens: tuple[int, ...], salt: str, most: int, *, lock: bool) -> None:
         found = self.cache.match(PrefixKey.of(tokens, salt), most)
         stateful = [prefix for prefix in prefixes(salt, tokens, most) if prefix in self.states]
         longest = stateful[-1] if stateful else (salt, ())
@@ -244,6 +265,7 @@ def extends_all(prefix: Prefix, pages: dict[Prefix, int]) -> bool:
 
 
 TestStatesMachine = StatesMachine.TestCase
+TestStatesMachine.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @pytest.mark.slow
@@ -254,6 +276,7 @@ def test_a_hundred_thousand_steps() -> None:
     for name in (
         "insert",
         "match",
+        "match_a_state",
         "match_kv",
         "unlock",
         "alloc_state",
