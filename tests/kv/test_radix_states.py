@@ -293,6 +293,17 @@ def test_leaves_without_a_state_are_evicted_first(policy: EvictionName) -> None:
     assert it.cache.match_kv(key("eeee")).tokens == 0, "its state was evicted before"
 
 
+def test_a_leaf_that_lost_its_state_is_evictable() -> None:
+    it = Stateful(slots=1)
+    it.put("aaaa", 4)
+    it.put("bbbb")
+    assert it.cache.evict(1) == 1
+    assert it.cache.alloc_state() is not None
+    it.cache.check()
+    assert it.cache.evict(1) == 1
+    it.cache.check()
+
+
 def test_a_queue_drops_entries_of_nodes_that_are_no_longer_ready() -> None:
     ready: set[Node] = set()
     queue = NodeQueue(lambda node: (node.used,), lambda node: node in ready)
