@@ -80,6 +80,8 @@ def test_max_tokens_limits_the_state_too() -> None:
     assert it.hit("aaaabbbb", 8) == (8, second)
     assert it.hit("aaaabbbb", 7) == (4, first)
     assert it.hit("aaaabbbb", 3) == (0, None)
+    it.put("cccccccc", 8)
+    assert it.hit("cccccccc", 7) == (0, None), "the state is beyond the limit, within a node"
 
 
 def test_states_of_other_salts_do_not_match() -> None:
