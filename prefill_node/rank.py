@@ -54,6 +54,7 @@ class PrefillRank(RankNode[PrefillConfig, PrefillLeader, SegmentSender]):
             chunks=self._prompt_chunks(),
             max_context_tokens=group.context_limit(self.runner.spec.context_tokens),
             max_waiting=MAX_WAITING,
+            state_interval_tokens=group.state_interval_tokens,
         )
         return PrefillLeader(scheduler, self.runner.spec, self.control.send, self._to_self, self.clock)
 

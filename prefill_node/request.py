@@ -10,6 +10,7 @@ from disagg.core.prefixes import PrefixKey
 from disagg.core.tokens import TokenIds
 from disagg.core.types import RequestKey, SamplingParams, Ticket, TokenLogprobs
 from disagg.node.kv_manager import BlockTable
+from disagg.node.state_saves import SavedStates
 
 
 class First(NamedTuple):
@@ -38,6 +39,8 @@ class PrefillRequest:
     ticket: Ticket | None = None
     """None until the decode group has reserved room. A short prompt can be computed before."""
     block_table: BlockTable | None = None
+    states: SavedStates = field(default_factory=SavedStates)
+    """Recurrent states for the prefix cache."""
     reservation: int = 0
     """Number of the block table: unique for the life of the prefill group."""
     admitted: bool = False

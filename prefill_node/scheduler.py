@@ -27,6 +27,7 @@ from disagg.kv.event_log import KVEventLog
 from disagg.model.chunks import PromptChunks
 from disagg.node.kv_manager import KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan, Work
+from disagg.node.state_saves import StateSaves
 from prefill_node.request import PrefillRequest
 
 
@@ -52,12 +53,15 @@ class PrefillScheduler:
         chunks: PromptChunks,
         max_context_tokens: int,
         max_waiting: int,
+        state_interval_tokens: int = 1,
     ) -> None:
+        """`state_interval_tokens`: see `GroupConfig`."""
         self._kv_manager = kv_manager
         self._ranks = ranks
         self._chunks = chunks
         self._max_tokens = min(max_context_tokens, kv_manager.capacity_tokens)
         self._max_waiting = max_waiting
+        self._states = StateSaves(kv_manager, chunks, state_interval_tokens)
         self._step = 0
         self._reservations = itertools.count(1)
         self._dropped: list[tuple[RequestKey, int]] = []
@@ -126,7 +130,8 @@ class PrefillScheduler:
             return None
         self._step += 1
         dropped, self._dropped = self._dropped, []
-        return StepPlan(self._step, work, dropped=dropped)
+        copies, saves = self._states.take_copies(), self._states.take_saves()
+        return StepPlan(self._step, work, state_copies=copies, state_saves=saves, dropped=dropped)
 
     @property
     def caches_prefixes(self) -> bool:
@@ -150,7 +155,7 @@ class PrefillScheduler:
             request.computed = work.last
             if request.computed and request.prefix is not None and work.key not in failed:
                 assert request.block_table is not None, "a running step reads and writes its pages"
-                self._kv_manager.keep(request.block_table, request.prefix)
+                self._states.keep(request.states, request.block_table, request.prefix)
             if request.computed and not request.closing:
                 finished.append(request)
             self._settle(request)
@@ -205,6 +210,8 @@ class PrefillScheduler:
         if request.block_table is None:
             return False
         request.planned_tokens = request.block_table.cached_tokens
+        if request.prefix is not None:
+            request.states = self._states.begin(request.block_table, request.total_tokens)
         request.reservation = next(self._reservations)
         return True
 
@@ -244,6 +251,7 @@ class PrefillScheduler:
 
     def _free(self, request: PrefillRequest) -> None:
         assert request.block_table is not None, "the request holds memory"
+        self._states.drop(request.states)
         self._kv_manager.release(request.block_table)
         request.block_table = None
 
@@ -254,7 +262,9 @@ class PrefillScheduler:
             start, stop = request.planned_tokens, request.total_tokens
             if request.closing or start == stop:
                 continue
-            take = self._chunks.take_behind(start, len(request.prompt), stop, budget, must=not work)
+            stop = self._states.stop(request.states, stop)
+            prompt_stop = min(len(request.prompt), stop)
+            take = self._chunks.take_behind(start, prompt_stop, stop, budget, must=not work)
             if take == 0:
                 return False  # first come, first served: a shorter request does not overtake
             work.append(self._chunk(request, take))
@@ -269,6 +279,7 @@ class PrefillScheduler:
         request.planned_tokens += take
         request.in_step = True
         request.began_early |= not request.admitted
+        self._states.planned(request.states, request.block_table.row, request.planned_tokens)
         return Work(
             request.key,
             request.reservation,

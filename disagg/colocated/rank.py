@@ -89,6 +89,7 @@ class ColocatedRank(RankNode[ColocatedConfig, ColocatedLeader, NoTransfers]):
             max_context_tokens=group.context_limit(spec.context_tokens),
             # A random start: a message to a former group of this name must not start a new request.
             first_ticket=secrets.randbelow(TICKET_NUMBERS),
+            state_interval_tokens=group.state_interval_tokens,
         )
         return ColocatedLeader(
             scheduler, spec, self.control.send, self._to_self, self.clock, group.max_waiting

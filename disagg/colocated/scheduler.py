@@ -26,6 +26,7 @@ from disagg.model.chunks import PromptChunks
 from disagg.model.sampling.penalties import TokenHistory
 from disagg.node.kv_manager import BlockTable, KVManager, KVManagerStatistics
 from disagg.node.plan import StepPlan, Work
+from disagg.node.state_saves import SavedStates, StateSaves
 from transport.tags import TICKET_NUMBERS
 
 
@@ -46,6 +47,8 @@ class ColocatedRequest:
     """The prefix cache's key of the prompt; None: the KV must not be cached."""
     answered: int = 0
     """Number of `tokens` that a lost group computed: their KV is computed like the prompt's."""
+    states: SavedStates = field(default_factory=SavedStates)
+    """Recurrent states for the prefix cache."""
     started: bool = False
     """The router has sent `Prefill`."""
     planned_tokens: int = 0
@@ -90,11 +93,14 @@ class ColocatedScheduler:
         max_batch: int,
         max_context_tokens: int,
         first_ticket: int,
+        state_interval_tokens: int = 1,
     ) -> None:
         """`chunks.chunk_tokens`: token budget of a step; `max_batch`: largest number of answers in a step.
 
         If answers use the whole budget, the step still has the smallest prompt chunk, so prompts never starve.
+        `state_interval_tokens`: see `GroupConfig`.
         """
+        self._states = StateSaves(kv_manager, chunks, state_interval_tokens)
         self._kv_manager = kv_manager
         self._group = group
         self._chunks = chunks
@@ -138,6 +144,8 @@ class ColocatedScheduler:
         )
         request.tokens.extend(answered)
         request.planned_tokens = block_table.cached_tokens
+        if prefix is not None:
+            request.states = self._states.begin(block_table, request.begin_tokens)
         self.requests[key] = request
         return request
 
@@ -159,7 +167,8 @@ class ColocatedScheduler:
         if not work:
             return None
         self._step += 1
-        return StepPlan(self._step, work)
+        copies, saves = self._states.take_copies(), self._states.take_saves()
+        return StepPlan(self._step, work, state_copies=copies, state_saves=saves)
 
     def commit(self, plan: StepPlan) -> None:
         """Commits a finished step, after the leader has stored the sampled tokens."""
@@ -220,7 +229,8 @@ class ColocatedScheduler:
             if request.closing or not request.started or start == whole:
                 continue
             prompt_tokens = len(request.prompt)
-            take = self._chunks.take_behind(start, prompt_tokens, whole, left_tokens, must=not work)
+            stop = self._states.stop(request.states, whole)
+            take = self._chunks.take_behind(start, min(prompt_tokens, stop), stop, left_tokens, must=not work)
             if take == 0:
                 break  # first come, first served
             request.planned_tokens += take
@@ -237,12 +247,14 @@ class ColocatedScheduler:
         request.in_step = True
         pages = request.block_table.pages if start == request.block_table.cached_tokens else []
         number, row = request.ticket.number, request.block_table.row
+        self._states.planned(request.states, row, start + len(tokens))
         return Work(request.key, number, row, start, tokens, len(request.prompt), pages)
 
     def _settle(self, request: ColocatedRequest) -> None:
         if not request.closing or request.in_step or request.block_table is None:
             return
         self._keep(request)
+        self._states.drop(request.states)
         self._kv_manager.release(request.block_table)
         request.block_table = None
         del self.requests[request.key]
@@ -253,4 +265,4 @@ class ColocatedScheduler:
             return
         computed = request.planned_tokens + max(0, len(request.tokens) - request.answered - 1)
         known = request.prefix.extended(request.tokens).shortened(computed)
-        self._kv_manager.keep(request.block_table, known)
+        self._states.keep(request.states, request.block_table, known)

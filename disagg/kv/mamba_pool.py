@@ -113,6 +113,27 @@ class MambaPool:
         for buffer, new in zip(self.buffers, gathered, strict=True):
             buffer.index_copy_(1, index, new)
 
+    def copy(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        """Copies slots, all at once: a slot may be a source and a destination. Two launches a buffer, no waiting.
+
+        Raises InvariantError for a slot outside of the pool, or a destination that occurs twice.
+        """
+        if not sources:
+            return
+        for slot in (*sources, *destinations):
+            self._require(slot)
+        if len(set(destinations)) != len(destinations) or len(sources) != len(destinations):
+            raise InvariantError(
+                f"recurrent states: {list(sources)} cannot be copied to {list(destinations)}"
+            )
+        both = torch.tensor(
+            [list(sources), list(destinations)], dtype=torch.int64, pin_memory=self.device.type == "cuda"
+        )
+        source, destination = both.to(self.device, non_blocking=True)
+        with torch.inference_mode():
+            for buffer in self.buffers:
+                buffer.index_copy_(1, destination, buffer.index_select(1, source))
+
     def byte_views(self) -> list[torch.Tensor]:
         """Returns a uint8 view `[places, 1, slots, heads, head_bytes]` of each buffer; see `state_classes`."""
         classes = state_classes(self.forms)

@@ -58,7 +58,8 @@ class RadixCache:
         self._page_bytes = allocator.page_size * TOKEN_BYTES
         self._roots: dict[str, Node] = {}
         self._leaves = LeafQueue(policy)
-        self._needs_state = states is not None
+        self.needs_state = states is not None
+        """Whether a match ends at a cached state, because the model has recurrent layers."""
         self._states = NodeStates(states or StateSlots(0, 0))
         self.kv_events = KVEventLog(unit_tokens or unit_tokens_for(allocator.pages, allocator.page_size))
         """KV events for routers; only the cache changes them."""
@@ -78,7 +79,7 @@ class RadixCache:
         needs the logits of the last token passes the prompt's length less one. The match is valid until the next
         `insert`, `evict`, `alloc_state` or `attach_state`, longer if locked.
         """
-        if not self._needs_state:
+        if not self.needs_state:
             return self.match_kv(key, max_tokens)
         node, pages = self._latest_state(self._root(key), key.data, self._stop(key, max_tokens))
         return Match(node, pages, len(pages) * self._page_size, key.tokens, node.state)

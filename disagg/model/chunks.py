@@ -68,6 +68,12 @@ class PromptChunks:
             return min(1, stop - start) if must or room_tokens > 0 else 0
         return self.take(start, prompt_tokens, room_tokens, must=must)
 
+    def may_end(self, start: int, stop: int, total: int) -> bool:
+        """Returns whether a prompt of `total` tokens may have a chunk border at `stop`, the one before at `start`."""
+        if self.whole or (self.fixed and self._border(stop - 1) != stop):
+            return False
+        return not self.recurrent or min(stop - start, total - stop) > 1
+
     def spans(self, tokens: int) -> Iterator[Span]:
         """Returns the chunks of a prompt of `tokens` tokens that shares no step with other requests."""
         start = 0

@@ -35,7 +35,7 @@ from disagg.model.batch import (
     require_fits,
     upload,
 )
-from disagg.model.collective.base import all_agree
+from disagg.model.collective.base import all_agree, least
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -93,6 +93,10 @@ class RunnerOptions:
     """See `ModelConfig.fused`."""
     deterministic: bool = False
     """See `ModelConfig.deterministic`."""
+    cached_states: int = 0
+    """Slots for cached recurrent states, of a model with recurrent layers."""
+    cached_states_bytes: int | None = None
+    """Largest size of these slots."""
 
 
 class ModelRunner:
@@ -255,8 +259,16 @@ class ModelRunner:
         pool = make_pool(self.spec.layout, self.shard, slots, self.kv_dtype, self.device)
         if self._sample is None:
             return pool, None
-        states = MambaPool(self._sample.forms(), self.req_to_token.rows, self.device)
+        slots = self.req_to_token.rows + 1 + self._cached_states()  # one for the trash row
+        states = MambaPool(self._sample.forms(), slots, self.device)
         return pool, RowStates(self._config, states)
+
+    def _cached_states(self) -> int:
+        """Returns the number of slots for cached recurrent states, equal on all ranks of the group."""
+        count, limit_bytes = self._options.cached_states, self._options.cached_states_bytes
+        if limit_bytes is not None:
+            count = min(count, limit_bytes // self.spec.layout.state_bytes)
+        return least(count, self.collective, self.device)
 
     @property
     def transfer_pools(self) -> TransferPools:

@@ -7,12 +7,15 @@ from typing import NamedTuple
 
 import torch
 
-from disagg.core.config.read import Config, GroupConfig
+from disagg.core.config.read import Config, DecodeConfig, GroupConfig
 from disagg.core.errors import ConfigError
 from disagg.core.ports import Collective
 from disagg.model.load.source import ModelSource
 from disagg.model.runner import ModelRunner, RunnerOptions
+from disagg.node.device import memory_bytes
 
+CACHED_STATES_SHARE = 0.1
+"""Largest part of a GPU's memory for cached recurrent states."""
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -100,7 +103,18 @@ def make_runner(
             attention=config.model.attention,
             fused=config.model.fused,
             deterministic=config.model.deterministic,
+            cached_states=_cached_states(group, device),
+            cached_states_bytes=int(memory_bytes(device) * CACHED_STATES_SHARE) or None,
         ),
         collective=collective,
         device=device,
     )
+
+
+def _cached_states(group: GroupConfig, device: torch.device) -> int:
+    """Returns how many recurrent states the group caches at most; decode groups receive states and cache none."""
+    if isinstance(group, DecodeConfig) or not group.prefix_cache:
+        return 0
+    if group.cached_states is not None:
+        return group.cached_states
+    return (4 if device.type == "cuda" else 2) * group.max_requests

@@ -14,7 +14,7 @@ from disagg.core.ports import LayerHook
 from disagg.core.types import Span
 from disagg.kv.pages import slots_of
 from disagg.model.batch import SequenceSlice, StepBatch
-from disagg.node.plan import StepPlan, Work
+from disagg.node.plan import StateCopy, StepPlan, Work
 from disagg.node.step_watch import StepWatch
 
 if TYPE_CHECKING:
@@ -42,7 +42,16 @@ class StepExecutor:
         slices = tuple(
             SequenceSlice(work.row, work.start, tuple(work.tokens), work.prompt_tokens) for work in plan.work
         )
-        return self._runner.forward(StepBatch(slices), on_layer)
+        self._copy_states(plan.state_copies)
+        logits = self._runner.forward(StepBatch(slices), on_layer)
+        self._copy_states(plan.state_saves)
+        return logits
+
+    def _copy_states(self, copies: Sequence[StateCopy]) -> None:
+        if copies:
+            assert self._runner.states is not None, "only a model with recurrent layers has states"
+            sources, destinations = [one.source for one in copies], [one.destination for one in copies]
+            self._runner.states.pool.copy(sources, destinations)
 
     def _update_rows(self, works: Sequence[Work]) -> None:
         """Writes the slots of new pages to the request-to-token table, in one copy."""

@@ -120,6 +120,11 @@ class KVManager:
         return self.cache is not None
 
     @property
+    def caches_states(self) -> bool:
+        """Whether the prefix cache has slots for recurrent states."""
+        return self.cache is not None and self.cache.needs_state
+
+    @property
     def kv_events(self) -> KVEventLog | None:
         """KV events of the prefix cache; None without one."""
         return self.cache.kv_events if self.cache is not None else None

@@ -59,6 +59,13 @@ class Swap(msgspec.Struct, frozen=True, array_like=True):
     """Blocks of host memory, each of the same number of pages; the last one may be partly used."""
 
 
+class StateCopy(msgspec.Struct, frozen=True, array_like=True):
+    """A copy of a recurrent state from one slot of the `MambaPool` to another. A row's slot has the row's number."""
+
+    source: int
+    destination: int
+
+
 class StepPlan(msgspec.Struct, frozen=True):
     """One forward pass of the whole group, with page copies and swaps; `work` may be empty."""
 
@@ -70,6 +77,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     """Page copies that precede the step, launched together: no page is both source and destination."""
     shared: bool = False
     """Whether every rank receives the tokens that this step samples, because the next plan may refer to them."""
+    state_copies: list[StateCopy] = []
+    """Copies of recurrent states to rows, before the step, all at once: a source may be a destination too."""
+    state_saves: list[StateCopy] = []
+    """Copies of recurrent states of rows, after the step."""
     dropped: list[tuple[RequestKey, int]] = []
     """Requests, with their reservations, that had `early` work and have ended."""
 

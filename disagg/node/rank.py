@@ -23,6 +23,7 @@ from disagg.core.errors import DisaggError
 from disagg.core.ports import Clock, LayerHook
 from disagg.core.timeline import Timeline, TimelineSpan
 from disagg.core.types import GroupInfo, RankInfo
+from disagg.kv.state_slots import StateSlots
 from disagg.model.chunks import PromptChunks
 from disagg.node.agent import Agent
 from disagg.node.compute import ComputeThread, PlanQueue, StepExecutor
@@ -354,7 +355,14 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         reason = spec.cache_refused
         if group.prefix_cache and reason:
             log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=reason)
+        states = None
+        if (
+            self.runner.states is not None and self.role != "decode"
+        ):  # a decode group receives each prompt's state
+            first = group.max_requests + 1  # behind the slots of the rows and the trash row
+            states = StateSlots(first, self.runner.states.pool.slots - first)
         return KVManager(
+            states=states,
             pool_tokens=self._pool_tokens(),
             page_size=group.page_size,
             rows=group.max_requests,

@@ -221,7 +221,8 @@ class FakeStates:
 
     def __init__(self, runner: FakeRunner) -> None:
         self._runner = runner
-        self.pool = MambaPool(STATE_FORMS, runner.req_to_token.rows)
+        rows = runner.req_to_token.rows
+        self.pool = MambaPool(STATE_FORMS, rows + 1 + rows)  # a trash row, and cached states
         for buffer in self.pool.buffers:
             buffer.fill_(torch.nan)
 

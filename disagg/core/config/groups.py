@@ -54,7 +54,12 @@ class GroupConfig(Section, frozen=True):
     prefix_cache: bool = True
     """Whether to keep KV in unused pages for later requests with the same prefix. Prefill groups cache prompts;
     decode and colocated groups cache prompts and answers. A hit saves computation; in a decode group a hit saves
-    transfer. Not available for models with recurrent layers."""
+    transfer. With recurrent layers a hit ends at a cached state."""
+    state_interval_tokens: int = 1024
+    """Distance of the positions of a prompt whose recurrent state is cached, beside the one at the prompt's end."""
+    cached_states: int | None = None
+    """Recurrent states that a prefill or colocated group caches. None: by memory on a GPU; twice `max_requests` on a
+    CPU."""
     eviction: EvictionName = "lru"
     """Eviction policy of the prefix cache: least recently used, least frequently used, oldest."""
 
@@ -63,6 +68,9 @@ class GroupConfig(Section, frozen=True):
             self._at_least(1, "tp")
         self._at_least(1, "page_size", "groups")
         self._at_least(0, "pool_tokens", "max_requests", "max_context_tokens", "chunk_tokens")
+        self._at_least(1, "state_interval_tokens")
+        if self.cached_states is not None:
+            self._at_least(0, "cached_states")
         self._one_of("device", Device)
         self._one_of("kv_dtype", GroupKVDTypeName)
         self._one_of("eviction", EvictionName)

@@ -51,11 +51,11 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def cache_refused(self) -> str:
         """Why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
 
-        It is disabled for recurrent layers, because their state exists only after the whole prompt, and for sparse
-        layers, because in transformers their choice among tokens with equal scores depends on the prompt's length.
+        It is disabled for recurrent layers that compute a prompt in one step only, and for sparse layers, because in
+        transformers their choice among tokens with equal scores depends on the prompt's length.
         """
-        if self.has_state or self.whole_prompts:
-            return "its recurrent state is not stored per token"
+        if self.whole_prompts:
+            return "its prompts are computed as a whole"
         if not all(one.has_v for one in self.layout.classes):
             return "the choice of its sparse layers depends on the prompt's length"
         return ""

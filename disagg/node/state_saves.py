@@ -1,0 +1,111 @@
+"""Chooses the positions of a prompt whose recurrent state is cached, and moves the slots of these states.
+
+A step ends a prompt's chunk at such a position; the row's state is then copied to a slot of its own. The prefix cache
+takes the slots when the prompt is computed (`KVManager.keep`). As in SGLang's Mamba radix cache, states are cached at
+page borders only, because the cache's keys are whole pages.
+
+Positions are multiples of an interval, and the last page border of the prompt, from which the next turn of a
+conversation continues. A chunk that ends at such a border costs a step, so a border that is close behind the state
+before it is left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from disagg.core.prefixes import PrefixKey
+from disagg.model.chunks import PromptChunks
+from disagg.node.kv_manager import BlockTable, KVManager
+from disagg.node.plan import StateCopy
+
+NEAR_SHARE = 8
+"""The last page border needs an eighth of the interval between it and the previous state."""
+
+
+@dataclass(slots=True, eq=False)
+class SavedStates:
+    """States of one request, from its reservation until they are cached or dropped."""
+
+    borders: deque[int] = field(default_factory=deque)
+    """Positions at which a chunk ends and the state is saved, ascending, behind the planned tokens."""
+    slots: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens and slot of each saved state. The request owns the slots."""
+    source: int | None = None
+    """Slot of the prefix cache hit's state, until a plan copies it to the row."""
+
+
+class StateSaves:
+    """Part of a scheduler: the cached states of its requests. Pure: no threads, no clocks, no I/O.
+
+    Does nothing for a model without recurrent layers, or without a prefix cache.
+    """
+
+    def __init__(self, kv_manager: KVManager, chunks: PromptChunks, interval_tokens: int) -> None:
+        self._kv_manager, self._chunks = kv_manager, chunks
+        page = kv_manager.page_size
+        self._interval = max(1, interval_tokens // page) * page
+        self._near = max(page, self._interval // NEAR_SHARE)
+        self.copies: list[StateCopy] = []
+        """For the next plan: copies that precede its step."""
+        self.saves: list[StateCopy] = []
+        """For the next plan: copies that follow its step."""
+
+    def begin(self, block_table: BlockTable, total_tokens: int) -> SavedStates:
+        """Returns the record of a request whose first `total_tokens` tokens will be computed as a prompt."""
+        if not self._kv_manager.caches_states:
+            return SavedStates()
+        borders = deque(self._borders(block_table.cached_tokens, total_tokens))
+        return SavedStates(borders, source=block_table.state)
+
+    def _borders(self, start: int, total: int) -> list[int]:
+        """Returns the positions to save between `start`, the end of a cached prefix, and the prompt's last token."""
+        page = self._kv_manager.page_size
+        last = (total - 1) // page * page
+        found, before = [], start
+        for border in [*range((start // self._interval + 1) * self._interval, last, self._interval), last]:
+            near = border - before < (self._near if border == last else page)
+            if not near and self._chunks.may_end(before, border, total):
+                found.append(border)
+                before = border
+        return found
+
+    @staticmethod
+    def stop(saved: SavedStates, stop: int) -> int:
+        """Returns where the next chunk ends at the latest: at the next position to save, or at `stop`."""
+        return min(stop, saved.borders[0]) if saved.borders else stop
+
+    def planned(self, saved: SavedStates, row: int, stop: int) -> None:
+        """Notes a chunk of the next plan that ends at `stop`: the copy before it, and the copy behind it."""
+        if saved.source is not None:
+            self.copies.append(StateCopy(saved.source, row))
+            saved.source = None
+        if saved.borders and saved.borders[0] == stop:
+            saved.borders.popleft()
+            slot = self._kv_manager.alloc_state()
+            if slot is not None:
+                self.saves.append(StateCopy(row, slot))
+                saved.slots.append((stop, slot))
+
+    def take_copies(self) -> list[StateCopy]:
+        """Returns the copies that precede the next plan's step, once."""
+        copies, self.copies = self.copies, []
+        return copies
+
+    def take_saves(self) -> list[StateCopy]:
+        """Returns the copies that follow the next plan's step, once."""
+        saves, self.saves = self.saves, []
+        return saves
+
+    def keep(self, saved: SavedStates, block_table: BlockTable, prefix: PrefixKey) -> None:
+        """Caches the request's computed prefix and its states, whose slots the cache takes over."""
+        states, saved.slots = saved.slots, []
+        self._kv_manager.keep(block_table, prefix, states)
+
+    def drop(self, saved: SavedStates) -> None:
+        """Frees the slots of states that were not cached."""
+        for _, slot in saved.slots:
+            self._kv_manager.free_state(slot)
+        saved.slots = []
+        saved.source = None
+        saved.borders.clear()
