@@ -94,7 +94,7 @@ class RadixCache:
 
         `state`: also locks the node's own state, not those of its ancestors.
         """
-        if state:
+        if state and self._needs_state:
             self._states.lock(node)
         above: Node | None = node
         while above is not None:
@@ -105,6 +105,7 @@ class RadixCache:
 
     def unlock(self, node: Node, *, state: bool = True) -> None:
         """Reverts one `lock` with the same `state`. Raises ValueError, changing nothing, if there was none."""
+        state = state and self._needs_state
         if not (node.state_locks if state else node.locks):
             raise ValueError("this node is not locked: lock it first, unlock it once")
         if state:
@@ -317,12 +318,14 @@ class RadixCache:
         self._cached_pages += len(pages)
         self._nodes += 1
         self._leaves.push(leaf)
-        self._states.children_changed(parent)
+        if parent.state is not None:
+            self._states.children_changed(parent)
         return leaf
 
     def _cut(self, leaf: Node, pages: int) -> int:
         """Evicts the last `pages` pages of a leaf, and its state; returns how many pages became free."""
-        self._states.drop(leaf)
+        if leaf.state is not None:
+            self._states.drop(leaf)
         keep = len(leaf.pages) - pages
         first = leaf.first_page(self._page_bytes)
         freed = self._allocator.free(leaf.pages[keep:])
@@ -340,7 +343,8 @@ class RadixCache:
             assert leaf.parent is not None, "a root has no pages and is never cut"
             del leaf.parent.children[first]
             self._nodes -= 1
-            self._states.children_changed(leaf.parent)
+            if leaf.parent.state is not None:
+                self._states.children_changed(leaf.parent)
             self._loose(leaf.parent)
         return freed
 
