@@ -203,6 +203,8 @@ class DecodeScheduler:
         """Returns the remains of a settled request for its successor, with whole pages of landed KV."""
         landed_tokens = min(request.landed_tokens.values())
         have, size = request.ticket.tokens.start + landed_tokens, self._kv_manager.page_size
+        if not self._options.has_kv:
+            have = 0
         if request.layout is not None:
             have = 0  # preempted: its pages are others, and may lack KV
         # The successor computes at least the last token.

@@ -30,12 +30,12 @@ def slots_of(pages: Sequence[int], page_size: int, span: Span) -> torch.Tensor:
 
     `pages[i]` has positions `i * page_size .. (i + 1) * page_size - 1`. Raises ValueError past the last page.
     """
+    if not span:
+        return torch.empty(0, dtype=torch.int32)
     if span.start < 0 or span.stop > len(pages) * page_size:
         raise ValueError(
             f"positions {span.start}..{span.stop} are beyond {len(pages)} pages of {page_size} tokens"
         )
-    if not span:
-        return torch.empty(0, dtype=torch.int32)
     # Runs three times on the critical path of a prompt; each torch call costs 20 us or more, so use few.
     first = span.start // page_size
     owned = torch.frombuffer(array("i", pages[first : pages_for(span.stop, page_size)]), dtype=torch.int32)

@@ -35,7 +35,7 @@ from disagg.model.batch import (
     require_fits,
     upload,
 )
-from disagg.model.collective.base import all_agree, least
+from disagg.model.collective.base import all_agree
 from disagg.model.graphs import (
     ChunkGraphs,
     Compute,
@@ -264,11 +264,11 @@ class ModelRunner:
         return pool, RowStates(self._config, states)
 
     def _cached_states(self) -> int:
-        """Returns the number of slots for cached recurrent states, equal on all ranks of the group."""
+        """Returns the number of slots for cached recurrent states, the same on GPUs of the same kind."""
         count, limit_bytes = self._options.cached_states, self._options.cached_states_bytes
         if limit_bytes is not None:
             count = min(count, limit_bytes // self.spec.layout.state_bytes)
-        return least(count, self.collective, self.device)
+        return count
 
     @property
     def transfer_pools(self) -> TransferPools:

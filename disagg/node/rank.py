@@ -353,6 +353,8 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         """Returns the group's KV manager, with a prefix cache if configured and supported by the model."""
         group, spec = self.group_config, self.runner.spec
         reason = spec.cache_refused
+        if self.role == "decode" and not spec.has_attention:
+            reason = "a decode group receives its recurrent states, and it has no KV"
         if group.prefix_cache and reason:
             log.info("no_prefix_cache", group=self.name, model=spec.architecture, why=reason)
         states = None

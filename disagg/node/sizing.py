@@ -13,9 +13,9 @@ import torch
 
 from disagg.core.config.read import Config, GroupConfig, TransferConfig
 from disagg.core.errors import ConfigError
+from disagg.core.ports import Collective
 from disagg.model.batch import SequenceSlice, StepBatch
 from disagg.model.chunks import PromptChunks
-from disagg.model.collective.base import least
 from disagg.node.device import memory_bytes
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def fill_memory(runner: ModelRunner, config: Config, group: GroupConfig, role: s
     budget = measure(runner, config, group, role)
     token_bytes = runner.pool.nbytes // runner.pool.slots
     own_tokens = budget.pool_tokens(token_bytes, group.page_size)
-    tokens = least(own_tokens, runner.collective, runner.device)
+    tokens = _least(own_tokens, runner.collective, runner.device)
     least_tokens = runner.req_to_token.max_tokens if group.max_context_tokens else group.page_size
     if tokens < least_tokens:
         raise ConfigError(
@@ -178,3 +178,11 @@ def run_largest(runner: ModelRunner, group: GroupConfig) -> None:
     runner.forward(StepBatch(tuple(slices)))
     for one in slices:
         table.free(one.row)
+
+
+def _least(tokens: int, collective: Collective, device: torch.device) -> int:
+    """Returns the minimum of `tokens` over all ranks, because all ranks use the same slots."""
+    each = torch.zeros(collective.size, dtype=torch.int64, device=device)
+    each[collective.rank] = tokens
+    collective.all_reduce(each)
+    return int(each.min())

@@ -7,13 +7,11 @@ import itertools
 import msgspec
 import pytest
 from architectures import HYBRIDS, MORE_HYBRIDS, save
-from local_groups import Checkpoints, ask, local_groups, random_prompts, small_config
+from local_groups import Checkpoints, local_groups, random_prompts, small_config
 from slow_parameters import sampled
 
-from disagg.core.errors import PromptTooLongError
 from disagg.core.types import SamplingParams
 from disagg.model.load.source import ModelSource
-from disagg.router.router import Router
 
 
 @pytest.fixture(scope="module")
@@ -72,26 +70,21 @@ def test_a_cache_of_the_model_s_own_class(
 def test_a_state_goes_through_a_ring_smaller_than_itself(
     source: ModelSource, checkpoints: Checkpoints
 ) -> None:
-    config = small_config(2, 1, ring_bytes=1 << 12)
+    config = small_config(2, 1, ring_bytes=8448)
     prompts = random_prompts(30, 12)
     with local_groups(config, source) as groups:
         answers = groups.answers(prompts, SamplingParams(max_tokens=4))
     assert [answer.tokens for answer in answers] == [checkpoints.greedy(source, p, 4) for p in prompts]
 
 
-@pytest.mark.parametrize("small", ["prefill", "decode"])
 @pytest.mark.parametrize("source", ["falcon-h1"], indirect=True)
-def test_a_pool_without_room_for_the_state_says_so(source: ModelSource, small: str) -> None:
+def test_a_state_needs_no_room_of_the_pool(source: ModelSource, checkpoints: Checkpoints) -> None:
     config = small_config(1, 1)
-    group = msgspec.structs.replace(getattr(config, small), pool_tokens=64, max_context_tokens=64)
-    config = msgspec.structs.replace(config, **{small: group})
-
-    async def work(router: Router) -> None:
-        with pytest.raises(PromptTooLongError, match=f"recurrent state takes.*{small}.pool_tokens"):
-            await ask(router, "long", random_prompts(40)[0], SamplingParams(max_tokens=4))
-        assert (
-            len((await ask(router, "short", random_prompts(9)[0], SamplingParams(max_tokens=4))).tokens) == 4
-        )
-
+    for name in ("prefill", "decode"):
+        group = msgspec.structs.replace(getattr(config, name), pool_tokens=64, max_context_tokens=64)
+        config = msgspec.structs.replace(config, **{name: group})
+    (prompt,) = random_prompts(60)
     with local_groups(config, source) as groups:
-        groups.serve(work)
+        (answer,) = groups.answers([prompt], SamplingParams(max_tokens=4))
+        assert groups.prefill[0].runner.spec.layout.state_bytes > 4 * groups.prefill[0].runner.pool.nbytes / 80
+    assert answer.tokens == checkpoints.greedy(source, prompt, 4)

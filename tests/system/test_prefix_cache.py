@@ -124,13 +124,14 @@ def test_sharing_under_a_pool_that_is_too_small_with_aborts(
     assert found.evicted_pages > 0
 
 
-@pytest.mark.parametrize(("states", "caches"), [(False, True), (True, False)])
-def test_models_with_a_recurrent_state_have_none(
-    states: bool, caches: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    simulation = Simulation(small_config(), 0, monkeypatch, states=states)
-    memory = simulation.ranks["prefill-0"].statistics()["leader"].memory
-    assert (memory.cache is not None) == caches
+def test_prefill_groups_cache_recurrent_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(small_config(), 0, monkeypatch, states=True)
+    slots = {
+        name: simulation.ranks[name].statistics()["leader"].memory.cache.free_states
+        for name in ("prefill-0", "decode-0")
+    }
+    assert slots["prefill-0"] > 0
+    assert slots["decode-0"] == 0, "a decode group receives the state of each prompt"
 
 
 def test_long_and_short_prompts_share_nothing_where_the_rotary_embedding_changes() -> None:

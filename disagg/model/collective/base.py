@@ -121,11 +121,3 @@ class _Shared:
         self.parts = [torch.empty(0)] * size
         self.timeout_s = timeout_s
         self.barrier = threading.Barrier(size, timeout=timeout_s)
-
-
-def least(number: int, collective: Collective, device: torch.device) -> int:
-    """Returns the minimum of `number` over all ranks. Collective: all ranks of the group call it together."""
-    each = torch.zeros(collective.size, dtype=torch.int64, device=device)
-    each[collective.rank] = number
-    collective.all_reduce(each)
-    return int(each.min())
