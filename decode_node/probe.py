@@ -24,7 +24,7 @@ HELD_S = PROBE_LIMIT_S + 1.0
 
 @dataclass(slots=True, eq=False)
 class _ProbeReceive:
-    """One probe: the context of its receives."""
+    """A running probe; the context object of its receive operations."""
 
     peer: str
     number: int

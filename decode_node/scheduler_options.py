@@ -22,9 +22,9 @@ class SchedulerOptions:
     first_ticket: int
     """Number of the first ticket."""
     chunks: PromptChunks
-    """How prompts, and without recurrent layers answers, are cut when they are recomputed."""
+    """How recomputed prompts are cut into chunks; in a model without recurrent layers, recomputed answers too."""
     rates: CostEstimates
-    """Estimates before the first measurement."""
+    """Estimated rates before the first measurement."""
     steps_ahead: int = 0
     """Steps that are planned before the outcome of the step in flight is known: 0 or 1."""
     preemption: Preemption = "auto"
@@ -33,6 +33,7 @@ class SchedulerOptions:
     block_pages: int = 1
     """Pages in one host block; see `HostBlocks`."""
     state_tokens: int = 0
-    """Tokens whose pages a recurrent state takes when it lands; the answer takes these pages over. 0 without one."""
+    """Tokens whose pages a landing recurrent state occupies; the answer later reuses these pages. 0 for a model
+    without recurrent layers."""
     has_kv: bool = True
     """False for a model without attention: only the recurrent state lands, and answers need no pages."""

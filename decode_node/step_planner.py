@@ -61,9 +61,10 @@ class StepPlanner:
         return len(self._in_flight)
 
     def next_step(self) -> StepPlan | None:
-        """Returns a plan with one token of each running sequence, and chunks of recomputed ones; None if empty.
+        """Returns a plan with one token of each running sequence, and chunks of recomputed sequences; None if empty.
 
-        Also None while as many steps are in flight as allowed, or while the next step depends on their outcome.
+        Returns None too while as many steps are in flight as allowed, or while the next step depends on their
+        outcome.
         """
         if self.in_flight > self._steps_ahead:
             return None
@@ -109,8 +110,8 @@ class StepPlanner:
     def _chosen(self) -> dict[DecodeRequest, list[int]]:
         """Returns the requests of the next step, with a token count for each of their sequences.
 
-        Requests that lack pages move behind the others, like those that were planned. Otherwise they would fill the
-        batch for ever, and keep out the oldest request, the only one that may preempt all of them.
+        Planned requests, and requests that lack pages, move to the end of the order. Otherwise requests that lack
+        pages would fill every batch and keep out the oldest request, the only one that may preempt all others.
         """
         self._preemptor.resume()
         if self._in_flight:
@@ -130,8 +131,8 @@ class StepPlanner:
     def _batch(self) -> dict[DecodeRequest, list[int]]:
         """Returns the candidates of the next step, with a token count for each of their sequences.
 
-        At most `max_batch` sequences, and of recomputed ones `chunks.chunk_tokens` tokens in all. Behind a step in
-        flight only sequences that may go on.
+        The candidates have at most `max_batch` sequences and at most `chunks.chunk_tokens` recomputed tokens. While a
+        step is in flight, a sequence whose next token depends on the step's outcome is no candidate.
         """
         batch: dict[DecodeRequest, list[int]] = {}
         free, budget_tokens, must = self._max_batch, self._chunks.chunk_tokens, True
@@ -162,9 +163,10 @@ class StepPlanner:
         return batch
 
     def _recomputed(self, sequences: Iterable[Sequence], budget_tokens: int, *, must: bool) -> list[int]:
-        """Returns how many tokens of each sequence are recomputed: not the last, which all compute in one step.
+        """Returns how many tokens of each sequence are recomputed, without the last one: all compute it in one step.
 
-        In order: an earlier sequence computes the tokens that a later one shares with it, in this step or before.
+        The order of sequences matters: an earlier sequence computes the tokens that a later one shares, in this step
+        or before.
         """
         counts: list[int] = []
         for sequence in sequences:

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 VERIFIED_AT_ONCE = 4
 """Tickets in one `TransferVerified`: an active message costs a prefill rank as much as the launch of a write."""
 VERIFIED_WAIT_S = 0.0005
-"""Longest wait of a verified ticket for others in one message; prefill ranks keep its pages until then."""
+"""Longest time that a verified ticket waits to share a message; prefill ranks keep the ticket's pages until then."""
 
 
 class IncomingTickets:
@@ -49,7 +49,7 @@ class IncomingTickets:
         self._context.to_leader(m.RankOpened(ticket.key, ticket.number, self._context.rank))
 
     def count(self, incoming: IncomingTransfer, segment: Segment) -> None:
-        """Counts a segment that is in its pages."""
+        """Counts a landed segment."""
         self.segments_landed += 1
         self.bytes_landed += segment.nbytes
         if incoming.add_landed(segment):

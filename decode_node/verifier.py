@@ -1,4 +1,4 @@
-"""Checksums of the segments that prefill ranks have written into this rank's pool: computed there, and compared."""
+"""Verifies segments that prefill ranks have written into this rank's pool, by checksums of the pool's own bytes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Verifier:
             self._compared(one.incoming, one.written, total == one.written.total)
 
     def _compared(self, incoming: IncomingTransfer, written: Written, equal: bool) -> None:
-        # The pages of an ending request may belong to another one by now: its sums prove nothing.
+        # Pages of an ending request may already belong to another request: their sums prove nothing.
         if not incoming.wanted:
             return
         segment = written.segment

@@ -46,9 +46,10 @@ class PeerWrites:
         """Fence words of the tickets; None without direct writes."""
         self._notifications = CompletionNotifications(context.transport)
         self.peers: set[str] = set()
-        """Peers that were offered the pool, and did not refuse."""
+        """Peers that were offered the pool, and did not refuse the offer."""
         self._overdue: deque[tuple[float, IncomingTransfer]] = deque()
-        """When a transfer's owed notifications expire: its writers have written by then, or find the fence closed."""
+        """Time at which a transfer's owed notifications expire: its writers have written by then, or find the fence
+        closed."""
         self.due_s = math.inf
         """Time at which `expire` must be called."""
 
@@ -117,7 +118,7 @@ class PeerWrites:
             self._expire_at(incoming, self._clock() + self._quarantine_s)
 
     def expire(self, now_s: float) -> None:
-        """Forgets notifications that are overdue, and closes transfers that only waited for those."""
+        """Forgets overdue notifications, and closes transfers that waited for nothing else."""
         while self._overdue and self._overdue[0][0] <= now_s:
             _, incoming = self._overdue.popleft()
             incoming.written.forgive()
@@ -140,7 +141,10 @@ class PeerWrites:
         self._tickets.fail(incoming, ProtocolError(error))
 
     def notification_ended(self, operation: Operation) -> None:
-        """Handles a notification whose receive has ended. Failed or not, its writer writes no more of the segment."""
+        """Handles a notification whose receive has ended.
+
+        Even if it failed, the writer writes no more of the segment.
+        """
         incoming = self._notifications.ended(operation)
         if not isinstance(incoming, IncomingTransfer):
             return
