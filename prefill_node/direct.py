@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from disagg.node.links import Link
 
 NO_TICKETS = (-2, 1 << 62)
-"""Ticket numbers that no fence word holds; narrow and wide, because Triton compiles a kernel for each."""
+"""Ticket numbers that no fence word holds: one of 32 bits and one of 64, because Triton compiles a kernel for each
+width."""
 NO_LIMIT = 1 << 62
 """Largest segment, in bytes, where no staging is needed."""
 

@@ -29,7 +29,7 @@ from transport.tags import pack
 
 
 class CopyQueue(NamedTuple):
-    """Where copies run on the device, and how their checksums are computed."""
+    """The device queue of the copies, and the computation of their checksums."""
 
     queue: DeviceQueue
     sums: Sums | None
@@ -75,7 +75,7 @@ class SegmentMover:
             self._staged.popleft()
             if item.state is SendState.STAGED:  # else its request has ended
                 self.launch(item)
-                self._send_copied()  # the wire waits for nothing while more is launched
+                self._send_copied()  # send what is copied before the next launch: the wire must not idle
 
     def launch(self, item: OutgoingSegment) -> None:
         """Queues the segment's gather, or its direct write, behind its compute on the device."""
@@ -100,7 +100,7 @@ class SegmentMover:
         """Sends gathered segments, and notifications of written ones. Needed while `copying` is not empty."""
         for item in self.copying:
             if item.started_s is None:
-                if not is_done(item.after):  # the device still computes, and nothing is moved
+                if not is_done(item.after):  # the device still computes the segment's KV
                     break  # the queue runs in order: later items have not begun either
                 _begin(item, now_s)
         self._send_copied()

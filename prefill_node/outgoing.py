@@ -60,7 +60,7 @@ class OutgoingSegment:
     word: Word | None = None
     """Receives the checksum of a direct write. `OutgoingTickets` gives it back when the ticket is closed."""
     damaged: bool = False
-    """The destination has requested the segment again."""
+    """Whether the destination has requested the segment again."""
     sending_s: float = 0.0
     _machine: SegmentMachine = field(init=False)
 
@@ -110,11 +110,11 @@ class OutgoingTransfer:
     items: dict[tuple[int, int], OutgoingSegment] = field(default_factory=dict)
     """Segments by (destination rank, segment index)."""
     planned_to: int = 0
-    """Positions below it have been cut into segments."""
+    """Position up to which the ticket has been cut into segments."""
     uncomputed: int = 0
-    """Segments whose layers have not been queued on the device."""
+    """Number of segments whose layers have not been queued on the device."""
     left: int = 0
-    """Segments under way: neither SENT nor DROPPED."""
+    """Number of segments under way: neither SENT nor DROPPED."""
     verified: set[str] = field(default_factory=set)
     """Peers that have verified the checksums of their part of the ticket."""
     expecting: set[str] = field(default_factory=set)

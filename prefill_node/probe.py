@@ -29,12 +29,12 @@ class Probed:
 
     wire: Wire | None = None
     cached: bool = False
-    """The wire was in the cache."""
+    """Whether the wire was in the cache."""
     writable: bool = False
-    """The peer's pool is written directly: there is nothing to time."""
+    """Whether the peer's pool is written directly: there is nothing to time."""
     why: str = ""
     begun: bool = False
-    """The probe failed after it had begun."""
+    """Whether the probe failed after it had begun."""
     host: str = ""
     """The peer's host and the name of its device; empty without an answer."""
     device: str = ""

@@ -23,7 +23,7 @@ class StagingSpace:
     """`size_bytes` of memory on a device. Owned by the transfer thread."""
 
     def __init__(self, size_bytes: int, device: torch.device, quarantine_s: float, clock: Clock) -> None:
-        """`quarantine_s`: after it, a lost peer has closed its connection and no longer reads this memory."""
+        """`quarantine_s`: time within which a lost peer closes its connection and stops reading this memory."""
         self.buffer = StagingBuffer(size_bytes, device)
         self.allocator = StagingAllocator(size_bytes)
         self._quarantine_s, self._clock = quarantine_s, clock

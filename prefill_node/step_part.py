@@ -14,9 +14,9 @@ class Part(enum.Enum):
     CHUNK = "chunk"
     """The positions that the step computes."""
     CACHED = "cached"
-    """The positions before a prompt's first chunk, by a prefix cache hit."""
+    """The positions before a prompt's first chunk, whose KV a prefix cache hit provides."""
     STATE = "state"
-    """The recurrent state behind a prompt's last position."""
+    """The recurrent state after a prompt's last position."""
 
 
 class StepPart(NamedTuple):

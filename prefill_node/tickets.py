@@ -51,7 +51,7 @@ class OutgoingTickets:
         return outgoing if outgoing is not None and outgoing.ticket.number == number else None
 
     def computed(self, outgoings: Iterable[OutgoingTransfer], event: DeviceEvent) -> None:
-        """Records transfers of which more layers are queued on the device, done with `event`."""
+        """Records that more layers of these transfers are queued on the device; `event` marks their end."""
         self._exposed.computed(outgoings, event, self._clock())
 
     def end(self, item: OutgoingSegment) -> None:
@@ -101,7 +101,7 @@ class OutgoingTickets:
             return
         if outgoing.stopped or outgoing.reported:
             self.send_end(outgoing, peer, message.reason)
-        outgoing.expecting.add(peer)  # it waits for the answer, also when nothing was to be sent to it yet
+        outgoing.expecting.add(peer)  # the decode rank waits for the answer, even if it expects no segment
         self.stop(outgoing, message.reason)
         self._to_leader(m.RankStopped(message.key, message.ticket))
 
