@@ -96,7 +96,7 @@ class ActiveMessages:
         self._linked: dict[str, _Inbox] = {}
         """Open inboxes of this rank by peer."""
         self._numbers: dict[str, int] = {}
-        """Number of this rank's inbox at each peer that has announced one. A peer may link first."""
+        """Inbox numbers that peers have announced; a peer may announce its inbox before this rank links the peer."""
         self._held: dict[str, _Held] = {}
         self.dropped = 0
         """Number of messages dropped: the inbox is closed, the type unknown, the bytes invalid, or too many held."""
@@ -136,7 +136,7 @@ class ActiveMessages:
             inbox.closed = True
             for entry in inbox.coming:
                 if entry.came is not None:
-                    self._slots.give(entry.slot)  # the others' when their operations end
+                    self._slots.give(entry.slot)  # an unfinished receive frees its slot at its end
             inbox.coming.clear()
 
     def send(self, peer: str, message: Message) -> None:

@@ -63,7 +63,7 @@ class DrawParams:
     top_k: torch.Tensor
     """int64; 0 disables top-k."""
     seeds: torch.Tensor
-    """int64."""
+    """int64: seed of each row's random number."""
     positions: torch.Tensor
     """int64: index of the drawn token in its answer. Seed and index select the random number."""
 

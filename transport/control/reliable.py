@@ -132,7 +132,7 @@ class Reliable:
         """Streams of each peer."""
         self._ticked_s: float | None = None
         self._looks: list[tuple[float, int, _StreamPeer]] = []
-        """A heap of times to look at peers; those that are not their peer's `look_at_s` are void."""
+        """Heap of scheduled checks, as (time, peer). An entry is void if its time is not the peer's `look_at_s`."""
         self._look_numbers = itertools.count()
         self._past: dict[str, int] = {}
         """Latest ended stream of each source; that stream and older ones are rejected."""
