@@ -109,7 +109,7 @@ class IncomingTransfer:
     sources: dict[int, SourceRank]
     """Prefill ranks that send to this rank, by rank number."""
     items: dict[tuple[int, int], IncomingSegment] = field(default_factory=dict)
-    """Segments that were granted a lease, including those whose lease is freed, by (source rank, segment index)."""
+    """Segments that were granted a lease, even if the lease is freed by now, by (source rank, segment index)."""
     written: WrittenSegments = field(default_factory=WrittenSegments)
     """Segments that writers put straight into the pool."""
     fence_open: bool = False
@@ -139,7 +139,7 @@ class IncomingTransfer:
 
     @property
     def wanted(self) -> bool:
-        """True while KV is missing and the request goes on."""
+        """True while KV is missing and the request continues."""
         return self.state is ReceiveTransferState.RECEIVING
 
     @property

@@ -112,7 +112,7 @@ class DecodeLeader(AdmittingLeader):
         return True
 
     def _advance(self, request: DecodeRequest, best: list[Candidate] | RequestError) -> list[Candidate]:
-        """Advances a beam search; returns the beams that go on, none when the search is over."""
+        """Advances a beam search; returns the beams of the next step, none when the search is over."""
         assert request.search is not None, "a beam search"
         if request.closing:
             return []

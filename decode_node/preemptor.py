@@ -2,12 +2,12 @@
 
 Pure: no threads, no clocks, no I/O. A request may take pages only from younger ones (by ticket), the youngest first,
 and from each all pages or none. The pages of a *recomputed* victim are free immediately. The pages of a *swapped*
-victim are copied to host memory; they are free when every rank has reported the end of its copy, because the next
-write there may be a transfer, which no compute stream orders.
+victim are copied to host memory, and are free when every rank has reported the end of its copy. The report is needed
+because the next write to a page may be a transfer, which no compute stream orders.
 
-Progress: nothing preempts the oldest running request, and it gets the pages that it lacks. It can take all pages of
-the younger running ones. A request needs no further page while its KV is landing, its pages are being copied, or it
-is closing. Afterwards the request runs (and can be a victim) or has freed its pages. Admission refuses a request that
+Progress: nothing preempts the oldest running request, which can take all pages of the younger running requests. A
+request needs no further page while its KV is landing, while its pages are being copied, or while the request is
+closing. Afterwards the request runs (and can be a victim) or has freed its pages. Admission refuses a request that
 does not fit alone. The oldest request therefore ends, the next one is the oldest, and so on. A preempted request
 resumes when the running requests leave enough pages, at the latest when no other request is resident. While a
 preempted request waits, no ticket is created, so the number of preempted requests is finite.

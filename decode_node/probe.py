@@ -1,7 +1,7 @@
 """Receives the messages with which a prefill rank measures the wire, into the ring while no request uses the ring.
 
-The bytes are not read. The region is freed when the prefill rank has ended the probe, is lost or takes too long, and
-no receive into the region is under way.
+The bytes are not read. The probe is over when the prefill rank has ended the probe, is lost, or takes too long. The
+region is then freed as soon as no receive into the region is under way.
 """
 
 from __future__ import annotations

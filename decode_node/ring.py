@@ -1,8 +1,8 @@
 """A decode rank's ring: grants leases for the segments that will come, and sends watermarks when space gets free.
 
-A region is used again only when nothing can write it any more. Either the receive has ended and the scatter is done,
-or there is no receive: the sender has reported that no send follows, or is fenced. A probe takes and frees its own
-region (`decode_node.probe`).
+A region is used again only when nothing can write it any more. One case is that the receive has ended and the scatter
+is done. In the other case there is no receive, because the sender has reported that no send follows, or is fenced. A
+probe takes and frees its own region (`decode_node.probe`).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class ReceiveRing:
         return self._ended_waits_s + sum(now_s - (item.waits_since_s or 0.0) for item in self._waiting)
 
     def check(self, probe: Lease | None) -> None:
-        """Raises `InvariantError` unless the leases are those of segments under way and of a probe."""
+        """Raises `InvariantError` unless exactly the segments under way and a running probe hold leases."""
         self.allocator.check()
         held = {item.lease.id for incoming in self._tickets.open.values() for item in incoming.leased()}
         held |= {probe.id} if probe is not None else set()

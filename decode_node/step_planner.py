@@ -95,7 +95,7 @@ class StepPlanner:
         return stepped
 
     def move_back(self, request: DecodeRequest) -> None:
-        """Moves the request behind all others, so that requests beyond `max_batch` are planned in turn."""
+        """Moves the request to the end of the order, so that requests beyond `max_batch` are planned in turn."""
         self._requests[request.key] = self._requests.pop(request.key)
 
     def _planned(self) -> tuple[list[Stepped], list[Work]]:

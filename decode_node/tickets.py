@@ -95,7 +95,7 @@ class IncomingTickets:
 
     @property
     def expects_data(self) -> bool:
-        """True while KV of a ticket is missing and its request goes on."""
+        """True while KV of a ticket is missing and its request continues."""
         return any(incoming.wanted for incoming in self.open.values())
 
     # --- `TransferVerified`

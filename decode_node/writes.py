@@ -1,8 +1,8 @@
 """Prefill ranks that write straight into this rank's pool: offers, fences and completion notifications.
 
 A write cannot be cancelled. A ticket's pages are therefore freed only when each of its writers is proven to write no
-more. The proof is one of three: all segments of the writer have landed; the writer has ended, and the notifications
-of all its launched writes have arrived; or `quarantine_s` has passed, after which its launched writes have ended.
+more. There are three proofs. All segments of the writer have landed. Or the writer has ended, and the notifications
+of all its launched writes have arrived. Or `quarantine_s` has passed, after which its launched writes have ended.
 Later launches find the fence word closed.
 """
 
@@ -91,7 +91,7 @@ class PeerWrites:
             incoming.fence_open = True
 
     def close_fence(self, incoming: IncomingTransfer) -> None:
-        """Makes later writes of the ticket void; writes that have begun may go on."""
+        """Disallows later writes of the ticket; a write that has begun may continue."""
         if incoming.fence_open and self.fences is not None:
             self.fences.close(incoming.ticket.row)
             incoming.fence_open = False
@@ -107,9 +107,10 @@ class PeerWrites:
             self._expire_at(incoming, incoming.barred_until_s)
 
     def ended(self, incoming: IncomingTransfer, src_rank: int, sent: set[int], again: set[int]) -> None:
-        """Handles a source that ends: expects notifications of the writes that it has launched.
+        """Handles a source that ends: expects notifications of the writes that the source has launched.
 
-        `sent` and `again`: indexes of the segments that it has sent once and twice, through the ring or by a write.
+        `sent` and `again`: indexes of the segments that the source has sent once and twice, through the ring or by a
+        write.
         """
         if not incoming.sources[src_rank].writes:
             return

@@ -52,8 +52,8 @@ class PeerRing:
 class Leases:
     """Leases of one prefill rank. Owned by the transfer thread.
 
-    The decode rank frees the ring space behind a lease. A lease request is an active message, which may be lost:
-    a lease that is not granted in time fails its request.
+    The decode rank frees the ring space of a lease. A lease request is an active message, which may be lost: a lease
+    that is not granted in time fails its request.
     """
 
     def __init__(

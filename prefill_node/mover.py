@@ -75,10 +75,10 @@ class SegmentMover:
             self._staged.popleft()
             if item.state is SendState.STAGED:  # else its request has ended
                 self.launch(item)
-                self._send_copied()  # send what is copied before the next launch: the wire must not idle
+                self._send_copied()  # send the copied segments before the next launch: the wire must not idle
 
     def launch(self, item: OutgoingSegment) -> None:
-        """Queues the segment's gather, or its direct write, behind its compute on the device."""
+        """Queues the segment's gather, or its direct write, after its compute on the device."""
         self._advance(item, SendEvent.GATHER if item.write is None else SendEvent.WRITE)
         try:
             with self._queue.use():

@@ -106,7 +106,7 @@ class OutgoingTransfer:
     direct: dict[str, OpenPool] = field(default_factory=dict)
     """Pools of the peers that this ticket's segments are written to; other peers receive them through their rings."""
     target_slots: torch.Tensor | None = None
-    """Slot of each position of the ticket in those pools, int32 `[len(ticket.tokens)]`."""
+    """Slot of each position of the ticket in the pools of `direct`, int32 `[len(ticket.tokens)]`."""
     items: dict[tuple[int, int], OutgoingSegment] = field(default_factory=dict)
     """Segments by (destination rank, segment index)."""
     planned_to: int = 0

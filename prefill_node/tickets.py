@@ -1,8 +1,8 @@
 """The tickets that a prefill rank sends for, and how the transfer for each ends: sent, stopped, closed.
 
-`prefill_node.send_state` decides the transitions; this file performs their actions. With checksums a transfer is
-sent when each decode rank has verified its part, or the leader closes the request: damaged segments are sent again,
-so the pages are read until then.
+`prefill_node.send_state` decides the transitions; this file performs their actions. With checksums a transfer counts
+as sent when each decode rank has verified its part, or when the leader closes the request. Until then the pages may
+be read again, because damaged segments are sent again.
 """
 
 from __future__ import annotations

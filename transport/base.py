@@ -117,8 +117,9 @@ class Transport(ABC):
 
         Usually all operations with the peer have then ended with `PeerLostError`, and the next `progress` returns
         them. If a backend needs longer, `progress` continues the fence, and ends each operation once its memory is
-        free. `disconnect` and `progress` raise `TransportError` when the fence cannot be proven in time: the rank
-        must end, and the memory of the pending operations must never be used again. An unknown name has no effect.
+        free. `disconnect` and `progress` raise `TransportError` when the fence cannot be proven in time. The rank
+        must then end, and the memory of the pending operations must never be used again. An unknown name has no
+        effect.
 
         The peer is not notified: its operations with this rank end when the peer disconnects in turn, or when
         this process ends. A peer's receive from this rank may even end `done` with bytes that this rank has

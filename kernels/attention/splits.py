@@ -125,8 +125,9 @@ def cut_context(  # type: ignore[no-untyped-def]
     FIXED: tl.constexpr,  # noqa: N803 - constexpr arguments are upper case throughout Triton
     BLOCK_TOKENS: tl.constexpr,  # noqa: N803
 ):
-    """Returns the token at which the first block starts, the token at which the first split starts, the tokens of a
-    split, and the number of splits."""
+    """Returns the start of the first block, the start of the first split, the tokens of a split, and the number of
+    splits.
+    """
     if FIXED:
         start = low // BLOCK_TOKENS * BLOCK_TOKENS
         first = low // least_tokens * least_tokens

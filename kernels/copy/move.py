@@ -1,9 +1,8 @@
 """Pool to pool: writes head slices of one KV pool directly into another, over the link between the two GPUs.
 
-The destination may belong to another process (`transport.peer_memory`). It guards its pages with a *fence
-word* for each of its requests: the number of the writable ticket, or a number that no ticket has. The kernel
-reads the fence word on the device, in the launch that writes: a late launch for an ended request writes
-nothing.
+The destination may belong to another process (`transport.peer_memory`). The destination guards its pages with a
+*fence word* for each request: the number of the writable ticket, or a number that no ticket has. The kernel reads the
+fence word on the device, in the launch that writes: a late launch for an ended request writes nothing.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ A pure state machine: no threads, no sockets, time passed in. Each direction bet
 whose number grows even across restarts; its messages count from 1. A message is retransmitted until
 acknowledged. Acknowledgements are cumulative and piggyback on envelopes of the other direction.
 
-A peer is *lost* after too long a silence while it is watched or owes acknowledgements, or when it has
-forgotten this side (a new stream, or a reset). After a loss, no message of the old streams is delivered, and
-both directions start new streams. A watched peer is *met* when it names this side's stream, which proves that both
-directions work. If the network fails in one direction only, neither side therefore meets the other.
+A peer is *lost* after too long a silence, if the peer is watched or owes acknowledgements. A peer is lost too if it
+has forgotten this side, which a new stream or a reset shows. After a loss, no message of the old streams is
+delivered, and both directions start new streams. A watched peer is *met* when it names this side's stream, which
+proves that both directions work. If the network fails in one direction only, neither side therefore meets the other.
 
 The idea is TCP's: sequence numbers, resets, and an initial sequence number drawn from a clock, here the
 stream number. An envelope of an older stream is therefore recognised as stale, however late it arrives.

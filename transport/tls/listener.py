@@ -102,7 +102,7 @@ class TLSListener:
             except _EXPECTED as exc:
                 raw.close()
                 self._refuse(host, exc)
-            except Exception as exc:  # an error of one connection; the thread must go on for the next one
+            except Exception as exc:  # an error of one connection; the thread continues with the next one
                 log.exception("tls_fault", peer=host)
                 raw.close()
                 self._refuse(host, exc)

@@ -84,7 +84,7 @@ class TlsTransport(Transport):
         self.incoming: dict[bytes, IncomingChannel] = {}
         """Incoming channels by their random bytes."""
         self.outgoing: set[OutgoingChannel] = set()
-        """Outgoing channels; those of disconnected peers stay until they are quiet."""
+        """Outgoing channels; channels of disconnected peers stay until they are quiet."""
         self._closed = False
         self._fences: list[_TLSFence] = []
         self._upkeep_at_s = 0.0

@@ -1,6 +1,6 @@
 """Transfer of KV: messages between prefill ranks and decode ranks.
 
-Messages up to `ProbeEnded` are active messages (`transport.active_messages`); the others use the control channel.
+Messages up to `ProbeEnded` are active messages (`transport.active_messages`); later ones use the control channel.
 """
 
 from __future__ import annotations
