@@ -85,7 +85,7 @@ class KernelIndex:
     sequence `i`.
     """
     lengths: torch.Tensor
-    """int64 `[n]`: context length of each of those sequences after the step."""
+    """int64 `[n]`: context length of each of the first `n` sequences after the step."""
     chunks: PackedQueries
     """All other sequences, whose queries follow the first `n` queries. They may have one token, too."""
 
@@ -98,9 +98,9 @@ class StepIndex:
     """
 
     input_ids: torch.Tensor
-    """`[1, T]`"""
+    """`[1, T]`: token ids."""
     positions: torch.Tensor
-    """`[1, T]`"""
+    """`[1, T]`: position of each token in its request."""
     last: torch.Tensor
     """`[B]`: index of each sequence's last token."""
     slots: torch.Tensor

@@ -1,9 +1,9 @@
 """Piecewise CUDA graphs of prefill steps: everything between two attention calls is one launch.
 
 The design follows vLLM's piecewise CUDA graphs. Attention, and the write of K and V before it, are launched between
-the pieces with the step's own sizes. This has three advantages: a layer's KV can be sent while later layers compute;
-attention over long contexts is split as in any other step; and one recording serves any mixture of prompts, chunks
-and one-token sequences.
+the pieces with the step's own sizes. The pieces have three advantages. A layer's KV can be sent while later layers
+compute. Attention over long contexts is split as in any other step. One recording serves any mixture of prompts,
+chunks and one-token sequences.
 
 A step uses the smallest recording into which it fits. The rows after its tokens compute with stale values of an
 earlier step. Only attention reads other rows, and attention does not read stale rows.

@@ -3,7 +3,7 @@
 A column-parallel layer keeps some output rows (query heads, KV heads, a part of the MLP). The row-parallel layer
 after it keeps the matching input columns, and its results are summed over the ranks (Megatron-LM, Shoeybi et al.,
 2019). Each rank holds and computes the whole embedding and output head, and every part that cannot be split exactly.
-If an attention module cannot be split (fused projections, latent attention, norms over all heads), the KV cache and
+Some attention modules cannot be split (fused projections, latent attention, norms over all heads). The KV cache and
 the attention itself are still split by heads; see `disagg.model.attention.paged.SharedHeads`.
 """
 

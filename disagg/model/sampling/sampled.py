@@ -20,7 +20,7 @@ class Chosen(NamedTuple):
 
     token: int
     logprobs: TokenLogprobs | None
-    """None unless requested."""
+    """Log-probabilities at this position; None unless requested."""
 
 
 @dataclass(frozen=True)
@@ -88,5 +88,5 @@ def _chosen(row: int, token: int, logprobs: TokenLogprobs | None) -> Chosen | Re
     if token >= 0:
         return Chosen(token, logprobs)
     return RequestError(
-        f"the model gave no finite logits for row {row} of the batch; the request cannot go on"
+        f"the model gave no finite logits for row {row} of the batch; the request cannot continue"
     )

@@ -53,8 +53,8 @@ class ModelSpec(msgspec.Struct, frozen=True):
     def cache_refused(self) -> str:
         """Why the prefix cache is disabled for the model; empty if enabled. Valid in a runner's spec only.
 
-        It is disabled for recurrent layers, because their state exists only after the whole prompt, and for sparse
-        layers, because in transformers their choice among tokens with equal scores depends on the prompt's length.
+        The state of recurrent layers exists only after the whole prompt. Sparse layers of transformers choose among
+        tokens with equal scores in a way that depends on the prompt's length.
         """
         if self.state_tokens or self.whole_prompts:
             return "its recurrent state is not stored per token"
