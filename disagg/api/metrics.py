@@ -111,7 +111,7 @@ class Metrics:
 
 
 class _Families(CollectorRegistry):
-    """Given families, as a registry."""
+    """A registry of given metric families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         super().__init__()

@@ -145,7 +145,7 @@ class Service:
         )
 
     def report(self) -> WorkerReport:
-        """Returns status and metrics of this worker for the others."""
+        """Returns status and metrics of this worker, for the server's other workers."""
         return WorkerReport(
             self._share.worker,
             self.status(),

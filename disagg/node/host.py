@@ -176,7 +176,7 @@ class RankHost:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         source = make_source(self._config)
-        hashing = ThreadPoolExecutor(1, "weights-hash")  # beside the load, which reads the same files
+        hashing = ThreadPoolExecutor(1, "weights-hash")  # in parallel to the load, which reads the same files
         fingerprint = hashing.submit(lambda: source.fingerprint)
         hashing.shutdown(wait=False)
         self._collective = make_collective(

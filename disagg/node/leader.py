@@ -3,7 +3,8 @@
 A leader connects rank 0's scheduler to the control channel. Messages arrive on the control thread (and from rank 0's
 transfer thread); steps run on the compute thread. One lock guards the scheduler and is never held while the model
 runs. No operation under the lock blocks: `send` queues, and work for rank 0's transfer thread is posted. The transfer
-thread itself never waits for the lock, because a plan is encoded under it; it hands messages over with `post`.
+thread itself never waits for the lock, because a plan is encoded under the lock; the thread hands messages over with
+`post`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Leader(ABC):
         """The scheduler, guarded by the leader's lock."""
         return self._scheduler
 
-    # --- for the rank that hosts it
+    # --- for the rank that hosts the leader
 
     def join(self, group: GroupInfo) -> None:
         """Sets the description of the group, after all its ranks have started."""
@@ -289,8 +290,8 @@ class Leader(ABC):
     def _send(self, router: str, message: m.Message) -> None:
         """Sends a message to a router or another leader. A message that is too large fails its request instead.
 
-        During a step's commit, tokens to the same router are collected and sent together at the end of the commit, or
-        before the next other message to that router.
+        During a step's commit, the tokens to one router are collected. They are sent together at the end of the
+        commit, or before another message to that router.
         """
         if self._step_tokens is not None:
             if isinstance(message, m.Tokens):

@@ -280,7 +280,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
             self.leader.handle(peer, message)
 
     def _is_deferrable(self, message: m.Message) -> bool:
-        """Returns whether a message need not wake the transfer thread: a later one arrives before it is needed."""
+        """Returns whether a message may wait until a later message wakes the transfer thread."""
         return False
 
     def _to_self(self, message: m.Message) -> None:
@@ -401,7 +401,7 @@ class RankNode(ABC, Generic[GroupT, LeaderT, AgentT]):
         return 0
 
     def _end_copies(self) -> None:
-        """Ends copies of KV that this rank makes beside its steps, such as swaps; called after the last step."""
+        """Ends copies of KV that this rank makes in parallel to steps, such as swaps; called after the last step."""
 
 
 def aligned(nbytes: int) -> int:

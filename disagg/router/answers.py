@@ -27,7 +27,8 @@ class Output(msgspec.Struct, frozen=True):
 
 
 Emit = Callable[[Output], None]
-"""Callback for a request's outputs; those of one answer arrive in order. Runs on the event loop; must not block."""
+"""Callback for a request's outputs; the outputs of one answer arrive in order. Runs on the event loop; must not
+block."""
 
 
 @dataclass(slots=True)

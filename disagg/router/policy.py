@@ -27,13 +27,13 @@ class RoutedGroup:
     requests: int = 0
     """This router's running requests in the group; in a decode group, their sequences."""
     tokens: int = 0
-    """Prompt tokens of those requests, minus prefix cache hits. A prefill group counts only prompts not computed yet,
-    so the number approximates its queue."""
+    """Prompt tokens of the running requests, minus prefix cache hits. A prefill group counts only prompts not
+    computed yet, so the number approximates its queue."""
     served: int = 0
     """Requests ever sent to the group."""
     lost: bool = False
     draining: bool = False
-    """The group finishes its requests and gets no new ones."""
+    """Whether the group finishes its requests and gets no new ones."""
     held: HeldPrefixes = field(default_factory=HeldPrefixes)
     """Cached prefixes, from KV events; empty if the router does not watch them."""
 

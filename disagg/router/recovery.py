@@ -99,7 +99,7 @@ class Branch:
         )
 
     def after_wait(self, groups: Iterable[str] = (), silent: Set[str] = frozenset()) -> Branch:
-        """Returns the branch after a failed session that counts as no recovery and lost `groups`."""
+        """Returns the branch after a failed session that lost `groups`, without counting a recovery."""
         lost = self._with_suspects(groups, silent) if groups else self
         return replace(lost, unlinked=self.unlinked + 1)
 

@@ -66,9 +66,9 @@ class RunContext:
     avoid: Callable[[Pair], None]
     """Called with the groups of each failed session whose request continues: the pair is avoided for a while."""
     dead_groups: Callable[[Iterable[str]], set[str]]
-    """Returns those of the named groups that are dead, and not only silent."""
+    """Returns which of the named groups are dead. A silent group, which may return, is not dead."""
     silent_groups: Callable[[Iterable[str]], set[str]]
-    """Returns those of the named groups that are silent, and not known as dead."""
+    """Returns which of the named groups are silent and not known as dead."""
     decode_groups: Callable[[], int]
     """Returns the number of usable groups that decode."""
 

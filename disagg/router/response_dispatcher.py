@@ -40,7 +40,7 @@ class ResponseDispatcher:
         self.unclaimed = 0
         """Dropped messages: of ended requests, or of peers without a listener."""
         self._arrived: deque[Callable[[], None]] = deque()
-        """What the channel's thread passed over, in order. The loop is woken once for all of it."""
+        """Events from the channel's thread, in order; one wake-up of the loop serves all of them."""
         self._woken = False
         self._corked = False
         """Whether messages wait for the end of this iteration of the loop."""

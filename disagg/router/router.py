@@ -65,7 +65,7 @@ class Router:
             self._decode_groups,
         )
         self._missing_since_s: dict[str, float] = {}
-        """When each role without a usable group was first found to have none."""
+        """For each role without a usable group: time since when this is known."""
         self.recoveries: Counter[str] = Counter()
         """Recoveries of requests since the start, by `Loss`."""
         self._table = GroupTable(dispatcher, lambda: self.choose is prefix_aware)

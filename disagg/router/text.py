@@ -128,7 +128,7 @@ class TextStream:
         self.text = ""
         """All returned text."""
         self.stopped = False
-        """A stop string has occurred."""
+        """Whether a stop string has occurred."""
 
     def push(self, tokens: Sequence[int], last: bool = False) -> str:
         """Adds tokens; returns the text that is final now, all text if `last`."""
