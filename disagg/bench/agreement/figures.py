@@ -66,7 +66,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Decisiveness:
-    """How close the reference's choices of tokens are. Close choices limit the agreement with any other system."""
+    """Margins of the reference's token choices. Small margins limit the agreement with any other system."""
 
     logit_std: float
     """Standard deviation of a step's logits over the vocabulary, averaged over the first steps of all

@@ -50,8 +50,8 @@ class FaultLine(msgspec.Struct, frozen=True):
     failed: int
     """Number of touched requests that failed before a later fault touched them."""
     pauses_s: list[float]
-    """For each touched request that this fault did not fail: its longest time without an output, of those in progress
-    at the fault or begun at most `BEGINS_WITHIN_S` later."""
+    """Longest time without an output, for each touched request that this fault did not fail. Pauses count if they are
+    in progress at the fault, or begin at most `BEGINS_WITHIN_S` later."""
 
 
 class RequestLine(msgspec.Struct, frozen=True):

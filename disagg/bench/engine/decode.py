@@ -212,8 +212,8 @@ def prepare(bench: DecodeBench, deterministic: bool = False) -> tuple[ModelRunne
 def check(runner: ModelRunner, batch: StepBatch) -> None:
     """Raises `InvariantError` unless, up to rounding, each request has the same logits in the step and alone.
 
-    For a deterministic runner they must be equal bit for bit. Otherwise their norms are compared: products of
-    another shape use another summation order, and random weights amplify the difference with the layers. bf16
+    For a deterministic runner they must be equal bit for bit. Otherwise their norms are compared, because products of
+    another shape use another summation order. Random weights amplify this difference from layer to layer. bf16
     differs by 5 % from float32 after 32 layers; another request's logits differ by 140 %.
     """
     with same_states(runner):

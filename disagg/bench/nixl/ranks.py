@@ -81,7 +81,7 @@ class NixlTransfer:
     descriptors_s: float
     """Time until NIXL had its descriptors."""
     transfer_s: float
-    """Time from then on until the source saw the completion of all writes. Excludes `descriptors_s`."""
+    """Time after `descriptors_s`, until the source saw the completion of all writes."""
     descriptors: int
 
 

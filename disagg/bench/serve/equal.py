@@ -49,7 +49,7 @@ class Equality(msgspec.Struct, frozen=True):
 
     prompts: int
     tokens: int
-    """Number of tokens of the first server."""
+    """Number of tokens in the first server's answers."""
     differences: list[Difference]
     rounding: str = ""
     """Text that compares the difference with rounding, from `disagg.bench.serve.judge`; empty if not computed."""

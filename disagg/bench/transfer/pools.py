@@ -37,7 +37,7 @@ class TransferBench:
 
     layout: KVLayout
     tokens: tuple[int, ...]
-    """Request sizes."""
+    """Request sizes, in tokens."""
     in_flight: int
     """Number of requests in flight in the back-to-back rounds."""
     repeats: int
