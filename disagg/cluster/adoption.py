@@ -37,7 +37,7 @@ _OF_LAUNCH = {
     "control": ("router_port", "directory_port", "key_file"),
     "cluster": ("name", "ray", "restart", "restart_backoff_s", "restart_tries"),
 }
-"""Settings, by section, that only the launch uses. They may differ from those of the killed launch."""
+"""Settings, by section, that only the launch uses. They may differ from the settings of the killed launch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Adopted:
     counts: GroupCounts = NO_COUNTS
     """Numbers of groups by role, as set by an operator before."""
     names: set[str] = field(default_factory=set)
-    """Names that new groups must not use: those of the survivors and of groups that were linked with them."""
+    """Names that new groups must not use: names of the survivors, and of groups that were linked with survivors."""
 
 
 def adopt(ranks: Ranks, found: Sequence[Group], token: str, expected: Expected) -> Adopted:

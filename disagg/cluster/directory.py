@@ -58,7 +58,7 @@ class Directory:
         self._scale = scale
 
     def announce(self, groups: Sequence[GroupInfo], draining: Sequence[str]) -> None:
-        """Announces the groups; routers send no new requests to those named in `draining`. Never blocks."""
+        """Announces the groups; routers send no new requests to the groups named in `draining`. Never blocks."""
         with self._changed:
             self._latest = m.Groups(self._latest.version + 1, list(groups), list(draining))
             for router in self._routers:

@@ -103,7 +103,7 @@ class Cluster:
         ]
 
     def keep_count(self, role: Role, count: int) -> None:
-        """Records the number of groups that an operator has set. A launch that adopts the groups reads it, too."""
+        """Records the number of groups that an operator has set. An adopting launch reads this number too."""
         changes, groups = self._pulses.counts
         self._pulses.counts = GroupCounts(changes + 1, {**groups, role: count})
 
@@ -333,7 +333,7 @@ class Cluster:
         with self._lock:
             self.groups = tuple(group for group in self.groups if not group.up)
         self._parked.clear()
-        log.error("disowned", why=DISOWNED, consequence="this command ends, the groups go on")
+        log.error("disowned", why=DISOWNED, consequence="this command ends, the groups continue")
         for callback in (*self._on_failed,):
             callback()
 

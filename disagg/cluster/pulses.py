@@ -59,8 +59,7 @@ class Pulses:
                 actor.pulse.remote(self._token, self.counts)
 
     def silent(self, members: Iterable[Member]) -> list[Member]:
-        """Sends pulses to `members` when due; returns those that have not replied for `hang_timeout_s`. Never
-        blocks."""
+        """Sends pulses to `members` when due; returns members silent for `hang_timeout_s`. Never blocks."""
         now_s = self._clock()
         self._pardon(now_s)
         members = dict.fromkeys(members)

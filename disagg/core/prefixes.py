@@ -36,8 +36,8 @@ class PrefixKey:
     def of(cls, tokens: Sequence[int], salt: str = "", switch_tokens: int = 0) -> PrefixKey:
         """Packs `tokens`. Raises ValueError for a token id beyond 31 bits.
 
-        `switch_tokens`: prompts longer than this share no KV with shorter prompts, because the model switches to
-        other rotary embeddings (`longrope`); 0: the model has no switch.
+        `switch_tokens`: prompts longer than this use other rotary embeddings (`longrope`), so they share no KV with
+        shorter prompts; 0: the model has no switch.
         """
         if switch_tokens:
             salt = f"{'long' if len(tokens) > switch_tokens else 'short'} {salt}"

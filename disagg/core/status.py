@@ -103,7 +103,7 @@ class RecentAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     arrived_unix_s: float
     prefill: str = ""
     decode: str = ""
-    """Name of the decode group, as `prefill` is the name of the prefill group."""
+    """Name of the decode group; `prefill` is the name of the prefill group."""
     prompt_tokens: int = 0
     tokens: int = 0
     turn_s: float = 0.0

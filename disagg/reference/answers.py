@@ -28,8 +28,8 @@ from disagg.reference.engines import HuggingFace, QuantizedBehindThePrompt, Refe
 def comparable(config: Config, deterministic: bool | None) -> Config:
     """Returns `config` with `model.deterministic` set, for a run whose tokens are compared.
 
-    None enables it on a GPU, and keeps the configured value on a CPU, where float32 is exact and faster without it.
-    Raises `ConfigError` when a configured GPU is missing.
+    None enables the mode on a GPU. On a CPU, None keeps the configured value, because float32 is exact there and
+    faster without the mode. Raises `ConfigError` when a configured GPU is missing.
     """
     if deterministic is None:
         cuda = any(resolve_device(group.device).type == "cuda" for group in config.kinds.values())

@@ -97,9 +97,9 @@ class RouterConfig(Section, frozen=True):
     """How routers choose the groups of a request, how long requests wait, and how lost requests recover."""
 
     policy: PolicyName = "prefix_aware"
-    """How a router chooses among several groups of a role. prefix_aware: by queued tokens and prefix cache hits, and
-    a decode group by the hash of the session name if the request has one; least_loaded: by load; round_robin: in
-    rotation. Routers receive KV events every `metrics.interval_s`."""
+    """How a router chooses among several groups of a role. round_robin: in rotation. least_loaded: by load.
+    prefix_aware: by queued tokens and prefix cache hits; a request with a session name gets its decode group by the
+    hash of the name. Routers receive KV events every `metrics.interval_s`."""
     request_timeout_s: float = 120.0
     reserve_wait_s: float = 2.0
     """How long a request waits in the queue of a full decode group before the router tries another group. If only one

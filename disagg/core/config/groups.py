@@ -110,8 +110,11 @@ class GroupConfig(Section, frozen=True):
 
     @property
     def initial_pool_tokens(self) -> int:
-        """Size of the pool on a CPU, or on a GPU before its memory is measured: `pool_tokens` if set, else the larger
-        of `CPU_POOL_TOKENS` and `max_context_tokens`, rounded up to whole pages."""
+        """Size of the pool on a CPU, or on a GPU before its memory is measured.
+
+        The size is `pool_tokens` if set. Otherwise it is the larger of `CPU_POOL_TOKENS` and `max_context_tokens`,
+        rounded up to whole pages.
+        """
         least = max(CPU_POOL_TOKENS, self.max_context_tokens)
         return self.pool_tokens or -(-least // self.page_size) * self.page_size
 
@@ -138,7 +141,7 @@ class BatchingConfig(GroupConfig, frozen=True):
         return min(self.max_batch or self.max_requests, self.max_requests)
 
     def sized(self, device: str) -> Self:
-        """As `GroupConfig.sized`."""
+        """See `GroupConfig.sized`."""
         found = super().sized(device)
         return msgspec.structs.replace(found, max_batch=self.max_batch or found.max_requests)
 
